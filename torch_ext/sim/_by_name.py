@@ -1,4 +1,6 @@
-"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, subgroups, and the safetensors package."""
+"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, subgroups, staging of checkpoints in shared
+memory, and the safetensors package.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ def register() -> None:
     """Let DDP's bfloat16 hooks serve the device, groups be split by it, and safetensors load to it."""
     _allow_bf16_hooks()
     _count_devices_for_subgroups()
+    when_imported("torch.cuda._pin_memory_utils", _pin_for_cuda_alone)
     for name in _SAFETENSORS:
         when_imported(name, _take_device)
 
@@ -55,6 +58,20 @@ def _count_devices_for_subgroups() -> None:
 
     for module in (c10d, dist):
         setattr(module, "new_subgroups", new_subgroups)  # noqa: B010 - mypy refuses to assign a function
+
+
+def _pin_for_cuda_alone(module: ModuleType) -> None:
+    """Checkpoints that are staged in shared memory are pinned where they lie, by CUDA's driver: leave that out."""
+    for name in ("pin_memory", "unpin_memory"):
+        setattr(module, name, _unless_cuda(getattr(module, name)))
+
+
+def _unless_cuda(original: Any) -> Any:
+    def call(*arguments: int) -> None:
+        if torch.cuda.is_available():
+            original(*arguments)
+
+    return call
 
 
 def _under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:

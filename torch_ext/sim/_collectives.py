@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends, _sparse_reduction
+from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
 from torch_ext.sim._name import NAME
 
 BACKEND = "simccl"
@@ -67,7 +67,7 @@ def register() -> None:
     _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
     _other_backends.join_threads_and_fakes()
-    _sparse_reduction.install()
+    _other_backends.reduce_sparse_tensors()
     _gloo_halves.install(_for_gloo)
     _pair_with_gloo()
     _complete_groups()

@@ -18,19 +18,12 @@ _HOST = -1  # as a destination
 
 def register() -> None:
     """Give torch the functions, unless a CUDA build of torch brings its own."""
-    own = {
-        "_broadcast": _broadcast,
-        "_broadcast_coalesced": _broadcast_coalesced,
-        "_broadcast_out": _broadcast_out,
-        "_gather": _gather,
-        "_gather_out": _gather_out,
-        "_scatter": _scatter,
-        "_scatter_out": _scatter_out,
-    }
     if hasattr(torch._C, "_scatter"):
         return
-    for name, function in own.items():
-        setattr(torch._C, name, function)
+    for function in (
+        _broadcast, _broadcast_coalesced, _broadcast_out, _gather, _gather_out, _scatter, _scatter_out,
+    ):  # fmt: skip
+        setattr(torch._C, function.__name__, function)
     # The real module warns, at each backward pass, that there is no NCCL.
     setattr(comm, "nccl", SimpleNamespace(is_available=lambda tensors: False))  # noqa: B010 - mypy knows no such name
 

@@ -1,6 +1,6 @@
 """What torch's flight recorder shows of ``simccl``: the operations that a program called, not what carried their bytes.
 
-See Note [Flight records] in csrc/flight_record.h. Other backends' entries stay as they are; those of the gloo that
+See Note [Flight records] in csrc/work.h. Other backends' entries stay as they are; those of the gloo that
 carries ``simccl`` are left out. An operation's group is described as the group's ``sim`` half, because a group with a
 backend for host tensors too counts those apart. Transfers between two ranks are not recorded, nor are stacks.
 """
@@ -11,7 +11,6 @@ import functools
 import json
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -19,63 +18,10 @@ from torch._C import _distributed_c10d as c10d
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
-__all__ = ["RecordedOperation", "install", "translate"]
+__all__ = ["install", "translate"]
 
 Entry = dict[str, Any]
-_TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/flight_record.h
-
-
-@dataclass(frozen=True)
-class RecordedOperation:
-    """An operation of ``simccl``.
-
-    Attributes:
-        name: such as ``"all_reduce"``, as NCCL's entries have it.
-        group: name of its group.
-        description: of its group; empty or ``"undefined"`` without one.
-        sequence: its number among the collectives of its group, from 1.
-        begun_ns: when it was launched, in nanoseconds since 1970.
-        finished_ns: when it was over on this rank, be it by an error; 0 if it is not.
-    """
-
-    name: str
-    group: str
-    description: str
-    sequence: int
-    input_sizes: list[list[int]]
-    input_dtypes: list[str]
-    output_sizes: list[list[int]]
-    output_dtypes: list[str]
-    begun_ns: int
-    finished_ns: int
-
-    def as_entry(self) -> Entry:
-        """Return an entry as the recorder has them."""
-        described = self.description not in ("", "undefined")
-        over = self.finished_ns > 0
-        return {
-            "frames": [],
-            "record_id": self.sequence,
-            "pg_id": 0,
-            "process_group": (self.group, f"{self.description}, {NAME}" if described else NAME),
-            "collective_seq_id": self.sequence,
-            "op_id": self.sequence,
-            "profiling_name": f"simccl:{self.name}",
-            "input_sizes": self.input_sizes,
-            "input_dtypes": self.input_dtypes,
-            "output_sizes": self.output_sizes,
-            "output_dtypes": self.output_dtypes,
-            "p2p_seq_id": 0,
-            "is_p2p": False,
-            "state": "completed" if over else "scheduled",
-            "retired": over,
-            "time_created_ns": self.begun_ns,
-            "time_discovered_started_ns": self.begun_ns,
-            "time_discovered_completed_ns": self.finished_ns if over else None,
-            "timeout_ms": 0,
-            "thread_id": "",
-            "thread_name": "",
-        }
+_TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/transport/transport.h
 
 
 def install() -> None:
@@ -86,10 +32,10 @@ def install() -> None:
             setattr(c10d, name, _translating(dump, read, write))
 
 
-def translate(entries: Iterable[Entry], operations: Iterable[RecordedOperation]) -> list[Entry]:
+def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Entry]:
     """Return the entries in order of time, with operations in the place of what carried them."""
     others = [entry for entry in entries if entry["process_group"][1] != _TRANSPORT]
-    made = [operation.as_entry() for operation in operations]
+    made = [_as_entry(operation) for operation in operations]
     return sorted([*others, *made], key=lambda entry: int(entry["time_created_ns"]))
 
 
@@ -101,7 +47,7 @@ def _translating(
         # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one
         # that is just starting.
         trace = read(dump(*args, **kwargs))
-        operations = [RecordedOperation(**operation) for operation in _native.recorded_operations()]
+        operations = _native.recorded_operations()
         if operations or "entries" in trace:
             trace["entries"] = translate(trace.get("entries", []), operations)
         return write(trace)
@@ -115,3 +61,32 @@ def _to_json(trace: Entry) -> bytes:
 
 def _pickle(trace: Entry) -> bytes:
     return pickle.dumps(trace, protocol=2)
+
+
+def _as_entry(operation: Entry) -> Entry:
+    """Return an operation, as csrc/work.h describes it, as the recorder has its entries."""
+    described = operation["description"] not in ("", "undefined")
+    over = operation["finished_ns"] > 0
+    return {
+        "frames": [],
+        "record_id": operation["sequence"],
+        "pg_id": 0,
+        "process_group": (operation["group"], f"{operation['description']}, {NAME}" if described else NAME),
+        "collective_seq_id": operation["sequence"],
+        "op_id": operation["sequence"],
+        "profiling_name": f"simccl:{operation['name']}",
+        "input_sizes": operation["input_sizes"],
+        "input_dtypes": operation["input_dtypes"],
+        "output_sizes": operation["output_sizes"],
+        "output_dtypes": operation["output_dtypes"],
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "state": "completed" if over else "scheduled",
+        "retired": over,
+        "time_created_ns": operation["begun_ns"],
+        "time_discovered_started_ns": operation["begun_ns"],
+        "time_discovered_completed_ns": operation["finished_ns"] if over else None,
+        "timeout_ms": 0,
+        "thread_id": "",
+        "thread_name": "",
+    }

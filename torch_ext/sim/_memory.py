@@ -1,7 +1,11 @@
-"""Memory of the simulated accelerator: statistics, limit and poison. All numbers are bytes."""
+"""Memory of the simulated accelerator: statistics, limit, poison, and who allocated it. All numbers are bytes."""
 
 from __future__ import annotations
 
+import functools
+import pickle
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,12 +13,6 @@ import torch
 from torch_ext.sim import _native
 from torch_ext.sim._absent import refuse
 from torch_ext.sim._devices import Device, index_of, is_initialized
-from torch_ext.sim._memory_history import (  # noqa: F401 - torch.cuda.memory has them
-    _dump_snapshot,
-    _record_memory_history,
-    _snapshot,
-    memory_snapshot,
-)
 from torch_ext.sim._name import NAME
 
 
@@ -29,34 +27,22 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
     return dict(torch.accelerator.memory_stats(index_of(device)))
 
 
-def memory_allocated(device: Device = None) -> int:
-    """Return the bytes that tensors hold on ``device``."""
-    return torch.accelerator.memory_allocated(index_of(device))
+def _by_device(function: Callable[[int], Any]) -> Callable[[Device], Any]:
+    """Return a function of ``torch.accelerator`` that takes the device in all forms that this module does."""
+
+    @functools.wraps(function)
+    def call(device: Device = None) -> Any:
+        return function(index_of(device))
+
+    return call
 
 
-def max_memory_allocated(device: Device = None) -> int:
-    """Return the most bytes that tensors have held on ``device``."""
-    return torch.accelerator.max_memory_allocated(index_of(device))
-
-
-def memory_reserved(device: Device = None) -> int:
-    """Return the bytes that tensors hold on ``device`` and those kept for later ones."""
-    return torch.accelerator.memory_reserved(index_of(device))
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    """Return the most bytes ever reserved on ``device``."""
-    return torch.accelerator.max_memory_reserved(index_of(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    """Make the current numbers of ``device`` its peaks."""
-    torch.accelerator.reset_peak_memory_stats(index_of(device))
-
-
-def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Reset the counts of what ``device`` has allocated and freed, and of how often it ran out of memory."""
-    torch.accelerator.reset_accumulated_memory_stats(index_of(device))
+memory_allocated = _by_device(torch.accelerator.memory_allocated)
+max_memory_allocated = _by_device(torch.accelerator.max_memory_allocated)
+memory_reserved = _by_device(torch.accelerator.memory_reserved)
+max_memory_reserved = _by_device(torch.accelerator.max_memory_reserved)
+reset_peak_memory_stats = _by_device(torch.accelerator.reset_peak_memory_stats)
+reset_accumulated_memory_stats = _by_device(torch.accelerator.reset_accumulated_memory_stats)
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
@@ -157,3 +143,66 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     if not abbreviated:
         lines.append(f"  out of memory    {stats.get('num_ooms', 0)} times")
     return "\n".join(lines)
+
+
+# --- who allocated memory: snapshots for torch's memory visualizer ---
+
+
+def _record_memory_history(
+    enabled: str | bool | None = "all",
+    context: str | None = "all",
+    stacks: str = "python",
+    max_entries: int = sys.maxsize,
+    device: object = None,
+    clear_history: bool = False,
+    *,
+    trace_alloc_max_entries: int = 0,
+    trace_alloc_record_context: bool = False,
+) -> None:
+    """Record the Python stack of every allocation from now on, on all devices.
+
+    Costs about a microsecond for each. ``torch.OutOfMemoryError`` then says which lines hold the memory.
+
+    Args:
+        enabled: ``"state"`` keeps the stacks of live memory, ``"all"`` also a trace of what is allocated and freed,
+            ``None`` stops and forgets. True and False, the form of older programs, are ``"state"`` and ``None``.
+        context: ``None`` records no stacks.
+        stacks: taken for compatibility; stacks are those of Python.
+        max_entries: how many entries of the trace are kept, the newest ones.
+        device: taken for compatibility; all devices are recorded.
+        clear_history: taken for compatibility; recording always starts over.
+        trace_alloc_max_entries: of the older form: the length of the trace, if there is to be one.
+        trace_alloc_record_context: of the older form; taken for compatibility.
+
+    Raises:
+        ValueError: ``enabled`` is none of these.
+    """
+    if isinstance(enabled, bool):
+        enabled = None if not enabled else "all" if trace_alloc_max_entries else "state"
+        max_entries = trace_alloc_max_entries or max_entries
+    if enabled is None:
+        _native.stop_memory_history()
+    elif enabled in ("state", "all"):
+        _native.start_memory_history(context is not None, enabled == "all", max_entries)
+    else:
+        raise ValueError(f"Expected enabled to be 'state', 'all' or None, got {enabled!r}.")
+
+
+def _snapshot(device: object = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
+    """Return the memory of all devices in the format of ``torch.cuda.memory._snapshot``.
+
+    Every block is a segment of its own. A block says beside what CUDA's say which operator allocated it, where one did.
+    """
+    return _native.memory_snapshot()
+
+
+def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    """Write a snapshot to a file, for ``python -m torch.cuda._memory_viz`` or https://docs.pytorch.org/memory_viz."""
+    with open(filename, "wb") as file:
+        pickle.dump(_snapshot(), file)
+
+
+def memory_snapshot(mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
+    """Return the segments of all devices, as ``torch.cuda.memory_snapshot`` does."""
+    segments: list[dict[str, Any]] = _snapshot()["segments"]
+    return segments

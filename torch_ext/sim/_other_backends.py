@@ -8,6 +8,10 @@ a backend of gloo that has no group  likewise: see :mod:`torch_ext.sim._gloo_hal
 ``"cpu:gloo"``, anything else        torch refuses: no backend for device type ``sim``
 ===================================  ===============================================================================
 
+``all_reduce`` of sparse ``sim`` tensors, such as the gradients of ``nn.Embedding(sparse=True)`` under DDP: a group or a
+backend of ``"gloo"`` reduces them, as it does those of CUDA, here on copies on the host. ``simccl``, that is any other
+group, refuses them, as NCCL does.
+
 Gloo itself reads the memory of the host and of CUDA only. A group that is asked for by the name ``"gloo"`` serves the
 accelerator too where gloo was built for it, so here ``simccl`` does that half: every rank of such a group must have
 imported the simulator.
@@ -25,10 +29,19 @@ from torch.distributed import distributed_c10d as c10d
 from torch_ext.sim import _gloo_halves
 from torch_ext.sim._name import NAME
 
-__all__ = ["is_gloo", "join_threads_and_fakes", "serve_gloo"]
+__all__ = ["join_threads_and_fakes", "reduce_sparse_tensors", "serve_gloo"]
 
 # Backends that work on any tensor, each with a list of devices that torch knows.
 _ANY_TENSOR = ("threaded", "fake")
+
+# Upstream's tests look for the first sentence, which is NCCL's.
+_REFUSAL = (
+    "NCCL does not support all_reduce with sparse tensors, and neither does simccl. "
+    "Use dense tensors (nn.Embedding(sparse=False)), or a group of gloo (backend='gloo')."
+)
+
+_HOST = torch.device("cpu")
+_libraries: list[torch.library.Library] = []
 
 
 def join_threads_and_fakes() -> None:
@@ -82,3 +95,20 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def _by_name() -> str:
     return str(c10d.BackendConfig(dist.Backend(dist.Backend.GLOO)))
+
+
+def reduce_sparse_tensors() -> None:
+    """Give ``c10d::allreduce_``, to which ``dist.all_reduce`` leads, a kernel for sparse tensors of the device."""
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl("allreduce_", _all_reduce, "SparsePrivateUse1")
+    _libraries.append(library)  # its kernels go with it
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: Any, op: Any, *_others: Any) -> tuple[list[torch.Tensor], Any]:
+    process_group = c10d._resolve_process_group(dist.ProcessGroup.unbox(group).group_name)
+    if not (is_gloo(process_group) and _HOST in process_group._device_types):
+        raise NotImplementedError(_REFUSAL)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.RedOpType(op.op()))
+    gloo: Any = process_group._get_backend(_HOST)
+    return tensors, _gloo_halves.reduce_sparse(tensors, lambda on_host: gloo.allreduce(on_host, options)).boxed()

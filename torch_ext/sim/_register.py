@@ -39,7 +39,6 @@ def register() -> None:
         _dynamo,
         _module,
         _native,
-        _pinning,
         _rpc,
         _sharing,
         races,
@@ -52,7 +51,6 @@ def register() -> None:
     _collectives.register()
     _comm.register()
     _dynamo.register()
-    _pinning.register()
     _rpc.register()
     _attention.register()
     _by_name.register()

@@ -47,13 +47,10 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 # Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
-    {"autocast", "bindings", "flight_record", "generated", "launcher", "memory_snapshot", "observer_log", "profiler"}
-    | {"finalization", "reduction", "rpc_agent", "running", "sharing"}
-    | {"sim_work", "simccl", "races/autograd_node", "races/python_reads"}
-    | {"races/report", "races/trace"}
-    | {f"transport/{name}" for name in ("call_site", "choice", "fingerprint", "gloo", "gloo_calls", "gloo_collective")}
-    | {f"transport/{name}" for name in ("gloo_letter", "group", "lane", "mailbox", "movement", "rendezvous", "seams")}
-    | {"transport/shared_memory", "transport/wait_page"}
+    {"autocast", "bindings", "finalization", "host_tensors", "observer_log", "profiler"}
+    | {"races/report", "rpc_agent", "simccl", "work"}
+    | {f"transport/{name}" for name in ("choice", "fingerprint", "gloo", "lane", "mailbox", "shared_memory")}
+    | {"transport/transport"}
 )
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
 # Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has a cache entry of its own.

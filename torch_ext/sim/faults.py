@@ -1,7 +1,7 @@
 """Faults in a rank's communication, planted at the k-th call of a group.
 
-This is where a plan of faults connects: see Note [Seams] in csrc/transport/seams.h. Each function plants one fault in
-the calling process, for groups that exist and groups to come::
+A plan of faults connects here: see Note [Seams] in csrc/transport/transport.cpp. Each function plants one fault in the
+calling process, for groups that exist and groups to come::
 
     from torch_ext.sim import faults
 

@@ -1,7 +1,7 @@
 """A program that ran a backward on ``sim`` ends with its own exit code, however it was started and however it ends.
 
 In the programs here a device thread is sure to need Python after finalization has begun, unless the exit function of
-Note [Threads at exit] (``csrc/finalization.h``) lets it finish.
+Note [Threads at exit] (``csrc/finalization.cpp``) lets it finish.
 """
 
 from __future__ import annotations

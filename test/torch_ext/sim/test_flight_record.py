@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from torch_ext.sim import _native
-from torch_ext.sim._flight_record import RecordedOperation, translate
+from torch_ext.sim._flight_record import translate
 
 Entry = dict[str, Any]
 
@@ -122,8 +122,10 @@ def _entry(description: str, name: str, created_ns: int) -> Entry:
 
 
 def test_operations_take_the_place_of_what_carried_them() -> None:
+    rest = {"group": "0", "description": "undefined", "sequence": 4}
+    tensors = dict.fromkeys(("input_sizes", "input_dtypes", "output_sizes", "output_dtypes"), ())
     operations = [
-        RecordedOperation(name, "0", "undefined", 4, [], [], [], [], begun_ns, finished_ns)
+        {"name": name, "begun_ns": begun_ns, "finished_ns": finished_ns, **rest, **tensors}
         for name, begun_ns, finished_ns in (("a", 10, 30), ("b", 40, 0))
     ]
     entries = [

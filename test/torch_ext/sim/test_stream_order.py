@@ -1,4 +1,4 @@
-"""Operations of ``simccl`` are ordered as NCCL's are: by streams, while the host goes on (csrc/sim_work.h)."""
+"""Operations of ``simccl`` are ordered as NCCL's are: by streams, while the host goes on (csrc/work.h)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
-NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/layout.h
+NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/segment.h
 
 
 def _transport(group: dist.ProcessGroup | None = None) -> str:

@@ -1,4 +1,4 @@
-"""The page of waits that ``simccl`` writes, read as ``csrc/transport/wait_page.h`` lays it out."""
+"""The page of waits that ``simccl`` writes, read as ``csrc/transport/shared_memory.cpp`` lays it out."""
 
 from __future__ import annotations
 

@@ -1,19 +1,175 @@
-// Device memory: one pool per device (block_pool.h), with statistics, a limit, and poisoning on demand.
+// Device memory: one pool per device, with statistics, a limit, and poisoning on demand. A pool consists of blocks:
+// those that tensors hold, those that streams still use, and idle ones.
 //
 // Ownership: a block belongs to the DataPtr that carries it as context and returns to its pool when that dies. Pools
 // are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
+//
+// Note [Pools by stream]
+// A block belongs to the stream that was current when it was taken, as with CUDA's caching allocator. Freed, it is at
+// once the first choice for the next request of its size on that stream: work on one stream is in order, so the new
+// owner needs to wait for nothing. Other streams that use it must be named (`record_stream`); then the block comes back
+// when what they had been given by the time it was freed is over. A program that forgets this has its memory
+// overwritten, here as there.
+//
+// Note [Dangerous blocks]
+// Where somebody knows whether a stream could meet an earlier owner's work that nothing orders before it (the race
+// checker does), such blocks are handed out first, also to smaller requests. So an unsafe free that any reuse could hit
+// is hit, and not only by requests of the same size. A correct program has no such blocks.
+//
+// Note [All memory in the arena]
+// A host kernel that works for a device allocates its results and temporaries with torch's host allocator. An override
+// stands in front of that allocator and, inside a KernelScope, serves from the device's pool instead; the fallback then
+// relabels results as device memory without a copy. So statistics, limit and poison see every byte. Allocations on
+// worker threads inside a kernel's parallel region are the exception: the flag is per thread.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
-#include "block_pool.h"
 #include "device.h"
 
 namespace torch_ext::sim {
+
+constexpr size_t kBlockAlignment = 64;
+
+class BlockPool;
+
+// Whose memory is too short for a request: see machine_memory.h.
+enum class Short : uint8_t { kDevice, kMachine };
+
+// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
+// which torch's interface frees without a context.
+struct alignas(kBlockAlignment) Block {
+  BlockPool* pool;
+  size_t capacity;  // bytes of data
+  size_t requested; // by its owner
+  size_t rounded;   // what its owner is charged; at most the capacity
+  uint64_t serial;  // no other block of the process has, or will have, the same
+  c10::StreamId home;
+  std::unique_ptr<std::vector<c10::Stream>> users; // streams named since it was taken
+  std::atomic<bool> live{false};
+  bool poisoned = false;         // all of its bytes, since it was last freed
+  std::atomic<uint16_t> pins{0}; // operations under way that use its memory, freed or not: see PinnedBlocks
+  uint32_t tag = 0;              // of the kernel that allocated it: see memory_history.h
+
+  void* data() { return this + 1; }
+  const void* data() const { return this + 1; }
+  static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
+};
+static_assert(sizeof(Block) == kBlockAlignment, "data must start aligned");
+
+// Whether work of an earlier owner of the block at `data` could still be going on for one on `stream`.
+using IsDangerous = bool (*)(const void* data, c10::Stream stream);
+
+// A block as it was for a moment.
+struct BlockFacts {
+  enum class State : uint8_t { kLive, kInUse, kIdle }; // kInUse: freed, but streams still use it
+  const void* data;
+  size_t capacity;
+  size_t requested;
+  size_t rounded;
+  c10::StreamId home;
+  uint32_t tag;
+  State state;
+};
+
+// What the profiler is told with every change.
+struct Totals {
+  size_t allocated; // bytes
+  size_t reserved;  // bytes
+};
+
+// Safe to call from any thread.
+class BlockPool {
+ public:
+  BlockPool(c10::DeviceIndex device, size_t limit) : device_(device), limit_(limit) {}
+
+  c10::DeviceIndex device() const { return device_; }
+
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past what is allowed.
+  std::pair<Block*, Totals> take(size_t nbytes, c10::Stream stream);
+  Totals give_back(Block* block);
+
+  // `stream` uses the block, which must be live, beside its home.
+  void add_user(Block* block, c10::Stream stream);
+
+  // Returns idle blocks to the host, after waiting for those that streams still use.
+  void empty();
+
+  void set_limit(size_t nbytes);
+  size_t limit();
+  // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
+  void set_fraction(double fraction);
+  double fraction();
+  size_t allowed();
+  std::vector<BlockFacts> blocks();
+  size_t reserved();
+  c10::CachingDeviceAllocator::DeviceStats stats();
+  void reset_accumulated();
+  void reset_peaks();
+
+ private:
+  struct InUse {
+    Block* block;
+    int64_t until; // nanoseconds on the clock of streams
+  };
+
+  // All of these require the lock.
+  Totals totals() const;
+  Block* take_idle(size_t rounded, c10::StreamId home);
+  Block* take_dangerous(size_t rounded, c10::Stream stream);
+  Block* take_fresh(size_t nbytes, size_t rounded, Short& whose); // nullptr past what is allowed
+  void* take_from_host(size_t rounded, Short& whose) const;       // likewise
+  size_t allowance() const;
+  void settle(Block* block);
+  void make_idle(Block* block);
+  void poll();
+  void release_idle();
+  void release(Block* block);
+  void count_taken(const Block& block);
+  const c10::DeviceIndex device_;
+  std::mutex mutex_;
+  size_t limit_;
+  double fraction_ = 1;
+  size_t idle_bytes_ = 0;
+  std::unordered_map<uint64_t, std::vector<Block*>> idle_;           // by home and capacity, newest last
+  std::unordered_map<c10::StreamId, std::vector<Block*>> dangerous_; // by home, newest last
+  std::vector<InUse> in_use_;
+  c10::CachingDeviceAllocator::DeviceStats stats_;
+};
+
+// The block, live or idle, whose data contains `pointer`; nullptr for memory that is not of a device.
+Block* block_at(const void* pointer);
+
+// Keeps the blocks that pointers lie in from going back to the host, freed or not: somebody still writes there. They
+// may be handed out again meanwhile, as on a GPU. Memory that is not of a device is left alone.
+class PinnedBlocks {
+ public:
+  PinnedBlocks() = default;
+  ~PinnedBlocks() { clear(); }
+  PinnedBlocks(const PinnedBlocks&) = delete;
+  PinnedBlocks& operator=(const PinnedBlocks&) = delete;
+
+  void add(const void* pointer);
+  void clear() noexcept;
+
+ private:
+  std::vector<Block*> blocks_;
+};
+
+// Asks `ask` at every free and request; nullptr: nobody.
+void set_danger(IsDangerous ask);
 
 // Every block is rounded up to a multiple of this many bytes, as on GPUs, so that memory numbers are comparable.
 constexpr size_t kRoundBytes = 512;
@@ -26,14 +182,9 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
 // Returns the memory at `data`, which came from `allocate_on`, to its pool. A DataPtr does so by itself.
 void free_on_device(void* data);
 
+// The pool of `device`, or of the current one for -1.
+BlockPool& pool_of(c10::DeviceIndex device);
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
-size_t memory_limit(c10::DeviceIndex device);
-
-// Allows a part of the memory, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
-void set_memory_fraction(c10::DeviceIndex device, double fraction);
-double memory_fraction(c10::DeviceIndex device);
-
-std::vector<BlockFacts> blocks_on(c10::DeviceIndex device);
 
 // Fill fresh and freed blocks with 0xff bytes, as long as somebody wants it: NaN in every float type, -1 in signed
 // integers.
@@ -43,7 +194,26 @@ void set_poison(PoisonFor whom, bool enabled);
 // The device whose live block contains `pointer`.
 std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer);
 
-// Makes this the allocator of sim devices. Called once, when the library loads.
-void install_allocator();
+struct RunningKernel {
+  c10::DeviceIndex device = -1; // -1: none is running
+  std::string_view name;
+};
+
+// The kernel that this thread is running.
+extern constinit thread_local RunningKernel running_kernel;
+
+// While alive, host allocations of this thread come from the pool of the kernel's device.
+class KernelScope {
+ public:
+  // name: of the kernel; must outlive the object.
+  KernelScope(c10::DeviceIndex device, std::string_view name) noexcept
+      : previous_(std::exchange(running_kernel, {device, name})) {}
+  ~KernelScope() { running_kernel = previous_; }
+  KernelScope(const KernelScope&) = delete;
+  KernelScope& operator=(const KernelScope&) = delete;
+
+ private:
+  const RunningKernel previous_;
+};
 
 } // namespace torch_ext::sim

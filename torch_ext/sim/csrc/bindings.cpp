@@ -1,82 +1,150 @@
 // The native module. Loading it registers the device and starts nothing: see device.h.
+#include "bindings.h"
+
+#include <c10/core/StorageImpl.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstddef>
+#include <cstring>
+#include <string>
 #include <tuple>
 
 #include "allocator.h"
 #include "device.h"
-#include "finalization.h"
-#include "flight_record.h"
-#include "generated.h"
 #include "generator.h"
-#include "hooks.h"
-#include "kernel_scope.h"
+#include "kernel.h"
 #include "machine_memory.h"
-#include "memory_snapshot.h"
-#include "observer_log.h"
-#include "pinned_memory.h"
 #include "profiler.h"
-#include "races/rank_threads.h"
-#include "races/report.h"
-#include "races/trace.h"
-#include "rpc_agent.h"
-#include "sharing.h"
-#include "simccl.h"
 #include "stream.h"
-#include "sync_debug.h"
 
 namespace torch_ext::sim {
+namespace {
+
+namespace py = pybind11;
+using c10::DeviceIndex;
+
+// --- kernels that Inductor generates: see Note [Generated kernels] in _inductor.py ---
+
+// roles: a letter for each argument: r is read, w written, and anything else a number.
+pybind11::object run_generated(
+    const pybind11::function& code, const std::string& name, const std::string& roles,
+    const pybind11::args& arguments) {
+  TORCH_INTERNAL_ASSERT(roles.size() == arguments.size(), name, " was generated with other arguments");
+  Kernel kernel(name);
+  for (size_t i = 0; i < roles.size(); ++i) {
+    if (roles[i] == 'r' || roles[i] == 'w') {
+      const auto tensor = arguments[i].cast<at::Tensor>();
+      const bool is_number = tensor.device().type() == c10::DeviceType::CPU && tensor.dim() == 0;
+      if (!is_number) {
+        roles[i] == 'w' ? kernel.writes(tensor) : kernel.reads(tensor);
+      }
+    }
+  }
+  kernel.launch();
+  return code(*arguments);
+}
+
+// --- device memory that processes share: see Note [Shared tensors] in _sharing.py ---
+
+void release_host(void* context) {
+  c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
+}
+
+// Memory of a host storage, as memory of a device.
+c10::DataPtr memory_of(const c10::Storage& host, c10::Device device) {
+  void* data = host.mutable_data();
+  auto* context = c10::Storage(host).unsafeReleaseStorageImpl();
+  return {data, context, &release_host, device};
+}
+
+c10::Storage storage_from(const py::handle& object) {
+  return torch::createStorage(object.ptr());
+}
+
+py::object to_python(const c10::Storage& storage) {
+  return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
+}
+
+// The host storage whose memory `device_storage` has been given; None where it has memory of its own.
+py::object shared_host_storage(const py::handle& device_storage) {
+  const auto& memory = storage_from(device_storage).data_ptr();
+  if (memory.get_deleter() != &release_host) {
+    return py::none();
+  }
+  auto* host = static_cast<c10::StorageImpl*>(memory.get_context());
+  return to_python(c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(host)));
+}
+
+// Moves the bytes of `device_storage` to `host_storage`, of the same size, and lets it, and so every tensor on it, use
+// them there.
+void move_to_shared(const py::handle& device_storage, const py::handle& host_storage) {
+  const auto storage = storage_from(device_storage), host = storage_from(host_storage);
+  const auto device = storage.device();
+  TORCH_INTERNAL_ASSERT(host.nbytes() == storage.nbytes());
+  {
+    Kernel kernel("aten::share_memory_");
+    kernel.on(device.index()).reads(storage.data(), storage.nbytes()).host_reads().launch();
+    std::memcpy(host.mutable_data(), storage.data(), storage.nbytes());
+  }
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(memory_of(host, device));
+}
+
+py::object storage_over(const py::handle& host_storage, c10::DeviceIndex index) {
+  const auto host = storage_from(host_storage);
+  const c10::Device device(kSim, checked_index(index));
+  return to_python(
+      c10::make_intrusive<c10::StorageImpl>(
+          c10::StorageImpl::use_byte_size_t(), host.nbytes(), memory_of(host, device), device_allocator(),
+          /*resizable=*/false));
+}
+
+} // namespace
 
 PYBIND11_MODULE(_native, m) {
   install_guard();
   install_hooks();
   install_pinned_allocator();
   install_allocator();
-  install_host_override();
+  register_profiler();
 
   m.def("request_devices", &request_devices);
-  m.def("device_count", [] { return static_cast<int>(device_count()); });
-  m.def("index_among_all", [](int index) {
-    return static_cast<int>(index_among_all(checked_index(static_cast<c10::DeviceIndex>(index))));
-  });
-  m.def("current_device", [] { return static_cast<int>(current_device()); });
-  m.def("set_device", [](int index) { set_current_device(checked_index(static_cast<c10::DeviceIndex>(index))); });
-  m.def("check_index", [](int index) { checked_index(static_cast<c10::DeviceIndex>(index)); });
+  m.def("device_count", &device_count);
+  m.def("index_among_all", [](DeviceIndex index) { return index_among_all(checked_index(index)); });
+  m.def("current_device", &current_device);
+  m.def("set_device", [](DeviceIndex index) { set_current_device(checked_index(index)); });
+  m.def("check_index", [](DeviceIndex index) { checked_index(index); });
   m.def("init", &ensure_initialized);
   m.def("is_initialized", &is_initialized);
   m.def("is_in_bad_fork", &is_in_bad_fork);
-  m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
-  m.def("set_memory_limit", [](int index, size_t nbytes) {
-    set_memory_limit(static_cast<c10::DeviceIndex>(index), nbytes);
-  });
-  m.def("memory_limit", [](int index) { return memory_limit(static_cast<c10::DeviceIndex>(index)); });
+  m.def("default_generator", &default_generator);
+  m.def("set_memory_limit", &set_memory_limit);
+  m.def("memory_limit", [](DeviceIndex index) { return pool_of(index).limit(); });
+  m.def("set_memory_fraction", [](DeviceIndex index, double fraction) { pool_of(index).set_fraction(fraction); });
+  m.def("memory_fraction", [](DeviceIndex index) { return pool_of(index).fraction(); });
+  m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("use_memory_page", &use_memory_page);
   m.def("machine_memory", [] {
     const auto memory = machine_memory();
     return std::make_tuple(memory.cap, memory.run, memory.process);
   });
-  m.def("before_finalization", &before_finalization, pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
-  m.def("set_memory_fraction", [](int index, double fraction) {
-    set_memory_fraction(static_cast<c10::DeviceIndex>(index), fraction);
-  });
-  m.def("memory_fraction", [](int index) { return memory_fraction(static_cast<c10::DeviceIndex>(index)); });
+  m.def("before_finalization", &before_finalization, py::call_guard<py::gil_scoped_release>());
   m.def("set_sync_debug", [](int mode) { set_sync_debug(static_cast<SyncDebug>(mode)); });
   m.def("sync_debug", [] { return static_cast<int>(sync_debug()); });
   m.def("sleep", &sleep);
-  bind_memory_snapshot(m);
+  m.def("run_generated", &run_generated);
+  m.def("shared_host_storage", &shared_host_storage);
+  m.def("move_to_shared", &move_to_shared);
+  m.def("storage_over", &storage_over);
+  bind_memory_history(m);
   bind_pinned_memory(m);
-  bind_sharing(m);
-  register_profiler();
   bind_simccl(m);
+  bind_faults(m);
+  bind_gloo_factory(m);
   bind_rpc_agent(m);
   bind_flight_record(m);
   bind_observer_log(m);
-  bind_generated(m);
   races::bind_races(m);
-  races::bind_rank_threads(m);
-  races::bind_trace(m);
 }
 
 } // namespace torch_ext::sim

@@ -6,11 +6,13 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,10 +20,64 @@
 #include <unordered_map>
 #include <utility>
 
-#include "bounds.h"
 #include "device.h"
+#include "memory_history.h"
 
 namespace torch_ext::sim {
+namespace {
+
+constexpr size_t kFramesOfShrinking = 12;
+constexpr int kIllegalAddress = 700; // cudaErrorIllegalAddress
+
+struct Shrunk {
+  c10::DataPtr memory; // without any where the storage was freed
+  CallStack by;
+};
+
+void drop_shrunk(void* context) {
+  delete static_cast<Shrunk*>(context);
+}
+
+const Shrunk* shrunk_of(const c10::Storage& storage) {
+  const auto& memory = storage.data_ptr();
+  return memory.get_deleter() == &drop_shrunk ? static_cast<const Shrunk*>(memory.get_context()) : nullptr;
+}
+
+} // namespace
+
+std::string why_too_small(const c10::Storage& storage) {
+  const auto* shrunk = shrunk_of(storage);
+  if (shrunk == nullptr) {
+    return "";
+  }
+  const auto lines = lines_of(shrunk->by, kFramesOfShrinking);
+  return (storage.nbytes() == 0 ? " freed by resize_(0)" : " made smaller by resize_") +
+      (lines.empty() ? "" : " at" + lines);
+}
+
+void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument) {
+  const auto why = why_too_small(tensor.storage());
+  const auto named = argument.empty() ? std::string() : c10::str("argument '", argument, "', ");
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress,
+      c10::str(
+          tensor.device().type(), " error: an illegal memory access was encountered: ", kernel, " uses ", named,
+          c10::getDtypeNames(tensor.scalar_type()).first, " ", tensor.sizes(), " on ", tensor.device(),
+          ", which reaches byte ", reach_of(tensor), " of a storage of ", tensor.storage().nbytes(), " bytes",
+          why.empty() ? "" : ",", why));
+}
+
+c10::DataPtr note_shrinking(c10::DataPtr memory) {
+  auto stack = current_call_stack();
+  if (stack == nullptr) {
+    return memory;
+  }
+  void* data = memory.get();
+  const auto device = memory.device();
+  auto note = std::make_unique<Shrunk>(Shrunk{std::move(memory), std::move(stack)});
+  return {data, note.release(), &drop_shrunk, device};
+}
+
 namespace {
 
 // Operators whose tensor lists are indices or lengths, which GPUs accept from the host.
@@ -32,12 +88,7 @@ constexpr std::array<std::string_view, 8> kHostIndexOperators{
 };
 
 bool takes_host_indices(const std::string& name) {
-  for (const auto known : kHostIndexOperators) {
-    if (name == known) {
-      return true;
-    }
-  }
-  return false;
+  return std::find(kHostIndexOperators.begin(), kHostIndexOperators.end(), name) != kHostIndexOperators.end();
 }
 
 bool holds_tensors(const c10::Argument& value) {
@@ -110,11 +161,8 @@ class DeviceCheck {
   }
 
   [[noreturn]] void refuse(c10::Device first, c10::Device second, size_t position) const {
-    C10_THROW_ERROR(
-        Error,
-        c10::str(
-            "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
-            "! (when checking argument ", schema_.arguments()[position].name(), " of ", facts_.name, ")"));
+    const auto& argument = schema_.arguments()[position].name();
+    refuse_devices(first, second, c10::str("argument ", argument, " of ", facts_.name));
   }
 
   const OperatorFacts& facts_;
@@ -145,15 +193,8 @@ c10::DeviceIndex common_device(
   int named = -1;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& value = arguments[i];
-    if (value.isTensor()) {
-      check.see(value.toTensor(), i, /*in_list=*/false);
-    } else if (value.isTensorList() || value.isOptionalTensorList()) {
-      for (const c10::IValue& element : value.toListRef()) {
-        if (element.isTensor()) {
-          check.see(element.toTensor(), i, /*in_list=*/true);
-        }
-      }
-    } else if (value.isDevice() && value.toDevice().type() == kSim) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) { check.see(tensor, i, /*in_list=*/!value.isTensor()); });
+    if (value.isDevice() && value.toDevice().type() == kSim) {
       named = checked_index(value.toDevice());
     }
   }
@@ -188,6 +229,14 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
   const bool fills = writes && masks == 1 && others == 0 && !arguments[kAccumulate].toBool() &&
       arguments[kValues].toTensor().numel() == 1;
   return moves || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
+}
+
+void refuse_devices(c10::Device first, c10::Device second, const std::string& what) {
+  C10_THROW_ERROR(
+      Error,
+      c10::str(
+          "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
+          "! (when checking ", what, ")"));
 }
 
 void refuse_sparse(const c10::OperatorHandle& op) {

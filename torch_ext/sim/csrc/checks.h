@@ -1,16 +1,75 @@
+// Whether tensors lie inside their storages.
+//
+// Note [Bounds]
+// A storage can lose its memory, or part of it, while tensors still refer to it: FSDP frees parameters by
+// `untyped_storage().resize_(0)`. Metadata of such a tensor may be asked for and views of it be made, as on a GPU. A
+// kernel must not read or write it: a GPU ends the program with an illegal memory access, and a host would read on past
+// the storage. So every kernel's tensors are looked at before it runs, and the error says where the memory went. The
+// one exception to what GPUs do: a tensor that is passed as `out=`, and would be resized, is looked at as well.
+//
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Allocator.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "device.h"
 
 namespace torch_ext::sim {
+
+// How many bytes from the start of its storage `tensor`, which has elements, reaches.
+inline size_t reach_of(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  if (tensor.is_contiguous()) {
+    last += tensor.numel() - 1;
+  } else {
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    }
+  }
+  return static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
+}
+
+// True for tensors without elements or without a storage of their own.
+inline bool is_in_bounds(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || !tensor.has_storage() || reach_of(tensor) <= tensor.storage().nbytes();
+}
+
+// Raises AcceleratorError for a defined tensor that is out of bounds. argument: its name, if that is known.
+[[noreturn]] void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument = "");
+inline void check_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument = "") {
+  if (C10_UNLIKELY(!is_in_bounds(tensor))) {
+    refuse_bounds(kernel, tensor, argument);
+  }
+}
+
+// Where in the program `storage` was made smaller: " freed by resize_(0) at" and lines. Empty if it was not.
+std::string why_too_small(const c10::Storage& storage);
+
+// Returns `memory` with a note of where in the program its storage was made smaller, which errors quote.
+c10::DataPtr note_shrinking(c10::DataPtr memory);
+
+// Visits the tensors in an argument or a result, lists included.
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& element : value.toListRef()) {
+      if (element.isTensor()) {
+        visit(element.toTensor());
+      }
+    }
+  }
+}
 
 // What the fallback needs to know of an operator, worked out once from its schema.
 struct OperatorFacts {
@@ -18,9 +77,8 @@ struct OperatorFacts {
   std::vector<bool> written; // per argument: the operator writes to it
   std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
   bool is_view = false;      // results are views of arguments, or it compares them, so that no memory is touched
-  bool host_reads =
-      false;          // the host learns values: a result is none of the device's, or has as many elements as they say
-  int generator = -1; // position of the Generator argument, -1 without one
+  bool host_reads = false;   // the op synchronizes: its result is on the host, or its size depends on data
+  int generator = -1;        // position of the Generator argument, -1 without one
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
   bool is_indexing = false;  // of these, one whose lists are indices
@@ -35,6 +93,9 @@ c10::DeviceIndex common_device(
 
 // Whether the host waits for the stream in this call, because it learns values or must move some of its own.
 bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments);
+
+// Raises RuntimeError. what: is being checked.
+[[noreturn]] void refuse_devices(c10::Device first, c10::Device second, const std::string& what);
 
 // Raises NotImplementedError: `op` has no kernel for tensors of a sparse layout.
 [[noreturn]] void refuse_sparse(const c10::OperatorHandle& op);

@@ -95,34 +95,12 @@ void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
       "or register a kernel for PrivateUse1.");
 }
 
-bool is_sparse(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() != c10::kStrided;
-}
-
 bool is_sparse(const c10::IValue& value) {
-  if (value.isTensor()) {
-    return is_sparse(value.toTensor());
-  }
-  if (value.isTensorList()) {
-    const auto tensors = value.toListRef();
-    return std::any_of(tensors.begin(), tensors.end(), [](const auto& element) {
-      return is_sparse(element.toTensor());
-    });
-  }
-  return false;
-}
-
-template <typename Visit>
-void for_each_tensor(const c10::IValue& value, Visit visit) {
-  if (value.isTensor()) {
-    visit(value.toTensor());
-  } else if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const c10::IValue& element : value.toListRef()) {
-      if (element.isTensor()) {
-        visit(element.toTensor());
-      }
-    }
-  }
+  bool found = false;
+  for_each_tensor(value, [&](const at::Tensor& tensor) {
+    found = found || (tensor.defined() && tensor.layout() != c10::kStrided);
+  });
+  return found;
 }
 
 // Tensors of the host, which are numbers and indices, the host has read when the call returns.

@@ -21,15 +21,14 @@ constexpr uint64_t kOffsetStep = 4;
 constexpr int64_t kStateBytes = 16;
 static_assert(kStateBytes == 2 * sizeof(uint64_t), "the state is the seed followed by the offset");
 
-// Finaliser of the splitmix64 generator (Steele, Lea, Flood 2014): every input bit reaches every output bit.
+} // namespace
+
 uint64_t mix(uint64_t value) {
   value += 0x9e3779b97f4a7c15ull;
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
   return value ^ (value >> 31);
 }
-
-} // namespace
 
 GeneratorImpl::GeneratorImpl(c10::DeviceIndex device)
     : c10::GeneratorImpl(c10::Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}

@@ -19,6 +19,9 @@
 
 namespace torch_ext::sim {
 
+// Finaliser of the splitmix64 generator (Steele, Lea, Flood 2014): every input bit reaches every output bit.
+uint64_t mix(uint64_t value);
+
 class GeneratorImpl final : public c10::GeneratorImpl {
  public:
   explicit GeneratorImpl(c10::DeviceIndex device);

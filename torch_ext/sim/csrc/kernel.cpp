@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#include "device.h"
-#include "kernel_observer.h"
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -14,10 +12,11 @@
 #include <utility>
 
 #include "alias.h"
-#include "bounds.h"
+#include "checks.h"
+#include "device.h"
+#include "kernel_observer.h"
 #include "profiler.h"
 #include "stream.h"
-#include "sync_debug.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -25,22 +24,6 @@ namespace {
 constexpr int64_t kNextByte = 1; // the stride of plain bytes
 
 thread_local bool unobserved = false;
-
-[[noreturn]] void refuse(std::string_view kernel, c10::Device first, c10::Device second) {
-  C10_THROW_ERROR(
-      Error,
-      c10::str(
-          "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
-          "! (when checking arguments of ", kernel, ")"));
-}
-
-size_t extent_of(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  return static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
-}
 
 } // namespace
 
@@ -59,7 +42,7 @@ c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::
   for (const auto& tensor : tensors) {
     if (tensor.defined()) {
       if (first.has_value() && tensor.device() != *first) {
-        refuse(kernel, *first, tensor.device());
+        refuse_devices(*first, tensor.device(), c10::str("arguments of ", kernel));
       }
       first = tensor.device();
     }
@@ -75,9 +58,10 @@ std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
   if (start == nullptr) {
     return std::nullopt;
   }
+  const size_t before = static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize();
   return Access{
-      start + static_cast<size_t>(tensor.storage_offset()) * tensor.dtype().itemsize(),
-      extent_of(tensor),
+      start + before,
+      reach_of(tensor) - before,
       tensor.device(),
       tensor.scalar_type(),
       tensor.sizes(),
@@ -91,7 +75,7 @@ Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
   }
   if (!is_settled_) {
     if (device_.has_value() && tensor.device() != *device_) {
-      refuse(name_, *device_, tensor.device());
+      refuse_devices(*device_, tensor.device(), c10::str("arguments of ", name_));
     }
     device_ = tensor.device();
   }

@@ -1,3 +1,5 @@
+// Optional tensors, which operators pass as none or as an undefined tensor.
+//
 // The one entry for whatever computes on a device.
 //
 // Note [Kernels]
@@ -5,7 +7,7 @@
 // says so with a Kernel: its name, and what it reads and writes. Behind it stand
 //
 //   - the check that all tensors are on one device (Note [Strict devices] in checks.cpp);
-//   - the check that they lie inside their storages (Note [Bounds] in bounds.h);
+//   - the check that they lie inside their storages (Note [Bounds] in checks.h);
 //   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
 //   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
 //   - whoever observes (kernel_observer.h) or profiles (profiler.h).
@@ -27,12 +29,21 @@
 #include <optional>
 #include <string_view>
 
+#include "allocator.h"
 #include "device.h"
 #include "kernel_observer.h"
-#include "kernel_scope.h"
-#include "optional_tensor.h"
 
 namespace torch_ext::sim {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool given(const OptionalTensor& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+inline at::Tensor value_or_none(const OptionalTensor& tensor) {
+  return tensor.value_or(at::Tensor());
+}
 
 // The one sim device that the defined ones among `tensors` live on. Raises RuntimeError when they live on several.
 c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);

@@ -89,7 +89,7 @@ class Observer {
 
 extern std::atomic<Observer*> current_observer;
 
-// Whether what this thread does now is told nobody, because somebody tells it in other words.
+// True while this thread's events are suppressed because a caller reports them as one.
 bool is_unobserved() noexcept;
 void set_unobserved(bool unobserved) noexcept;
 

@@ -1,20 +1,57 @@
 #include "memory_history.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <deque>
+#include <iomanip>
+#include <ios>
+#include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
-#include "call_stack.h"
+#include "allocator.h"
+#include "bindings.h"
+#include "device.h"
+#include "machine_memory.h"
 
 namespace torch_ext::sim {
+
+CallStack current_call_stack() {
+  return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+}
+
+std::string lines_of(const CallStack& stack, size_t most) {
+  if (stack == nullptr) {
+    return "";
+  }
+  const auto named = torch::symbolize({stack.get()});
+  const auto& frames = named.tracebacks.front();
+  std::string lines;
+  for (size_t i = 0; i < std::min(frames.size(), most); ++i) {
+    const auto& frame = named.all_frames[frames[i]];
+    lines += c10::str("\n    ", frame.filename, ":", frame.lineno, " in ", frame.funcname);
+  }
+  if (frames.size() > most) {
+    lines += c10::str("\n    and ", frames.size() - most, " frames that called it");
+  }
+  return lines;
+}
+
 namespace {
 
 struct Tags {
@@ -61,6 +98,38 @@ int64_t now_us() {
 }
 
 } // namespace
+
+pybind11::list Frames::add(const CallStack& stack) {
+  pybind11::list frames;
+  if (stack != nullptr) {
+    stacks_.push_back(stack);
+    lists_.push_back(frames);
+  }
+  return frames;
+}
+
+void Frames::fill() const {
+  std::vector<torch::CapturedTraceback*> raw;
+  raw.reserve(stacks_.size());
+  for (const auto& stack : stacks_) {
+    raw.push_back(stack.get());
+  }
+  const auto named = torch::symbolize(raw);
+  std::vector<pybind11::dict> all;
+  all.reserve(named.all_frames.size());
+  for (const auto& frame : named.all_frames) {
+    pybind11::dict one;
+    one["filename"] = frame.filename;
+    one["line"] = frame.lineno;
+    one["name"] = frame.funcname;
+    all.push_back(std::move(one));
+  }
+  for (size_t i = 0; i < lists_.size(); ++i) {
+    for (const auto index : named.tracebacks[i]) {
+      pybind11::list(lists_[i]).append(all[index]);
+    }
+  }
+}
 
 uint32_t tag_of(std::string_view name) {
   if (name.empty()) {
@@ -138,6 +207,224 @@ CallStack stack_of_memory(const void* data) {
 std::deque<MemoryEvent> memory_events() {
   std::lock_guard<std::mutex> lock(history().mutex);
   return history().events;
+}
+
+namespace {
+
+constexpr size_t kMostHolders = 8;
+constexpr size_t kFramesOfHolder = 4;
+
+std::string readable(size_t nbytes) {
+  constexpr std::array<const char*, 4> kUnits{"bytes", "KiB", "MiB", "GiB"};
+  constexpr double kNext = 1024;
+  auto amount = static_cast<double>(nbytes);
+  size_t unit = 0;
+  while (amount >= kNext && unit + 1 < kUnits.size()) {
+    amount /= kNext;
+    ++unit;
+  }
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(unit == 0 ? 0 : 2) << amount << " " << kUnits.at(unit);
+  return text.str();
+}
+
+struct Held {
+  size_t bytes = 0;
+  size_t blocks = 0;
+};
+
+// By the lines that allocated it where they are known, else by the kernel, or by size: most operators have torch.empty
+// make their results.
+std::vector<std::pair<std::string, Held>> holders(const std::vector<BlockFacts>& blocks) {
+  std::map<std::string, Held> by_whom;
+  for (const auto& block : blocks) {
+    if (block.state != BlockFacts::State::kLive) {
+      continue;
+    }
+    const auto tag = name_of_tag(block.tag);
+    const auto lines = lines_of(stack_of_memory(block.data), kFramesOfHolder);
+    const std::string made = tag.empty() ? "of " + readable(block.rounded) : "made by " + tag;
+    auto& held = by_whom[lines.empty() ? made : "made at" + lines];
+    held.bytes += block.rounded;
+    held.blocks += 1;
+  }
+  std::vector<std::pair<std::string, Held>> sorted(by_whom.begin(), by_whom.end());
+  std::stable_sort(sorted.begin(), sorted.end(), [](const auto& one, const auto& other) {
+    return one.second.bytes > other.second.bytes;
+  });
+  return sorted;
+}
+
+std::string list_of(const std::vector<std::pair<std::string, Held>>& held) {
+  std::string text;
+  for (size_t i = 0; i < std::min(held.size(), kMostHolders); ++i) {
+    const auto& [made, what] = held[i];
+    text +=
+        c10::str("\n  ", readable(what.bytes), " in ", what.blocks, what.blocks == 1 ? " block " : " blocks ", made);
+  }
+  if (held.size() > kMostHolders) {
+    size_t rest = 0;
+    for (size_t i = kMostHolders; i < held.size(); ++i) {
+      rest += held[i].second.bytes;
+    }
+    text += c10::str("\n  ", readable(rest), " in other blocks");
+  }
+  return text;
+}
+
+std::string message_of_machine(size_t nbytes) {
+  const auto memory = machine_memory();
+  if (memory.cap == 0) {
+    return c10::str("sim out of memory: the machine's, not the device's. The host refused ", readable(nbytes), ".");
+  }
+  return c10::str(
+      "sim out of memory: the machine's, not the device's. Tried to allocate ", readable(nbytes),
+      ". The processes of this run hold ", readable(memory.run), " on simulated devices together, this one ",
+      readable(memory.process), "; they may hold ", readable(memory.cap),
+      ", by default 80 % of what the machine or its cgroup had available when the run began.");
+}
+
+} // namespace
+
+void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
+  const auto stats = pool.stats();
+  const auto current = [](const c10::CachingAllocator::StatArray& array) {
+    return static_cast<size_t>(array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
+  };
+  const size_t reserved = current(stats.reserved_bytes), allocated = current(stats.allocated_bytes);
+  const size_t limit = pool.limit(), allowed = pool.allowed();
+  const size_t left = allowed > reserved ? allowed - reserved : 0;
+  if (is_recording_memory()) {
+    note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, left, nullptr});
+  }
+  const auto held = holders(pool.blocks());
+  const auto advice = is_recording_memory()
+      ? ""
+      : " To see the lines that allocated it, call torch.sim.memory._record_memory_history() first.";
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, whose == Short::kDevice, message_of_machine(nbytes),
+      held.empty() ? "" : "\nAllocated by tensors of this process, most first:", list_of(held),
+      held.empty() ? " " : "\n", "Free tensors, use fewer ranks, or bound each device with --memory SIZE. ",
+      "TORCH_EXT_SIM_MACHINE_MEMORY=BYTES sets another cap.", advice);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, false, "sim out of memory. Tried to allocate ", readable(nbytes),
+      ". Device sim:", static_cast<int>(pool.device()), " has a total capacity of ", readable(limit), " of which ",
+      readable(left), " is free.", allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(),
+      " Of the memory in use ", readable(allocated), " is allocated by tensors, and ",
+      readable(reserved > allocated ? reserved - allocated : 0), " is reserved but unallocated.",
+      held.empty() ? "" : "\nAllocated by tensors, most first:", list_of(held), held.empty() ? " " : "\n",
+      "Free tensors, or raise the capacity with torch.sim.set_memory_limit.", advice);
+  std::abort(); // the check above always throws
+}
+
+namespace {
+
+namespace py = pybind11;
+
+uint64_t address(const void* data) {
+  return reinterpret_cast<uintptr_t>(data);
+}
+
+const char* name_of(BlockFacts::State state) {
+  switch (state) {
+    case BlockFacts::State::kLive:
+      return "active_allocated";
+    case BlockFacts::State::kInUse:
+      return "active_awaiting_free";
+    default:
+      return "inactive";
+  }
+}
+
+// A block is a segment of its own here.
+py::dict segment_of(c10::DeviceIndex device, const BlockFacts& facts, Frames& frames) {
+  const bool live = facts.state == BlockFacts::State::kLive, idle = facts.state == BlockFacts::State::kIdle;
+  py::dict block;
+  block["address"] = address(facts.data);
+  block["size"] = facts.capacity;
+  block["requested_size"] = idle ? 0 : facts.requested;
+  block["state"] = name_of(facts.state);
+  block["frames"] = live ? frames.add(stack_of_memory(facts.data)) : py::list();
+  block["operator"] = name_of_tag(idle ? 0 : facts.tag);
+  py::list blocks;
+  blocks.append(block);
+  py::dict segment;
+  segment["device"] = static_cast<int>(device);
+  segment["address"] = address(facts.data);
+  segment["total_size"] = facts.capacity;
+  segment["allocated_size"] = live ? facts.rounded : 0;
+  segment["active_size"] = idle ? 0 : facts.rounded;
+  segment["requested_size"] = idle ? 0 : facts.requested;
+  segment["stream"] = facts.home;
+  constexpr size_t kSmallBytes = size_t{1} << 20;
+  segment["segment_type"] = facts.capacity <= kSmallBytes ? "small" : "large";
+  segment["segment_pool_id"] = py::make_tuple(0, 0);
+  segment["is_expandable"] = false;
+  segment["frames"] = py::list();
+  segment["blocks"] = blocks;
+  return segment;
+}
+
+void add_event(py::list& trace, const MemoryEvent& event, Frames& frames) {
+  const auto entry = [&](const char* action) {
+    py::dict one;
+    one["action"] = action;
+    one["addr"] = address(event.data);
+    one["size"] = event.size;
+    one["stream"] = event.stream;
+    one["time_us"] = event.time_us;
+    one["frames"] = frames.add(event.stack);
+    if (event.kind == MemoryEvent::Kind::kOutOfMemory) {
+      one["device_free"] = event.free;
+    }
+    trace.append(one);
+  };
+  switch (event.kind) {
+    case MemoryEvent::Kind::kAllocate:
+      entry("alloc");
+      break;
+    case MemoryEvent::Kind::kFree:
+      entry("free_requested");
+      entry("free_completed");
+      break;
+    case MemoryEvent::Kind::kOutOfMemory:
+      entry("oom");
+      break;
+  }
+}
+
+py::dict snapshot() {
+  Frames frames;
+  py::list segments, traces;
+  std::vector<py::list> by_device;
+  for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+    for (const auto& facts : pool_of(device).blocks()) {
+      segments.append(segment_of(device, facts, frames));
+    }
+    by_device.emplace_back();
+    traces.append(by_device.back());
+  }
+  for (const auto& event : memory_events()) {
+    add_event(by_device.at(static_cast<size_t>(event.device)), event, frames);
+  }
+  frames.fill();
+  py::dict whole;
+  whole["segments"] = segments;
+  whole["device_traces"] = traces;
+  whole["allocator_settings"] = py::dict();
+  whole["external_annotations"] = py::list();
+  return whole;
+}
+
+} // namespace
+
+void bind_memory_history(py::module_& m) {
+  m.def("start_memory_history", [](bool stacks, bool events, size_t most_events) {
+    start_memory_history({stacks, events, most_events});
+  });
+  m.def("stop_memory_history", &stop_memory_history);
+  m.def("is_recording_memory", &is_recording_memory);
+  m.def("memory_snapshot", &snapshot);
 }
 
 } // namespace torch_ext::sim

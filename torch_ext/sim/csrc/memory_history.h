@@ -1,18 +1,45 @@
-// Who allocated device memory: stacks of live blocks, and a trace of allocations and frees. Off by default.
-//
-// What names are known without it: every block keeps the kernel that allocated it, as a number (see `tag_of`).
+// Where in a program something happened, and who allocated device memory: stacks of live blocks, a trace of allocations
+// and frees, and the message when a device runs out of memory. Recording is off by default; without it, every block
+// still keeps the kernel that allocated it, as a number (see `tag_of`).
 #pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include "call_stack.h"
+#include "allocator.h"
 #include "device.h"
 
 namespace torch_ext::sim {
+
+// Python frames, taken at once and named only when they are shown. Taking them costs well under a microsecond. Null
+// where Python is not running.
+using CallStack = std::shared_ptr<torch::CapturedTraceback>;
+
+// Takes the GIL for a moment, so it must be called without any lock of ours.
+CallStack current_call_stack();
+
+// A line for each frame, innermost first and at most `most` of them: "\n    train.py:8 in step". Empty without frames.
+std::string lines_of(const CallStack& stack, size_t most);
+
+// Names the frames of many stacks at once. With the GIL.
+class Frames {
+ public:
+  // Returns a list that `fill` fills with a dictionary for each frame, innermost first; it stays empty without a stack.
+  pybind11::list add(const CallStack& stack);
+  void fill() const;
+
+ private:
+  std::vector<CallStack> stacks_;
+  std::vector<pybind11::list> lists_;
+};
 
 // The number that stands for a name of a kernel; 0 for the empty one. Cheap for names that were seen before.
 uint32_t tag_of(std::string_view name);
@@ -48,5 +75,8 @@ void note_memory(MemoryEvent event);
 // Of a live block. Null where it was allocated while nobody recorded.
 CallStack stack_of_memory(const void* data);
 std::deque<MemoryEvent> memory_events();
+
+// Raises OutOfMemoryError, which says whose memory is short and what holds that of `pool`. Called with no lock held.
+[[noreturn]] void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose);
 
 } // namespace torch_ext::sim

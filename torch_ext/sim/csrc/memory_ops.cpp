@@ -1,7 +1,9 @@
 // Operators that make, view, resize and copy device memory. They cannot go through the fallback, because what they
-// return is the device tensor's own storage, or because they move data between devices.
+// return is the device tensor's own storage, or because they move data between devices. And `Hooks`, by which torch's
+// device-neutral code asks an accelerator.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -13,18 +15,21 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "alias.h"
 #include "allocator.h"
-#include "bounds.h"
+#include "bindings.h"
+#include "checks.h"
 #include "device.h"
-#include "hooks.h"
+#include "generator.h"
 #include "kernel.h"
+#include "pinned_memory.h"
 #include "stream.h"
 
 namespace torch_ext::sim {
@@ -65,6 +70,21 @@ at::Tensor efficient_zeros(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
+}
+
+// Gives `storage` new memory of `nbytes` and keeps what fits; 0 frees it.
+void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
+  TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
+  const auto device = storage.device();
+  c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
+  const size_t kept = std::min(nbytes, storage.nbytes());
+  if (kept > 0 && storage.data() != nullptr) {
+    Kernel kernel("aten::resize_");
+    kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
+    std::memcpy(fresh.mutable_get(), storage.data(), kept);
+  }
+  storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
+  storage.set_nbytes(nbytes);
 }
 
 // Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
@@ -125,10 +145,9 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-  TORCH_CHECK(
-      source.device() == self.device(),
-      "Expected all tensors to be on the same device, but found at least two devices, ", self.device(), " and ",
-      source.device(), "! (when checking argument source of aten::set_)");
+  if (source.device() != self.device()) {
+    refuse_devices(self.device(), source.device(), "argument source of aten::set_");
+  }
   return set_strided(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
@@ -251,6 +270,38 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   device_allocator()->recordStream(self.storage().data_ptr(), stream);
 }
 
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return is_initialized(); }
+  void init() const override { ensure_initialized(); }
+  c10::DeviceIndex deviceCount() const override { return device_count(); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { set_current_device(checked_index(device)); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const auto previous = current_device();
+    set_current_device(checked_index(device));
+    return previous;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<GeneratorImpl>(checked_index(device));
+  }
+
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    const auto device = device_of_pointer(data);
+    TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a sim device.");
+    return {kSim, *device};
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    resize_bytes(*storage.unsafeGetStorageImpl(), nbytes);
+  }
+};
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -280,9 +331,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
-
 TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+void install_hooks() {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
 }
 
 } // namespace torch_ext::sim

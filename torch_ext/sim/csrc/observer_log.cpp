@@ -1,8 +1,8 @@
-#include "observer_log.h"
-
-#include <cstddef>
+// An observer that writes down what it is told, for tests and for looking at a program: `torch.sim` has no other use
+// for it.
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "kernel_observer.h"
 
 namespace torch_ext::sim {
@@ -25,73 +26,60 @@ struct LoggedAccess {
 };
 
 struct LogEntry {
+  explicit LogEntry(const char* kind, std::string_view name = "") : kind(kind), name(name) {}
+  LogEntry(const char* kind, c10::Stream stream, std::string_view name = "", c10::ArrayRef<Access> used = {})
+      : LogEntry(kind, name) {
+    numbers["device"] = stream.device_index();
+    numbers["stream"] = stream.id();
+    for (const auto& access : used) {
+      accesses.push_back({access.device.str(), reinterpret_cast<uintptr_t>(access.data), access.bytes, access.write});
+    }
+  }
+  LogEntry&& with(const char* number, int64_t value) && {
+    numbers[number] = value;
+    return std::move(*this);
+  }
+  LogEntry&& with(const void* data) && { return std::move(*this).with("address", reinterpret_cast<intptr_t>(data)); }
+  LogEntry&& with(const Moment& moment) && {
+    return std::move(*this).with("moment", *static_cast<const int64_t*>(moment.get()));
+  }
+
   std::string kind; // the observer's method
   std::string name;
-  int device = -1;
-  int64_t stream = -1;
-  uint64_t moment = 0;
-  uintptr_t address = 0;
-  std::vector<LoggedAccess> accesses{};
-  std::map<std::string, int64_t> details{};
+  std::map<std::string, int64_t> numbers{{"device", -1}, {"stream", -1}, {"moment", 0}, {"address", 0}};
+  std::vector<LoggedAccess> accesses;
 };
 
 class ObserverLog final : public Observer {
  public:
   void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept override {
-    LogEntry entry = on("kernel", stream);
-    entry.name = name;
-    entry.accesses = copied(accesses);
-    add(std::move(entry));
+    add({"kernel", stream, name, accesses});
   }
-  Moment recorded(c10::Stream stream) noexcept override {
-    LogEntry entry = on("recorded", stream);
-    return add_moment(std::move(entry));
-  }
+  Moment recorded(c10::Stream stream) noexcept override { return add_moment({"recorded", stream}); }
   void stream_waits(c10::Stream stream, const Moment& moment) noexcept override {
-    LogEntry entry = on("stream_waits", stream);
-    entry.moment = number_of(moment);
-    add(std::move(entry));
+    add(LogEntry("stream_waits", stream).with(moment));
   }
-  void host_knows(const Moment& moment) noexcept override {
-    LogEntry entry{"host_knows_moment", ""};
-    entry.moment = number_of(moment);
-    add(std::move(entry));
-  }
-  void host_knows(c10::Stream stream) noexcept override { add(on("host_knows_stream", stream)); }
+  void host_knows(const Moment& moment) noexcept override { add(LogEntry("host_knows_moment").with(moment)); }
+  void host_knows(c10::Stream stream) noexcept override { add({"host_knows_stream", stream}); }
   void host_knows(c10::DeviceIndex device) noexcept override {
-    LogEntry entry{"host_knows_device", ""};
-    entry.device = device;
-    add(std::move(entry));
+    add(LogEntry("host_knows_device").with("device", device));
   }
-  void handed_out(c10::Stream stream) noexcept override { add(on("handed_out", stream)); }
+  void handed_out(c10::Stream stream) noexcept override { add({"handed_out", stream}); }
   Moment launched(const Launch& launch) noexcept override {
-    LogEntry entry = on("launched", launch.stream);
-    entry.name = launch.name;
-    entry.accesses = copied(launch.accesses);
-    entry.details = {
-        {"sequence", static_cast<int64_t>(launch.sequence)},
-        {"peer", launch.peer},
-        {"asynchronous", launch.asynchronous ? 1 : 0}};
-    return add_moment(std::move(entry));
+    return add_moment(
+        LogEntry("launched", launch.stream, launch.name, launch.accesses)
+            .with("sequence", static_cast<int64_t>(launch.sequence))
+            .with("peer", launch.peer)
+            .with("asynchronous", launch.asynchronous ? 1 : 0));
   }
-  Moment joined(c10::ArrayRef<Moment> /*moments*/) noexcept override { return add_moment({"joined", ""}); }
+  Moment joined(c10::ArrayRef<Moment> /*moments*/) noexcept override { return add_moment(LogEntry("joined")); }
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override {
-    LogEntry entry = on("allocated", stream);
-    entry.address = reinterpret_cast<uintptr_t>(data);
-    entry.details = {{"bytes", static_cast<int64_t>(bytes)}};
-    add(std::move(entry));
+    add(LogEntry("allocated", stream).with(data).with("bytes", static_cast<int64_t>(bytes)));
   }
   void freed(const void* data, c10::DeviceIndex device) noexcept override {
-    LogEntry entry{"freed", ""};
-    entry.device = device;
-    entry.address = reinterpret_cast<uintptr_t>(data);
-    add(std::move(entry));
+    add(LogEntry("freed").with(data).with("device", device));
   }
-  void used_on(const void* data, c10::Stream stream) noexcept override {
-    LogEntry entry = on("used_on", stream);
-    entry.address = reinterpret_cast<uintptr_t>(data);
-    add(std::move(entry));
-  }
+  void used_on(const void* data, c10::Stream stream) noexcept override { add(LogEntry("used_on", stream).with(data)); }
 
   std::vector<LogEntry> take() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -99,34 +87,18 @@ class ObserverLog final : public Observer {
   }
 
  private:
-  static LogEntry on(const char* kind, c10::Stream stream) {
-    LogEntry entry{kind, ""};
-    entry.device = stream.device_index();
-    entry.stream = stream.id();
-    return entry;
-  }
-  static std::vector<LoggedAccess> copied(c10::ArrayRef<Access> accesses) {
-    std::vector<LoggedAccess> copies;
-    for (const auto& access : accesses) {
-      copies.push_back({access.device.str(), reinterpret_cast<uintptr_t>(access.data), access.bytes, access.write});
-    }
-    return copies;
-  }
-  static uint64_t number_of(const Moment& moment) { return *static_cast<const uint64_t*>(moment.get()); }
-
   void add(LogEntry entry) {
     std::lock_guard<std::mutex> lock(mutex_);
     entries_.push_back(std::move(entry));
   }
   Moment add_moment(LogEntry entry) {
     std::lock_guard<std::mutex> lock(mutex_);
-    entry.moment = ++moments_;
-    entries_.push_back(std::move(entry));
-    return std::make_shared<uint64_t>(moments_);
+    entries_.push_back(std::move(entry).with("moment", ++moments_));
+    return std::make_shared<int64_t>(moments_);
   }
 
   std::mutex mutex_;
-  uint64_t moments_ = 0;
+  int64_t moments_ = 0;
   std::vector<LogEntry> entries_;
 };
 
@@ -137,16 +109,9 @@ ObserverLog& observer_log() {
 }
 
 pybind11::dict described(const LogEntry& entry) {
-  pybind11::dict dict;
+  pybind11::dict dict = pybind11::cast(entry.numbers);
   dict["kind"] = entry.kind;
   dict["name"] = entry.name;
-  dict["device"] = entry.device;
-  dict["stream"] = entry.stream;
-  dict["moment"] = entry.moment;
-  dict["address"] = entry.address;
-  for (const auto& [name, value] : entry.details) {
-    dict[name.c_str()] = value;
-  }
   pybind11::list accesses;
   for (const auto& access : entry.accesses) {
     accesses.append(pybind11::make_tuple(access.device, access.address, access.bytes, access.write));

@@ -1,25 +1,15 @@
 #include "profiler.h"
 
-#if __has_include(<torch/csrc/profiler/standalone/privateuse1_profiler.h>) && __has_include(<IActivityProfiler.h>)
-#define SIM_HAS_KINETO
-#endif
-
-#ifdef SIM_HAS_KINETO
-#ifndef USE_KINETO
+// Without these torch's header is empty, and kineto's want a library of their own.
 #define USE_KINETO
-#endif
-#ifndef FMT_HEADER_ONLY
 #define FMT_HEADER_ONLY
-#endif
 #include <ActivityType.h>
 #include <GenericTraceActivity.h>
 #include <IActivityProfiler.h>
+#include <c10/util/ApproximateClock.h>
 #include <libkineto.h>
 #include <output_base.h>
 #include <torch/csrc/profiler/standalone/privateuse1_profiler.h>
-#endif
-
-#include <c10/util/ApproximateClock.h>
 #include <torch/csrc/profiler/stubs/base.h>
 
 #include <atomic>
@@ -86,26 +76,6 @@ struct Stubs final : torch::profiler::impl::ProfilerStubs {
   }
   void synchronize() const override {}
 };
-
-void register_stubs() {
-  static Stubs stubs;
-  torch::profiler::impl::registerPrivateUse1Methods(&stubs);
-}
-
-} // namespace
-
-int64_t current_correlation() noexcept {
-  return is_profiling() && !correlations.empty() ? correlations.back() : 0;
-}
-
-void record_device_work(DeviceWork work) {
-  std::lock_guard<std::mutex> lock(recorded().mutex);
-  recorded().work.push_back(std::move(work));
-}
-
-#ifdef SIM_HAS_KINETO
-
-namespace {
 
 using libkineto::ActivityType;
 
@@ -203,18 +173,20 @@ class Profiler final : public libkineto::IActivityProfiler {
 
 } // namespace
 
+int64_t current_correlation() noexcept {
+  return is_profiling() && !correlations.empty() ? correlations.back() : 0;
+}
+
+void record_device_work(DeviceWork work) {
+  std::lock_guard<std::mutex> lock(recorded().mutex);
+  recorded().work.push_back(std::move(work));
+}
+
 void register_profiler() {
-  register_stubs();
+  static Stubs stubs;
+  torch::profiler::impl::registerPrivateUse1Methods(&stubs);
   torch::profiler::impl::PrivateUse1ProfilerRegistry::instance().registerFactory(
       []() -> std::unique_ptr<libkineto::IActivityProfiler> { return std::make_unique<Profiler>(); });
 }
-
-#else
-
-void register_profiler() {
-  register_stubs();
-}
-
-#endif
 
 } // namespace torch_ext::sim

@@ -38,8 +38,7 @@ constexpr int64_t kLaneRow = 1000;
 int64_t current_correlation() noexcept;
 void record_device_work(DeviceWork work);
 
-// Makes torch.profiler ask this device for its events. Called once, when the library loads; does nothing for releases
-// of torch that take no profilers from outside.
+// Makes torch.profiler ask this device for its events. Called once, when the library loads.
 void register_profiler();
 
 } // namespace torch_ext::sim

@@ -12,7 +12,7 @@
 //
 // Requests carry a trailer to workers that the map names, and responses where the request had one. Only such workers
 // have this agent for certain.
-#include "rpc_agent.h"
+#include "bindings.h"
 
 #ifdef SIM_HAS_RPC
 // Torch's header is empty without it.

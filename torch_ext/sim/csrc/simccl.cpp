@@ -2,37 +2,339 @@
 //
 // Each operation checks its tensors when it is called and describes itself as one or more Calls (transport/transport.h)
 // on aliases of their memory. They start in one place, see Note [Where operations start]; a transport carries them.
-#include "simccl.h"
-
-#include <cstddef>
+//
+// Note [Where operations start]
+// Every operation, be it a collective or a transfer between two ranks, is described by an Operation and handed to
+// `Launcher::launch` before anything of it has moved. What is to come between a program and its communication has its
+// place there: a fault plan that delays, drops or breaks an operation, a check of what it reads and writes against what
+// streams do. An operation that consists of several has a Call for each.
+#include <ATen/record_function.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "device.h"
-#include "launcher.h"
-#include "reduction.h"
-#include "sim_work.h"
+#include "host_tensors.h"
+#include "kernel.h"
+#include "kernel_observer.h"
 #include "stream.h"
-#include "transport/choice.h"
-#include "transport/seams.h"
 #include "transport/transport.h"
-#include "transport_view.h"
+#include "without_gil.h"
+#include "work.h"
 
 namespace torch_ext::sim {
 namespace {
 
 using c10d::OpType;
+
+struct Operation {
+  c10d::OpType kind;
+  const char* name; // as flight records have it
+  Tensors inputs;   // device tensors
+  Tensors outputs;  // device tensors, which the work hands out
+  bool asynchronous;
+  std::vector<Call> calls;
+};
+
+// How many operations with device tensors, be they empty, this process has started, in all groups.
+std::atomic<uint64_t> operations_on_devices{0};
+
+struct Groups {
+  std::mutex mutex;
+  std::set<std::shared_ptr<Underway>> alive;
+};
+
+// Never freed: groups may outlive static objects.
+Groups& groups() {
+  static auto* made = new Groups();
+  return *made;
+}
+
+bool is_set(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text != nullptr && std::string_view(text) == "1";
+}
+
+// What profilers call an operation. Kept, because they refer to it after the operation.
+const char* title_of(const char* name) {
+  static auto* made = new std::map<std::string, std::string>();
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  return made->try_emplace(name, std::string("simccl:") + name).first->second.c_str();
+}
+
+// Waits until the operations that this process has started are over, on every group.
+void settle_collectives() {
+  WithoutGil without;
+  std::vector<std::shared_ptr<Underway>> alive;
+  {
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    alive.assign(groups().alive.begin(), groups().alive.end());
+  }
+  for (const auto& group : alive) {
+    for (const auto& running : group->all()) {
+      settle(*running);
+    }
+  }
+}
+
+// Tells profilers, if there are any, of a launch that lasts as long as the object, as NCCL does.
+class Told {
+ public:
+  explicit Told(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
+    if (!event_.isActive()) {
+      return;
+    }
+    event_._setAsync(); // what is launched goes on
+    const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
+    arguments_.assign(shown.begin(), shown.end());
+    event_.before(title_of(operation.name), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
+  }
+
+ private:
+  std::vector<c10::IValue> arguments_; // outlives the event
+  at::RecordFunction event_;
+};
+
+// A backend without its operations. One thread at a time drives it; `abort` may be called from any.
+class Launcher : public c10d::Backend {
+ public:
+  Launcher(std::shared_ptr<Transport> transport, int rank, int size)
+      : c10d::Backend(rank, size),
+        transport_(std::move(transport)),
+        blocking_wait_(is_set("TORCH_EXT_SIM_BLOCKING_WAIT") || is_set("TORCH_NCCL_BLOCKING_WAIT")) {
+    std::lock_guard<std::mutex> lock(groups().mutex);
+    groups().alive.insert(underway_);
+  }
+  ~Launcher() override {
+    WithoutGil without;
+    transport_->leave(/*broken=*/false);
+    {
+      std::lock_guard<std::mutex> lock(groups().mutex);
+      groups().alive.erase(underway_);
+    }
+    underway_.reset();
+    transport_.reset();
+  }
+
+  // The group's collectives, so that its ranks agree on the number.
+  void setSequenceNumberForGroup() override { sequence_ = 0; }
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    TORCH_CHECK(!coalescing_, "startCoalescing was called twice without endCoalescing in between.");
+    coalescing_ = true;
+    ++sequence_;
+  }
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
+    coalescing_ = false;
+    std::vector<TransferPtr> transfers;
+    Tensors outputs;
+    std::vector<Moment> moments;
+    c10::DeviceIndex device = current_device();
+    for (const auto& work : std::exchange(coalesced_, {})) {
+      work->become_part();
+      const auto& parts = work->running()->transfers();
+      transfers.insert(transfers.end(), parts.begin(), parts.end());
+      const auto result = work->result();
+      outputs.insert(outputs.end(), result.begin(), result.end());
+      device = outputs.empty() ? device : outputs.front().device().index();
+      if (work->moment() != nullptr) {
+        moments.push_back(work->moment());
+      }
+    }
+    Moment end;
+    if (!moments.empty()) {
+      tell([&](Observer& to) { end = to.joined(moments); });
+    }
+    constexpr const char* kName = "coalesced";
+    auto running =
+        std::make_shared<Running>(c10d::OpType::COALESCED, kName, rank_, sequence_, std::move(transfers), outputs);
+    keep_for_abort(running);
+    return c10::make_intrusive<SimWork>(
+        c10d::OpType::COALESCED, rank_, sequence_, std::move(running), std::move(outputs), device, std::move(end),
+        blocking_wait_);
+  }
+
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
+    onCompletionHook_ = std::move(hook);
+  }
+  void waitForPendingWorks() override {
+    WithoutGil without;
+    for (const auto& running : underway_->all()) {
+      running->finish();
+    }
+  }
+
+  // Fails every work that is not over with a RuntimeError for whoever waits for it, and every operation from now on.
+  void abort() override {
+    WithoutGil without;
+    aborted_ = true;
+    for (const auto& running : underway_->all()) {
+      running->abort();
+    }
+    transport_->leave(/*broken=*/true);
+  }
+  // Waits for what streams wait for, as NCCL does when it finalizes a communicator: peers may not have sent it yet.
+  void shutdown() override {
+    WithoutGil without;
+    for (const auto& running : underway_->all()) {
+      if (running->is_waited_for()) {
+        settle(*running);
+      }
+    }
+    transport_->leave(/*broken=*/false);
+  }
+  c10d::ErrorType getError() override { return aborted_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
+
+ protected:
+  WorkPtr launch(Operation operation) {
+    TORCH_CHECK(
+        !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
+    const auto named = device_of(operation);
+    const auto device = named.value_or(current_device());
+    catch_up(current_stream(device)); // what it reads is there
+    tell_beginning(operation, device);
+    WithoutGil without;
+    const bool is_collective = !c10d::isP2POp(operation.kind);
+    const auto shapes = [&](const Tensors& tensors) {
+      return is_collective ? shapes_of(tensors) : std::vector<Shape>();
+    };
+    const Told told(operation);
+    std::vector<TransferPtr> transfers;
+    for (auto& call : operation.calls) {
+      // A process that has one device only cannot tell it from its peers' by a number.
+      call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
+      transfers.push_back(transport_->start(call));
+    }
+    if (named.has_value()) {
+      ++operations_on_devices;
+    }
+    if (is_collective && !coalescing_) {
+      ++sequence_;
+    }
+    auto record = is_collective ? std::make_shared<Progress>(transfers) : nullptr;
+    Tensors held = operation.inputs;
+    held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
+    auto running = std::make_shared<Running>(
+        operation.kind, operation.name, rank_, sequence_, std::move(transfers), std::move(held));
+    running->set_hook(onCompletionHook_);
+    running->set_record(record);
+    if (is_collective) {
+      record_operation(
+          {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs),
+           shapes(operation.outputs), std::move(record)});
+    }
+    const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
+    auto work = c10::make_intrusive<SimWork>(
+        operation.kind, rank_, sequence_, running, operation.outputs, device, tell_launch(operation, device),
+        blocks_host);
+    keep_for_abort(running);
+    if (coalescing_) {
+      coalesced_.push_back(work);
+    } else if (!operation.asynchronous) {
+      running->let_go();
+      running->finish();
+    }
+    return work;
+  }
+
+  std::shared_ptr<Transport> transport_;
+
+ private:
+  // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index.
+  std::optional<c10::DeviceIndex> device_of(const Operation& operation) const {
+    std::optional<c10::Device> device = getBoundDeviceId();
+    const bool is_bound = device.has_value();
+    for (const auto* tensors : {&operation.inputs, &operation.outputs}) {
+      for (const auto& tensor : *tensors) {
+        if (!device.has_value()) {
+          device = tensor.device();
+        }
+        TORCH_CHECK_VALUE(
+            tensor.device() == *device, operation.name, " got a tensor on ", tensor.device(),
+            is_bound ? ", but its group is bound to " : " and one on ", *device,
+            is_bound ? "." : "; all tensors of a call must be on one device.");
+      }
+    }
+    const bool has_tensors = !operation.inputs.empty() || !operation.outputs.empty();
+    return has_tensors ? std::make_optional(device->index()) : std::nullopt;
+  }
+  std::vector<Access> accesses_of(const Operation& operation, c10::Device device) const {
+    std::vector<Access> accesses;
+    const auto add = [&](const Tensors& views, bool write) {
+      for (const auto& view : views) {
+        if (auto access = access_to(view, write)) {
+          access->device = device; // a transport's views are aliases
+          accesses.push_back(*access);
+        }
+      }
+    };
+    for (const auto& call : operation.calls) {
+      const bool keeps_what_it_has = call.kind == c10d::OpType::BROADCAST && call.root == rank_;
+      add(call.inputs, /*write=*/false);
+      add(keeps_what_it_has ? Tensors() : call.outputs, /*write=*/true);
+    }
+    return accesses;
+  }
+  void tell_beginning(const Operation& operation, c10::DeviceIndex device) const {
+    tell([&](Observer& to) {
+      if (to.wants_beginnings()) {
+        const auto stream = current_stream(device);
+        to.launch_begins(stream, accesses_of(operation, stream.device()));
+      }
+    });
+  }
+  Moment tell_launch(const Operation& operation, c10::DeviceIndex device) const {
+    Moment end;
+    tell([&](Observer& to) {
+      const auto stream = current_stream(device);
+      int peer = -1;
+      for (const auto& call : operation.calls) {
+        peer = c10d::isP2POp(call.kind) ? call.root : -1;
+      }
+      end = to.launched(
+          {operation.name, getGroupUid(), sequence_, peer, operation.asynchronous, stream,
+           accesses_of(operation, stream.device())});
+    });
+    return end;
+  }
+  void keep_for_abort(const RunningPtr& running) {
+    underway_->add(running);
+    if (aborted_) {
+      running->abort();
+    }
+  }
+
+  uint64_t sequence_ = 0;
+  bool coalescing_ = false;
+  std::vector<c10::intrusive_ptr<SimWork>> coalesced_;
+  std::shared_ptr<Underway> underway_ = std::make_shared<Underway>();
+  const bool blocking_wait_;
+  std::atomic<bool> aborted_{false};
+};
 
 Tensors flatten(const TensorLists& lists) {
   Tensors flat;
@@ -52,8 +354,6 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
       outputs.size() == inputs.size(), "Expected as many outputs as inputs, but got ", outputs.size(), " and ",
       inputs.size(), ".");
 }
-
-} // namespace
 
 class SimCCL final : public Launcher {
  public:
@@ -126,22 +426,17 @@ class SimCCL final : public Launcher {
     if (call.root == rank_) {
       call.inputs = call.outputs;
     }
-    return launch_one(std::move(call), "broadcast", tensors, tensors, options);
+    return launch_one(std::move(call), tensors, tensors, options);
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return launch_one(
-        all_reduce_of(single(tensors, "all_reduce"), "all_reduce", options), "all_reduce", tensors, tensors, options);
+    return launch_one(all_reduce_of(single(tensors, "all_reduce"), "all_reduce", options), tensors, tensors, options);
   }
 
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     constexpr const char* kName = "allreduce_coalesced";
-    std::vector<Call> calls;
-    calls.reserve(tensors.size());
-    for (const auto& tensor : tensors) {
-      calls.push_back(all_reduce_of(tensor, kName, options));
-    }
-    return launch({OpType::ALLREDUCE_COALESCED, kName, tensors, tensors, options.asyncOp, std::move(calls)});
+    auto calls = calls_of(tensors.size(), [&](size_t i) { return all_reduce_of(tensors[i], kName, options); });
+    return launch_all(OpType::ALLREDUCE_COALESCED, std::move(calls), kName, tensors, tensors, options);
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
@@ -152,50 +447,39 @@ class SimCCL final : public Launcher {
       call.outputs = call.inputs;
     }
     call.reduction = reduction_of(options.reduceOp, tensors.front());
-    return launch_one(std::move(call), "reduce", tensors, tensors, options);
+    return launch_one(std::move(call), tensors, tensors, options);
   }
 
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     TORCH_CHECK_VALUE(outputs.size() == 1, "simccl expects one list of outputs, but got ", outputs.size(), ".");
     return launch_one(
-        all_gather_of(outputs.front(), single(inputs, "all_gather"), "all_gather"), "all_gather", inputs,
-        outputs.front(), options);
+        all_gather_of(outputs.front(), single(inputs, "all_gather"), "all_gather"), inputs, outputs.front(), options);
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     return launch_one(
-        whole_gather_of(output, input, "_all_gather_base"), "_all_gather_base", {input}, {output}, options,
-        OpType::_ALLGATHER_BASE);
+        whole_gather_of(output, input, "_all_gather_base"), {input}, {output}, options, OpType::_ALLGATHER_BASE);
   }
 
   // outputs[r][i] receives inputs[i] of rank r.
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     constexpr const char* kName = "all_gather_coalesced";
-    std::vector<Call> calls;
-    calls.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
+    auto calls = calls_of(inputs.size(), [&](size_t i) {
       Tensors column;
       for (const auto& of_rank : outputs) {
         column.push_back(of_rank.at(i));
       }
-      calls.push_back(all_gather_of(column, inputs[i], kName));
-    }
-    return launch(
-        {OpType::ALLGATHER_COALESCED, kName, inputs, flatten(outputs), options.asyncOp,
-         with_timeout(std::move(calls), options.timeout)});
+      return all_gather_of(column, inputs[i], kName);
+    });
+    return launch_all(OpType::ALLGATHER_COALESCED, std::move(calls), kName, inputs, flatten(outputs), options);
   }
 
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     constexpr const char* kName = "all_gather_into_tensor_coalesced";
     check_pairs(outputs, inputs);
-    std::vector<Call> calls;
-    calls.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      calls.push_back(whole_gather_of(outputs[i], inputs[i], kName));
-    }
-    return launch(
-        {OpType::COALESCED, kName, inputs, outputs, options.asyncOp, with_timeout(std::move(calls), options.timeout)});
+    auto calls = calls_of(inputs.size(), [&](size_t i) { return whole_gather_of(outputs[i], inputs[i], kName); });
+    return launch_all(OpType::COALESCED, std::move(calls), kName, inputs, outputs, options);
   }
 
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
@@ -204,7 +488,7 @@ class SimCCL final : public Launcher {
     call.root = checked_root(options.rootRank);
     check_list(outputs, call.root, "gather", "output", inputs.front());
     call.outputs = transport_view(flatten(outputs), call.name);
-    return launch_one(std::move(call), "gather", inputs, outputs.empty() ? inputs : flatten(outputs), options);
+    return launch_one(std::move(call), inputs, outputs.empty() ? inputs : flatten(outputs), options);
   }
 
   // Torch 2.15 calls it, and older releases do not declare it.
@@ -216,7 +500,7 @@ class SimCCL final : public Launcher {
     call.inputs = {transport_view(input, call.name)};
     call.root = root;
     const Tensors outputs = root == rank_ ? Tensors{output} : Tensors{input};
-    return launch_one(std::move(call), kName, {input}, outputs, options);
+    return launch_one(std::move(call), {input}, outputs, options);
   }
 
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
@@ -225,7 +509,7 @@ class SimCCL final : public Launcher {
     call.root = checked_root(options.rootRank);
     check_list(inputs, call.root, "scatter", "input", outputs.front());
     call.inputs = transport_view(flatten(inputs), call.name);
-    return launch_one(std::move(call), "scatter", flatten(inputs), outputs, options);
+    return launch_one(std::move(call), flatten(inputs), outputs, options);
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
@@ -242,27 +526,22 @@ class SimCCL final : public Launcher {
     call.inputs = transport_view(parts, call.name);
     call.outputs = {transport_view(output, call.name)};
     call.reduction = reduction_of(options.reduceOp, output);
-    return launch_one(std::move(call), "reduce_scatter", parts, outputs, options);
+    return launch_one(std::move(call), parts, outputs, options);
   }
 
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    constexpr const char* kName = "_reduce_scatter_base";
-    return launch_one(whole_scatter_of(output, input, kName, options), kName, {input}, {output}, options);
+    return launch_one(whole_scatter_of(output, input, "_reduce_scatter_base", options), {input}, {output}, options);
   }
 
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     constexpr const char* kName = "reduce_scatter_tensor_coalesced";
     check_pairs(outputs, inputs);
-    std::vector<Call> calls;
-    calls.reserve(inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      calls.push_back(whole_scatter_of(outputs[i], inputs[i], kName, options));
-    }
-    return launch(
-        {OpType::REDUCE_SCATTER_TENSOR_COALESCED, kName, inputs, outputs, options.asyncOp,
-         with_timeout(std::move(calls), options.timeout)});
+    auto calls = calls_of(inputs.size(), [&](size_t i) {
+      return whole_scatter_of(outputs[i], inputs[i], kName, options);
+    });
+    return launch_all(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(calls), kName, inputs, outputs, options);
   }
 
   WorkPtr alltoall_base(
@@ -272,7 +551,7 @@ class SimCCL final : public Launcher {
     Call call{OpType::ALLTOALL, "all_to_all"};
     call.inputs = transport_rows(input, input_splits, size_, call.name);
     call.outputs = transport_rows(output, output_splits, size_, call.name);
-    return launch_one(std::move(call), "all_to_all", {input}, {output}, options, OpType::ALLTOALL_BASE);
+    return launch_one(std::move(call), {input}, {output}, options, OpType::ALLTOALL_BASE);
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
@@ -285,56 +564,72 @@ class SimCCL final : public Launcher {
     Call call{OpType::ALLTOALL, "all_to_all"};
     call.inputs = transport_view(inputs, call.name);
     call.outputs = transport_view(outputs, call.name);
-    return launch_one(std::move(call), "all_to_all", inputs, outputs, options);
+    return launch_one(std::move(call), inputs, outputs, options);
   }
 
   WorkPtr send(Tensors& tensors, int destination, int tag) override {
     Call call{OpType::SEND, "send"};
     call.inputs = {transport_view(single(tensors, "send"), call.name)};
-    return launch_transfer(std::move(call), "send", tensors, tensors, checked_root(destination), tag);
+    return launch_transfer(std::move(call), tensors, tensors, checked_root(destination), tag);
   }
   WorkPtr recv(Tensors& tensors, int source, int tag) override {
     Call call{OpType::RECV, "recv"};
     call.outputs = {transport_view(single(tensors, "recv"), call.name)};
-    return launch_transfer(std::move(call), "recv", {}, tensors, checked_root(source), tag);
+    return launch_transfer(std::move(call), {}, tensors, checked_root(source), tag);
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
     Call call{OpType::RECVANYSOURCE, "recv"};
     call.outputs = {transport_view(single(tensors, "recv"), call.name)};
-    return launch_transfer(std::move(call), "recv", {}, tensors, -1, tag);
+    return launch_transfer(std::move(call), {}, tensors, -1, tag);
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return launch_one({OpType::BARRIER, "barrier"}, "barrier", {}, {}, options);
+    return launch_one({OpType::BARRIER, "barrier"}, {}, {}, options);
   }
 
  private:
   template <typename Options>
-  WorkPtr launch_one(
-      Call call, const char* name, const Tensors& inputs, const Tensors& outputs, const Options& options,
-      std::optional<OpType> kind = std::nullopt) {
-    call.timeout = options.timeout;
-    const OpType known_as = kind.value_or(call.kind);
-    std::vector<Call> calls;
-    calls.push_back(std::move(call));
-    return launch({known_as, name, inputs, outputs, options.asyncOp, std::move(calls)});
+  WorkPtr launch_all(
+      OpType kind, std::vector<Call> calls, const char* name, const Tensors& inputs, const Tensors& outputs,
+      const Options& options) {
+    for (auto& call : calls) {
+      call.timeout = options.timeout;
+    }
+    return launch({kind, name, inputs, outputs, options.asyncOp, std::move(calls)});
   }
 
-  WorkPtr launch_transfer(
-      Call call, const char* name, const Tensors& inputs, const Tensors& outputs, int peer, int tag) {
+  template <typename Options>
+  WorkPtr launch_one(
+      Call call, const Tensors& inputs, const Tensors& outputs, const Options& options,
+      std::optional<OpType> kind = std::nullopt) {
+    const char* name = call.name;
+    const OpType known_as = kind.value_or(call.kind);
+    return launch_all(known_as, alone(std::move(call)), name, inputs, outputs, options);
+  }
+
+  static std::vector<Call> alone(Call call) {
+    std::vector<Call> calls;
+    calls.push_back(std::move(call));
+    return calls;
+  }
+
+  // One call for each index below `count`, made by `make`.
+  template <typename Make>
+  static std::vector<Call> calls_of(size_t count, Make make) {
+    std::vector<Call> calls;
+    calls.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      calls.push_back(make(i));
+    }
+    return calls;
+  }
+
+  WorkPtr launch_transfer(Call call, const Tensors& inputs, const Tensors& outputs, int peer, int tag) {
     call.root = peer;
     call.tag = tag;
     const OpType kind = call.kind;
-    std::vector<Call> calls;
-    calls.push_back(std::move(call));
-    return launch({kind, name, inputs, outputs, /*asynchronous=*/true, std::move(calls)});
-  }
-
-  static std::vector<Call> with_timeout(std::vector<Call> calls, std::chrono::milliseconds timeout) {
-    for (auto& call : calls) {
-      call.timeout = timeout;
-    }
-    return calls;
+    const char* name = call.name;
+    return launch({kind, name, inputs, outputs, /*asynchronous=*/true, alone(std::move(call))});
   }
 
   int checked_root(int64_t rank) const {
@@ -352,7 +647,6 @@ class SimCCL final : public Launcher {
     call.inputs = {transport_view(tensor, call.name)};
     call.outputs = call.inputs;
     call.reduction = reduction_of(options.reduceOp, tensor);
-    call.timeout = options.timeout;
     return call;
   }
 
@@ -399,7 +693,6 @@ class SimCCL final : public Launcher {
     call.inputs = transport_parts(input, size_, call.name);
     call.outputs = {transport_view(output, call.name)};
     call.reduction = reduction_of(options.reduceOp, output);
-    call.timeout = options.timeout;
     return call;
   }
 
@@ -436,12 +729,12 @@ class SimCCL final : public Launcher {
   int splits_ = 0;
 };
 
+} // namespace
+
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
   set_settle(settle_collectives);
-  m.def("set_gloo_factory", [](const py::function& factory) { set_gloo_factory(factory); });
-  m.def("operations_launched_on_devices", &operations_launched_on_devices);
-  bind_seams(m);
+  m.def("operations_launched_on_devices", [] { return operations_on_devices.load(); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")
       .def("__deepcopy__", [](const SimCCL::SimOptions& self, const py::dict& /*memo*/) {

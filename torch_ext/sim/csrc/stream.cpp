@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <algorithm>
 #include <array>
@@ -9,14 +10,16 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string_view>
 #include <thread>
 
 #include "allocator.h"
 #include "device.h"
 #include "kernel_observer.h"
-#include "sync_debug.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {
@@ -126,6 +129,8 @@ Track& track_of(c10::Stream stream) {
 
 constexpr c10::StreamId kAtEnd = kStreamCount;
 
+std::atomic<SyncDebug> current_mode{SyncDebug::kOff};
+
 void (*settle_others)() = nullptr;
 thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 thread_local const Event* end_of_operation = nullptr;
@@ -217,6 +222,33 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     device_allocator()->recordStream(data, stream);
   }
   c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override { return {}; }
+};
+
+// How DistributedDataParallel times an iteration on the device, for its log: with events on the current stream, as on a
+// GPU. Without it DDP warns that it keeps no times.
+class ReducerTimer final : public c10d::Timer {
+ public:
+  explicit ReducerTimer(c10::Device device) : device_(device) {}
+
+  void record(c10d::Timer::Event event) override {
+    Timer::record(event); // the host's time, which DDP's log has too
+    events_[event] = sim::record(current_stream(device_.index()));
+  }
+
+  std::optional<int64_t> measureDifference(c10d::Timer::Event start, c10d::Timer::Event end) override {
+    const auto from = events_.find(start), to = events_.find(end);
+    if (from == events_.end() || to == events_.end()) {
+      return std::nullopt;
+    }
+    synchronize(from->second);
+    synchronize(to->second);
+    const int64_t passed = ended_at(to->second) - ended_at(from->second);
+    return passed < 0 ? std::nullopt : std::optional(passed); // recorded in different iterations
+  }
+
+ private:
+  c10::Device device_;
+  std::map<c10d::Timer::Event, sim::Event> events_;
 };
 
 } // namespace
@@ -352,4 +384,26 @@ void install_guard() {
   c10::impl::registerDeviceGuard(kSim, new Guard());
 }
 
+void set_sync_debug(SyncDebug mode) noexcept {
+  current_mode = mode;
+}
+
+SyncDebug sync_debug() noexcept {
+  return current_mode.load(std::memory_order_relaxed);
+}
+
+void tell_host_blocks(std::string_view what) {
+  if (C10_LIKELY(sync_debug() == SyncDebug::kOff)) {
+    return;
+  }
+  TORCH_CHECK(sync_debug() != SyncDebug::kError, "called a synchronizing sim operation: ", what);
+  TORCH_WARN("called a synchronizing sim operation: ", what);
+}
+
 } // namespace torch_ext::sim
+
+namespace c10d {
+namespace {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, torch_ext::sim::kSim, torch_ext::sim::ReducerTimer);
+} // namespace
+} // namespace c10d

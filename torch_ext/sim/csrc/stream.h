@@ -19,12 +19,18 @@
 //     id = 0                                 default
 //     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
 //     id = kStreamCount                      the lane of an operation: see AtEnd
+//
+// Tells of operations that block the host, where a program asks for it: torch.sim.set_sync_debug_mode.
+//
+// As with CUDA: host reads such as `item()` and `nonzero()`, copies between host and device that are not asked not to
+// block, and `Stream.synchronize()`; not `torch.sim.synchronize()`, which says by its name what it does.
 #pragma once
 
 #include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "device.h"
@@ -108,5 +114,12 @@ bool is_idle(c10::Stream stream);
 bool is_done(const Event& event);
 
 void install_guard();
+
+enum class SyncDebug : uint8_t { kOff, kWarn, kError };
+void set_sync_debug(SyncDebug mode) noexcept;
+SyncDebug sync_debug() noexcept;
+
+// Warns, or raises RuntimeError. Called before the host blocks.
+void tell_host_blocks(std::string_view what);
 
 } // namespace torch_ext::sim

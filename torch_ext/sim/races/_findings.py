@@ -138,32 +138,31 @@ def merged(races: Iterable[Race]) -> list[Race]:
 
 def take() -> list[Race]:
     """Return the races found since the last call, each pair of places once."""
-    raw, _, texts = _native.take_races()
-    stacks = [tuple(Frame(*frame) for frame in frames) for frames in texts]
-
-    def stack(number: int | None) -> Stack | None:
-        return None if number is None else stacks[number]
-
-    def access(values: dict[str, Any]) -> Access:
-        return Access(
-            **{
-                **values,
-                "node": values["node"] and values["node"].rpartition("::")[2],
-                "sizes": tuple(values["sizes"]),
-                "stack": stack(values["stack"]) or (),
-                "lane_stack": stack(values["lane_stack"]),
-            }
-        )
-
     return merged(
         Race(
             **{
                 **each,
-                "earlier": access(each["earlier"]),
-                "later": access(each["later"]),
-                "allocated": stack(each["allocated"]),
-                "freed": stack(each["freed"]),
+                "earlier": _access(each["earlier"]),
+                "later": _access(each["later"]),
+                "allocated": _stack(each["allocated"]) or None,
+                "freed": _stack(each["freed"]) or None,
             }
         )
-        for each in raw
+        for each in _native.take_races()
     )
+
+
+def _access(values: dict[str, Any]) -> Access:
+    return Access(
+        **{
+            **values,
+            "node": values["node"] and values["node"].rpartition("::")[2],
+            "sizes": tuple(values["sizes"]),
+            "stack": _stack(values["stack"]),
+            "lane_stack": _stack(values["lane_stack"]) or None,
+        }
+    )
+
+
+def _stack(frames: list[dict[str, Any]]) -> Stack:
+    return tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in frames)

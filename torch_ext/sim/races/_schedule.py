@@ -1,4 +1,4 @@
-"""Schedules: when lanes see what kernels have written. See Note [Late results] in csrc/races/schedule.h."""
+"""Schedules: when lanes see what kernels have written. See Note [Late results] in csrc/races/watch.h."""
 
 from __future__ import annotations
 

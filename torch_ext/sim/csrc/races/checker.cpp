@@ -5,11 +5,64 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
 #include "history.h"
-#include "region.h"
 
 namespace torch_ext::sim::races {
+
+Lanes::Lanes() {
+  add_host();
+}
+
+Lane Lanes::add() {
+  lanes_.emplace_back();
+  return static_cast<Lane>(lanes_.size() - 1);
+}
+
+Lane Lanes::add_host() {
+  const Lane lane = add();
+  lanes_[lane].is_host = true;
+  return lane;
+}
+
+void Lanes::launch(Lane lane, Lane host) {
+  auto& from = lanes_[host];
+  auto& state = lanes_[lane];
+  if (state.is_host || (state.host == host && state.host_version == from.version)) {
+    return;
+  }
+  from.told = true;
+  state.clock.join(from.clock);
+  state.host = host;
+  state.host_version = from.version;
+}
+
+Epoch Lanes::begin_access(Lane lane) {
+  auto& state = lanes_[lane];
+  if (state.told) {
+    state.clock.advance(lane);
+    state.told = false;
+    ++state.version;
+  }
+  return {lane, state.clock.of(lane)};
+}
+
+Clock Lanes::record(Lane lane, Lane host) {
+  launch(lane, host);
+  return so_far(lane);
+}
+
+Clock Lanes::so_far(Lane lane) {
+  lanes_[lane].told = true;
+  return lanes_[lane].clock;
+}
+
+bool Lanes::wait(Lane lane, const Clock& clock) {
+  auto& state = lanes_[lane];
+  const bool learned = state.clock.join(clock);
+  state.version += learned ? 1 : 0;
+  return learned;
+}
+
 namespace {
 
 // A missing wait in a loop is met again and again. Origins that are alike may still differ in where they were called
@@ -53,15 +106,12 @@ void Checker::keep(Race race) {
   if (kept < kRacesAlike) {
     ++kept;
     races_.push_back(std::move(race));
-  } else {
-    ++unkept_;
   }
 }
 
 void Checker::clear_races() {
   races_.clear();
   alike_.clear();
-  unkept_ = 0;
 }
 
 } // namespace torch_ext::sim::races

@@ -1,5 +1,17 @@
 // The accesses to one block of memory that later ones must still be held against.
 //
+// Glossary of this folder:
+//   lane     something that does work in order: a stream of a device, a communication lane of a process group, the host
+//   tick     a stretch of a lane's work between two moments that others can wait for
+//   epoch    one tick of one lane
+//   clock    for each lane, the last tick that is known to be over
+//   region   the bytes of a block that a view reaches
+//   access   a lane reads or writes a region in an epoch
+//   history  the accesses to one block that later ones must still be held against
+//   race     two accesses to the same bytes, at least one of them a write, that nothing orders
+//
+// Nothing in this file and in checker.h knows torch. Callers hold a lock: no class of this folder is safe to share.
+//
 // Note [What a history keeps]
 // For each stretch of bytes the last write and, since it, the last read of each lane; reads that another read came
 // after are dropped. That is enough: an access that nothing orders after a dropped one is not ordered after the one
@@ -9,15 +21,101 @@
 // A block carries its history into its next life: see Note [Lives of a block] in checker.h.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
-#include "clock.h"
-#include "region.h"
-
 namespace torch_ext::sim::races {
+
+using Lane = uint32_t;
+using Tick = uint32_t;
+
+// The host. All its threads count as one lane, for their own locks order them; but see Note [Ranks that are threads] in
+// checker.h.
+constexpr Lane kHost = 0;
+
+struct Epoch {
+  Lane lane = kHost;
+  Tick tick = 0; // 0: never
+};
+
+class Clock {
+ public:
+  Tick of(Lane lane) const { return lane < ticks_.size() ? ticks_[lane] : 0; }
+  bool covers(Epoch epoch) const { return epoch.tick <= of(epoch.lane); }
+
+  void advance(Lane lane) {
+    if (lane >= ticks_.size()) {
+      ticks_.resize(size_t{lane} + 1);
+    }
+    ++ticks_[lane];
+  }
+
+  // Everything that either clock knows to be over. Returns whether that is more than this one knew.
+  bool join(const Clock& other) {
+    ticks_.resize(std::max(ticks_.size(), other.ticks_.size()));
+    bool learned = false;
+    for (size_t lane = 0; lane < other.ticks_.size(); ++lane) {
+      learned = learned || other.ticks_[lane] > ticks_[lane];
+      ticks_[lane] = std::max(ticks_[lane], other.ticks_[lane]);
+    }
+    return learned;
+  }
+
+ private:
+  std::vector<Tick> ticks_; // by lane; those past its end are 0
+};
+
+// Bytes from `begin` to before `end`, counted from the start of a block.
+struct Range {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  bool empty() const { return begin >= end; }
+  bool meets(Range other) const { return begin < other.end && other.begin < end; }
+  bool contains(Range other) const { return begin <= other.begin && other.end <= end; }
+  bool operator==(const Range&) const = default;
+};
+
+// Runs of equal length at regular distances, over any number of dimensions. Most views are one run: then no memory is
+// allocated and every question is a compare.
+class Region {
+ public:
+  Region(uint64_t begin, uint64_t nbytes) : begin_(begin), run_(nbytes), extent_(nbytes) {}
+
+  // The elements of a view: `begin` is the first one's byte, `strides` count elements and are not negative.
+  Region(uint64_t begin, uint64_t itemsize, std::span<const int64_t> sizes, std::span<const int64_t> strides);
+
+  bool empty() const { return extent_ == 0; }
+  bool is_one_run() const { return dims_.empty(); }
+  uint64_t run_count() const;
+
+  // From the first byte to the last, whatever lies between.
+  Range extent() const { return {begin_, begin_ + extent_}; }
+
+  // In order, none of them touching another.
+  std::vector<Range> runs() const;
+
+  // Whether both reach some byte. Compares run by run where the extents meet.
+  bool meets(const Region& other) const;
+
+  bool operator==(const Region& other) const;
+
+ private:
+  struct Dim {
+    uint64_t size;
+    uint64_t stride; // bytes
+    bool operator==(const Dim&) const = default;
+  };
+
+  uint64_t begin_;
+  uint64_t run_; // bytes
+  uint64_t extent_;
+  std::vector<Dim> dims_; // by rising stride
+};
 
 // Who made an access, for reports. The checker only carries it.
 struct Origin {

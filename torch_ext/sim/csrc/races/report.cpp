@@ -1,23 +1,37 @@
-#include "report.h"
-
+// What Python sees of the checker: start, stop, the races found, and what it tells where ranks are threads of one
+// process. RaceTrace is the checker for tests: fed with events by hand, over memory that does not exist.
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/util/SmallVector.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/profiler/combined_traceback.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <typeindex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "../allocator.h"
-#include "../block_pool.h"
+#include "../bindings.h"
+#include "../device.h"
+#include "../kernel.h"
 #include "../kernel_observer.h"
+#include "../memory_history.h"
+#include "../stream.h"
 #include "checker.h"
 #include "history.h"
-#include "host_operators.h"
-#include "operation.h"
-#include "python_reads.h"
-#include "schedule.h"
 #include "watch.h"
 
 namespace torch_ext::sim::races {
@@ -36,8 +50,7 @@ void start(Schedule::Kind schedule, uint64_t seed) {
   before = set_observer(&watch());
   set_danger([](const void* data, c10::Stream stream) { return watch().is_dangerous(data, stream); });
   set_poison(PoisonFor::kRaces, true);
-  watch_host_operators();
-  watch_python_reads();
+  begin_host_reads();
 }
 
 void stop() {
@@ -46,8 +59,7 @@ void stop() {
   }
   is_checking = false;
   watch().set_schedule(Schedule::Kind::kEarly, 0);
-  leave_python_reads();
-  leave_host_operators();
+  end_host_reads();
   set_poison(PoisonFor::kRaces, false);
   set_danger(nullptr);
   set_observer(before);
@@ -57,47 +69,11 @@ const Operation* operation_of(const OriginPtr& origin) {
   return static_cast<const Operation*>(origin.get());
 }
 
-// Finds names and lines for all stacks of a report at once.
-class Stacks {
- public:
-  // Returns the place of the stack in what `symbolized` returns.
-  pybind11::object add(const Stack& stack) {
-    if (stack == nullptr) {
-      return pybind11::none();
-    }
-    stacks_.push_back(stack);
-    return pybind11::int_(stacks_.size() - 1);
-  }
-
-  // Frames as (file, line, function), innermost first.
-  pybind11::list symbolized() const {
-    std::vector<torch::CapturedTraceback*> raw;
-    raw.reserve(stacks_.size());
-    for (const auto& stack : stacks_) {
-      raw.push_back(stack.get());
-    }
-    const auto found = torch::symbolize(raw);
-    pybind11::list all;
-    for (const auto& frames : found.tracebacks) {
-      pybind11::list one;
-      for (const uint64_t index : frames) {
-        const auto& frame = found.all_frames[index];
-        one.append(pybind11::make_tuple(frame.filename, frame.lineno, frame.funcname));
-      }
-      all.append(std::move(one));
-    }
-    return all;
-  }
-
- private:
-  std::vector<Stack> stacks_;
-};
-
-pybind11::object origin_stack(const OriginPtr& origin, Stacks& stacks) {
-  return origin == nullptr ? pybind11::none() : stacks.add(operation_of(origin)->stack);
+pybind11::list frames_of(const OriginPtr& origin, Frames& frames) {
+  return frames.add(origin == nullptr ? nullptr : operation_of(origin)->stack);
 }
 
-pybind11::dict described(const Access& access, const LaneFacts& lane, std::optional<int> rank, Stacks& stacks) {
+pybind11::dict described(const Access& access, const LaneFacts& lane, std::optional<int> rank, Frames& frames) {
   const auto& by = *operation_of(access.origin);
   const auto& operand = by.operands[access.operand];
   pybind11::dict dict;
@@ -108,38 +84,134 @@ pybind11::dict described(const Access& access, const LaneFacts& lane, std::optio
   dict["writes"] = access.kind == Kind::kWrite;
   dict["lane"] = lane.name;
   dict["lane_kind"] = lane.device < 0 ? "host" : lane.is_stream ? "stream" : "communication";
-  dict["lane_stack"] = stacks.add(lane.handed_out);
+  dict["lane_stack"] = frames.add(lane.handed_out);
   dict["dtype"] = pybind11::str(pybind11::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(operand.type))));
   dict["sizes"] = std::vector<int64_t>(operand.sizes.begin(), operand.sizes.end());
-  dict["stack"] = stacks.add(by.stack);
+  dict["stack"] = frames.add(by.stack);
   return dict;
 }
 
-// The races found since the last call, how many more there were like them, and
-// the stacks that they name by number.
-pybind11::tuple take() {
-  auto [findings, more] = watch().take();
-  Stacks stacks;
+// The races found since the last call.
+pybind11::list take() {
+  Frames frames;
   pybind11::list races;
-  for (const auto& finding : findings) {
+  for (const auto& finding : watch().take()) {
     const auto& race = finding.race;
     pybind11::dict dict;
-    dict["earlier"] = described(race.earlier, finding.earlier_lane, finding.earlier_rank, stacks);
-    dict["later"] = described(race.later, finding.later_lane, finding.later_rank, stacks);
+    dict["earlier"] = described(race.earlier, finding.earlier_lane, finding.earlier_rank, frames);
+    dict["later"] = described(race.later, finding.later_lane, finding.later_rank, frames);
     dict["begin"] = race.bytes.begin;
     dict["end"] = race.bytes.end;
     dict["reused"] = race.earlier.life != race.life;
-    dict["allocated"] = origin_stack(race.allocated, stacks);
-    dict["freed"] = origin_stack(race.freed, stacks);
+    dict["allocated"] = frames_of(race.allocated, frames);
+    dict["freed"] = frames_of(race.freed, frames);
     dict["pinned"] = race.is_pinned;
     races.append(std::move(dict));
   }
-  return pybind11::make_tuple(std::move(races), more, stacks.symbolized());
+  frames.fill();
+  return races;
+}
+
+using Devices = std::vector<c10::DeviceIndex>;
+using Tensors = std::vector<at::Tensor>;
+
+// As if a kernel, named `name`, had used `tensors` on the current stream of the device of each; the host, where they
+// are on none.
+void use(const std::string& name, const Tensors& tensors, bool write) {
+  std::map<c10::DeviceIndex, c10::SmallVector<sim::Access, 8>> by_device; // -1: the host
+  for (const auto& tensor : tensors) {
+    if (const auto access = access_to(tensor, write)) {
+      by_device[access->device.type() == kSim ? access->device.index() : c10::DeviceIndex(-1)].push_back(*access);
+    }
+  }
+  for (const auto& [device, accesses] : by_device) {
+    if (device < 0) {
+      watch().host_used(name, accesses);
+    } else {
+      watch().launch_begins(current_stream(device), accesses);
+      watch().kernel(name, current_stream(device), accesses);
+    }
+  }
+}
+
+struct Numbered final : Origin {
+  explicit Numbered(uint64_t number) : Origin(number) {}
+};
+
+OriginPtr numbered(uint64_t number) {
+  return std::make_shared<Numbered>(number);
+}
+
+class Trace {
+ public:
+  Lane lane() { return checker_.lanes().add(); }
+  size_t memory() {
+    memories_.emplace_back();
+    return memories_.size() - 1;
+  }
+  size_t record(Lane lane) {
+    events_.push_back(checker_.lanes().record(lane));
+    return events_.size() - 1;
+  }
+  bool wait(Lane lane, size_t event) {
+    checker_.lanes().launch(lane);
+    return checker_.lanes().wait(lane, events_.at(event));
+  }
+  bool access(
+      Lane lane, size_t memory, bool writes, uint64_t begin, uint64_t itemsize, const std::vector<int64_t>& sizes,
+      const std::vector<int64_t>& strides, uint64_t origin) {
+    checker_.lanes().launch(lane);
+    const auto kind = writes ? Kind::kWrite : Kind::kRead;
+    return checker_.access(
+        memories_.at(memory), Region(begin, itemsize, sizes, strides), lane, kind, 0, numbered(origin));
+  }
+  void free(size_t memory, const std::vector<Lane>& users) { checker_.free(memories_.at(memory), users, nullptr); }
+  bool is_dangerous(size_t memory, Lane lane) { return checker_.is_dangerous(memories_.at(memory), lane); }
+  size_t kept(size_t memory) const { return memories_.at(memory).history.size(); }
+
+  std::vector<std::pair<uint64_t, uint64_t>> races() const {
+    std::vector<std::pair<uint64_t, uint64_t>> found;
+    for (const auto& race : checker_.races()) {
+      found.emplace_back(race.earlier.origin->alike, race.later.origin->alike);
+    }
+    return found;
+  }
+
+ private:
+  Checker checker_;
+  std::deque<Memory> memories_;
+  std::vector<Clock> events_;
+};
+
+bool regions_meet(
+    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& one,
+    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& other) {
+  const auto region = [](const auto& view) {
+    return Region(std::get<0>(view), std::get<1>(view), std::get<2>(view), std::get<3>(view));
+  };
+  return region(one).meets(region(other));
 }
 
 } // namespace
 
-void bind_races(pybind11::module& m) {
+const std::string* current_autograd_node() {
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) {
+    return nullptr;
+  }
+  const auto& evaluated = *node;
+  const std::type_index type = typeid(evaluated);
+  if (std::string_view(type.name()).find("PyNode") != std::string_view::npos) {
+    return nullptr; // and its name takes the GIL
+  }
+  static auto* mutex = new std::mutex();
+  static auto* names = new std::unordered_map<std::type_index, std::string>();
+  std::lock_guard<std::mutex> lock(*mutex);
+  const auto found = names->find(type);
+  return found != names->end() ? &found->second : &names->emplace(type, node->name()).first->second;
+}
+
+void bind_races(pybind11::module_& m) {
   pybind11::enum_<Schedule::Kind>(m, "Schedule")
       .value("early", Schedule::Kind::kEarly)
       .value("late", Schedule::Kind::kLate)
@@ -149,6 +221,32 @@ void bind_races(pybind11::module& m) {
   m.def("stop_race_check", &stop);
   m.def("is_checking_races", [] { return is_checking; });
   m.def("take_races", &take);
+  pybind11::class_<Handover>(m, "RaceHandover")
+      .def(pybind11::init())
+      .def(
+          "give", [](Handover& handover, const Devices& devices) { watch().give(handover, devices); },
+          pybind11::arg("devices") = Devices())
+      .def(
+          "take", [](const Handover& handover, const Devices& devices) { watch().take(handover, devices); },
+          pybind11::arg("devices") = Devices());
+  m.def("begin_rank_thread", [](int rank) { watch().begin_rank(rank); });
+  m.def("end_rank_thread", [] { watch().end_rank(); });
+  m.def("rank_of_thread", [] { return watch().rank_of_thread(); });
+  m.def("set_unobserved", &set_unobserved);
+  m.def("use_tensors", &use);
+  pybind11::class_<Trace>(m, "RaceTrace")
+      .def(pybind11::init())
+      .def_readonly_static("HOST", &kHost)
+      .def("lane", &Trace::lane)
+      .def("memory", &Trace::memory)
+      .def("record", &Trace::record)
+      .def("wait", &Trace::wait)
+      .def("access", &Trace::access)
+      .def("free", &Trace::free)
+      .def("is_dangerous", &Trace::is_dangerous)
+      .def("kept", &Trace::kept)
+      .def("races", &Trace::races);
+  m.def("regions_meet", &regions_meet);
 }
 
 } // namespace torch_ext::sim::races

@@ -4,8 +4,11 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,22 +18,98 @@
 #include <utility>
 #include <vector>
 
-#include "../block_pool.h"
-#include "../call_stack.h"
+#include "../allocator.h"
 #include "../device.h"
+#include "../generator.h"
 #include "../kernel_observer.h"
-#include "../kernel_scope.h"
+#include "../memory_history.h"
 #include "../pinned_memory.h"
 #include "../stream.h"
-#include "autograd_node.h"
 #include "checker.h"
-#include "clock.h"
 #include "history.h"
-#include "operation.h"
-#include "region.h"
-#include "schedule.h"
 
 namespace torch_ext::sim::races {
+namespace {
+
+constexpr int kPoison = 0xff; // NaN, or -1 in integers
+
+uint64_t digest(std::string_view text) {
+  uint64_t value = 0;
+  for (const char each : text) {
+    value = mix(value ^ static_cast<unsigned char>(each));
+  }
+  return value;
+}
+
+} // namespace
+
+void Schedule::set(Kind kind, uint64_t seed) {
+  for (auto& [block, held] : held_) {
+    publish(held, nullptr);
+  }
+  held_.clear();
+  counts_.clear();
+  kind_ = kind;
+  seed_ = seed;
+  trace_ = 0;
+}
+
+bool Schedule::next_is_late(Lane lane, std::string_view kernel) {
+  if (lane >= counts_.size()) {
+    counts_.resize(size_t{lane} + 1);
+  }
+  const uint64_t drawn = mix(mix(seed_) ^ mix((uint64_t{lane} << 32U) + counts_[lane]++));
+  const bool late = kind_ == Kind::kLate || (drawn & 1U) != 0;
+  trace_ = mix(trace_ ^ digest(kernel) ^ mix((uint64_t{lane} << 1U) | (late ? 1U : 0U)));
+  return late;
+}
+
+void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoch epoch) {
+  // Stretches may overlap: all are read before any is taken back.
+  for (const auto& where : written) {
+    held_[where.block].push_back({where, std::vector<char>(where.at, where.at + where.size), epoch});
+  }
+  for (const auto& where : written) {
+    const auto known = std::find_if(before.begin(), before.end(), [&](const auto& saved) {
+      return saved.first.at == where.at && saved.first.size == where.size;
+    });
+    if (known == before.end()) {
+      std::memset(where.at, kPoison, where.size);
+    }
+  }
+  for (const auto& [where, bytes] : before) {
+    std::memcpy(where.at, bytes.data(), where.size);
+  }
+}
+
+void Schedule::publish(uint64_t block, const Clock& clock) {
+  const auto found = held_.find(block);
+  if (found != held_.end()) {
+    publish(found->second, &clock);
+    if (found->second.empty()) {
+      held_.erase(found);
+    }
+  }
+}
+
+void Schedule::publish(const Clock& clock) {
+  for (auto each = held_.begin(); each != held_.end();) {
+    publish(each->second, &clock);
+    each = each->second.empty() ? held_.erase(each) : std::next(each);
+  }
+}
+
+// Without a clock, all.
+void Schedule::publish(std::vector<Held>& held, const Clock* clock) {
+  std::erase_if(held, [&](const Held& each) {
+    if (clock != nullptr && !clock->covers(each.epoch)) {
+      return false;
+    }
+    std::memcpy(each.where.at, each.bytes.data(), each.where.size);
+    return true;
+  });
+}
+
 namespace {
 
 Region region_of(const sim::Access& access, const void* start) {
@@ -79,10 +158,6 @@ std::optional<Bytes> late_part(const sim::Access& access) {
 
 } // namespace
 
-Stack current_stack() {
-  return current_call_stack();
-}
-
 Watch& watch() {
   static auto* made = new Watch();
   return *made;
@@ -97,7 +172,7 @@ void Watch::kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<sim:
   if (accesses.empty()) {
     return;
   }
-  auto stack = current_stack();
+  auto stack = current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = lane_of(stream);
   access_all(lane, accesses, operation(name, lane, std::move(stack)));
@@ -154,7 +229,7 @@ void Watch::publish(Lane lane, c10::ArrayRef<sim::Access> accesses) {
 }
 
 void Watch::host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept {
-  auto stack = current_stack();
+  auto stack = current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   const Lane lane = host();
   access_all(lane, accesses, operation(name, lane, std::move(stack)));
@@ -194,13 +269,13 @@ void Watch::host_knows(c10::DeviceIndex device) noexcept {
 }
 
 void Watch::handed_out(c10::Stream stream) noexcept {
-  auto stack = current_stack();
+  auto stack = current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   facts_[lane_of(stream)].handed_out = std::move(stack);
 }
 
 Moment Watch::launched(const Launch& launch) noexcept {
-  auto stack = current_stack();
+  auto stack = current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   auto& lanes = checker_.lanes();
   const Lane stream = lane_of(launch.stream);
@@ -227,9 +302,8 @@ void Watch::allocated(const void* data, size_t /*bytes*/, c10::Stream stream) no
   if (block == nullptr) {
     return;
   }
-  // What a kernel allocates is named after the kernel, which is told when it is
-  // over.
-  auto stack = in_kernel() ? nullptr : current_stack();
+  // Kernels report when they end; attribute their allocations then.
+  auto stack = running_kernel.device >= 0 ? nullptr : current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
   auto& owned = blocks_[block->serial];
   owned.users.clear();
@@ -245,7 +319,7 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
   }
   const auto home = c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), block->home);
   // Where everything is ordered nobody will ask who freed it.
-  auto stack = is_dangerous(data, home) ? current_stack() : nullptr;
+  auto stack = is_dangerous(data, home) ? current_call_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   schedule_.drop(block->serial);
   const auto found = blocks_.find(block->serial);
@@ -290,7 +364,7 @@ void Watch::forget() {
   checker_.clear_races();
 }
 
-std::pair<std::vector<Finding>, uint64_t> Watch::take() {
+std::vector<Finding> Watch::take() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Finding> findings;
   for (const auto& race : checker_.races()) {
@@ -298,9 +372,8 @@ std::pair<std::vector<Finding>, uint64_t> Watch::take() {
         {race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane], rank_of(race.earlier),
          rank_of(race.later)});
   }
-  const uint64_t more = checker_.unkept();
   checker_.clear_races();
-  return {std::move(findings), more};
+  return findings;
 }
 
 void Watch::begin_rank(int rank) {
@@ -412,7 +485,7 @@ std::pair<Memory*, const void*> Watch::memory_of(const sim::Access& access) {
   return {&blocks_[block->serial].memory, block->data()};
 }
 
-std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, Stack stack) {
+std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, CallStack stack) {
   auto known = names_.find(name);
   if (known == names_.end()) {
     known = names_.emplace(std::string(name), names_.size()).first;
@@ -424,8 +497,7 @@ std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, St
   return made;
 }
 
-// Reads first: what an operator writes it may have read, and reading comes
-// before writing.
+// Reads first: what an operator writes it may have read, and reading comes before writing.
 void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by) {
   checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {

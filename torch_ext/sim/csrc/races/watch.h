@@ -1,13 +1,25 @@
 // Feeds the checker with what the devices of this process do.
 //
 // Note [What is host work]
-// The host is a lane whose accesses to pinned memory count, for only there can
-// streams and the host meet. Host operators are seen through torch's
-// RecordFunction, while there is pinned memory. What bypasses the dispatcher
-// (`numpy()`, `data_ptr()`) is not seen.
+// The host is a lane whose accesses to pinned memory count, for only there can streams and the host meet. Host
+// operators are seen through torch's RecordFunction, while there is pinned memory, and methods of torch's Python API
+// that call no operator through their method tables (Note [Reads by Python methods] in host_reads.cpp). A read through
+// `data_ptr()` is not seen.
+//
+// Note [Late results]
+// Kernels run when they are launched, so a lane that forgot to wait still finds the right numbers. A late kernel's
+// results are taken back when it has run: memory holds what it held before, or poison if it was fresh. They are
+// published when a lane that is ordered after the kernel touches the block, and when the host comes to know of it. A
+// lane that nothing orders after it finds the old bytes: the wrong number that the race can cause. That is an execution
+// which the edges permit, of a kernel that reads at once and writes slowly, so an ordered program computes the same.
+//
+// Only results are late: a kernel whose inputs are overwritten too early has read them already. Results in several
+// runs (a column of a matrix), in pinned memory, and those of collectives are never late.
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <atomic>
@@ -24,17 +36,83 @@
 #include <utility>
 #include <vector>
 
-#include "../block_pool.h"
+#include "../allocator.h"
 #include "../device.h"
 #include "../kernel_observer.h"
+#include "../memory_history.h"
 #include "../stream.h"
 #include "checker.h"
-#include "clock.h"
 #include "history.h"
-#include "operation.h"
-#include "schedule.h"
 
 namespace torch_ext::sim::races {
+
+// A stretch of one block of device memory.
+struct Bytes {
+  uint64_t block; // its serial
+  char* at;
+  size_t size;
+};
+
+// When lanes see what kernels have written: at once, or as late as the edges permit.
+class Schedule {
+ public:
+  enum class Kind : uint8_t { kEarly, kLate, kRandom };
+
+  // Publishes what is held, and starts over.
+  void set(Kind kind, uint64_t seed);
+
+  bool is_early() const { return kind_ == Kind::kEarly; }
+
+  // Whether the next kernel on `lane` is late. Equal calls in equal order get equal answers.
+  bool next_is_late(Lane lane, std::string_view kernel);
+
+  // What the answers so far were: equal for runs that made the same choices for the same kernels.
+  uint64_t trace() const { return trace_; }
+
+  // Takes back what a kernel has written. `before` has the bytes of those stretches that were there when it began.
+  using Saved = std::vector<std::pair<Bytes, std::vector<char>>>;
+  void hold(const std::vector<Bytes>& written, const Saved& before, Epoch epoch);
+
+  // Publishes what is over by `clock`: of one block, or of all.
+  void publish(uint64_t block, const Clock& clock);
+  void publish(const Clock& clock);
+
+  // The block is free: nobody will see what was written there.
+  void drop(uint64_t block) { held_.erase(block); }
+
+ private:
+  struct Held {
+    Bytes where;
+    std::vector<char> bytes;
+    Epoch epoch;
+  };
+
+  static void publish(std::vector<Held>& held, const Clock* clock);
+
+  Kind kind_ = Kind::kEarly;
+  uint64_t seed_ = 0;
+  uint64_t trace_ = 0;
+  std::vector<uint64_t> counts_;                         // of kernels, by lane
+  std::unordered_map<uint64_t, std::vector<Held>> held_; // by block, in order
+};
+
+struct Operand {
+  c10::ScalarType type;
+  c10::SmallVector<int64_t, 4> sizes;
+};
+
+// Who made an access: an operator, a collective, a host operator, an allocation or a free, and from where.
+struct Operation final : Origin {
+  Operation(uint64_t alike, const std::string& called, CallStack from)
+      : Origin(alike), name(called), stack(std::move(from)) {}
+
+  const std::string& name; // lives as long as the process
+  const CallStack stack;
+  Lane host = kHost;                 // the thread that asked for it
+  const std::string* node = nullptr; // the autograd node that is being evaluated; lives as long as the process
+  std::optional<uint64_t> sequence;  // of a collective in its group
+  c10::SmallVector<Operand, 4> operands;
+};
 
 // Streams, and the one that stands for the end of an operation.
 constexpr c10::StreamId kStreamIds = kStreamCount + 1;
@@ -44,8 +122,7 @@ struct LaneFacts {
   std::string name;
   c10::DeviceIndex device = -1; // -1: the host
   bool is_stream = false;
-  Stack handed_out;        // where a stream was asked for last; none for a default
-                           // stream
+  CallStack handed_out;    // where a stream was asked for last; none for a default stream
   std::optional<int> rank; // of a host lane that is a rank's thread
 };
 
@@ -86,12 +163,11 @@ class Watch final : public Observer {
   // A host operator has read or written pinned memory.
   void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
 
-  // Whether work of an earlier owner of the block at `data` could meet an
-  // owner's on `stream`.
+  // Whether work of an earlier owner of the block at `data` could meet an owner's on `stream`.
   bool is_dangerous(const void* data, c10::Stream stream) noexcept;
 
-  // The thread that calls is a rank from now on, and knows what the host knows; and is not any more, and whoever waited
-  // for it knows what it knew. See Note [Ranks that are threads] in lanes.h.
+  // `begin_rank` registers the calling thread as a rank; its clock starts as a copy of the host's. `end_rank` merges
+  // its clock into the host's. See Note [Ranks that are threads] in checker.h.
   void begin_rank(int rank);
   void end_rank();
   std::optional<int> rank_of_thread();
@@ -101,17 +177,15 @@ class Watch final : public Observer {
   void give(Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
   void take(const Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
 
-  // See Note [Late results] in schedule.h.
+  // See Note [Late results].
   void set_schedule(Schedule::Kind kind, uint64_t seed);
   uint64_t trace();
 
-  // Forgets all accesses, but no edge: what is checked from now on is complete
-  // in itself.
+  // Forgets all accesses, but no edge: what is checked from now on is complete in itself.
   void forget();
 
-  // The races found since the last call, and how many more there were like
-  // them.
-  std::pair<std::vector<Finding>, uint64_t> take();
+  // The races found since the last call.
+  std::vector<Finding> take();
 
  private:
   struct Owned {
@@ -127,12 +201,11 @@ class Watch final : public Observer {
   Lane lane_of(c10::Stream stream);
   Lane lane_of(const Launch& launch);
   Lane new_lane(LaneFacts facts);
-  // What is known of the memory that `access` is to, and where that starts;
-  // nullptr for ordinary memory of the host.
+  // What is known of the memory that `access` is to, and where that starts; nullptr for ordinary memory of the host.
   std::pair<Memory*, const void*> memory_of(const sim::Access& access);
-  // Publishes what `lane` is ordered after of the blocks that it is about to touch.
+  // Publishes the late results in the blocks that `lane` is about to access and that it is ordered after.
   void publish(Lane lane, c10::ArrayRef<sim::Access> accesses);
-  std::shared_ptr<Operation> operation(std::string_view name, Lane lane, Stack stack);
+  std::shared_ptr<Operation> operation(std::string_view name, Lane lane, CallStack stack);
   void access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by);
   void access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by);
 
@@ -152,5 +225,13 @@ class Watch final : public Observer {
 
 // The one of this process. Never freed: threads may be telling it something.
 Watch& watch();
+
+// Begin and end to tell the watch of reads and writes of pinned memory by the host. Call them with the GIL, in turn.
+void begin_host_reads();
+void end_host_reads();
+
+// The name of the autograd node that this thread evaluates, which lives as long as the process; nullptr if none, or one
+// that is written in Python, whose frames tell more. The engine's threads have no Python frames to tell.
+const std::string* current_autograd_node();
 
 } // namespace torch_ext::sim::races

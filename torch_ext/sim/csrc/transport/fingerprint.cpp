@@ -1,18 +1,21 @@
+// The line of Python code that calls a collective, for messages.
 #include "fingerprint.h"
 
+#include <Python.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "../transport_view.h"
-#include "layout.h"
+#include "../host_tensors.h"
+#include "segment.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
@@ -97,15 +100,15 @@ std::string difference(const Said& one, const Said& other) {
       : a.reduction != b.reduction    ? "the reduction"
       : a.root != b.root              ? "the root"
       : a.type != b.type              ? "the element type"
-      : !is_exchange(a) && one.counts != other.counts
+      : !is_exchange(a) && !std::ranges::equal(one.counts, other.counts)
       ? "the number of elements"
       : nullptr;
   if (what == nullptr) {
     return "";
   }
   return c10::str(
-      "ranks disagree in ", what, ": ", one.who, " called ", phrase(one), "; ", other.who, " called ", phrase(other),
-      ".");
+      "ranks disagree in ", what, ": ", one.who(), " called ", phrase(one), "; ", other.who(), " called ",
+      phrase(other), ".");
 }
 
 namespace {
@@ -118,9 +121,9 @@ std::string unequal_exchange(const std::vector<Said>& ranks) {
       const auto expected = ranks[to].counts[size + from];
       if (sent != expected) {
         return c10::str(
-            "ranks disagree in the number of elements: ", ranks[from].who, " sends ", sent, " to ", ranks[to].who,
-            ", which expects ", expected, ". ", ranks[from].who, " called ", phrase(ranks[from]), "; ", ranks[to].who,
-            " called ", phrase(ranks[to]), ".");
+            "ranks disagree in the number of elements: ", ranks[from].who(), " sends ", sent, " to ", ranks[to].who(),
+            ", which expects ", expected, ". ", ranks[from].who(), " called ", phrase(ranks[from]), "; ",
+            ranks[to].who(), " called ", phrase(ranks[to]), ".");
       }
     }
   }
@@ -136,7 +139,7 @@ std::string shared_device(const std::vector<Said>& ranks) {
     auto& earlier = user[static_cast<size_t>(said.print->device)];
     if (earlier != nullptr) {
       return c10::str(
-          earlier->who, " and ", said.who, " both use sim:", static_cast<int>(said.print->device), " in ",
+          earlier->who(), " and ", said.who(), " both use sim:", static_cast<int>(said.print->device), " in ",
           said.print->name,
           "; give each rank of a group a device of its own with "
           "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
@@ -164,10 +167,49 @@ std::string disagreement_of_all(const std::vector<Said>& ranks) {
   return told.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : told;
 }
 
-std::exception_ptr failure(const std::string& who, const std::string& what) {
-  return std::make_exception_ptr(
-      c10::DistBackendError(
-          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", who, ": ", what)));
+namespace {
+
+constexpr int kFramesAtMost = 60;
+
+std::string folder_of(const char* package) {
+  auto path = pybind11::module_::import(package).attr("__file__").cast<std::string>();
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+// Whether a frame of `file` is torch's own, or one that the simulator has put between torch and its user.
+bool is_between(std::string_view file) {
+  // Never freed.
+  static const auto* folders = new std::array<std::string, 2>{folder_of("torch"), folder_of("torch_ext.sim")};
+  return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
+    return file.substr(0, folder.size()) == folder;
+  });
+}
+
+} // namespace
+
+std::string site_of_call() {
+  if (Py_IsInitialized() == 0) {
+    return "";
+  }
+  pybind11::gil_scoped_acquire gil;
+  std::string site;
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  for (int depth = 0; frame != nullptr && depth < kFramesAtMost && site.empty(); ++depth) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const char* file = PyUnicode_AsUTF8(code->co_filename);
+    if (file == nullptr) {
+      PyErr_Clear();
+    } else if (!is_between(file)) {
+      site = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+    }
+    Py_DECREF(code);
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+  return site;
 }
 
 } // namespace torch_ext::sim

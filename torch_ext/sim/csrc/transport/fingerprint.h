@@ -1,11 +1,14 @@
 // What ranks compare before data moves, and how a difference is told. Pure functions, but for `site_of_call`.
 #pragma once
 
-#include <exception>
+#include <c10/util/StringUtil.h>
+
+#include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "layout.h"
+#include "segment.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
@@ -17,11 +20,13 @@ Counts counts_of(const Call& call);
 
 Fingerprint fingerprint_of(const Call& call, const Counts& counts);
 
-// One rank's call, as its peers see it.
+// One rank's call, as its peers see it: valid as long as the memory that it was read from.
 struct Said {
-  std::string who;
+  std::string who() const { return c10::str("rank ", global_rank); }
+
+  int64_t global_rank;
   const Fingerprint* print;
-  Counts counts;
+  std::span<const int64_t> counts;
 };
 
 // "all_reduce(SUM) of 4 x Float at train.py:12"
@@ -38,9 +43,6 @@ std::string unequal_letter(
 // What is wrong with the calls of all ranks, in order, of which no two have a difference: two ranks use one device, or
 // one of an all-to-all sends what the other does not expect. Empty where nothing is.
 std::string disagreement_of_all(const std::vector<Said>& ranks);
-
-// A DistBackendError that begins with "simccl on rank N: ". who: "rank N".
-std::exception_ptr failure(const std::string& who, const std::string& what);
 
 // Element type as programs spell it, or "nothing" for -1.
 std::string type_name(int8_t type);

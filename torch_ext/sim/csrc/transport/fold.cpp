@@ -31,62 +31,26 @@ auto wrapping(T value) {
   }
 }
 
-struct Add {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(wrapping(a) + wrapping(b));
-  }
-};
-struct Multiply {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(wrapping(a) * wrapping(b));
-  }
-};
-struct Minimum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return b < a ? b : a;
-  }
-};
-struct Maximum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return a < b ? b : a;
-  }
-};
-struct And {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a & b);
-  }
-};
-struct Or {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a | b);
-  }
-};
-struct Xor {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a ^ b);
-  }
-};
+constexpr auto kAdd = [](auto a, auto b) { return wrapping(a) + wrapping(b); };
+constexpr auto kMultiply = [](auto a, auto b) { return wrapping(a) * wrapping(b); };
+constexpr auto kMinimum = [](auto a, auto b) { return b < a ? b : a; };
+constexpr auto kMaximum = [](auto a, auto b) { return a < b ? b : a; };
+constexpr auto kAnd = [](auto a, auto b) { return a & b; };
+constexpr auto kOr = [](auto a, auto b) { return a | b; };
+constexpr auto kXor = [](auto a, auto b) { return a ^ b; };
 
-template <typename T, typename F>
+template <typename T, auto f>
 void combine(std::byte* into, const std::byte* with, uint64_t count) {
   T* __restrict__ a = reinterpret_cast<T*>(into);
   const T* __restrict__ b = reinterpret_cast<const T*>(with);
-  const F f;
   uint64_t i = 0;
   for (; i + kTile <= count; i += kTile) {
     for (uint64_t j = 0; j < kTile; ++j) {
-      a[i + j] = f(a[i + j], b[i + j]);
+      a[i + j] = static_cast<T>(f(a[i + j], b[i + j]));
     }
   }
   for (; i < count; ++i) {
-    a[i] = f(a[i], b[i]);
+    a[i] = static_cast<T>(f(a[i], b[i]));
   }
 }
 
@@ -96,24 +60,24 @@ template <typename T>
 Combine combine_of(FoldOp op) {
   switch (op) {
     case FoldOp::kSum:
-      return combine<T, Add>;
+      return combine<T, kAdd>;
     case FoldOp::kProduct:
-      return combine<T, Multiply>;
+      return combine<T, kMultiply>;
     case FoldOp::kMin:
-      return combine<T, Minimum>;
+      return combine<T, kMinimum>;
     case FoldOp::kMax:
-      return combine<T, Maximum>;
+      return combine<T, kMaximum>;
     default:
       break;
   }
   if constexpr (std::is_integral_v<T>) {
     switch (op) {
       case FoldOp::kAnd:
-        return combine<T, And>;
+        return combine<T, kAnd>;
       case FoldOp::kOr:
-        return combine<T, Or>;
+        return combine<T, kOr>;
       case FoldOp::kXor:
-        return combine<T, Xor>;
+        return combine<T, kXor>;
       default:
         break;
     }

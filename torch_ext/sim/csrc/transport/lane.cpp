@@ -1,10 +1,33 @@
-#include "lane.h"
-
+// The collectives of a group over shared memory, in order.
+//
+// Note [States of a collective]
+//
+//   published ---> checked ---> over       data was moved
+//       |            |
+//       |            `--------> sharing ---> over        an all-reduce too large for each to do alone: see
+//                                                      Note [Who reduces]
+//       `---------------------> over       with an error: ranks disagree, a peer has gone, time limit, abort
+//
+//   published   this rank has copied its inputs to its memory and says what it called; peers can take them from there
+//               whatever this rank does next, so nobody depends on when it waits
+//   checked     every peer has published the same number, and all fingerprints agree
+//   sharing     pieces of the result are being reduced, by whoever is there
+//
+// A collective leaves a state only while somebody waits for it or polls, on that thread. The collectives of a group end
+// in order, so whoever waits for one does the earlier ones first.
+//
+// Note [Who reduces]
+// Each rank computes the result of a small all-reduce for itself, which saves a second round. The result of a large one
+// is cut into pieces, which lie in order over the input of the group's first rank, in its memory. Each rank that waits
+// claims the next free piece (compare and swap on Slot::claims), reduces it, and marks it as done; then every rank
+// copies the whole. So a rank that has launched but does not wait holds nobody up. The claim on a piece shows when a
+// rank dies within it.
+//
+//   claim: 0 free -> 1 + rank: being reduced -> kReduced
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bitset>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -17,17 +40,190 @@
 #include <utility>
 #include <vector>
 
-#include "../transport_view.h"
+#include "../host_tensors.h"
 #include "fingerprint.h"
-#include "futex.h"
-#include "group.h"
-#include "layout.h"
-#include "movement.h"
-#include "rendezvous.h"
+#include "fold.h"
+#include "segment.h"
+#include "shared_memory.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
 namespace {
+
+using c10d::OpType;
+
+constexpr uint32_t kReduced = ~uint32_t{0};
+static_assert(kPieces <= 64, "pieces are remembered in one word");
+
+// Where reducing alone reads more than this many bytes, ranks share the work.
+constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
+constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
+
+FoldOp fold_op_of(const c10d::ReduceOp& op) {
+  switch (op) {
+    case c10d::ReduceOp::PRODUCT:
+      return FoldOp::kProduct;
+    case c10d::ReduceOp::MIN:
+      return FoldOp::kMin;
+    case c10d::ReduceOp::MAX:
+      return FoldOp::kMax;
+    case c10d::ReduceOp::BAND:
+      return FoldOp::kAnd;
+    case c10d::ReduceOp::BOR:
+      return FoldOp::kOr;
+    case c10d::ReduceOp::BXOR:
+      return FoldOp::kXor;
+    default:
+      return FoldOp::kSum; // to which Reduction brings the rest
+  }
+}
+
+uint32_t pieces_of(uint64_t bytes) {
+  return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
+}
+
+std::byte* input(SharedGroup& group, int peer, uint64_t number, size_t index, uint64_t bytes) {
+  auto& memory = group.memory(peer);
+  uint64_t place = 0;
+  copy_bytes(&place, memory.heap(memory.slot(number).inputs + index * sizeof place, sizeof place), sizeof place);
+  return memory.heap(place, bytes);
+}
+
+std::vector<const std::byte*> inputs_of_all(SharedGroup& group, uint64_t number, size_t index, uint64_t bytes) {
+  std::vector<const std::byte*> found;
+  found.reserve(group.members.size());
+  for (int peer = 0; peer < group.size(); ++peer) {
+    found.push_back(input(group, peer, number, index, bytes));
+  }
+  return found;
+}
+
+Fold fold_of(SharedGroup& group, const Pending& front, const at::Tensor& to) {
+  return {
+      group.order, fold_op_of(front.call.reduction->transport_op()), to.scalar_type(),
+      static_cast<uint64_t>(to.numel()), front.number};
+}
+
+void move_alone(SharedGroup& group, Pending& front) {
+  auto& call = front.call;
+  const auto mine = static_cast<size_t>(group.rank);
+  const auto take = [&](size_t output, int peer, size_t index) {
+    const auto& to = call.outputs[output];
+    copy_bytes(to.mutable_data_ptr(), input(group, peer, front.number, index, to.nbytes()), to.nbytes());
+  };
+  switch (call.kind) {
+    case OpType::BARRIER:
+      return;
+    case OpType::BROADCAST:
+      if (call.root != group.rank) {
+        take(0, call.root, 0);
+      }
+      return;
+    case OpType::SCATTER:
+      return take(0, call.root, mine);
+    case OpType::ALLGATHER:
+    case OpType::GATHER: // whose outputs are empty but on the root
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), 0);
+      }
+      return;
+    case OpType::ALLTOALL:
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), mine);
+      }
+      return;
+    case OpType::ALLREDUCE:
+    case OpType::REDUCE: // likewise
+    case OpType::REDUCE_SCATTER: {
+      if (call.outputs.empty()) {
+        return;
+      }
+      const at::Tensor to = call.reduction->target(call.outputs.front());
+      const size_t index = call.kind == OpType::REDUCE_SCATTER ? mine : 0;
+      const auto count = static_cast<uint64_t>(to.numel());
+      if (count > 0) {
+        fold_of(group, front, to)
+            .run(
+                static_cast<std::byte*>(to.mutable_data_ptr()), inputs_of_all(group, front.number, index, to.nbytes()),
+                0, count);
+      }
+      call.reduction->finish(to, call.outputs.front());
+      return;
+    }
+    default:
+      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
+  }
+}
+
+std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look) {
+  const auto& call = front.call;
+  const at::Tensor to = call.reduction->target(call.outputs.front());
+  const auto count = static_cast<uint64_t>(to.numel());
+  const uint64_t bytes = to.nbytes(), item = bytes / count;
+  const uint32_t pieces = pieces_of(bytes);
+  const auto from = inputs_of_all(group, front.number, 0, bytes);
+  std::byte* result = input(group, 0, front.number, 0, bytes);
+  auto& home = group.memory(0);
+  auto& claims = home.slot(front.number).claims;
+  const uint32_t mine = static_cast<uint32_t>(group.rank) + 1;
+  const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
+  const Fold fold = fold_of(group, front, to);
+
+  // What this rank has reduced is copied to its output while it is in the cache.
+  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
+  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
+  uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
+  bool did_some = false;
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    uint32_t free = 0;
+    if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
+      const uint64_t begin = begin_of(piece), end = begin_of(piece + 1);
+      fold.run(result + begin, from, begin / item, end / item);
+      claims[piece].store(kReduced, std::memory_order_release);
+      copy_bytes(out + begin, result + begin, end - begin);
+      have |= uint64_t{1} << piece;
+      did_some = true;
+    }
+  }
+  front.reduced = have;
+  if (did_some) {
+    ring(home.header().reduced);
+  }
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    const uint32_t claim = claims[piece].load(std::memory_order_acquire);
+    if (claim != kReduced) {
+      const int peer = static_cast<int>(claim) - 1;
+      const auto& process = group.members[static_cast<size_t>(peer)].process;
+      if (look && process != nullptr && process->has_ended() &&
+          claims[piece].load(std::memory_order_acquire) != kReduced) {
+        front.end(group.failure(
+            c10::str(group.called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
+        return std::nullopt;
+      }
+      // `seen` is from before the pieces; a ring since then, one's own too, makes the sleeper look again.
+      return Wait{&home.header().reduced, seen, peer};
+    }
+  }
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    if ((have >> piece & 1) == 0) {
+      copy_bytes(out + begin_of(piece), result + begin_of(piece), begin_of(piece + 1) - begin_of(piece));
+    }
+  }
+  call.reduction->finish(to, call.outputs.front());
+  return std::nullopt;
+}
+
+// Moves the data of a collective on which all ranks agree. Returns what to wait for while peers reduce pieces of it;
+// ends it where one of them died at that.
+std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
+  const auto& call = front.call;
+  if (call.kind == OpType::ALLREDUCE &&
+      call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group.size()) > kAloneBytes) {
+    return reduce_shared(group, front, look);
+  }
+  move_alone(group, front);
+  return std::nullopt;
+}
 
 // Peers tell nobody that they are past a collective; whoever needs to know looks again after so long.
 constexpr std::chrono::milliseconds kLookAgain{1};
@@ -53,39 +249,22 @@ bool overlap(const Tensors& some, const Tensors& others) {
   return false;
 }
 
-// Whether `difference` has nothing to say of two ranks' calls: asked for each call, so without making words of them.
-bool agree(Group& group, int one, int other, uint64_t number) {
-  auto& first = group.members[static_cast<size_t>(one)].memory;
-  auto& second = group.members[static_cast<size_t>(other)].memory;
-  const auto &mine = first.slot(number), &theirs = second.slot(number);
-  const auto &a = mine.fingerprint, &b = theirs.fingerprint;
-  if (a.kind != b.kind || a.reduction != b.reduction || a.root != b.root || a.type != b.type) {
-    return false;
-  }
-  if (a.kind == static_cast<int8_t>(c10d::OpType::ALLTOALL)) {
-    return true;
-  }
-  const uint64_t bytes = a.count_size * sizeof(int64_t);
-  return a.count_size == b.count_size &&
-      (bytes == 0 || std::memcmp(first.heap(mine.counts, bytes), second.heap(theirs.counts, bytes), bytes) == 0);
+// The call of a rank that has published its collective `number`.
+Said said_by(SharedGroup& group, int peer, uint64_t number) {
+  auto& memory = group.memory(peer);
+  const auto& slot = memory.slot(number);
+  const size_t counts = slot.fingerprint.count_size;
+  const auto* first = reinterpret_cast<const int64_t*>(memory.heap(slot.counts, counts * sizeof(int64_t)));
+  return {group.global_ranks[static_cast<size_t>(peer)], &slot.fingerprint, {first, counts}};
 }
 
-// Whether `disagreement_of_all` may have something to say.
-bool need_a_closer_look(Group& group, uint64_t number) {
-  std::bitset<128> used;
-  for (const auto& member : group.members) {
-    const auto& print = member.memory.slot(number).fingerprint;
-    if (print.kind == static_cast<int8_t>(c10d::OpType::ALLTOALL)) {
-      return true;
-    }
-    if (print.device >= 0) {
-      if (used.test(static_cast<size_t>(print.device))) {
-        return true;
-      }
-      used.set(static_cast<size_t>(print.device));
-    }
+// The error of a collective goes to those who wait for it.
+void settle(Pending& one) {
+  try {
+    one.finish(kNoTimeout);
+  } catch (const c10::Error&) {
+    return; // its own wait() reports the error
   }
-  return false;
 }
 
 } // namespace
@@ -105,11 +284,6 @@ TransferPtr Lane::start(Call call) {
   return made;
 }
 
-std::shared_ptr<Pending> Lane::last_pending() {
-  std::lock_guard<std::mutex> lock(group_->mutex);
-  return pending_.empty() ? nullptr : pending_.back();
-}
-
 void Lane::wait_for_writers(const Call& call) {
   std::shared_ptr<Pending> writer;
   {
@@ -121,16 +295,12 @@ void Lane::wait_for_writers(const Call& call) {
     }
   }
   if (writer != nullptr) {
-    try {
-      writer->finish(kNoTimeout);
-    } catch (const c10::Error&) {
-      // Whoever waits for that one is told what became of it.
-    }
+    settle(*writer);
   }
 }
 
 void Lane::wait_for_slot(uint64_t number) {
-  const auto deadline = std::chrono::steady_clock::now() + group_->timeout;
+  const auto deadline = std::chrono::steady_clock::now() + group_->timeout.load();
   while (true) {
     std::shared_ptr<Pending> oldest;
     std::string why;
@@ -148,11 +318,7 @@ void Lane::wait_for_slot(uint64_t number) {
       }
     }
     if (oldest != nullptr) {
-      try {
-        oldest->finish(kNoTimeout);
-      } catch (const c10::Error&) {
-        // Whoever waits for that one is told what became of it.
-      }
+      settle(*oldest);
       continue;
     }
     if (is_free) {
@@ -162,7 +328,7 @@ void Lane::wait_for_slot(uint64_t number) {
       why = c10::str("timed out: a peer is ", kSlots, " collectives behind");
     }
     if (!why.empty()) {
-      std::rethrow_exception(failure(*group_, why + "."));
+      std::rethrow_exception(group_->failure(why + "."));
     }
     const auto& word = group_->header(group_->rank).complete;
     sleep_while(word, word.load(), kLookAgain);
@@ -258,16 +424,17 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   }
   const auto& complete = group_->header(0).complete;
   const uint32_t seen = complete.load(std::memory_order_seq_cst);
+  const Said mine = said_by(*group_, group_->rank, front.number);
   std::optional<Wait> missing;
+  std::vector<Said> ranks;
+  ranks.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     // First whether the peer has gone: it may have published just before.
     const auto why = group_->gone(peer, look);
-    const auto& number = group_->members[static_cast<size_t>(peer)].memory.slot(front.number).number;
-    if (number.load(std::memory_order_acquire) != front.number) {
+    if (group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) != front.number) {
       if (!why.empty()) {
-        const Said mine = said_by(*group_, group_->rank, front.number);
         front.end(
-            failure(*group_, c10::str(why, " and takes no part in what ", mine.who, " called: ", phrase(mine), ".")));
+            group_->failure(c10::str(why, " and takes no part in what ", mine.who(), " called: ", phrase(mine), ".")));
         return std::nullopt;
       }
       if (!missing.has_value()) {
@@ -275,25 +442,18 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
       }
       continue;
     }
-    if (!agree(*group_, group_->rank, peer, front.number)) {
-      const auto told = difference(said_by(*group_, group_->rank, front.number), said_by(*group_, peer, front.number));
-      front.end(failure(*group_, c10::str("collective ", front.number, " of group ", group_->name, ": ", told)));
+    ranks.push_back(said_by(*group_, peer, front.number));
+    if (const auto told = difference(mine, ranks.back()); !told.empty()) {
+      front.end(group_->failure(c10::str("collective ", front.number, " of group ", group_->name, ": ", told)));
       return std::nullopt;
     }
   }
   if (missing.has_value()) {
     return missing;
   }
-  if (need_a_closer_look(*group_, front.number)) {
-    std::vector<Said> ranks;
-    ranks.reserve(size);
-    for (int peer = 0; peer < size; ++peer) {
-      ranks.push_back(said_by(*group_, peer, front.number));
-    }
-    if (const auto told = disagreement_of_all(ranks); !told.empty()) {
-      front.end(failure(*group_, told));
-      return std::nullopt;
-    }
+  if (const auto told = disagreement_of_all(ranks); !told.empty()) {
+    front.end(group_->failure(told));
+    return std::nullopt;
   }
   front.checked = true;
   return std::nullopt;

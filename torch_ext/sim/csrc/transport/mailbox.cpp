@@ -1,4 +1,18 @@
-#include "mailbox.h"
+// Transfers between two ranks of a group over shared memory.
+//
+// Note [Letters]
+// A sender copies its tensor to its own memory and appends a letter to the list that it keeps for the receiver, so a
+// send is over when it has begun, to oneself too. A receiver walks the lists of the ranks it expects something from and
+// takes the oldest letter with its tag; those with other tags stay, in order. Of receives that could take the same
+// letter, the one that was started first gets it.
+//
+//   sender's list   first -> letter -> letter -> letter -> 0
+//                            passed    passed    ^ cursor of the receiver: the last one it has seen
+//                            and read            |
+//                            = free              `- passed, not read: among the receiver's unread letters
+//
+// A letter is kept until the receiver has gone past it, because its `next` is where the list goes on.
+#include "shared_memory.h"
 
 #include <algorithm>
 #include <atomic>
@@ -11,9 +25,7 @@
 #include <utility>
 
 #include "fingerprint.h"
-#include "futex.h"
-#include "group.h"
-#include "layout.h"
+#include "segment.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
@@ -32,14 +44,14 @@ bool compete(const Pending& one, const Pending& other) {
 
 } // namespace
 
-Mailbox::Mailbox(std::shared_ptr<Group> group)
+Mailbox::Mailbox(std::shared_ptr<SharedGroup> group)
     : group_(std::move(group)),
       last_sent_(static_cast<size_t>(group_->size())),
       cursor_(last_sent_.size()),
       unread_(last_sent_.size()) {}
 
 Letter& Mailbox::letter(int rank, uint64_t place) const {
-  auto& memory = group_->members[static_cast<size_t>(rank)].memory;
+  auto& memory = group_->memory(rank);
   return *reinterpret_cast<Letter*>(memory.heap(place, sizeof(Letter)));
 }
 
@@ -48,7 +60,7 @@ TransferPtr Mailbox::send(Call call) {
   release_sent();
   const int to = call.root;
   if (auto why = group_->gone(to, /*look=*/true); !why.empty()) {
-    std::rethrow_exception(failure(*group_, c10::str(why, " and receives nothing from ", call.name, ".")));
+    std::rethrow_exception(group_->failure(c10::str(why, " and receives nothing from ", call.name, ".")));
   }
   const at::Tensor& tensor = call.inputs.front();
   const uint64_t bytes = tensor.nbytes();
@@ -96,7 +108,7 @@ TransferPtr Mailbox::receive(Call call) {
 
 void Mailbox::collect(int from) {
   const auto index = static_cast<size_t>(from);
-  auto& memory = group_->members[index].memory;
+  auto& memory = group_->memory(from);
   auto& cursor = cursor_[index];
   while (true) {
     auto& link = cursor == 0 ? memory.first_letter(group_->rank) : letter(from, cursor).next;
@@ -112,7 +124,7 @@ void Mailbox::collect(int from) {
   }
 }
 
-bool Mailbox::deliver(Pending& to) {
+void Mailbox::deliver(Pending& to) {
   for (int from = 0; from < group_->size(); ++from) {
     auto& unread = unread_[static_cast<size_t>(from)];
     const auto found = std::find_if(unread.begin(), unread.end(), [&](const Unread& one) {
@@ -122,10 +134,9 @@ bool Mailbox::deliver(Pending& to) {
       const uint64_t place = found->letter;
       unread.erase(found);
       open(to, from, place);
-      return true;
+      return;
     }
   }
-  return false;
 }
 
 void Mailbox::open(Pending& to, int from, uint64_t place) {
@@ -135,13 +146,11 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
   to.from = from;
   std::exception_ptr why;
   if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
-    why = failure(
-        *group_,
-        unequal_letter(
-            group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
-            group_->called(group_->rank), to.call));
+    why = group_->failure(unequal_letter(
+        group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
+        group_->called(group_->rank), to.call));
   } else if (tensor.nbytes() > 0) {
-    const auto* bytes = group_->members[static_cast<size_t>(from)].memory.heap(data, tensor.nbytes());
+    const auto* bytes = group_->memory(from).heap(data, tensor.nbytes());
     std::memcpy(tensor.mutable_data_ptr(), bytes, tensor.nbytes());
   }
   letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release);
@@ -151,11 +160,8 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
 Wait Mailbox::progress(Pending& wanted, bool look) {
   const auto& doorbell = group_->header(group_->rank).doorbell;
   const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
-  const auto why = wanted.over()
-      ? ""
-      : none_can_come(
-            wanted,
-            look); // before looking: they may have written just before
+  // Before looking: they may have written just before.
+  const auto why = wanted.over() ? "" : none_can_come(wanted, look);
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);
   }
@@ -167,7 +173,7 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
   }
   std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   if (!wanted.over() && !why.empty()) {
-    wanted.end(failure(*group_, why));
+    wanted.end(group_->failure(why));
     std::erase_if(receiving_, [&](const auto& one) { return one.get() == &wanted; });
   }
   return wait;

@@ -3,21 +3,116 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
+#include <linux/futex.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <utility>
 
-#include "layout.h"
-
 namespace torch_ext::sim {
+namespace {
+
+// About 2 us: ranks outnumber cores, so the one that is waited for may need this core.
+constexpr int kLooks = 50;
+
+void pause_core() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+} // namespace
+
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds slice) {
+  for (int look = 0; look < kLooks; ++look) {
+    if (word.load(std::memory_order_acquire) != seen) {
+      return;
+    }
+    pause_core();
+  }
+  timespec left{};
+  left.tv_sec = static_cast<time_t>(slice.count() / 1000);
+  left.tv_nsec = static_cast<long>(slice.count() % 1000) * 1000000;
+  syscall(SYS_futex, &word, FUTEX_WAIT, seen, &left, nullptr, 0);
+}
+
+void wake(const std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void ring(std::atomic<uint32_t>& word) {
+  word.fetch_add(1, std::memory_order_release);
+  wake(word);
+}
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434 // the same number on every architecture
+#endif
+
+std::shared_ptr<const Process> Process::find(pid_t pid) {
+  static auto* mutex = new std::mutex(); // never freed: groups may outlive static objects
+  static auto* known = new std::map<pid_t, std::weak_ptr<const Process>>();
+  std::lock_guard<std::mutex> lock(*mutex);
+  if (auto found = (*known)[pid].lock(); found != nullptr && !found->has_ended()) {
+    return found;
+  }
+  const int file = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (file < 0) {
+    return nullptr;
+  }
+  auto made = std::make_shared<const Process>(pid, file);
+  (*known)[pid] = made;
+  return made;
+}
+
+Process::~Process() {
+  ::close(file_);
+}
+
+bool Process::has_ended() const {
+  pollfd asked{file_, POLLIN, 0};
+  return ::poll(&asked, 1, 0) == 1;
+}
+
+uint64_t Arena::allocate(uint64_t bytes) {
+  const uint64_t length = std::max((bytes + kAlign - 1) / kAlign * kAlign, kAlign);
+  uint64_t offset = kAlign;
+  for (const auto& [start, used] : used_) {
+    if (start - offset >= length) {
+      break;
+    }
+    offset = start + used;
+  }
+  used_.emplace(offset, length);
+  high_water_ = std::max(high_water_, offset + length);
+  return offset;
+}
+
+uint64_t Arena::free(uint64_t offset) {
+  const auto found = used_.find(offset);
+  const uint64_t length = found->second;
+  used_.erase(found);
+  return length;
+}
+
 namespace {
 
 constexpr uint64_t kFirstHeap = uint64_t{256} << 10;

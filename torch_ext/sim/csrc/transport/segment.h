@@ -1,13 +1,171 @@
-// A rank's shared memory, seen by its owner or by a peer: see Note [Memory of a rank].
+// The shared memory of a rank, which its peers map, and what ranks need to wait on it.
+//
+// Note [Memory of a rank]
+// Each rank of a group has one file without a name (memfd). It writes there, and its peers, which have mapped the file,
+// read. Everything is written by its owner alone, but for the fields marked "by peers", so nothing is ever locked.
+//
+//   offset            size                             what
+//   0                 4096                             Header
+//   4096              kSlots * sizeof(Slot)            Slot of collective number n: n % kSlots
+//   ...               size * 8                         where the first letter to each rank lies in the heap, or 0
+//   rounded to 4096   grows                            the heap (Arena): data of collectives, and letters (Letter)
+//
+//   Slot (1024)                                        Letter (192), in the heap
+//   +-----------------------------+ 0                  +-----------------------------+ 0
+//   | number, written last        |                    | next: the letter after it   |
+//   | inputs, counts: in the heap |                    | state: by the reader        |
+//   | claims[kPieces]: by peers   |                    | tag, type, elements, data   |
+//   | fingerprint                 |                    | site                        |
+//   +-----------------------------+                    +-----------------------------+
+//
+// A collective is published by writing its slot, then `Slot::number`. Whoever finds then that all ranks have published
+// it rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other.
+// The slot and its data are free again when every peer has said that it is past it, in `Header::finished`. A letter is
+// published by the `next` of the one before it, and the reader's `Header::doorbell`. Its reader says in `state` when it
+// has copied the letter and when it has gone on to the next: the two together free it.
+//
+// Note [States of a group]
+//
+//   kNew --> kReady ----> kLeft        the group was destroyed in good order
+//     |         `-------> kAborted     somebody called abort
+//     `----> kRefused                  this rank cannot map a peer's memory: the group takes the other transport
+//
+// A process that dies leaves its state as it is; peers see its pidfd instead.
 //
 // Ownership: the mapping belongs to the object; the memory to all who have mapped it, and the kernel frees it with the
 // last of them, however they end. It has no name in any file system. Threading: the control area stays where it is for
 // the object's life and may be read by any thread. The heap may move when it grows: hold the group's lock.
 #pragma once
 
-#include "layout.h"
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
 
 namespace torch_ext::sim {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kSlots = 256;   // as many collectives of a group can be under way
+constexpr uint32_t kPieces = 64;   // as many parts of an all-reduce are shared out between ranks
+constexpr size_t kSiteBytes = 200; // file and line of a call, cut off in front, with a closing 0
+constexpr size_t kNameBytes = 40;
+constexpr uint64_t kLayoutVersion = 1;
+
+enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
+
+struct Header {
+  uint64_t version;
+  uint64_t nonce[2]; // says that a file which a peer has opened is this one
+  std::atomic<uint32_t> state;
+  std::atomic<uint32_t> complete; // by peers, of rank 0: grows when all have published a collective; all sleep on it
+  std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
+  std::atomic<uint32_t> reduced;  // by peers: grows with each piece of an all-reduce; all sleep on it
+  std::atomic<uint64_t> finished; // number of the last collective that this rank needs nothing more of
+};
+
+// What must agree between ranks, and what a message says of a call.
+struct Fingerprint {
+  int32_t root;        // -1 where there is none
+  int8_t kind;         // c10d::OpType
+  int8_t reduction;    // c10d::ReduceOp, -1 where there is none
+  int8_t type;         // at::ScalarType, -1 where there are no tensors
+  int8_t device;       // -1 where there are no tensors
+  uint32_t count_size; // how many counts there are; of an all-to-all half are sent, half received, rank by rank
+  char name[kNameBytes];
+  char site[kSiteBytes];
+};
+
+struct Slot {
+  std::atomic<uint64_t> number;
+  uint64_t inputs;                       // in the heap: a uint64_t for each input, the offset of its data
+  uint64_t counts;                       // in the heap: numbers of elements, an int64_t each
+  std::atomic<uint32_t> claims[kPieces]; // by peers, in the slot of the group's rank 0: see Note [Who reduces]
+  Fingerprint fingerprint;
+};
+
+constexpr size_t kSlotStride = 1024;
+
+constexpr uint32_t kLetterRead = 1;
+constexpr uint32_t kLetterPassed = 2;
+
+struct Letter {
+  std::atomic<uint64_t> next;
+  std::atomic<uint32_t> state; // by the reader
+  int32_t tag;
+  uint64_t elements;
+  uint64_t data;
+  int8_t type;
+  char site[kSiteBytes];
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits");
+static_assert(sizeof(Header) <= kPage && sizeof(Slot) <= kSlotStride);
+static_assert(offsetof(Header, version) == 0 && offsetof(Header, nonce) == 8 && offsetof(Header, state) == 24);
+static_assert(offsetof(Slot, number) == 0 && offsetof(Slot, claims) == 24);
+
+inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
+  if (bytes > 0) { // no memory may stand behind nothing
+    std::memcpy(to, from, bytes);
+  }
+}
+
+constexpr uint64_t control_bytes(int size) {
+  return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;
+}
+
+// Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Looks for a few microseconds
+// before it sleeps, because the peers of a small collective are seldom further apart.
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds slice);
+
+// Wakes all who sleep on `word`, in every process.
+void wake(const std::atomic<uint32_t>& word);
+
+// Adds one to `word` and wakes all who sleep on it.
+void ring(std::atomic<uint32_t>& word);
+
+// Whether one process lives, known from its pidfd, which no other process can take over.
+class Process {
+ public:
+  // Empty where there is no such process, or the kernel knows no pidfds (before Linux 5.3). The same object for all who
+  // ask for one pid while one of them lives, so that groups share descriptors.
+  static std::shared_ptr<const Process> find(pid_t pid);
+
+  explicit Process(pid_t pid, int file) : pid_(pid), file_(file) {}
+  ~Process();
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  bool has_ended() const;
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_;
+  int file_;
+};
+
+// Which bytes of a rank's heap are in use. The owner alone knows; peers get offsets. Hold the group's lock.
+class Arena {
+ public:
+  // The lowest free range that is large enough, so that the same few pages are used again. Never 0: that means none.
+  uint64_t allocate(uint64_t bytes);
+  // Returns how long the range was.
+  uint64_t free(uint64_t offset);
+
+  // End of the highest range that was ever in use: the heap must be as large.
+  uint64_t high_water() const { return high_water_; }
+
+ private:
+  static constexpr uint64_t kAlign = 64; // a cache line; two ranks never write to one
+
+  std::map<uint64_t, uint64_t> used_; // offset to length
+  uint64_t high_water_ = kAlign;
+};
 
 class Segment {
  public:
@@ -47,6 +205,11 @@ class Segment {
   uint64_t control_bytes_ = 0;
   uint64_t heap_bytes_ = 0;
   int file_ = -1;
+};
+
+struct Member {
+  Segment memory;
+  std::shared_ptr<const Process> process; // of a peer
 };
 
 } // namespace torch_ext::sim

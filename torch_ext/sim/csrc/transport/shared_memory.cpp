@@ -1,46 +1,288 @@
+// A rank's calls over shared memory, and how they wait for peers.
+//
+// Note [The page of waits]
+// TORCH_EXT_WAIT_PAGE=FD names a descriptor of 4096 bytes of shared memory that this process inherited. Whatever waits
+// for a peer longer than a few milliseconds has an entry there until the wait is over, so the supervisor reads what
+// this process is in without its help, also when it holds the GIL, is stopped, or has died. A thread that has an entry
+// goes on if the peer does or the time is up, and not otherwise, whatever it called: any kernel may be the one to wait.
+//
+//   offset   size   what                                                    type
+//   0        8      2: the version of this layout; 0: nothing was written   uint64
+//   64       504    entry 0; 8 of them, 504 bytes apart
+//
+//   entry +0     4     grows before and after each change: odd while it is being changed   uint32
+//         +4     4     global rank that is waited for; -1: any                             int32
+//         +8     8     since when, nanoseconds of CLOCK_MONOTONIC; 0: the entry is free    int64
+//         +16    8     number of the collective in its group; 0: a transfer                uint64
+//         +24    64    name of the group, with a closing 0
+//         +88    40    operation
+//         +128   200   file and line of the call, cut off in front
+//         +328   8     when the wait ends by itself, nanoseconds of CLOCK_MONOTONIC       int64
+//         +336   4     the thread that waits, as the kernel numbers it                    int32
+//         +340   164   -
+//
+// A reader takes an entry as it is if +0 was even and the same before and after. Numbers are in the machine's order.
 #include "shared_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "fingerprint.h"
 #include "fold.h"
-#include "futex.h"
-#include "group.h"
-#include "lane.h"
-#include "layout.h"
-#include "mailbox.h"
-#include "rendezvous.h"
+#include "segment.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
+namespace {
 
-SharedMemory::SharedMemory(
-    std::vector<Member> members, int rank, std::vector<int64_t> global_ranks, FoldOrder order,
-    std::chrono::milliseconds timeout, bool any_device)
-    : group_(std::make_shared<Group>(std::move(members), rank, std::move(global_ranks), order, timeout)),
-      lane_(std::make_shared<Lane>(group_)),
-      mailbox_(std::make_shared<Mailbox>(group_)),
-      any_device_(any_device),
-      owner_(getpid()) {}
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+// How long a rank sleeps before it looks whether peers live: doubled from first to last, so that a wait costs little.
+constexpr Milliseconds kFirstSlice{10};
+constexpr Milliseconds kLastSlice{160};
+
+// Above this many bytes, memory that is free again goes back to the kernel.
+constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
+
+struct WaitEntry {
+  std::atomic<uint32_t> changes;
+  int32_t peer;
+  int64_t since_ns;
+  uint64_t number;
+  char group[64];
+  char operation[kNameBytes];
+  char site[kSiteBytes];
+  int64_t until_ns;
+  int32_t thread;
+  char reserved[164];
+};
+
+constexpr size_t kEntries = 8;
+constexpr uint64_t kWaitPageVersion = 2;
+
+struct WaitPage {
+  uint64_t version;
+  char reserved[56];
+  WaitEntry entries[kEntries];
+};
+
+static_assert(sizeof(WaitEntry) == 504 && sizeof(WaitPage) <= kPage && offsetof(WaitPage, entries) == 64);
+static_assert(offsetof(WaitEntry, since_ns) == 8 && offsetof(WaitEntry, number) == 16);
+static_assert(offsetof(WaitEntry, group) == 24 && offsetof(WaitEntry, operation) == 88);
+static_assert(offsetof(WaitEntry, site) == 128);
+static_assert(offsetof(WaitEntry, until_ns) == 328 && offsetof(WaitEntry, thread) == 336);
+
+std::mutex& page_mutex() {
+  static auto* made = new std::mutex();
+  return *made;
+}
+
+// Mapped at the first wait that is long, never unmapped; nullptr without a page.
+WaitPage* page() {
+  static auto* mapped = []() -> WaitPage* {
+    const char* text = std::getenv("TORCH_EXT_WAIT_PAGE");
+    if (text == nullptr || *text == '\0') {
+      return nullptr;
+    }
+    void* memory =
+        mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, static_cast<int>(std::strtol(text, nullptr, 10)), 0);
+    if (memory == MAP_FAILED) {
+      return nullptr;
+    }
+    auto* made = static_cast<WaitPage*>(memory);
+    made->version = kWaitPageVersion;
+    return made;
+  }();
+  return mapped;
+}
+
+// The steady clock is CLOCK_MONOTONIC.
+int64_t monotonic_ns(Clock::time_point when) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(when.time_since_epoch()).count();
+}
+
+template <typename Change>
+void change(WaitEntry& entry, const Change& how) {
+  entry.changes.fetch_add(1, std::memory_order_acq_rel);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  how();
+  entry.changes.fetch_add(1, std::memory_order_release);
+}
+
+// An entry of the page for its lifetime; nothing where there is no page, or more threads wait than it has entries.
+class WaitNote {
+ public:
+  WaitNote(
+      const std::string& group, const std::string& operation, const std::string& site, uint64_t number,
+      Clock::time_point until) {
+    WaitPage* shown = page();
+    if (shown == nullptr) {
+      return;
+    }
+    std::lock_guard<std::mutex> lock(page_mutex());
+    const auto free = std::ranges::find(shown->entries, 0, &WaitEntry::since_ns);
+    if (free == std::end(shown->entries)) {
+      return;
+    }
+    entry_ = free;
+    change(*entry_, [&] {
+      entry_->peer = -1;
+      entry_->number = number;
+      copy_text(entry_->group, sizeof entry_->group, group);
+      copy_text(entry_->operation, sizeof entry_->operation, operation);
+      copy_text(entry_->site, sizeof entry_->site, site);
+      entry_->until_ns = monotonic_ns(until);
+      entry_->thread = static_cast<int32_t>(gettid());
+      entry_->since_ns = monotonic_ns(Clock::now());
+    });
+  }
+  ~WaitNote() {
+    if (entry_ != nullptr) {
+      std::lock_guard<std::mutex> lock(page_mutex());
+      change(*entry_, [&] { entry_->since_ns = 0; });
+    }
+  }
+  WaitNote(const WaitNote&) = delete;
+  WaitNote& operator=(const WaitNote&) = delete;
+
+  void waits_for(int64_t global_rank) {
+    if (entry_ != nullptr && entry_->peer != global_rank) {
+      change(*entry_, [&] { entry_->peer = static_cast<int32_t>(global_rank); });
+    }
+  }
+
+ private:
+  WaitEntry* entry_ = nullptr;
+};
+
+} // namespace
+
+std::string SharedGroup::gone(int peer, bool look) const {
+  if (peer == rank) {
+    return "";
+  }
+  switch (static_cast<GroupState>(header(peer).state.load(std::memory_order_acquire))) {
+    case GroupState::kLeft:
+      return called(peer) + " has destroyed the group";
+    case GroupState::kAborted:
+      return called(peer) + " has aborted the group";
+    default:
+      break;
+  }
+  const auto& process = *members[static_cast<size_t>(peer)].process;
+  return look && process.has_ended() ? c10::str(called(peer), " (process ", process.pid(), ") has ended") : "";
+}
+
+uint64_t SharedGroup::allocate(uint64_t bytes) {
+  const uint64_t offset = arena.allocate(bytes);
+  own().grow(arena.high_water());
+  return offset;
+}
+
+void SharedGroup::free(uint64_t offset) {
+  const uint64_t bytes = arena.free(offset);
+  if (bytes > kKeptBytes) {
+    own().discard(offset, bytes);
+  }
+}
+
+bool Pending::advance() {
+  // Views made in inference mode may not be written by a thread that is not in it, unless below autograd.
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  if (!over_) {
+    queue_->progress(*this, /*look=*/true);
+  }
+  return over_;
+}
+
+void Pending::finish(Milliseconds timeout) {
+  at::AutoDispatchBelowADInplaceOrView below; // as above
+  const auto limit = timeout != kNoTimeout ? timeout
+      : call.timeout > Milliseconds(0)
+      ? call.timeout
+      : group_->timeout.load();
+  const auto deadline = Clock::now() + limit;
+  auto slice = kFirstSlice;
+  bool look = false;
+  std::optional<WaitNote> note;
+  while (true) {
+    Wait wait{};
+    {
+      std::lock_guard<std::mutex> lock(group_->mutex);
+      if (!over_) {
+        wait = queue_->progress(*this, look);
+        if (!over_ && Clock::now() >= deadline) {
+          const auto whom = wait.peer < 0 ? std::string("any rank") : group_->called(wait.peer);
+          end(group_->failure(
+              c10::str(
+                  call.name, call.site.empty() ? "" : " at " + call.site, " timed out: it waited ", limit.count(),
+                  " ms for ", whom, ", which has not called it.")));
+        }
+      }
+      if (over_) {
+        if (why_) {
+          std::rethrow_exception(why_);
+        }
+        return;
+      }
+    }
+    if (look) {
+      if (!note.has_value()) {
+        note.emplace(group_->name, call.name, call.site, number, deadline);
+      }
+      note->waits_for(wait.peer < 0 ? -1 : group_->global_ranks[static_cast<size_t>(wait.peer)]);
+    }
+    sleep_while(*wait.word, wait.seen, slice);
+    look = wait.word->load(std::memory_order_acquire) == wait.seen;
+    if (look) {
+      slice = std::min(2 * slice, kLastSlice);
+    }
+  }
+}
+
+void Pending::abort(const std::exception_ptr& why) {
+  std::lock_guard<std::mutex> lock(group_->mutex);
+  if (!over_) {
+    end(why);
+  }
+}
+
+void Pending::end(const std::exception_ptr& why) {
+  over_ = true;
+  why_ = why;
+  call.inputs.clear();
+  call.outputs.clear();
+}
+
+SharedMemory::SharedMemory(std::shared_ptr<SharedGroup> group)
+    : Transport(group),
+      shared_(std::move(group)),
+      lane_(std::make_shared<Lane>(shared_)),
+      mailbox_(std::make_shared<Mailbox>(shared_)) {}
 
 SharedMemory::~SharedMemory() {
   leave(/*broken=*/false);
 }
 
-TransferPtr SharedMemory::start(Call call) {
-  call.site = site_of_call();
-  if (any_device_) {
-    call.device = -1;
-  }
+TransferPtr SharedMemory::begin(Call call) {
   at::AutoDispatchBelowADInplaceOrView below; // see Pending::advance
   switch (call.kind) {
     case c10d::OpType::SEND:
@@ -53,43 +295,18 @@ TransferPtr SharedMemory::start(Call call) {
   }
 }
 
-void SharedMemory::set_timeout(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(group_->mutex);
-  group_->timeout = timeout;
-}
-
-std::chrono::milliseconds SharedMemory::timeout() const {
-  std::lock_guard<std::mutex> lock(group_->mutex);
-  return group_->timeout;
-}
-
-void SharedMemory::set_name(const std::string& name) {
-  std::lock_guard<std::mutex> lock(group_->mutex);
-  group_->name = name;
-}
-
-void SharedMemory::settle() {
-  if (const auto last = lane_->last_pending()) {
-    try {
-      last->finish(kNoTimeout);
-    } catch (const c10::Error&) {
-      // Whoever waits for that one is told what became of it.
-    }
-  }
-}
-
 void SharedMemory::leave(bool broken) {
-  auto& header = group_->header(group_->rank);
+  auto& header = shared_->header(shared_->rank);
   const auto state = static_cast<GroupState>(header.state.load());
-  if (getpid() != owner_ || state == GroupState::kLeft || state == GroupState::kAborted) {
+  if (getpid() != shared_->owner || state == GroupState::kLeft || state == GroupState::kAborted) {
     return;
   }
   header.state.store(
       static_cast<uint32_t>(broken ? GroupState::kAborted : GroupState::kLeft), std::memory_order_release);
   // Whoever waits for this rank sleeps on one of these.
-  ring(group_->header(0).complete);
-  for (int peer = 0; peer < group_->size(); ++peer) {
-    ring(group_->header(peer).doorbell);
+  ring(shared_->header(0).complete);
+  for (int peer = 0; peer < shared_->size(); ++peer) {
+    ring(shared_->header(peer).doorbell);
   }
 }
 

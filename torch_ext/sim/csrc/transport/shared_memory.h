@@ -1,39 +1,178 @@
-// The transport between processes, or threads, of one machine: see Note [Memory of a rank] (layout.h), Note [States of
-// a collective] (lane.h), Note [Who reduces] (movement.h), Note [Letters] (mailbox.h) and Note [Agreeing on a
-// transport] (rendezvous.h).
+// The transport between processes, or threads, of one machine. Collectives are in lane.cpp, transfers between two ranks
+// in mailbox.cpp; segment.h lays out the memory, and choice.cpp says how ranks find it.
 //
 // Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport. No thread is started; work is
 // done by whoever launches, waits or polls. Destroying it waits for nothing.
+//
+// Threading: everything but `Pending::finish` and `Lane::start` is called with the group's lock held, and no thread
+// sleeps with it.
 #pragma once
 
-#include "group.h"
-#include "lane.h"
-#include "mailbox.h"
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fingerprint.h"
+#include "fold.h"
+#include "segment.h"
 #include "transport.h"
 
 namespace torch_ext::sim {
 
+// What a transfer that cannot go on waits for.
+struct Wait {
+  const std::atomic<uint32_t>* word; // in a control area
+  uint32_t seen;
+  int peer; // -1: anyone
+};
+
+struct SharedGroup final : Group {
+  SharedGroup(
+      std::vector<Member> members, FoldOrder order, int rank, std::vector<int64_t> global_ranks,
+      std::chrono::milliseconds timeout, bool any_device)
+      : Group(rank, std::move(global_ranks), timeout, any_device), members(std::move(members)), order(order) {}
+
+  std::vector<Member> members;
+  const FoldOrder order;
+  Arena arena;
+
+  Segment& memory(int peer) { return members[static_cast<size_t>(peer)].memory; }
+  Segment& own() { return memory(rank); }
+  Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory.header(); }
+
+  // Why nothing more can be expected of a peer; empty where something can. look: ask the kernel too, which costs a
+  // call.
+  std::string gone(int peer, bool look) const;
+
+  // A range of this rank's heap.
+  uint64_t allocate(uint64_t bytes);
+  void free(uint64_t offset);
+};
+
+class Pending;
+
+// The transfers of one kind that are under way on this rank.
+class Queue {
+ public:
+  virtual ~Queue() = default;
+
+  // Brings transfers on as far as is possible without waiting, `wanted` at least. Returns what `wanted` waits for, if
+  // it is not over then. look: find out whether peers have ended.
+  virtual Wait progress(Pending& wanted, bool look) = 0;
+};
+
+// A call over shared memory. Its fields are guarded by the group's lock.
+class Pending final : public Transfer {
+ public:
+  Pending(std::shared_ptr<SharedGroup> group, std::shared_ptr<Queue> queue, Call call, uint64_t number)
+      : call(std::move(call)), number(number), group_(std::move(group)), queue_(std::move(queue)) {}
+
+  bool advance() override;
+  void finish(std::chrono::milliseconds timeout) override;
+  void abort(const std::exception_ptr& why) override;
+  int source() const override { return from; }
+
+  bool over() const { return over_; }
+  void end(const std::exception_ptr& why = nullptr);
+
+  Call call;
+  const uint64_t number; // of the collective, or of the letter
+  int from = -1;         // of a letter that was received
+  bool checked = false;  // all ranks take part and agree
+  uint64_t reduced = 0;  // which pieces of a shared all-reduce are in the output already
+
+ private:
+  const std::shared_ptr<SharedGroup> group_;
+  const std::shared_ptr<Queue> queue_;
+  bool over_ = false;
+  std::exception_ptr why_;
+};
+
+// The collectives of a group, in order: see Note [States of a collective] in lane.cpp.
+class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
+ public:
+  explicit Lane(std::shared_ptr<SharedGroup> group) : group_(std::move(group)) {}
+
+  // Waits where the call reads what one before it has yet to write, and where peers are kSlots collectives behind.
+  TransferPtr start(Call call);
+  Wait progress(Pending& wanted, bool look) override;
+
+ private:
+  struct Published {
+    uint64_t number;
+    uint64_t block; // in the heap
+  };
+
+  void wait_for_writers(const Call& call);
+  void wait_for_slot(uint64_t number);
+  void publish(const Call& call, uint64_t number);
+  void release_published();
+
+  // Brings one collective on; returns what it waits for, unless it is over then.
+  Wait step(Pending& front, bool look);
+  std::optional<Wait> gather(Pending& front, bool look);
+
+  const std::shared_ptr<SharedGroup> group_;
+  uint64_t started_ = 0;
+  std::deque<std::shared_ptr<Pending>> pending_; // not over, or over behind one that is not
+  std::deque<Published> published_;              // whose memory peers may still read
+};
+
+// The transfers between two ranks: see Note [Letters] in mailbox.cpp.
+class Mailbox final : public Queue, public std::enable_shared_from_this<Mailbox> {
+ public:
+  explicit Mailbox(std::shared_ptr<SharedGroup> group);
+
+  TransferPtr send(Call call);
+  TransferPtr receive(Call call);
+  Wait progress(Pending& wanted, bool look) override;
+
+ private:
+  struct Sent {
+    uint64_t letter; // in the heap of this rank
+    uint64_t data;
+  };
+  struct Unread {
+    uint64_t letter; // in the heap of the sender
+    int tag;
+  };
+
+  Letter& letter(int rank, uint64_t place) const;
+  void release_sent();
+  void collect(int from);
+  void deliver(Pending& to);
+  void open(Pending& to, int from, uint64_t place);
+  std::string none_can_come(const Pending& to, bool look) const;
+
+  const std::shared_ptr<SharedGroup> group_;
+  std::vector<uint64_t> last_sent_;        // by receiver: the end of its list
+  std::deque<Sent> sent_;                  // not known to be free
+  std::vector<uint64_t> cursor_;           // by sender
+  std::vector<std::deque<Unread>> unread_; // by sender
+  std::deque<std::shared_ptr<Pending>> receiving_;
+};
+
 class SharedMemory final : public Transport {
  public:
-  SharedMemory(
-      std::vector<Member> members, int rank, std::vector<int64_t> global_ranks, FoldOrder order,
-      std::chrono::milliseconds timeout, bool any_device);
+  explicit SharedMemory(std::shared_ptr<SharedGroup> group);
   ~SharedMemory() override;
 
-  TransferPtr start(Call call) override;
-  void set_timeout(std::chrono::milliseconds timeout) override;
-  std::chrono::milliseconds timeout() const override;
-  void set_name(const std::string& name) override;
   const char* kind() const override { return "shared"; }
-  void settle() override;
   void leave(bool broken) override;
 
  private:
-  std::shared_ptr<Group> group_;
-  std::shared_ptr<Lane> lane_;
-  std::shared_ptr<Mailbox> mailbox_;
-  const bool any_device_; // whether several ranks may use one device
-  pid_t owner_;           // a child that was forked since then does not speak for this rank
+  TransferPtr begin(Call call) override;
+
+  const std::shared_ptr<SharedGroup> shared_;
+  const std::shared_ptr<Lane> lane_;
+  const std::shared_ptr<Mailbox> mailbox_;
 };
 
 } // namespace torch_ext::sim

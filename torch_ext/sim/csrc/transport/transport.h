@@ -1,25 +1,31 @@
 // What carries the bytes of a group's operations.
 //
 // A transport works on host memory and knows nothing of devices, streams or works: simccl.cpp turns an operation into a
-// Call, and sim_work.h makes a c10d::Work of the Transfer that it gets for it. There are two: shared_memory.h, and
-// gloo.h for ranks that cannot share memory. rendezvous.h says which one a group gets.
+// Call, and work.h makes a c10d::Work of the Transfer that it gets for it. There are two: shared_memory.h, and gloo.cpp
+// for ranks that cannot share memory. choice.cpp says which one a group gets.
 //
 // Threading: one thread at a time starts calls. Everything else may be called from any thread, and nothing here may be
 // called with the GIL held, since it blocks.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unistd.h>
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "../reduction.h"
-#include "../transport_view.h"
+#include "../host_tensors.h"
 
 namespace torch_ext::sim {
 
@@ -39,7 +45,7 @@ namespace torch_ext::sim {
 //   RECV, RECVANYSOURCE -                    1
 struct Call {
   c10d::OpType kind;
-  std::string name; // as the program called it, for messages
+  const char* name; // as the program called it, for messages; lives as long as the process
   Tensors inputs{};
   Tensors outputs{};
   int root = -1; // of a transfer between two ranks: the peer
@@ -62,39 +68,106 @@ class Transfer {
   // time limit passes, which counts from here; kNoTimeout stands for the call's own limit.
   virtual void finish(std::chrono::milliseconds timeout) = 0;
 
-  // Fails it with `why` unless it is over, for whoever waits.
+  // Fails it with `why`, unless it is over, for all who wait.
   virtual void abort(const std::exception_ptr& why) = 0;
 
   // The rank that a received message came from.
-  virtual int source() const = 0;
+  virtual int source() const { return -1; }
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;
 
+// What the calls of one group on one rank share.
+struct Group {
+  Group(int rank, std::vector<int64_t> global_ranks, std::chrono::milliseconds timeout, bool any_device)
+      : rank(rank), global_ranks(std::move(global_ranks)), any_device(any_device), timeout(timeout) {}
+
+  const int rank;
+  const std::vector<int64_t> global_ranks;        // in order of rank in this group
+  const bool any_device;                          // whether several ranks may use one device, as with gloo on CUDA
+  const pid_t owner = getpid();                   // a child that was forked since does not speak for this rank
+  std::atomic<std::chrono::milliseconds> timeout; // of calls that name none
+  std::mutex mutex;
+  std::string name; // guarded by mutex
+
+  int size() const { return static_cast<int>(global_ranks.size()); }
+
+  // As a user knows the rank.
+  std::string called(int peer) const { return c10::str("rank ", global_ranks[static_cast<size_t>(peer)]); }
+
+  // A DistBackendError that begins with "simccl on rank N: ".
+  std::exception_ptr failure(const std::string& what) const;
+};
+
+// A transfer that another thread ends, or none. Any thread.
+class Awaited : public Transfer {
+ public:
+  // what: the call, for messages.
+  Awaited(std::shared_ptr<const Group> group, std::string what) : group_(std::move(group)), what_(std::move(what)) {}
+
+  bool advance() override;
+  void finish(std::chrono::milliseconds timeout) override;
+  void abort(const std::exception_ptr& why) override { end(why); }
+
+ protected:
+  // Returns false if it was over already.
+  bool end(const std::exception_ptr& why = nullptr);
+
+  const std::shared_ptr<const Group> group_;
+  const std::string what_;
+  std::mutex mutex_; // guards what follows
+  std::condition_variable changed_;
+  bool over_ = false;
+  std::exception_ptr why_;
+};
+
 class Transport {
  public:
+  explicit Transport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
   virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
 
-  // Begins a call. What it reads has been read when this returns, so its inputs may be written again; its outputs are
-  // held until the transfer is over. May wait for peers that are far behind.
-  virtual TransferPtr start(Call call) = 0;
+  // Begins a call, and does the faults that are planted for it (Note [Seams] in transport.cpp). What it reads has been
+  // read when this returns, so its inputs may be written again; its outputs are held until the transfer is over. May
+  // wait for peers that are far behind.
+  TransferPtr start(Call call);
 
   // Of calls that name none.
-  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
-  virtual std::chrono::milliseconds timeout() const = 0;
+  virtual void set_timeout(std::chrono::milliseconds timeout) { group_->timeout = timeout; }
 
   // "shared" or "gloo"
   virtual const char* kind() const = 0;
 
   // The group's.
-  virtual void set_name(const std::string& name) = 0;
-
-  // Waits until the calls that have been started are over, as far as they are known to it. Raises nothing: whoever
-  // waits for one is told what became of it.
-  virtual void settle() = 0;
+  virtual void set_name(const std::string& name) {
+    std::lock_guard<std::mutex> lock(group_->mutex);
+    group_->name = name;
+  }
 
   // Tells peers that this rank will start no more calls. `broken`: and that it has given up those under way.
   virtual void leave(bool broken) = 0;
+
+ protected:
+  virtual TransferPtr begin(Call call) = 0;
+
+  const std::shared_ptr<Group> group_;
+
+ private:
+  uint64_t started_ = 0; // calls
 };
+
+// Gives a group the transport that its ranks agree on (Note [Agreeing on a transport] in choice.cpp) and that
+// TORCH_EXT_SIM_TRANSPORT allows. Blocks until all ranks are there. any_device: whether several ranks may use one
+// device.
+std::shared_ptr<Transport> make_transport(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
+    std::chrono::milliseconds timeout, bool any_device);
+
+// Takes the place of the group's description in the flight recorder's entries of a transport's gloo.
+constexpr const char* kTransportDescription = "simccl/transport";
+
+// The transport over a gloo backend of the same group: see gloo.cpp.
+std::shared_ptr<Transport> make_gloo_transport(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Group> group);
 
 } // namespace torch_ext::sim

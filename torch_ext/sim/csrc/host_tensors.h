@@ -1,4 +1,6 @@
-// Reductions that the transport lacks, built from those that it has.
+// The host tensors that a transport moves and reduces in place of the device tensors of a collective.
+//
+// Reductions that a transport lacks are built from those that it has:
 //
 //   wanted                   before                 transport     after
 //   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
@@ -15,7 +17,29 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <string>
+#include <vector>
+
 namespace torch_ext::sim {
+
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<Tensors>;
+
+// An alias in one dimension, in the order of memory: ranks have to agree on the number of elements only. Raises
+// RuntimeError for a tensor that is not on a sim device, ValueError for one with holes and AcceleratorError for one
+// whose memory is gone (Note [Bounds] in checks.h). name: of the operation, for messages.
+at::Tensor transport_view(const at::Tensor& tensor, const std::string& name);
+Tensors transport_view(const Tensors& tensors, const std::string& name);
+
+// The parts of a tensor's view for each of `parts` ranks, equal in size.
+Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name);
+
+// Likewise, of as many rows (slices of dimension 0) as `rows` says, rank by rank; in equal parts where it is empty.
+// Raises ValueError where the rows do not add up.
+Tensors transport_rows(
+    const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name);
+
+std::vector<int64_t> numels(const Tensors& tensors);
 
 class Reduction {
  public:
@@ -25,8 +49,7 @@ class Reduction {
   c10d::ReduceOp::RedOpType wanted() const { return wanted_; }
   const c10d::ReduceOp& transport_op() const { return op_; }
 
-  // For a transport that copies what it reduces: the elements that ranks combine, in one dimension. Over the memory of
-  // `host` where nothing has to be changed, so it must not be written.
+  // The elements that ranks combine, in one dimension. May alias `host`; read-only.
   at::Tensor source(const at::Tensor& host) const;
   uint64_t source_bytes(const at::Tensor& host) const;
 
@@ -34,18 +57,14 @@ class Reduction {
   // in memory of its own. `finish` turns them into the result.
   at::Tensor target(const at::Tensor& host) const;
 
-  // The tensor to reduce: over the memory of `host` where possible, otherwise a converted copy. Applies the factor.
-  at::Tensor prepare(const at::Tensor& host) const;
+  // A copy of the elements that ranks combine, to reduce in place.
+  at::Tensor source_copy(const at::Tensor& host) const;
 
-  // Like `prepare`, but never over the memory of `host`.
-  at::Tensor prepare_copy(const at::Tensor& host) const;
-
-  // Turns the reduced `buffer` (as prepared, or a slice of it) into the result in `host`.
+  // Turns the reduced `buffer` (or a slice of it) into the result in `host`.
   void finish(const at::Tensor& buffer, const at::Tensor& host) const;
 
  private:
   at::Tensor same_bytes(const at::Tensor& host) const;
-  void scale(at::Tensor& buffer) const;
 
   c10d::ReduceOp::RedOpType wanted_;
   c10d::ReduceOp op_;

@@ -3,43 +3,33 @@
 // What makes a sparse tensor, takes it apart or changes its size is torch's own code, which serves any device. For all
 // else the call's tensors are copied to the host, the host's kernel runs, and results and written arguments are copied
 // back. Kernels that make sparse tensors of dense ones are on the same way, by name.
+//
+// Nested tensors of torch.nested's strided layout. Torch's kernels for nested tensors on the host call operators on
+// their buffers, whatever device these lie on: so they serve here as they are. Those of the jagged layout are made in
+// Python.
+#include <ATen/NestedTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_coalesced_native.h>
-#include <ATen/ops/_embedding_bag_backward_native.h>
-#include <ATen/ops/_indices_native.h>
-#include <ATen/ops/_nnz_native.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_nested_view_from_buffer.h>
 #include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
-#include <ATen/ops/_sparse_coo_tensor_with_dims_native.h>
-#include <ATen/ops/_values_native.h>
-#include <ATen/ops/ccol_indices_native.h>
-#include <ATen/ops/col_indices_native.h>
-#include <ATen/ops/copy_native.h>
-#include <ATen/ops/copy_sparse_to_sparse_native.h>
-#include <ATen/ops/crow_indices_native.h>
-#include <ATen/ops/dense_dim_native.h>
-#include <ATen/ops/empty_like_native.h>
-#include <ATen/ops/empty_native.h>
-#include <ATen/ops/indices_native.h>
-#include <ATen/ops/is_coalesced_native.h>
-#include <ATen/ops/row_indices_native.h>
-#include <ATen/ops/sparse_dim_native.h>
-#include <ATen/ops/sparse_resize_and_clear_native.h>
-#include <ATen/ops/sparse_resize_native.h>
-#include <ATen/ops/values_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
-#include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <string_view>
 #include <utility>
-#include <vector>
 
+#include "alias.h"
 #include "checks.h"
 #include "device.h"
+#include "kernel.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -80,30 +70,27 @@ void replace_tensors(c10::IValue& value, Replace replace) {
 
 c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
   std::optional<c10::Device> found;
-  for (c10::IValue argument : arguments) {
+  for (const c10::IValue& argument : arguments) {
     if (argument.isDevice() && argument.toDevice().type() == kSim) {
       found = argument.toDevice();
     }
-    replace_tensors(argument, [&](const at::Tensor& tensor) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!found.has_value() && tensor.defined() && tensor.device().type() == kSim) {
         found = tensor.device();
       }
-      return tensor;
     });
   }
-  const bool has_index = found.has_value() && found->has_index();
-  return has_index ? *found : c10::Device(kSim, current_device());
+  return {kSim, found.has_value() ? checked_index(*found) : current_device()};
 }
 
 // Copies between devices are torch's own code, so that no operator that gets here may have both.
 void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
-  for (c10::IValue argument : arguments) {
-    replace_tensors(argument, [&](const at::Tensor& tensor) {
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const at::Tensor& tensor) {
       TORCH_CHECK(
           !tensor.defined() || tensor.device() == device || (tensor.is_cpu() && tensor.dim() == 0),
           "Expected all tensors to be on the same device, but '", toString(op.operator_name()), "' got tensors on ",
           device, " and ", tensor.device(), ".");
-      return tensor;
     });
   }
 }
@@ -152,40 +139,19 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// A new sparse tensor's parts are made on the current device, whatever device was asked for.
-using Type = std::optional<at::ScalarType>;
-using Layout = std::optional<at::Layout>;
-using Device = std::optional<c10::Device>;
-
-CurrentDevice making_on(const Device& device) {
-  return CurrentDevice(device.has_value() ? checked_index(*device) : current_device());
+// Runs torch's own code for the host, which is made of other operators and so serves any device. It makes the parts of
+// a new tensor on the current device.
+template <c10::DispatchKey host>
+void run_code_of_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const CurrentDevice guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())).index());
+  op.redispatchBoxed(c10::DispatchKeySet(host), stack);
 }
 
-at::Tensor with_dims(
-    int64_t sparse_dim, int64_t dense_dim, at::IntArrayRef size, Type type, Layout layout, Device device,
-    std::optional<bool> pinned) {
-  const auto guard = making_on(device);
-  return at::native::new_with_dims_sparse(sparse_dim, dense_dim, size, type, layout, device, pinned);
-}
-
-at::Tensor with_parts(
-    int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef size, const at::Tensor& indices,
-    const at::Tensor& values, Type type, Layout layout, Device device, std::optional<bool> pinned,
-    std::optional<bool> coalesced) {
-  const auto guard = making_on(values.device());
-  return at::native::new_with_dims_and_tensor_sparse_symint(
-      sparse_dim, dense_dim, size, indices, values, type, layout, device, pinned, coalesced);
-}
-
-at::Tensor empty_sparse_on(
-    c10::SymIntArrayRef size, Type type, Layout layout, Device device, std::optional<bool> pinned,
-    std::optional<at::MemoryFormat> format) {
-  const auto guard = making_on(device);
-  return at::native::empty_sparse_symint(size, type, layout, device, pinned, format);
-}
-
-at::Tensor& copy_compressed(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
-  return at::native::copy_sparse_compressed_(self, source, non_blocking);
+template <c10::DispatchKey host>
+void run_code_of_host(torch::Library& m, std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_code_of_host<host>>());
+  }
 }
 
 // Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes
@@ -206,6 +172,73 @@ void run_composed_on_copies(torch::Library& m, c10::DispatchKey host, c10::Dispa
   }
 }
 
+constexpr auto kNestedOnHost = c10::DispatchKey::NestedTensorCPU;
+
+// Host kernels that read and write memory themselves.
+constexpr std::array<std::string_view, 5> kDirect = {
+    "aten::_native_multi_head_attention", "aten::_transform_bias_rescale_qkv", "aten::_transformer_encoder_layer_fwd",
+    "aten::native_layer_norm", "aten::native_layer_norm_backward"};
+
+// The same nested tensor over another buffer.
+at::Tensor over(const at::Tensor& buffer, const at::native::NestedTensorImpl& like) {
+  return at::_nested_view_from_buffer(
+      buffer, like.get_nested_sizes(), like.get_nested_strides(), like.get_storage_offsets());
+}
+
+// Runs a host kernel on host tensors that share the memory of its arguments.
+void run_direct(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Kernel kernel(op.operator_name().name);
+  AliasSet aliases;
+  const size_t count = op.schema().arguments().size();
+  for (size_t i = stack->size() - count; i < stack->size(); ++i) {
+    auto& argument = (*stack)[i];
+    if (!argument.isTensor() || argument.toTensor().device().type() != kSim) {
+      continue;
+    }
+    const at::Tensor tensor = argument.toTensor();
+    if (tensor.is_nested()) {
+      const auto& nested = *at::native::get_nested_tensor_impl(tensor);
+      kernel.reads(nested.get_buffer());
+      argument = over(aliases.alias(nested.get_buffer()), nested);
+    } else {
+      kernel.reads(tensor);
+      argument = aliases.alias(tensor);
+    }
+  }
+  const auto device = kernel.launch();
+  op.redispatchBoxed(c10::DispatchKeySet(kNestedOnHost), stack);
+  aliases.publish(device);
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
+    auto& result = (*stack)[i];
+    if (!result.isTensor() || !result.toTensor().defined()) {
+      continue;
+    }
+    const at::Tensor host = std::move(result).toTensor();
+    if (host.is_nested()) {
+      const auto& nested = *at::native::get_nested_tensor_impl(host);
+      const at::Tensor buffer = aliases.result(nested.get_buffer(), device);
+      kernel.wrote(buffer);
+      result = over(buffer, nested);
+    } else {
+      result = aliases.result(at::Tensor(host), device);
+      kernel.wrote(result.toTensor());
+    }
+  }
+}
+
+void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& name = op.operator_name();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.hasKernelForDispatchKey(kNestedOnHost), "The operator '", toString(name),
+      "' is not implemented for nested tensors of the strided layout, neither on the device sim nor on the host. Make ",
+      "them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
+  if (std::find(kDirect.begin(), kDirect.end(), name.name) != kDirect.end()) {
+    run_direct(op, stack);
+  } else {
+    op.redispatchBoxed(c10::DispatchKeySet(kNestedOnHost), stack);
+  }
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
@@ -216,46 +249,41 @@ TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
 }
 
+TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
+}
+
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
-  m.impl("_sparse_coo_tensor_with_dims", TORCH_FN(with_dims));
-  m.impl("_sparse_coo_tensor_with_dims_and_tensors", TORCH_FN(with_parts));
-  m.impl("empty.memory_format", TORCH_FN(empty_sparse_on));
-  m.impl("empty_like", TORCH_FN(at::native::empty_like_sparse_coo));
-  m.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse));
-  m.impl("dense_dim", TORCH_FN(at::native::dense_dim_sparse));
-  m.impl("_nnz", TORCH_FN(at::native::_nnz_sparse));
-  m.impl("is_coalesced", TORCH_FN(at::native::is_coalesced_sparse));
-  m.impl("_coalesced_", TORCH_FN(at::native::_coalesced_sparse_));
-  m.impl("_indices", TORCH_FN(at::native::_indices_sparse));
-  m.impl("_values", TORCH_FN(at::native::_values_sparse));
-  m.impl("indices", TORCH_FN(at::native::indices_sparse));
-  m.impl("values", TORCH_FN(at::native::values_sparse));
-  m.impl("sparse_resize_", TORCH_FN(at::native::sparse_resize_));
-  m.impl("sparse_resize_and_clear_", TORCH_FN(at::native::sparse_resize_and_clear_));
-  m.impl("copy_", TORCH_FN(at::native::copy_sparse_wrapper_));
-  m.impl("copy_sparse_to_sparse_", TORCH_FN(at::native::copy_sparse_));
+  run_code_of_host<c10::DispatchKey::SparseCPU>(
+      m,
+      {"_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty.memory_format", "empty_like",
+       "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
+       "sparse_resize_", "sparse_resize_and_clear_", "copy_", "copy_sparse_to_sparse_"});
   run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1);
 }
 
 TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
-  m.impl("empty.memory_format", TORCH_FN(at::native::empty_sparse_compressed_symint));
-  m.impl("empty_like", TORCH_FN(at::native::empty_like_sparse_csr));
-  m.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse_csr));
-  m.impl("dense_dim", TORCH_FN(at::native::dense_dim_sparse_csr));
-  m.impl("_nnz", TORCH_FN(at::native::_nnz_sparse_csr));
-  m.impl("crow_indices", TORCH_FN(at::native::crow_indices_sparse_csr));
-  m.impl("col_indices", TORCH_FN(at::native::col_indices_sparse_csr));
-  m.impl("ccol_indices", TORCH_FN(at::native::ccol_indices_sparse_csr));
-  m.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
-  m.impl("values", TORCH_FN(at::native::values_sparse_csr));
-  m.impl("copy_", TORCH_FN(copy_compressed));
+  run_code_of_host<c10::DispatchKey::SparseCsrCPU>(
+      m,
+      {"empty.memory_format", "empty_like", "sparse_dim", "dense_dim", "_nnz", "crow_indices", "col_indices",
+       "ccol_indices", "row_indices", "values", "copy_"});
   run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SparseCsrPrivateUse1);
 }
 
-// What makes sparse tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is asked for:
-// torch's own code makes it of other operators.
+// Those that have a decomposition, too, which is for dense tensors and goes before a fallback.
+TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+  for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(kNestedOnHost)) {
+    if (name.getNamespace() == "aten") {
+      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
+    }
+  }
+}
+
+// What makes sparse and nested tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is
+// asked for.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_embedding_bag_backward", TORCH_FN(at::native::_embedding_bag_backward_symint));
+  run_code_of_host<c10::DispatchKey::CPU>(
+      m, {"_embedding_bag_backward", "_nested_from_padded", "_nested_tensor_from_mask", "_nested_view_from_buffer"});
   for (const char* name :
        {"_to_sparse", "_to_sparse.sparse_dim", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
         "sparse_mask"}) {

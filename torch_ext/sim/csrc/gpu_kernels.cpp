@@ -1,0 +1,456 @@
+// Batch norm. Its synchronised form exists on GPUs only, so that no host kernel can serve it: it is written in terms of
+// other operators on device tensors. The host kernel of the plain form takes fewer combinations of types than GPUs do.
+//
+// The fused cells of recurrent layers. They exist on GPUs only, so that no host kernel can serve them: they are written
+// in terms of other operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
+//
+// Dropout. The host kernel takes no generator, so it would draw from the host's.
+//
+// Convolution and fused attention. Torch sends both to operators that exist to be overridden by a device.
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "alias.h"
+#include "kernel.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using at::Tensor;
+
+// Half precision is accumulated in float, as on GPUs.
+c10::ScalarType accumulate_type(const Tensor& tensor) {
+  return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// --- synchronised batch norm: input is (N, C, ...), statistics are (C,) ---
+
+std::vector<int64_t> all_but_channel(const Tensor& input) {
+  std::vector<int64_t> dims;
+  for (int64_t dim = 0; dim < input.dim(); ++dim) {
+    if (dim != 1) {
+      dims.push_back(dim);
+    }
+  }
+  return dims;
+}
+
+// (C,) as (1, C, 1, ...), so that it broadcasts against `input`.
+Tensor per_channel(const Tensor& statistics, const Tensor& input) {
+  std::vector<int64_t> shape(input.dim(), 1);
+  shape[1] = input.size(1);
+  return statistics.view(shape);
+}
+
+std::tuple<Tensor, Tensor> batch_norm_stats(const Tensor& input, double eps) {
+  auto [variance, mean] =
+      at::var_mean(input.to(accumulate_type(input)), all_but_channel(input), /*unbiased=*/false, /*keepdim=*/false);
+  return {mean, at::rsqrt(variance + eps)};
+}
+
+Tensor normalize(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
+    const Tensor& invstd, double /*eps*/) {
+  same_device("aten::batch_norm_elemt", {input, value_or_none(weight), value_or_none(bias), mean, invstd});
+  Tensor scaled = (input - per_channel(mean, input)) * per_channel(invstd, input);
+  if (given(weight)) {
+    scaled = scaled * per_channel(*weight, input);
+  }
+  if (given(bias)) {
+    scaled = scaled + per_channel(*bias, input);
+  }
+  return scaled.to(input.scalar_type());
+}
+
+Tensor& normalize_out(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
+    const Tensor& invstd, double eps, Tensor& out) {
+  out.resize_(input.sizes()).copy_(normalize(input, weight, bias, mean, invstd, eps));
+  return out;
+}
+
+void move_towards(const OptionalTensor& running, const Tensor& value, double momentum) {
+  if (given(running)) {
+    running->mul_(1 - momentum).add_(value.to(running->scalar_type()), momentum);
+  }
+}
+
+// mean, invstd: (W, C), one row a rank; counts: (W,). Merges the ranks' moments into those of the whole batch.
+std::tuple<Tensor, Tensor> gather_stats_with_counts(
+    const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, double momentum, double eps, const Tensor& counts) {
+  same_device(
+      "aten::batch_norm_gather_stats_with_counts",
+      {input, mean, invstd, counts, value_or_none(running_mean), value_or_none(running_var)});
+  const Tensor weights = counts.to(mean.scalar_type()).view({-1, 1});
+  const Tensor total = weights.sum();
+  const Tensor variances = invstd.pow(-2) - eps;
+  const Tensor global_mean = (mean * weights).sum(0) / total;
+  const Tensor squares = ((variances + (mean - global_mean).pow(2)) * weights).sum(0);
+  move_towards(running_mean, global_mean, momentum);
+  move_towards(running_var, squares / (total - 1), momentum);
+  return {global_mean, at::rsqrt(squares / total + eps)};
+}
+
+std::tuple<Tensor, Tensor> gather_stats(
+    const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, double momentum, double eps, int64_t count) {
+  const Tensor counts = at::zeros_like(mean.select(1, 0)).add_(count);
+  return gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts);
+}
+
+// Sums over all but the channel: of dy, of dy * (x - mean), and from them the gradients of weight and bias.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const OptionalTensor& weight, bool input_g, bool weight_g, bool bias_g) {
+  same_device("aten::batch_norm_backward_reduce", {grad_output, input, mean, invstd, value_or_none(weight)});
+  const auto dims = all_but_channel(input);
+  const Tensor grad = grad_output.to(accumulate_type(input));
+  const Tensor sum_dy = grad.sum(dims);
+  const Tensor sum_dy_xmu = (grad * (input - per_channel(mean, input))).sum(dims);
+  const auto parameter_type = given(weight) ? weight->scalar_type() : sum_dy.scalar_type();
+  return {
+      input_g ? sum_dy : Tensor(), input_g ? sum_dy_xmu : Tensor(),
+      weight_g ? (sum_dy_xmu * invstd).to(parameter_type) : Tensor(), bias_g ? sum_dy.to(parameter_type) : Tensor()};
+}
+
+// dx = (dy - sum_dy / n - (x - mean) * invstd^2 * sum_dy_xmu / n) * invstd * weight, with n the size of the whole batch
+Tensor batch_norm_backward_elemt(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    const OptionalTensor& weight, const Tensor& sum_dy, const Tensor& sum_dy_xmu, const Tensor& counts) {
+  same_device(
+      "aten::batch_norm_backward_elemt",
+      {grad_output, input, mean, invstd, value_or_none(weight), sum_dy, sum_dy_xmu, counts});
+  const Tensor total = counts.sum().to(mean.scalar_type());
+  const Tensor slope = invstd.pow(2) * sum_dy_xmu / total;
+  const Tensor centred = input - per_channel(mean, input);
+  Tensor grad = (grad_output - per_channel(sum_dy / total, input) - centred * per_channel(slope, input)) *
+      per_channel(invstd, input);
+  if (given(weight)) {
+    grad = grad * per_channel(*weight, input);
+  }
+  return grad.to(input.scalar_type());
+}
+
+// --- batch norm: the host wants weight, bias and statistics of one type ---
+
+Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
+  return given(tensor) ? on_host(*tensor).to(type) : Tensor();
+}
+
+// Weight, bias and running statistics as the host kernel takes them beside `input`: in the input's type, or all in
+// float. GPUs keep statistics in float beside parameters of half precision, and the other way round. Weights of a type
+// that GPUs refuse too stay as they are, for the kernel to refuse.
+class HostTypes {
+ public:
+  HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
+    const auto parameters = given(weight) ? weight->scalar_type() : input.scalar_type();
+    const bool accepted_by_gpus = parameters == input.scalar_type() || parameters == at::kFloat;
+    mixed_ = given(running) && running->scalar_type() != parameters && accepted_by_gpus;
+    common_ = accumulate_type(input);
+  }
+
+  Tensor operator()(const OptionalTensor& tensor) const {
+    return mixed_ ? cast(tensor, common_) : (given(tensor) ? on_host(*tensor) : Tensor());
+  }
+
+  // Brings what the kernel wrote to a converted copy of `original` back.
+  void store(const Tensor& converted, const OptionalTensor& original) const {
+    if (mixed_ && given(original)) {
+      on_host(*original).copy_(converted);
+    }
+  }
+
+ private:
+  bool mixed_;
+  c10::ScalarType common_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, bool training, double momentum, double eps) {
+  Kernel kernel("aten::native_batch_norm");
+  kernel.reads(input).reads(weight).reads(bias);
+  if (training) {
+    kernel.writes(running_mean).writes(running_var);
+  } else {
+    kernel.reads(running_mean).reads(running_var);
+  }
+  kernel.launch();
+  const HostTypes host(input, weight, running_mean);
+  const Tensor mean = host(running_mean);
+  const Tensor variance = host(running_var);
+  auto [output, save_mean, save_invstd] =
+      at::native_batch_norm(on_host(input), host(weight), host(bias), mean, variance, training, momentum, eps);
+  if (training) {
+    host.store(mean, running_mean);
+    host.store(variance, running_var);
+  }
+  return {kernel.result(std::move(output)), kernel.result(std::move(save_mean)), kernel.result(std::move(save_invstd))};
+}
+
+std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
+    const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
+    const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd,
+    bool training, double eps, std::array<bool, 3> output_mask) {
+  Kernel kernel("aten::native_batch_norm_backward");
+  kernel.reads(grad_output).reads(input).reads(weight).reads(running_mean).reads(running_var);
+  kernel.reads(save_mean).reads(save_invstd).launch();
+  const HostTypes host(input, weight, running_mean);
+  auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
+      on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),
+      host(save_invstd), training, eps, output_mask);
+  const auto as_weight = [&](Tensor&& grad) {
+    return kernel.result(given(weight) && grad.defined() ? grad.to(weight->scalar_type()) : std::move(grad));
+  };
+  return {kernel.result(std::move(grad_input)), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
+  m.impl("batch_norm_elemt", TORCH_FN(normalize));
+  m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
+  m.impl("batch_norm_gather_stats", TORCH_FN(gather_stats));
+  m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
+  m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
+  m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
+  m.impl("native_batch_norm", TORCH_FN(native_batch_norm));
+  m.impl("native_batch_norm_backward", TORCH_FN(native_batch_norm_backward));
+}
+
+namespace {
+
+using at::Tensor;
+
+Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
+  return given(bias) ? gates + *bias : gates;
+}
+
+// workspace: the activated gates input, forget, cell, output side by side, (N, 4 * H)
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  same_device(
+      "aten::_thnn_fused_lstm_cell",
+      {input_gates, hidden_gates, cx, value_or_none(input_bias), value_or_none(hidden_bias)});
+  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
+  const Tensor in = gates[0].sigmoid();
+  const Tensor forget = gates[1].sigmoid();
+  const Tensor cell = gates[2].tanh();
+  const Tensor out = gates[3].sigmoid();
+  Tensor cy = forget * cx + in * cell;
+  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const OptionalTensor& grad_hy, const OptionalTensor& grad_cy, const Tensor& cx, const Tensor& cy,
+    const Tensor& workspace, bool has_bias) {
+  if (!given(grad_hy) && !given(grad_cy)) {
+    return {};
+  }
+  same_device(
+      "aten::_thnn_fused_lstm_cell_backward_impl", {value_or_none(grad_hy), value_or_none(grad_cy), cx, cy, workspace});
+  const auto gates = workspace.chunk(4, 1);
+  const Tensor &in = gates[0], &forget = gates[1], &cell = gates[2], &out = gates[3];
+  const Tensor squashed = cy.tanh();
+  const Tensor grad_h = given(grad_hy) ? *grad_hy : at::zeros_like(cy);
+  Tensor grad_c = grad_h * out * (1 - squashed * squashed);
+  if (given(grad_cy)) {
+    grad_c = grad_c + *grad_cy;
+  }
+  Tensor grad_gates = at::cat(
+      {grad_c * cell * in * (1 - in), grad_c * cx * forget * (1 - forget), grad_c * in * (1 - cell * cell),
+       grad_h * squashed * out * (1 - out)},
+      1);
+  Tensor grad_bias = has_bias ? grad_gates.sum(0) : Tensor();
+  return {grad_gates, grad_c * forget, grad_bias};
+}
+
+// workspace: reset, update, new, hx and the hidden part of new before it is reset, side by side, (N, 5 * H)
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
+    const OptionalTensor& hidden_bias) {
+  same_device(
+      "aten::_thnn_fused_gru_cell",
+      {input_gates, hidden_gates, hx, value_or_none(input_bias), value_or_none(hidden_bias)});
+  const auto from_input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto from_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  const Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
+  const Tensor update = (from_input[1] + from_hidden[1]).sigmoid();
+  const Tensor fresh = (from_input[2] + reset * from_hidden[2]).tanh();
+  return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, from_hidden[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
+    const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
+  same_device("aten::_thnn_fused_gru_cell_backward", {grad_hy, workspace});
+  const auto parts = workspace.chunk(5, 1);
+  const Tensor &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
+  const Tensor grad_fresh = grad_hy * (1 - update) * (1 - fresh * fresh);
+  const Tensor grad_update = grad_hy * (hx - fresh) * update * (1 - update);
+  const Tensor grad_reset = grad_fresh * hidden * reset * (1 - reset);
+  Tensor grad_input = at::cat({grad_reset, grad_update, grad_fresh}, 1);
+  Tensor grad_hidden = at::cat({grad_reset, grad_update, grad_fresh * reset}, 1);
+  Tensor grad_input_bias = has_bias ? grad_input.sum(0) : Tensor();
+  Tensor grad_hidden_bias = has_bias ? grad_hidden.sum(0) : Tensor();
+  return {grad_input, grad_hidden, grad_hy * update, grad_input_bias, grad_hidden_bias};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
+}
+
+namespace {
+
+using at::Tensor;
+
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true) || input.numel() == 0 || p == 0) {
+    return {input.clone(), at::zeros_like(input, input.options().dtype(at::kBool)).fill_(true)};
+  }
+  if (p == 1) {
+    return {at::zeros_like(input), at::zeros_like(input, input.options().dtype(at::kBool))};
+  }
+  Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input * mask * (1 / (1 - p)), mask};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_dropout", TORCH_FN(native_dropout));
+}
+
+namespace {
+
+// at::SDPBackend as torch numbers it (aten/src/ATen/native/transformers/sdp_utils_cpp.h), which no header narrow enough
+// to be worth its compile time exports.
+constexpr int64_t kSdpMath = 0;
+constexpr int64_t kSdpFlash = 1;
+constexpr int64_t kSdpOverrideable = 4;
+
+OptionalTensor optional_on_host(const OptionalTensor& tensor) {
+  return tensor.has_value() ? std::make_optional(on_host(*tensor)) : std::nullopt;
+}
+
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups) {
+  Kernel kernel("aten::convolution");
+  kernel.reads(input).reads(weight).reads(bias).launch();
+  return kernel.result(
+      at::convolution(
+          on_host(input), on_host(weight), optional_on_host(bias), stride, padding, dilation, transposed,
+          output_padding, groups));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> output_mask) {
+  Kernel kernel("aten::convolution_backward");
+  kernel.reads(grad_output).reads(input).reads(weight).launch();
+  const int64_t bias_size = grad_output.size(1);
+  auto [grad_input, grad_weight, grad_bias] = at::convolution_backward(
+      on_host(grad_output), on_host(input), on_host(weight), c10::IntArrayRef(bias_size), stride, padding, dilation,
+      transposed, output_padding, groups, output_mask);
+  return {
+      kernel.result(std::move(grad_input)), kernel.result(std::move(grad_weight)), kernel.result(std::move(grad_bias))};
+}
+
+int64_t fused_sdp_choice(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  // A mask that needs a gradient would get none from the fused kernel.
+  const bool mask_needs_grad = mask.has_value() && mask->defined() && mask->requires_grad();
+  if (mask_needs_grad || enable_gqa) {
+    return kSdpMath;
+  }
+  const int64_t host_choice = at::_fused_sdp_choice(
+      on_host(query), on_host(key), on_host(value), optional_on_host(mask), dropout, is_causal, scale, enable_gqa);
+  return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
+}
+
+using AttentionResult = std::tuple<
+    at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+AttentionResult attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& bias, double dropout,
+    bool is_causal, bool /*return_debug_mask*/, std::optional<double> scale) {
+  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable");
+  kernel.reads(query).reads(key).reads(value).reads(bias).launch();
+  auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      on_host(query), on_host(key), on_host(value), dropout, is_causal, optional_on_host(bias), scale);
+  // The host kernel draws no random numbers (it takes no dropout) and has no ragged batches, so the places for them
+  // hold empty tensors.
+  const auto none = [&query] { return at::empty({0}, query.options().dtype(at::kLong)); };
+  return {
+      kernel.result(std::move(output)),
+      kernel.result(std::move(logsumexp)),
+      none(),
+      none(),
+      query.sym_size(2),
+      key.sym_size(2),
+      none(),
+      none(),
+      at::empty({0}, query.options())};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, std::array<bool, 4> /*grad_input_mask*/, const at::Tensor& output,
+    const at::Tensor& logsumexp, const at::Tensor& /*cum_seq_q*/, const at::Tensor& /*cum_seq_k*/, int64_t /*max_q*/,
+    int64_t /*max_k*/, double dropout, bool is_causal, const at::Tensor& /*philox_seed*/,
+    const at::Tensor& /*philox_offset*/, std::optional<double> scale) {
+  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable_backward");
+  kernel.reads(grad_output).reads(query).reads(key).reads(value).reads(bias).reads(output).reads(logsumexp).launch();
+  const auto mask = bias.defined() ? std::make_optional(on_host(bias)) : std::nullopt;
+  auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      on_host(grad_output), on_host(query), on_host(key), on_host(value), on_host(output), on_host(logsumexp), dropout,
+      is_causal, mask, scale);
+  return {
+      kernel.result(std::move(grad_query)), kernel.result(std::move(grad_key)), kernel.result(std::move(grad_value)),
+      at::Tensor()};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution_overrideable", TORCH_FN(convolution));
+  m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
+  m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,223 @@
+// How a call starts, whatever the transport, and the faults that are planted there.
+//
+// Note [Seams]
+// Each call of every group passes `Transport::start`. A fault that was planted for it is done there:
+//
+//   delay     the launching thread sleeps first
+//   drop      the call never reaches the peers. A send is over at once, as a lost message is; anything else runs into
+//             its time limit, here as well as on the peers
+//   corrupt   one bit of what the call sends is flipped, in a copy; where it sends nothing, of what it receives
+//   kill      the process ends by SIGKILL
+//
+// Calls are counted by group, from 1 with its first. An operation on a list of tensors, such as a coalesced one, is a
+// call for each of them. A fault is done once in each group that it fits.
+#include "transport.h"
+
+#include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../bindings.h"
+#include "fingerprint.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+enum class FaultKind : uint8_t { kDelay, kDrop, kCorrupt, kKill };
+
+struct Fault {
+  FaultKind kind;
+  uint64_t at;           // number of the call in its group
+  std::string group;     // by name; empty: any
+  Milliseconds duration; // of a delay
+};
+
+struct Plan {
+  std::mutex mutex;
+  std::vector<Fault> faults;
+  std::atomic<bool> is_empty{true};
+};
+
+// Never freed: groups may outlive static objects.
+Plan& plan() {
+  static auto* made = new Plan();
+  return *made;
+}
+
+std::vector<Fault> faults_for(Group& group, uint64_t number) {
+  std::vector<Fault> found;
+  if (!plan().is_empty.load(std::memory_order_acquire)) {
+    const std::scoped_lock lock(plan().mutex, group.mutex);
+    for (const auto& fault : plan().faults) {
+      if (fault.at == number && (fault.group.empty() || fault.group == group.name)) {
+        found.push_back(fault);
+      }
+    }
+  }
+  return found;
+}
+
+// A call that its peers never hear of.
+class Dropped final : public Awaited {
+ public:
+  Dropped(std::shared_ptr<const Group> group, const Call& call)
+      : Awaited(std::move(group), c10::str(call.name, ", dropped by a planted fault,")),
+        limit_(call.timeout > Milliseconds(0) ? call.timeout : group_->timeout.load()) {
+    over_ = call.kind == c10d::OpType::SEND;
+  }
+  void finish(Milliseconds timeout) override { Awaited::finish(timeout == kNoTimeout ? limit_ : timeout); }
+
+ private:
+  const Milliseconds limit_;
+};
+
+at::Tensor with_a_flipped_bit(const at::Tensor& host) {
+  at::Tensor copy = host.clone();
+  if (copy.nbytes() > 0) {
+    // The last byte of the first element: sign or exponent of a number, so that no tolerance covers it.
+    static_cast<uint8_t*>(copy.mutable_data_ptr())[copy.element_size() - 1] ^= 0x40;
+  }
+  return copy;
+}
+
+// A call whose result is changed when it has arrived.
+class Corrupted final : public Transfer {
+ public:
+  Corrupted(TransferPtr inner, Tensors outputs) : inner_(std::move(inner)), outputs_(std::move(outputs)) {}
+
+  bool advance() override { return inner_->advance(); }
+  void finish(Milliseconds timeout) override {
+    inner_->finish(timeout);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& output : std::exchange(outputs_, {})) {
+      output.copy_(with_a_flipped_bit(output));
+    }
+  }
+  void abort(const std::exception_ptr& why) override { inner_->abort(why); }
+  int source() const override { return inner_->source(); }
+
+ private:
+  const TransferPtr inner_;
+  std::mutex mutex_;
+  Tensors outputs_;
+};
+
+FaultKind kind_of(const std::string& name) {
+  const FaultKind kinds[] = {FaultKind::kDelay, FaultKind::kDrop, FaultKind::kCorrupt, FaultKind::kKill};
+  const char* names[] = {"delay", "drop", "corrupt", "kill"};
+  for (size_t i = 0; i < std::size(kinds); ++i) {
+    if (name == names[i]) {
+      return kinds[i];
+    }
+  }
+  TORCH_CHECK_VALUE(false, "unknown fault: ", name);
+}
+
+} // namespace
+
+std::exception_ptr Group::failure(const std::string& what) const {
+  return std::make_exception_ptr(
+      c10::DistBackendError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", called(rank), ": ", what)));
+}
+
+bool Awaited::advance() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return over_;
+}
+
+void Awaited::finish(Milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto is_over = [this] { return over_; };
+  if (timeout == kNoTimeout) {
+    changed_.wait(lock, is_over); // gloo has a time limit of its own
+  } else if (!changed_.wait_for(lock, timeout, is_over)) {
+    lock.unlock();
+    abort(group_->failure(c10::str(what_, " timed out: it was not over after ", timeout.count(), " ms.")));
+    lock.lock();
+  }
+  if (why_) {
+    std::rethrow_exception(why_);
+  }
+}
+
+bool Awaited::end(const std::exception_ptr& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (over_) {
+    return false;
+  }
+  over_ = true;
+  why_ = why;
+  changed_.notify_all();
+  return true;
+}
+
+TransferPtr Transport::start(Call call) {
+  call.site = site_of_call();
+  if (group_->any_device) {
+    call.device = -1;
+  }
+  bool is_dropped = false, is_corrupted = false;
+  for (const auto& fault : faults_for(*group_, ++started_)) {
+    switch (fault.kind) {
+      case FaultKind::kDelay:
+        std::this_thread::sleep_for(fault.duration);
+        break;
+      case FaultKind::kKill:
+        ::kill(getpid(), SIGKILL);
+        break;
+      case FaultKind::kDrop:
+        is_dropped = true;
+        break;
+      case FaultKind::kCorrupt:
+        is_corrupted = true;
+        break;
+    }
+  }
+  if (is_dropped) {
+    return std::make_shared<Dropped>(group_, call);
+  }
+  if (!is_corrupted) {
+    return begin(std::move(call));
+  }
+  if (call.inputs.empty()) {
+    Tensors outputs = call.outputs;
+    return std::make_shared<Corrupted>(begin(std::move(call)), std::move(outputs));
+  }
+  for (auto& input : call.inputs) {
+    input = with_a_flipped_bit(input);
+  }
+  return begin(std::move(call));
+}
+
+void bind_faults(pybind11::module_& m) {
+  m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
+    std::lock_guard<std::mutex> lock(plan().mutex);
+    plan().faults.push_back({kind_of(kind), at, group, duration});
+    plan().is_empty.store(false, std::memory_order_release);
+  });
+  m.def("clear_faults", [] {
+    std::lock_guard<std::mutex> lock(plan().mutex);
+    plan().faults.clear();
+    plan().is_empty.store(true, std::memory_order_release);
+  });
+}
+
+} // namespace torch_ext::sim

@@ -1,0 +1,419 @@
+#include "work.h"
+
+#include <ATen/core/jit_type.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Exception.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "device.h"
+#include "kernel_observer.h"
+#include "profiler.h"
+#include "stream.h"
+#include "transport/transport.h"
+#include "without_gil.h"
+
+namespace torch_ext::sim {
+namespace {
+
+struct Record {
+  std::mutex mutex;
+  std::deque<RecordedOperation> operations;
+};
+
+Record& the_record() {
+  static auto* made = new Record();
+  return *made;
+}
+
+// As torch's recorder reads its own size.
+size_t capacity() {
+  constexpr int kDefault = 2000;
+  static const int entries = c10d::getCvarInt({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, kDefault);
+  return static_cast<size_t>(std::max(entries, 0));
+}
+
+pybind11::list sizes_of(const std::vector<Shape>& shapes) {
+  pybind11::list sizes;
+  for (const auto& shape : shapes) {
+    sizes.append(shape.sizes);
+  }
+  return sizes;
+}
+
+pybind11::list types_of(const std::vector<Shape>& shapes) {
+  pybind11::list types;
+  for (const auto& shape : shapes) {
+    types.append(c10::toString(shape.type));
+  }
+  return types;
+}
+
+// For _flight_record.py.
+pybind11::dict as_dict(const RecordedOperation& operation) {
+  using namespace pybind11::literals;
+  return pybind11::dict(
+      "name"_a = operation.name, "group"_a = operation.group, "description"_a = operation.description,
+      "sequence"_a = operation.sequence, "input_sizes"_a = sizes_of(operation.inputs),
+      "input_dtypes"_a = types_of(operation.inputs), "output_sizes"_a = sizes_of(operation.outputs),
+      "output_dtypes"_a = types_of(operation.outputs), "begun_ns"_a = operation.progress->begun(),
+      "finished_ns"_a = operation.progress->finished());
+}
+
+int64_t wall_clock() {
+  const auto since = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+} // namespace
+
+Progress::Progress(const std::vector<std::shared_ptr<Transfer>>& transfers)
+    : begun_(wall_clock()), transfers_(transfers.begin(), transfers.end()) {}
+
+void Progress::finish() {
+  int64_t never = 0;
+  finished_.compare_exchange_strong(never, wall_clock());
+}
+
+int64_t Progress::finished() {
+  const auto is_over = [](const std::weak_ptr<Transfer>& weak) {
+    const auto transfer = weak.lock();
+    return transfer == nullptr || transfer->advance();
+  };
+  if (finished_ == 0 && std::all_of(transfers_.begin(), transfers_.end(), is_over)) {
+    finish();
+  }
+  return finished_;
+}
+
+std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Shape> shapes;
+  shapes.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    shapes.push_back({tensor.sizes().vec(), tensor.scalar_type()});
+  }
+  return shapes;
+}
+
+void record_operation(RecordedOperation operation) {
+  auto& kept = the_record();
+  std::lock_guard<std::mutex> lock(kept.mutex);
+  kept.operations.push_back(std::move(operation));
+  while (kept.operations.size() > capacity()) {
+    kept.operations.pop_front();
+  }
+}
+
+void bind_flight_record(pybind11::module_& m) {
+  m.def("recorded_operations", [] {
+    std::vector<RecordedOperation> operations;
+    {
+      auto& kept = the_record();
+      std::lock_guard<std::mutex> lock(kept.mutex);
+      operations.assign(kept.operations.begin(), kept.operations.end());
+    }
+    {
+      WithoutGil without;
+      for (const auto& operation : operations) {
+        operation.progress->finished();
+      }
+    }
+    pybind11::list dicts;
+    for (const auto& operation : operations) {
+      dicts.append(as_dict(operation));
+    }
+    return dicts;
+  });
+}
+
+using SteadyClock = std::chrono::steady_clock;
+
+Running::Running(
+    c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
+    std::vector<at::Tensor> held)
+    : kind_(kind),
+      name_(name),
+      rank_(rank),
+      sequence_(sequence),
+      transfers_(std::move(transfers)),
+      device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
+      held_(std::move(held)) {
+  for (const auto& tensor : held_) {
+    pins_.add(tensor.storage().data());
+  }
+}
+
+std::exception_ptr Running::why() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return why_;
+}
+
+void Running::end(const std::exception_ptr& why) {
+  const auto now = SteadyClock::now();
+  std::vector<at::Tensor> dropped; // with no lock held: tensors may be known to Python
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_over()) {
+      return;
+    }
+    why_ = why;
+    over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
+    pins_.clear();
+    if (is_let_go_) {
+      dropped.swap(held_);
+    }
+  }
+  tell_profiler();
+  if (record_ != nullptr) {
+    record_->finish();
+  }
+  if (hook_) {
+    try {
+      hook_(std::make_shared<c10d::WorkInfo>(kind_, sequence_, started_, now, now - started_));
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      why_ = why_ ? why_ : std::current_exception();
+    }
+  }
+}
+
+void Running::tell_profiler() const {
+  if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
+    const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
+    record_device_work({c10::str("simccl:", name_), device_, kLaneRow, started, over_at_, launched_by_});
+  }
+}
+
+void Running::finish(std::chrono::milliseconds timeout) {
+  if (!is_over()) {
+    std::exception_ptr failure;
+    for (const auto& transfer : transfers_) {
+      try {
+        if (failure) {
+          transfer->abort(failure);
+        } else {
+          transfer->finish(timeout);
+        }
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    end(failure);
+  }
+  if (const auto why = this->why()) {
+    std::rethrow_exception(why);
+  }
+}
+
+bool Running::advance() {
+  if (is_over()) {
+    return true;
+  }
+  bool over = true;
+  for (const auto& transfer : transfers_) {
+    over = transfer->advance() && over;
+  }
+  if (over) {
+    settle(*this);
+  }
+  return over;
+}
+
+void Running::abort() {
+  if (is_over()) {
+    return;
+  }
+  const auto why =
+      std::make_exception_ptr(std::runtime_error(c10::str("simccl on rank ", rank_, ": ", name_, " was aborted.")));
+  for (const auto& transfer : transfers_) {
+    transfer->abort(why);
+  }
+  end(why);
+}
+
+void Running::let_go() {
+  std::vector<at::Tensor> dropped;
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_let_go_ = true;
+  if (is_over()) {
+    dropped.swap(held_);
+  }
+}
+
+std::vector<const void*> Running::memory() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<const void*> found;
+  found.reserve(held_.size());
+  for (const auto& tensor : held_) {
+    found.push_back(tensor.storage().data());
+  }
+  return found;
+}
+
+void settle(Running& one) noexcept {
+  try {
+    one.finish(kNoTimeout);
+  } catch (...) {
+    return; // whoever waits for it is told
+  }
+}
+
+void Underway::add(const RunningPtr& one) {
+  // They end in order, nearly: to ask the first is enough, and asking costs.
+  std::vector<RunningPtr> over;
+  while (true) {
+    RunningPtr first;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!running_.empty()) {
+        first = running_.front();
+      }
+      if (first == nullptr) {
+        break;
+      }
+    }
+    if (!first->advance()) {
+      break;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::erase(running_, first);
+    over.push_back(first);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(running_, [&](const RunningPtr& earlier) {
+    if (earlier->is_over()) {
+      over.push_back(earlier);
+      return true;
+    }
+    return false;
+  });
+  running_.push_back(one);
+}
+
+std::vector<RunningPtr> Underway::all() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return running_;
+}
+
+SimWork::SimWork(
+    c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
+    c10::DeviceIndex device, Moment moment, bool blocks_host)
+    : c10d::Work(rank, kind),
+      running_(std::move(running)),
+      outputs_(std::move(outputs)),
+      device_(device),
+      end_{0, {running_}, std::move(moment)},
+      blocks_host_(blocks_host),
+      sequence_(sequence) {}
+
+SimWork::~SimWork() {
+  if (!running_->is_waited_for() && !is_part_) {
+    tell(end_.moment, [this](Observer& to) {
+      for (const void* data : running_->memory()) {
+        to.kept_until(data, end_.moment);
+      }
+    });
+  }
+  running_->let_go();
+}
+
+bool SimWork::wait(std::chrono::milliseconds timeout) {
+  {
+    WithoutGil without;
+    if (blocks_host_ || timeout != kNoTimeout) {
+      running_->finish(timeout);
+      tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+    } else if (running_->advance()) {
+      running_->finish(kNoTimeout); // raises where it has failed
+    }
+  }
+  running_->mark_waited_for();
+  sim::wait(current_stream(device_), end_);
+  running_->let_go();
+  return true;
+}
+
+bool SimWork::isCompleted() {
+  if (running_->is_over()) {
+    return true;
+  }
+  WithoutGil without;
+  const bool over = running_->advance();
+  if (over) {
+    tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+  }
+  return over;
+}
+
+bool SimWork::isSuccess() const {
+  return running_->is_over() && !running_->failed();
+}
+
+int SimWork::sourceRank() const {
+  WithoutGil without;
+  running_->finish(kNoTimeout);
+  return running_->transfers().at(0)->source();
+}
+
+void SimWork::abort() {
+  WithoutGil without;
+  running_->abort();
+}
+
+FuturePtr SimWork::getFuture() {
+  WithoutGil without;
+  // Before the lock, because it may call the completion hook.
+  if (outputs_.empty()) {
+    settle(*running_); // without a tensor there is no stream that could wait for it
+  } else {
+    running_->advance();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (future_ == nullptr) {
+    future_ = make_future();
+  }
+  return future_;
+}
+
+// Whether hooks expect one tensor with a row for each rank, as NCCL's futures hold it.
+bool SimWork::gathers_alike() {
+  return retrieveOpType() == c10d::OpType::ALLGATHER &&
+      std::all_of(outputs_.begin(), outputs_.end(), [this](const auto& tensor) {
+           return tensor.sizes() == outputs_.front().sizes();
+         });
+}
+
+FuturePtr SimWork::make_future() {
+  std::vector<c10::Device> devices;
+  if (!outputs_.empty()) {
+    devices.emplace_back(kSim, device_);
+  }
+  auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  if (const auto why = running_->why()) {
+    made->setError(why);
+  } else if (gathers_alike()) {
+    const c10::StreamGuard guard(next_stream(device_, /*high_priority=*/false));
+    sim::wait(current_stream(device_), end_);
+    made->markCompleted(c10::IValue(std::vector<at::Tensor>{at::stack(outputs_)}));
+  } else {
+    const AtEnd at_end(device_, end_);
+    made->markCompleted(c10::IValue(outputs_));
+  }
+  return made;
+}
+
+} // namespace torch_ext::sim

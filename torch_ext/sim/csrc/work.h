@@ -1,0 +1,224 @@
+// Operations of the backend `simccl` that have been launched, for which works, streams and events wait; and the works.
+//
+// Note [Who finishes an operation]
+// No thread does. Inputs were read at launch, so peers depend on nobody's waiting; this rank's part of the rest is done
+// by the thread that first needs it: at a kernel or a host read on a stream that waits for it, at a wait that blocks
+// the host, at a poll, at a later operation of its group that depends on it. Ending it calls the group's completion
+// hook, on that thread and with no lock held. Whoever waits gets the exception of a hook that raises; the operation
+// is over all the same.
+//
+// Note [What an operation holds]
+// Its tensors, as NCCL stashes them: until somebody has waited for it or nobody can, and at least until it is over.
+// A program may free their storages all the same (`resize_(0)`); what the operation writes then lands in memory that is
+// the next owner's, as on a GPU, and never in the host's.
+//
+// Note [When a simccl work is done]
+// As NCCL has it. An operation with `async_op=False` is done when its call returns, whoever called it. An asynchronous
+// one has read its inputs when its call returns and belongs to the lane of its group from then on. `wait`
+// returns at once and makes the current stream wait for it (Note [What a stream waits for] in stream.h); an error that
+// is known by then is raised there, any other where the result is due. The host blocks, and is told of every error,
+//
+//   - in `wait` with a time limit, of a barrier, and where TORCH_EXT_SIM_BLOCKING_WAIT=1 or, for programs written for
+//     NCCL, TORCH_NCCL_BLOCKING_WAIT=1 is set when the group is made;
+//   - where it asks which rank a message came from.
+//
+// A future is complete when it is handed out, and whoever waits for it makes their stream wait. So callbacks run on the
+// thread that adds them: the one that launches, for DDP's hooks, in the same order on all ranks. Torch runs each on a
+// stream that waits for the operation. An operation that is known to have failed has a future that says so.
+//
+// Note [Aborting]
+// `abort` fails a work that is not over with a RuntimeError, for whoever waits for it.
+//
+// Note [Flight records]
+// Torch's recorder accepts entries from torch's own backends only. Of `simccl` over shared memory it sees nothing. Of
+// `simccl` over gloo it sees what gloo is asked for: an all_reduce where the program called reduce_scatter_tensor, and
+// several collectives for one call. work.cpp records what was called; _flight_record.py puts that in the place of
+// gloo's entries when the recorder is read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
+#include "profiler.h"
+#include "stream.h"
+#include "transport/transport.h"
+
+namespace torch_ext::sim {
+
+struct Shape {
+  std::vector<int64_t> sizes;
+  at::ScalarType type;
+};
+
+std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors);
+
+// When an operation began and ended, in nanoseconds since 1970. Any thread.
+class Progress {
+ public:
+  explicit Progress(const std::vector<std::shared_ptr<Transfer>>& transfers);
+  void finish();
+  int64_t begun() const { return begun_; }
+
+  // 0: not yet. Looks, because nobody may be waiting.
+  int64_t finished();
+
+ private:
+  int64_t begun_;
+  std::atomic<int64_t> finished_{0};
+  std::vector<std::weak_ptr<Transfer>> transfers_; // expired: over
+};
+using ProgressPtr = std::shared_ptr<Progress>;
+
+struct RecordedOperation {
+  std::string name; // such as "all_reduce", as NCCL's entries have it
+  std::string group;
+  std::string description; // of the group; empty or "undefined" without one
+  uint64_t sequence;       // of the operation among the collectives of its group, from 1
+  std::vector<Shape> inputs;
+  std::vector<Shape> outputs;
+  ProgressPtr progress;
+};
+
+// Keeps as many of the latest operations as the recorder keeps entries. Safe to call from any thread.
+void record_operation(RecordedOperation operation);
+
+using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
+
+// Any thread; what blocks, without the GIL.
+class Running final : public Elsewhere {
+ public:
+  // name: for messages. held: device tensors.
+  Running(
+      c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
+      std::vector<at::Tensor> held);
+
+  // Before anybody else knows it. The hook is called once, whether it succeeded or not.
+  void set_hook(CompletionHook hook) { hook_ = std::move(hook); }
+  void set_record(ProgressPtr record) { record_ = std::move(record); }
+
+  bool advance() override;
+  void finish() override { finish(kNoTimeout); }
+  int64_t over_at() const override { return over_at_; }
+  bool failed() const override { return why() != nullptr; }
+
+  // Raises where it failed, or is not over within the time limit, after which it has failed. kNoTimeout stands for the
+  // limit that it was launched with.
+  void finish(std::chrono::milliseconds timeout);
+
+  // Fails it with a RuntimeError, unless it is over.
+  void abort();
+
+  bool is_over() const { return over_at_ != 0; }
+  std::exception_ptr why() const;
+
+  // Somebody has waited for it, or nobody can any more.
+  void let_go();
+
+  // Whether a stream waits for it, so that the host may take it for done.
+  void mark_waited_for() { is_waited_for_ = true; }
+  bool is_waited_for() const { return is_waited_for_; }
+
+  // Where the tensors lie that it holds.
+  std::vector<const void*> memory() const;
+
+  const std::vector<TransferPtr>& transfers() const { return transfers_; }
+
+ private:
+  void end(const std::exception_ptr& why);
+  void tell_profiler() const;
+
+  const c10d::OpType kind_;
+  const char* name_;
+  const int rank_;
+  const uint64_t sequence_;
+  const std::vector<TransferPtr> transfers_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  const c10::DeviceIndex device_; // -1 without tensors
+  const int64_t launched_by_ = current_correlation();
+  CompletionHook hook_;
+  ProgressPtr record_;
+
+  std::atomic<int64_t> over_at_{0};
+  std::atomic<bool> is_waited_for_{false};
+  mutable std::mutex mutex_; // guards what follows
+  std::exception_ptr why_;
+  std::vector<at::Tensor> held_;
+  PinnedBlocks pins_; // a storage that is held may still be resized
+  bool is_let_go_ = false;
+};
+
+using RunningPtr = std::shared_ptr<Running>;
+
+// Waits for `one`, and raises nothing: its own `wait()` reports an error.
+void settle(Running& one) noexcept;
+
+// The operations of a group that are not over, as far as is known: see Note [Who finishes an operation]. Any thread.
+class Underway {
+ public:
+  // Forgets those before it that are over.
+  void add(const RunningPtr& one);
+  std::vector<RunningPtr> all() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<RunningPtr> running_;
+};
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+
+class SimWork : public c10d::Work {
+ public:
+  // outputs: the device tensors that hold the result. moment: its end, for whoever observes. blocks_host: `wait` does.
+  SimWork(
+      c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
+      c10::DeviceIndex device, Moment moment, bool blocks_host);
+  ~SimWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override { return running_->why(); }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  FuturePtr getFuture() override;
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  const RunningPtr& running() const { return running_; }
+  const Moment& moment() const { return end_.moment; }
+
+  // Whoever waits will wait for another work, of which this one is a part.
+  void become_part() { is_part_ = true; }
+
+ private:
+  bool gathers_alike();
+  FuturePtr make_future();
+
+  const RunningPtr running_;
+  const std::vector<at::Tensor> outputs_;
+  const c10::DeviceIndex device_;
+  const Event end_;
+  const bool blocks_host_;
+  const uint64_t sequence_;
+  bool is_part_ = false;
+  std::mutex mutex_;
+  FuturePtr future_; // guarded by mutex_; made when it is asked for
+};
+
+} // namespace torch_ext::sim
