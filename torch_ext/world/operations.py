@@ -288,7 +288,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()  # compiled code has no line
 
 
 def _receiver(path: str, frame: FrameType) -> Any:

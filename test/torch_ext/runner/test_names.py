@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
+from torch_ext.results import Needs, TestName
 from torch_ext.runner.discovery import find_test_files
 from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
 

@@ -81,7 +81,7 @@ def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_plain.py").write_text("x = 1\n")
-    assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], UPSTREAM) == 2
+    assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream()) == 2
     assert "nothing selected" in capfd.readouterr().err
 
 

@@ -85,8 +85,9 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         for bad in (timedelta(seconds=10), "10"):
             with self.assertRaises(TypeError):
                 rpc.TensorPipeRpcBackendOptions(
-                    rpc_timeout=bad, init_method=self.init_method
-                )  # type: ignore[arg-type]
+                    rpc_timeout=bad,  # type: ignore[arg-type]
+                    init_method=self.init_method,
+                )
         with self.assertRaisesRegex(RuntimeError, "non-negative"):
             rpc.TensorPipeRpcBackendOptions(
                 rpc_timeout=-1, init_method=self.init_method
