@@ -76,12 +76,6 @@ def test_patterns_need_no_flag(cli: Cli, arguments: list[str]) -> None:
     assert (cli(*arguments).code, cli.ran) == (0, [A1, A2, B1])
 
 
-def test_patterns_may_come_from_a_file(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "wanted").write_text(f"# mine\n{B1}\n\n-q  # quietly\n{C2}\n")
-    assert (cli("@wanted").code, cli.ran) == (0, [B1, C2])
-    assert cli("@missing").code == 2
-
-
 def test_a_path_outside_the_root_brings_its_own(cli: Cli, root: Path) -> None:
     assert cli.main(str(root / "a")).code == 1  # the fake names no tests of such a file
     assert cli.asked == ["test_one.py"]

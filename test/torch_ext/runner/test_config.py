@@ -155,22 +155,6 @@ def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
     assert said in refused(capsys)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"@list", "a file that @ names reads itself"),
-        (b"\xff\xfe\x00", "a file that @ names is no text"),
-        (None, "@list cannot be read: No such file or directory"),
-    ],
-)
-def test_a_list_that_cannot_be_read_is_a_usage_error(
-    project: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
-) -> None:
-    if content is not None:
-        Path("list").write_bytes(content)
-    assert said in refused(capsys, "@list")
-
-
 def test_reports_of_the_configuration_do_not_stop_a_list(project: Path) -> None:
     write(project, 'junit = "junit.xml"\nhtml = "/dev/null"')
     for typed in (["--list", "--json"], ["--trace=/dev/null"]):

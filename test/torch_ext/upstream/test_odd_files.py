@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from torch_ext.__main__ import upstream
 from torch_ext.runner.cli import main
+from torch_ext.runner.steps import Upstream
 from torch_ext.upstream.judge import Judge, read
 from torch_ext.upstream.reasons import release_of_checkout
 
@@ -18,6 +19,16 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PASSES = (
     'import unittest\n\nclass TestA(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(len("é"), 1)\n'
 )
+
+
+@pytest.fixture
+def upstream() -> Upstream:
+    """What the command hands to the runner. Importing the command takes over SIGINT, which pytest needs."""
+    before = signal.getsignal(signal.SIGINT)
+    from torch_ext.__main__ import upstream
+
+    signal.signal(signal.SIGINT, before)
+    return upstream()
 
 
 @pytest.mark.parametrize(
@@ -31,12 +42,17 @@ PASSES = (
     ],
 )
 def test_a_path_that_cannot_be_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, sentence: str
+    tmp_path: Path,
+    upstream: Upstream,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "test_a.b.py"):
         Path(file).touch()
-    assert main(["--upstream", name], upstream()) == 2
+    assert main(["--upstream", name], upstream) == 2
     shown = capfd.readouterr()
     assert sentence in shown.err and "Traceback" not in shown.err
     assert shown.out == ""
@@ -69,19 +85,19 @@ def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
 
 
 def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sys.py").write_text(PASSES)
     monkeypatch.chdir(tmp_path)
-    assert main(["--upstream", "sys.py", "--device", "cpu"], upstream()) == 1
+    assert main(["--upstream", "sys.py", "--device", "cpu"], upstream) == 1
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
 def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, upstream: Upstream, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "test_plain.py").write_text("x = 1\n")
-    assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream()) == 2
+    assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream) == 2
     assert "nothing selected" in capfd.readouterr().err
 
 
