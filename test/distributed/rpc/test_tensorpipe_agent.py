@@ -3,7 +3,9 @@
 """The RPC suites over TensorPipe."""
 
 from torch_ext.testing._internal.common_utils import run_tests
-from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (  # noqa: E501
+    TensorPipeRpcAgentTestFixture,
+)
 from torch_ext.testing._internal.distributed.rpc_utils import (
     GENERIC_CUDA_TESTS,
     GENERIC_TESTS,

@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "checker.h"
-
 namespace torch_ext::sim::races {
 namespace {
 

@@ -44,7 +44,6 @@
 #include <utility>
 
 #include "fingerprint.h"
-#include "fold.h"
 #include "segment.h"
 #include "transport.h"
 

@@ -33,6 +33,7 @@
 #include <vector>
 
 #include "../bindings.h"
+#include "../host_tensors.h"
 #include "fingerprint.h"
 
 namespace torch_ext::sim {
