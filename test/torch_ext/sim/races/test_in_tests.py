@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import programs
-from test.torch_ext.world.suites import Run
+from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 
 RACE = """
@@ -187,7 +186,7 @@ def check(run: Run, tests: int) -> None:
 
 
 def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> None:
-    with programs(tmp_path, IMPORTS + RANKS) as suite:
+    with suite_of(tmp_path, IMPORTS + RANKS) as suite:
         run = suite.run(extra=SIM)
         check(run, tests=24)
         assert "the numbers are wrong" in run.text["test_race_then_error"]
@@ -195,7 +194,7 @@ def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> Non
 
 
 def test_races_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
-    with programs(tmp_path, IMPORTS + RANKS) as suite:
+    with suite_of(tmp_path, IMPORTS + RANKS) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "TestBodies and race and not error", extra=SIM)
         statuses = {name: result[0] for name, result in told(run).items()}
         assert statuses == {

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 from test.torch_ext.sim.races.test_in_tests import SIM
-from test.torch_ext.verdict.programs import programs
-from test.torch_ext.world.suites import Run
+from test.torch_ext.world.suites import Run, suite_of
 
 # Each method of `Bodies` is two tests: one with a race, and its twin without.
 THREADS = """
@@ -184,7 +183,7 @@ def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -
     one_rank = {"one_rank": "1", "broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1"}
     one_rank["freed_by_another_rank"] = "0"
     any_rank = ("both_write", "skipped", "failed")  # by which of them is first, or leaves first
-    with programs(tmp_path, THREADS) as suite:
+    with suite_of(tmp_path, THREADS) as suite:
         run = suite.run(extra=SIM)
         results = _texts(run)
         assert len(results) == 22, run
@@ -205,7 +204,7 @@ def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -
 
 
 def test_races_of_threads_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
-    with programs(tmp_path, THREADS) as suite:
+    with suite_of(tmp_path, THREADS) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "own_stream or one_rank", extra=SIM)
         assert {status for status, _ in _texts(run).values()} == {"passed"} and len(_texts(run)) == 4, run
         assert (run.out + run.err).count("1 race on rank") == 3, run
