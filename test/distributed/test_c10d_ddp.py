@@ -16,8 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    CollectiveLog,
-    FSDPTest,
+    DDPTest,
     average_gradients,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -25,67 +24,6 @@ from torch_ext.testing._internal.common_utils import run_tests
 if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
-
-
-class DDPTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    def net(self):
-        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
-        3)``.
-        """
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
-            self.device
-        )
-
-    def rows(self, step=0):
-        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
-        and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, 4, generator=generator).to(self.device)
-
-    def backward(self, model, step=0):
-        model(self.rows(step)).square().sum().backward()
-
-    def counts(self, body):
-        """Return how many all-reduces and broadcasts of numbers ``body`` calls. Those
-        of integers agree on buckets.
-        """
-        with CollectiveLog() as log:
-            body()
-        names = [call.name for call in log.calls if call.dtype.is_floating_point]
-        return names.count("allreduce"), names.count("broadcast")
-
-    def gradients(self, model):
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    def averaged(self, reference):
-        """Return the averages over ranks of the gradients of a model without DDP, by
-        name. Collective.
-        """
-        averages = {
-            name: each.clone()
-            for name, each in self.gradients(reference).items()
-            if each is not None
-        }
-        for average in averages.values():
-            dist.all_reduce(average)
-            average.div_(self.world_size)
-        return averages
-
-    def check_gradients(self, ddp, expected, what):
-        """Compare the gradients of a model in DDP, by their names within it, bit by
-        bit.
-        """
-        found = self.gradients(ddp.module)
-        for name, gradient in expected.items():
-            self.assertEqual(
-                found[name], gradient, f"{what}: gradient of {name}", atol=0, rtol=0
-            )
 
 
 class TestDDPGradients(DDPTest):
@@ -234,7 +172,7 @@ class TestDDPGradients(DDPTest):
     def test_forward_outside_no_sync_decides(self):
         """As documented: whether a backward reduces is settled in its forward."""
         ddp = DDP(self.net())
-        loss = ddp(self.rows()).sum()
+        loss = ddp(self.rows(4)).sum()
         with ddp.no_sync():
             self.assertEqual(self.counts(loss.backward)[0], 1, "all-reduces")
 
@@ -311,7 +249,7 @@ class TestDDPGradients(DDPTest):
         delayed = [("0.weight", model[0].weight), ("0.bias", model[0].bias)]
         # The first layer's bias is the last whose gradient comes, but the hook must
         # come after all delayed ones.
-        rows = [self.rows(step).requires_grad_() for step in range(2)]
+        rows = [self.rows(4, step).requires_grad_() for step in range(2)]
         trigger = nn.Parameter(torch.zeros(4, device=self.device))
         model.register_parameter("trigger", trigger)
         ddp = DDP(
@@ -424,7 +362,7 @@ class TestDDPBuffers(DDPTest):
         for step in range(3):
             with torch.no_grad():
                 model.count.fill_(10 * step + self.rank)
-            _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
+            _, broadcasts = self.counts(lambda: ddp(self.rows(4)).sum().backward())
             self.assertEqual(broadcasts, 1, "broadcasts")
         self.assertEqual(model.seen, [0.0, 10.0, 20.0], "buffer in forward")
 
@@ -432,9 +370,9 @@ class TestDDPBuffers(DDPTest):
     def test_reassigned_buffer_is_sent(self):
         model = self._counting()
         ddp = DDP(model)
-        ddp(self.rows())
+        ddp(self.rows(4))
         model.count = torch.full((2,), 5.0 + self.rank, device=self.device)
-        ddp(self.rows())
+        ddp(self.rows(4))
         self.assertEqual(model.seen, [0.0, 5.0], "reassigned buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -443,7 +381,7 @@ class TestDDPBuffers(DDPTest):
         ddp = DDP(model, forward_sync_buffers=False)
         with torch.no_grad():
             model.count.fill_(self.rank)
-        _, broadcasts = self.counts(lambda: ddp(self.rows()).sum().backward())
+        _, broadcasts = self.counts(lambda: ddp(self.rows(4)).sum().backward())
         self.assertEqual(broadcasts, 0, "broadcasts in forward")
         self.assertEqual(model.seen, [float(self.rank)], "buffer in forward")
 
@@ -452,7 +390,7 @@ class TestDDPBuffers(DDPTest):
         model = self._counting()
         DDP._set_params_and_buffers_to_ignore_for_model(model, ["count"])
         ddp = DDP(model)
-        ddp(self.rows())
+        ddp(self.rows(4))
         self.assertEqual(model.seen, [float(self.rank)], "ignored buffer in forward")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -464,7 +402,9 @@ class TestDDPBuffers(DDPTest):
         broadcasts = []
         for syncs in (True, False, False, True, True):
             ddp.require_backward_grad_sync = syncs
-            broadcasts.append(self.counts(lambda: ddp(self.rows()).sum().backward())[1])
+            broadcasts.append(
+                self.counts(lambda: ddp(self.rows(4)).sum().backward())[1]
+            )
         self.assertEqual(broadcasts, [1, 1, 0, 0, 1], "broadcasts of four forwards")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -486,7 +426,7 @@ class TestDDPBuffers(DDPTest):
                 lambda *_, order=order: order.append("forward")
             )
             _, broadcasts = self.counts(
-                lambda ddp=ddp: ddp(self.rows()).sum().backward()
+                lambda ddp=ddp: ddp(self.rows(4)).sum().backward()
             )
             self.assertEqual(order, expected, "order of hook and forward")
             self.assertEqual(named, ["count"], "buffers of the hook")

@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
-    FSDPTest,
+    DDPTest,
     check_races,
     skip_without_accelerator,
 )
@@ -74,19 +74,6 @@ def rows_of(output):
     return output[1][0] if isinstance(output, tuple) else output[1]
 
 
-class DDPTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    def rows(self, step=0):
-        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
-        and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, 4, generator=generator).to(self.device)
-
-
 class TestDDPUnusedParameters(DDPTest):
     def _check(self, ddp, reference, what):
         """Check against averages in which a rank that has no gradient counts as zero;
@@ -127,7 +114,7 @@ class TestDDPUnusedParameters(DDPTest):
                 with self._telling(
                     f"step {step} with {use} in use, output in a {reference.form}"
                 ):
-                    rows_of(each(self.rows(step))).square().sum().backward()
+                    rows_of(each(self.rows(4, step))).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -161,7 +148,7 @@ class TestDDPUnusedParameters(DDPTest):
         model = Branches(self.device)
         ddp = DDP(model, find_unused_parameters=True)
         model.never.weight.grad = torch.full_like(model.never.weight, 3.0 + self.rank)
-        ddp(self.rows()).sum().backward()
+        ddp(self.rows(4)).sum().backward()
         self.assertEqual(
             model.never.weight.grad,
             torch.full((4, 4), 3.0 + self.rank),
@@ -179,21 +166,21 @@ class TestDDPUnusedParameters(DDPTest):
         for step in range(2):
             for each in (ddp, reference):
                 each.zero_grad()
-                each(self.rows(step))[0].square().sum().backward()
+                each(self.rows(4, step))[0].square().sum().backward()
             self._check(ddp, reference, f"step {step}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_unused_parameters_that_nobody_looks_for_are_an_error(self):
         """The error names the parameters by index, and tells what to do."""
         ddp = DDP(Branches(self.device))
-        ddp(self.rows()).sum().backward()
+        ddp(self.rows(4)).sum().backward()
         expected = (
             r"(?s)Expected to have finished reduction in the prior "
             r"iteration.*find_unused_parameters=True"
             rf".*did not receive grad for rank {self.rank}: 4 5"
         )
         with self.assertRaisesRegex(RuntimeError, expected):
-            ddp(self.rows())
+            ddp(self.rows(4))
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_static_graph_finds_unused_parameters_once(self):
@@ -214,9 +201,9 @@ class TestDDPUnusedParameters(DDPTest):
                 )
             )
             with log, self._telling(f"step {step}"):
-                ddp(self.rows(step)).square().sum().backward()
+                ddp(self.rows(4, step)).square().sum().backward()
             hooked.remove()
-            reference(self.rows(step)).square().sum().backward()
+            reference(self.rows(4, step)).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
             early = "buckets reduced before the first layer's gradient comes"
             self.assertEqual(computed[0] > 0, step > 1, f"step {step}: {early}")
@@ -236,7 +223,7 @@ class TestDDPUnusedParameters(DDPTest):
         for step in range(3):
             for each in (ddp, reference):
                 each.zero_grad()
-                each(self.rows(step)).square().sum().backward()
+                each(self.rows(4, step)).square().sum().backward()
             self._check(ddp, reference, f"step {step}")
 
 
@@ -290,7 +277,7 @@ class TestDDPMixedPrecision(DDPTest):
         for step in range(3):
             ddp.zero_grad()
             with CollectiveLog() as log:
-                ddp(self.rows(step)).sum().backward()
+                ddp(self.rows(4, step)).sum().backward()
             reduced = {call.dtype for call in log.calls if call.name == "allreduce"}
             self.assertEqual(reduced, {reduce_dtype}, "types that are reduced")
             seen = dict.fromkeys(("x", "weight", "buffer"), param_dtype)
@@ -306,7 +293,7 @@ class TestDDPMixedPrecision(DDPTest):
             if not step:
                 continue
             computing = self._model().to(param_dtype)
-            computing(self.rows(step).to(param_dtype)).sum().backward()
+            computing(self.rows(4, step).to(param_dtype)).sum().backward()
             for name, each in computing.named_parameters():
                 gradient = each.grad.to(reduce_dtype)
                 dist.all_reduce(gradient)
@@ -370,7 +357,7 @@ class TestDDPMixedPrecision(DDPTest):
                 # DDP does not do so itself, and may copy parameters that the optimizer
                 # has not written: docs/races.md.
                 ddp._mp_stream.wait_stream(torch.accelerator.current_stream())
-                ddp(self.rows(step)).sum().backward()
+                ddp(self.rows(4, step)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
 

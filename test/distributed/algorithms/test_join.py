@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest
+from torch_ext.testing._internal.common_fsdp import DDPTest
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -65,48 +65,6 @@ class Adder(Joinable):
     @property
     def join_process_group(self):
         return dist.group.WORLD
-
-
-class DDPTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    def net(self):
-        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
-        3)``.
-        """
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
-            self.device
-        )
-
-    def rows(self, step=0):
-        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
-        and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, 4, generator=generator).to(self.device)
-
-    def backward(self, model, step=0):
-        model(self.rows(step)).square().sum().backward()
-
-    def gradients(self, model):
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    def averaged(self, reference):
-        """Return the averages over ranks of the gradients of a model without DDP, by
-        name. Collective.
-        """
-        averages = {
-            name: each.clone()
-            for name, each in self.gradients(reference).items()
-            if each is not None
-        }
-        for average in averages.values():
-            dist.all_reduce(average)
-            average.div_(self.world_size)
-        return averages
 
 
 class TestJoin(DDPTest):

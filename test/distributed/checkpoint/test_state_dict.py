@@ -54,13 +54,6 @@ class TestStateDict(FSDPTest):
     the model's.
     """
 
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
-
     @property
     def world_size(self):
         return 2
@@ -404,13 +397,6 @@ class TestDTensorReshardMeshChange(FSDPTest):
     @property
     def world_size(self):
         return 4
-
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
 
     def _whole(self, name):
         sizes = self.TENSORS[name]

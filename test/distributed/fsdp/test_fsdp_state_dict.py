@@ -72,22 +72,25 @@ if not dist.is_available():
     print("Distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
 
-INNER_SHAPE = [4, 4]
-OUTER_SHAPE = [4, 5]
-BUFFER_SHAPE = [5, 5]
-NON_ROOT_FSDP_PREFIX = "non_fsdp_lin"
-
-_UNFLATTENED_STATE_DICT_IMPLS = ["state_dict", "sharded_state_dict"]
-_FLATTENED_STATE_DICT_IMPLS = ["local_state_dict"]
-_SUPPORTED_STATE_DICT_IMPLS = (
-    _UNFLATTENED_STATE_DICT_IMPLS + _FLATTENED_STATE_DICT_IMPLS
-)
-
 STATE_DICT_MAPPING = {
-    "state_dict": StateDictType.FULL_STATE_DICT,
-    "local_state_dict": StateDictType.LOCAL_STATE_DICT,
-    "sharded_state_dict": StateDictType.SHARDED_STATE_DICT,
+    f"{prefix}state_dict": kind
+    for prefix, kind in (
+        ("", StateDictType.FULL_STATE_DICT),
+        ("sharded_", StateDictType.SHARDED_STATE_DICT),
+        ("local_", StateDictType.LOCAL_STATE_DICT),
+    )
 }
+_SUPPORTED_STATE_DICT_IMPLS = list(STATE_DICT_MAPPING)
+_FLATTENED_STATE_DICT_IMPLS = ["local_state_dict"]
+_UNFLATTENED_STATE_DICT_IMPLS = [
+    impl
+    for impl in _SUPPORTED_STATE_DICT_IMPLS
+    if impl not in _FLATTENED_STATE_DICT_IMPLS
+]
+
+NON_ROOT_FSDP_PREFIX = "non_fsdp_lin"
+BUFFER_SHAPE = [5, 5]
+INNER_SHAPE, OUTER_SHAPE = [4, 4], [4, 5]
 
 HOST = torch.device("cpu")
 HALF = MixedPrecision(

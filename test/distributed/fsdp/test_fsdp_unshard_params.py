@@ -453,20 +453,20 @@ class TestUnshardParams(TestUnshardParamsBase):
         """
         self.run_subtests(
             {
-                "writeback": [False, True],
-                "offload_to_cpu": [False, True],
                 "sharding_strategy": STRATEGIES,
                 "use_orig_params": [True],
+                "offload_to_cpu": [False, True],
+                "writeback": [False, True],
             },
             self._test_with_grads_core,
         )
 
     def _test_with_grads_core(
         self,
-        writeback: bool,
-        offload_to_cpu: bool,
         sharding_strategy: ShardingStrategy,
         use_orig_params: bool,
+        offload_to_cpu: bool,
+        writeback: bool,
     ):
         ddp_model = DDP(self._transformer(FSDPInitMode.NO_FSDP))
         fsdp_model = self._transformer(

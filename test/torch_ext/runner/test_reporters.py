@@ -315,9 +315,14 @@ def test_the_trace_holds_what_each_rank_did_inside_its_test(ran: Ran) -> None:
     (test,) = [one for one in drawn if one["name"] == "test_passes"]
     row = test["tid"]
     for rank in (0, 1):
-        mine = [one for one in drawn if one["cat"] == "rank" and one["tid"] == row + 1 + rank]
-        # The runner hears of a test's beginning a moment after it, and of its end a moment after that.
-        inside = [one for one in mine if test["ts"] < one["ts"] + one["dur"] and one["ts"] < test["ts"] + test["dur"]]
+        row_of_rank = [one for one in drawn if one["cat"] == "rank" and one["tid"] == row + 1 + rank]
+        # The runner hears of a test's beginning and end a moment after them, but always while or after its body runs.
+        (body,) = [
+            at
+            for at, one in enumerate(row_of_rank)
+            if one["name"] == "body" and one["ts"] < test["ts"] + test["dur"] and test["ts"] < one["ts"] + one["dur"]
+        ]
+        inside = row_of_rank[body - 1 : body + 2]
         assert [one["name"] for one in inside] == ["start", "body", "teardown"]
         for one, following in itertools.pairwise(inside):
             assert one["ts"] + one["dur"] == following["ts"]

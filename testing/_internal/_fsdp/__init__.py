@@ -3,9 +3,10 @@
 
 ::
 
+    ddp                    base class of tests of DDP, log of collectives
     cases, compiled        base classes; a test that runs compiled too
     fsdp2_parity           FSDP2 against an unsharded replica
-    ddp, step_log          logs of collectives and of training steps
+    step_log               a log of training steps
     streams, watched_units the order of work on streams
     extensions             the contract of tensor subclasses
       -> fsdp1_parity      FSDP1 against DDP

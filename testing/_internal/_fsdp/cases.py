@@ -194,6 +194,13 @@ class FSDPTestMixin(SubtestMixin):
         """The device of this rank. Ranks share devices if there are too few."""
         return device.rank_device(self.rank)
 
+    def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
+        """Return normal random numbers of shape ``(count, width)`` on this rank's
+        device, drawn from a seed of the rank and ``step``.
+        """
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        return torch.randn(count, width, generator=generator).to(self.device)
+
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
         self.assertEqual(fsdp_model.cpu_offload, cpu_offload)
 

@@ -43,13 +43,6 @@ class ClipGradNormTest(FSDPTest):
     def world_size(self):
         return 4
 
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
-
     def _check_clipping(
         self, reference, model, width, check=check_sharded_parity, norms=NORMS
     ):

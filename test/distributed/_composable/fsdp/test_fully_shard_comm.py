@@ -50,13 +50,6 @@ class CommTest(FSDPTest):
     def world_size(self):
         return 4
 
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
-
     def three_units(self, mesh=None, **options):
         model = ThreeUnits().to(self.device)
         for module in (model.first, model.second, model):

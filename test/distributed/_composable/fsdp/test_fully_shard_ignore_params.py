@@ -29,13 +29,6 @@ if not dist.is_available():
 
 
 class TestFullyShardIgnoreParams(FSDPTest):
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
-
     @property
     def world_size(self):
         return 2

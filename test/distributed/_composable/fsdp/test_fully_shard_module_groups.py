@@ -71,13 +71,6 @@ class Trunk(nn.Module):
 
 
 class TestFullyShardModuleGroups(FSDPTest):
-    def rows(self, width, step=0, count=3):
-        """Return this rank's input for ``step``, shape ``(count, width)``. It differs
-        by rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(count, width, generator=generator).to(self.device)
-
     @property
     def world_size(self):
         return 2

@@ -50,13 +50,6 @@ class TrainingTest(FSDPTest):
     def world_size(self):
         return 4
 
-    def rows(self, width, step=0):
-        """Return this rank's input for ``step``, shape ``(3, width)``. It differs by
-        rank and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, width, generator=generator).to(self.device)
-
     def batches(self, width=5):
         """Return this rank's inputs for two steps."""
         return [self.rows(width, step) for step in range(2)]

@@ -6,7 +6,6 @@ order, and what torch's own do.
 import sys
 
 import torch
-import torch.nn as nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import (
     post_localSGD_hook as post_local_sgd,
@@ -25,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     CollectiveLog,
-    FSDPTest,
+    DDPTest,
     skip_without_accelerator,
 )
 from torch_ext.testing._internal.common_utils import run_tests
@@ -37,66 +36,7 @@ if not dist.is_available():
 HALF = torch.float16
 
 
-class DistributedDataParallelCommHookTest(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
-
-    def net(self):
-        """Return two linear layers, the same on every rank. Shapes: ``(*, 4)`` to ``(*,
-        3)``.
-        """
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).to(
-            self.device
-        )
-
-    def rows(self, step=0):
-        """Return this rank's input for ``step``, shape ``(3, 4)``. It differs by rank
-        and step.
-        """
-        generator = torch.Generator().manual_seed(1000 * step + self.rank)
-        return torch.randn(3, 4, generator=generator).to(self.device)
-
-    def backward(self, model, step=0):
-        model(self.rows(step)).square().sum().backward()
-
-    def counts(self, body):
-        """Return how many all-reduces and broadcasts of numbers ``body`` calls. Those
-        of integers agree on buckets.
-        """
-        with CollectiveLog() as log:
-            body()
-        names = [call.name for call in log.calls if call.dtype.is_floating_point]
-        return names.count("allreduce"), names.count("broadcast")
-
-    def gradients(self, model):
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    def averaged(self, reference):
-        """Return the averages over ranks of the gradients of a model without DDP, by
-        name. Collective.
-        """
-        averages = {
-            name: each.clone()
-            for name, each in self.gradients(reference).items()
-            if each is not None
-        }
-        for average in averages.values():
-            dist.all_reduce(average)
-            average.div_(self.world_size)
-        return averages
-
-    def check_gradients(self, ddp, expected, what):
-        """Compare the gradients of a model in DDP, by their names within it, bit by
-        bit.
-        """
-        found = self.gradients(ddp.module)
-        for name, gradient in expected.items():
-            self.assertEqual(
-                found[name], gradient, f"{what}: gradient of {name}", atol=0, rtol=0
-            )
-
+class DistributedDataParallelCommHookTest(DDPTest):
     def _hooked(self, state, hook, **options):
         ddp = DDP(self.net(), **options)
         ddp.register_comm_hook(state, hook)
