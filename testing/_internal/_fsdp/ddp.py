@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.compat.fsdp import TorchDispatchMode
 from torch_ext.testing._internal._fsdp.cases import FSDPTest
@@ -91,7 +92,7 @@ class DDPTest(FSDPTest):
         return averages
 
     def check_gradients(
-        self, ddp: nn.Module, expected: Mapping[str, torch.Tensor], what: str
+        self, ddp: DDP, expected: Mapping[str, torch.Tensor], what: str
     ) -> None:
         """Check bit by bit that the parameters within ``ddp`` have the gradients
         ``expected``.
