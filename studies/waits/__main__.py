@@ -55,9 +55,8 @@ def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str
         those = [verdicts[site.id] for site in chosen if site.family == family]
         said = Counter(each.said for each in those)
         races = sum(each.how.startswith("race: ") for each in those)
-        lines.append(
-            f"| {family} | {len(those)} | {said['load-bearing']} | {races} | {said['redundant']} | {said['not reached']} |"
-        )
+        cells = [family, len(those), said["load-bearing"], races, said["redundant"], said["not reached"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     for family in families:
         lines += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
         for site in chosen:

@@ -269,20 +269,7 @@ def _tree(source: Callable[[str], bytes | None], called: Callable[[str], str]) -
                 try:
                     return Module(name, text.decode(), package)
                 except (SyntaxError, ValueError) as error:
-                    raise CheckoutError(f"{called(path)}{_fault(error, text)}") from None
+                    raise CheckoutError(f"{called(path)} is no Python in UTF-8: {error}") from None
         return None
 
     return Tree(read)
-
-
-def _fault(error: SyntaxError | ValueError, text: bytes) -> str:
-    """Return what is wrong with a file of ``text``, with the line, and the remedy."""
-    if isinstance(error, UnicodeDecodeError):
-        number = text[: error.start].count(b"\n") + 1
-        return f", line {number}: this is no UTF-8 text; save the file as UTF-8"
-    if not isinstance(error, SyntaxError):
-        return f" is no Python ({error}); mend it first"
-    line = f", line {error.lineno}" if error.lineno else ""
-    if (error.text or "").startswith(tuple(mark * 7 for mark in "<|=>")):
-        return f"{line}: a merge left a conflict here; resolve it first"
-    return f"{line}: this is no Python ({error.msg}); mend it first"

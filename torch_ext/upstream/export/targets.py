@@ -57,7 +57,6 @@ class Target:
         whole: our module as the new file, if upstream has none.
         pieces: what goes into the file, by our module and name, in the order in which the linker found it.
         imports: what the file must import, by local name.
-        replaced: statements of upstream's, and their new text.
     """
 
     module: str
@@ -65,7 +64,6 @@ class Target:
     whole: Piece | None = None
     pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
     imports: dict[str, Import] = field(default_factory=dict)
-    replaced: list[tuple[ast.stmt, str]] = field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -118,10 +116,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     ahead = _ahead(pieces)
     deferred = Import("__future__", "annotations") in existing.imports.values()
     at_end: list[str] = []
-    edits = [
-        replace_lines(existing.first_line(statement), span(statement)[1], text.strip("\n") + "\n")
-        for statement, text in target.replaced
-    ]
+    edits: list[Edit] = []
     for piece in pieces:
         late = names if piece.into else names[names.index(piece.name) :]
         text = formatted_piece(piece, () if deferred else late)
