@@ -68,7 +68,8 @@ def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str
 def _row(site: Site, verdict: Verdict) -> str:
     shown = ""
     if verdict.said == "load-bearing":
-        shown = f"{verdict.how.removeprefix('race: ')}; `{verdict.test.partition(':')[2]}`"
+        race = "a race in " if verdict.how.startswith("race: ") else ""
+        shown = f"{race}`{verdict.test.partition(':')[2]}`"
     elif verdict.said == "redundant":
         shown = f"silent in {verdict.tries} test{'s' * (verdict.tries != 1)}"
     text = site.text if len(site.text) < 70 else site.text[:67] + "..."
