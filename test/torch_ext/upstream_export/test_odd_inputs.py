@@ -18,7 +18,7 @@ from torch_ext.upstream.export import check, command
 from torch_ext.upstream.export.command import main
 from torch_ext.upstream.export.git import mailbox
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.modules import Module, installed_tree, our_tree, upstream_at
+from torch_ext.upstream.export.modules import Module, our_tree, upstream_at
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SUITE = "test/distributed/test_suite.py"
@@ -170,15 +170,6 @@ def test_what_a_person_has_set_does_not_spoil_it(
     assert "Jörg".encode() in mail.encode() or "=?UTF-8?q?J=C3=B6rg?=" in mail
     copy = check.apply_to_copy(checkout / "torch", mail, tmp_path)
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
-
-
-def test_drift_reads_the_installed_torch_from_within_a_checkout(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit(checkout, {"torch/__init__.py": ""})
-    monkeypatch.chdir(checkout)
-    monkeypatch.syspath_prepend(str(checkout))
-    assert installed_tree().module("torch.testing._internal.dist_utils") is not None
 
 
 def test_a_list_that_is_put_together_is_no_list() -> None:

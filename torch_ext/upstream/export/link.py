@@ -188,11 +188,9 @@ class Linker:
         """Add to ``piece`` the edits that turn our words into upstream's."""
         for statement in piece.statements:
             for node in ast.walk(statement):
-                if isinstance(node, ast.ImportFrom) and _is_ours(piece.module.absolute(node)):
-                    top = node is statement
-                    piece.edits.append(replace_lines(*span(node)) if top else self._nested(node, statement, piece))
-                elif isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
-                    piece.edits.append(replace_lines(*span(node)))
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_ours(node, piece.module):
+                    # Or in a block for type checkers, whose names the file imports at its top.
+                    piece.edits.append(replace_lines(*span(node)) if node is statement else replace_node(node, "pass"))
             if not isinstance(statement, (ast.Import, ast.ImportFrom)):
                 for use in uses(statement):
                     self._link_use(use, piece)
@@ -304,8 +302,6 @@ class Linker:
             return local
         going, called = self._target_for(home), name
         if going.whole is None:
-            if going is target:
-                piece.inside.append((home, name))
             called = self._add_definition(going, *found)
         local = local if called == name else called
         return local if use.through else self._reach(target, going.module, called, local)
@@ -322,9 +318,6 @@ class Linker:
         home, _, attribute = places[0].partition(":")
         first, dot, rest = attribute.partition(".")
         wanted = first if use.local == use.name else use.local
-        # A local variable may have torch's name.
-        if wanted in piece.taken and wanted not in piece.target.imports and wanted != use.local:
-            wanted = f"_{first.lstrip('_')}"
         return piece.target.import_name(wanted, Import(home, first)) + dot + rest
 
     def _through_compat(self, module: str, name: str, alias: str, target: Target) -> str:
@@ -351,21 +344,10 @@ class Linker:
                     return sorted(places, key=lambda each: self.theirs.find(*each.split(":")) is None)
         return []
 
-    def _nested(self, node: ast.ImportFrom, around: ast.stmt, piece: Piece) -> Edit:
-        """An import inside a function: from upstream's module, or none if the file has the name already."""
-        home = piece.module.absolute(node)
-        kept: dict[str, list[str]] = {}
-        for alias in node.names:
-            local = alias.asname or alias.name
-            text = self._named(_Wanted(home, alias.name, local, node.lineno), piece)
-            if imported := piece.target.imports.pop(text, None):
-                name = imported.attribute + (f" as {local}" if local != imported.attribute else "")
-                kept.setdefault(imported.module, []).append(name)
-        lines = [f"from {origin} import {', '.join(names)}" for origin, names in kept.items()]
-        bodies = (getattr(each, part, ()) for each in ast.walk(around) for part in ("body", "orelse"))
-        if not lines and any(isinstance(body, list) and node in body and len(body) > 1 for body in bodies):
-            return replace_lines(*span(node))
-        return replace_node(node, ("\n" + " " * node.col_offset).join(lines) or "pass")
+
+def _imports_ours(node: ast.Import | ast.ImportFrom, module: Module) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [module.absolute(node)]
+    return any(map(_is_ours, names))
 
 
 def _place(use: _Wanted, piece: Piece) -> str:
