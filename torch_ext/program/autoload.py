@@ -1,4 +1,4 @@
-"""The ``torch.backends`` entry point: torch calls :func:`load` at the end of its own import, in every process.
+"""The ``torch.backends`` entry point: torch calls :func:`load` when it has been imported, in every process.
 
 Without ``TORCH_EXT_SIM`` it returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that what
 torchrun starts runs on it. ``TORCH_EXT_SIM=cuda`` makes CUDA mean it, too.
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 __all__ = ["ON", "ON_AS_CUDA", "ask", "flags_of", "hide", "is_strict", "load", "mark_worker", "packages"]
 
 _AGAIN = "torch_ext.program.main_module"
-# Modules that are run by -m and start the program in processes of their own.
+# Modules that -m runs and that start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 # Flags of Python that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")

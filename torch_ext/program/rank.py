@@ -7,7 +7,7 @@ Note [A rank is an ordinary process]
 A rank is a child that multiprocessing would know as its own. A program must not see that: it asks whether it runs in
 the main process before it starts workers, and those find it through ``sys.modules["__main__"]``. So the rank becomes
 what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent. It forgets what
-Python keeps of the environment that the zygote was started in, which may be that of another terminal.
+Python keeps of the zygote's environment, which may belong to another terminal.
 
 Note [Silent fakes]
 ~~~~~~~~~~~~~~~~~~~
@@ -186,7 +186,7 @@ def _call_exit_functions() -> None:
 def serve_store(port: int, descriptors: Sequence[int]) -> int:
     """Serve the store that the ranks meet at, until the supervisor closes the channel. Descriptors: it, and the socket.
 
-    The store has a process of its own, as torchrun's agent has, and outlives the rank that ends first.
+    The store has a separate process, like torchrun's agent, and outlives the rank that ends first.
     """
     from torch.distributed import TCPStore
 

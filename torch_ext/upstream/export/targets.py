@@ -80,7 +80,7 @@ class Target:
 
 
 def _alike(one: Import, other: Import) -> bool:
-    """Whether two imports give the same object. A package re-exports names of its own modules."""
+    """Whether two imports give the same object. A package re-exports names of its modules."""
     same_package = bool(one.attribute) and one.module.split(".")[0] == other.module.split(".")[0]
     return one.dotted == other.dotted or (one.attribute == other.attribute and same_package)
 
