@@ -95,7 +95,7 @@ def all_tidy_problems(files: Sequence[Path], folder: Path) -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rest = [pool.submit(tidy_problems, folder / f"{name}.cpp", f"-{INCLUDES}") for name in of_units]
-        first = includes_of(sources[0])  # makes the module, for which the others would wait
+        first = includes_of(sources[0])  # makes the module, which all the rest need
         return [first, *pool.map(includes_of, sources[1:]), *(each.result() for each in rest)]
 
 

@@ -5,6 +5,8 @@
 ``python -m torch_ext serve``   keeps torch loaded for the programs that follow
 ``python -m torch_ext demo``    shows in ten seconds what that is good for
 ``python -m torch_ext doctor``  says on one screen what this machine has, for a bug report or for CI
+``python -m torch_ext export``  writes work of this tree as a patch for a PyTorch checkout
+``python -m torch_ext drift``   says which names of our test helpers differ from upstream's
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
 ``python -m torch_ext info``    builds it too, and says how many devices there are
 ==============================  ====================================================================
@@ -31,12 +33,14 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 __all__ = ["main", "upstream"]
 
 _COMMANDS = ("build", "info")
-# What commands take arguments of their own, and the module whose `main` gets them.
+# Commands that parse their arguments themselves, and the module whose `main` gets these.
 _PROGRAMS = {
-    "run": "torch_ext.program.supervise",
+    "run": "torch_ext.program.run",
     "demo": "torch_ext.program.demo",
     "doctor": "torch_ext.program.doctor",
     "serve": "torch_ext.program.serve",
+    "export": "torch_ext.upstream.export.command",
+    "drift": "torch_ext.upstream.drift",
 }
 
 

@@ -41,7 +41,7 @@ def why_not_trusted(path: Path) -> str:
     """
     path = Path(os.path.abspath(path))
     seen: set[Path] = set()
-    for place in (path, path.resolve()):  # whoever may replace a link above it decides too
+    for place in (path, path.resolve()):  # the owner of a link above it could replace it
         for each in _upwards(place):
             if each not in seen:
                 seen.add(each)

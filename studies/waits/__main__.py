@@ -9,12 +9,13 @@ import argparse
 import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from studies.waits.measure import PAGE, SUITES, all_sites, measure
-from studies.waits.sites import MODULES
-from studies.waits.table import render
+from studies.waits.measure import PAGE, SUITES, Verdict, all_sites, measure
+from studies.waits.sites import MODULES, Site
 
 
 def main() -> None:
@@ -39,6 +40,45 @@ def main() -> None:
         return
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(re.sub(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", lambda _: table, text, flags=re.DOTALL))
+
+
+def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str, most: int) -> str:
+    """Return the table as Markdown: a summary, then one section for each family."""
+    lines = [
+        f"Measured with torch {release}, each wait deleted in up to {most} tests.",
+        "",
+        "| | waits | load-bearing | of these by a race | redundant | not reached |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    families = [family for family in MODULES if any(site.family == family for site in chosen)]
+    for family in families:
+        those = [verdicts[site.id] for site in chosen if site.family == family]
+        said = Counter(each.said for each in those)
+        races = sum(each.how.startswith("race: ") for each in those)
+        cells = [family, len(those), said["load-bearing"], races, said["redundant"], said["not reached"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    for family in families:
+        lines += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
+        for site in chosen:
+            if site.family == family:
+                lines.append(_row(site, verdicts[site.id]))
+    return "\n".join(lines) + "\n"
+
+
+def _row(site: Site, verdict: Verdict) -> str:
+    shown = ""
+    if verdict.said == "load-bearing":
+        race = "a race in " if verdict.how.startswith("race: ") else ""
+        shown = f"{race}`{verdict.test.partition(':')[2]}`"
+    elif verdict.said == "redundant":
+        shown = f"silent in {verdict.tries} test{'s' * (verdict.tries != 1)}"
+    text = site.text if len(site.text) < 70 else site.text[:67] + "..."
+    return f"| `{text}` | {_where(site.id)} | {verdict.said} | {shown.replace('|', ' ')} |"
+
+
+def _where(site: str) -> str:
+    module, function, line = site.split(":")
+    return f"`{module.rpartition('.')[2]}.py:{line}` `{function.rpartition('.')[2]}`"
 
 
 main()

@@ -1,8 +1,7 @@
 """Deletes waits, one at a time, and runs tests that reach them with the race check.
 
 One run of the runner marks every site and says which tests reach it. Then each site is deleted in the shortest of those
-tests, and in more of them for as long as none says anything. One that none needs is deleted together with others: see
-covers.py.
+tests, and in more of them for as long as none reports anything.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from studies.waits.covers import Cover, Ending, find_covers
 from studies.waits.sites import MODULES, Site, delete, mark, sites
 
 __all__ = ["PAGE", "SUITES", "Verdict", "all_sites", "begin", "mark_all", "measure"]
@@ -26,7 +24,6 @@ __all__ = ["PAGE", "SUITES", "Verdict", "all_sites", "begin", "mark_all", "measu
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("README.md")
 DEADLINE_S = 3600
-SHORT_S = 10  # a test that takes longer is not run again and again to see what covers a wait
 FOLDER_VARIABLE = "SUITE_WAITS_FOLDER"
 
 # Module and class; a pattern that a test's name must match.
@@ -98,22 +95,40 @@ def mark_all() -> None:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How one test ended.
+
+    Attributes:
+        status: as the runner says.
+        took_s: how long it took.
+        text: what the runner says of a failure.
+    """
+
+    status: str
+    took_s: float
+    text: str = ""
+
+    @property
+    def races(self) -> list[str]:
+        """The headings of the races that it reports."""
+        return re.findall(r"^\s*race \d+: (.*?)(?: \(\d+ times\))?$", self.text, re.MULTILINE)
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """What became of one site.
+    """The result for one site.
 
     Attributes:
         said: ``load-bearing``, ``redundant`` or ``not reached``.
-        test: which test said so first.
-        how: what it said.
+        test: the first test that failed without it.
+        how: that test's report.
         tries: in how many tests it was deleted.
-        cover: of a redundant one: what stands in for it.
     """
 
     said: str
     test: str = ""
     how: str = ""
     tries: int = 0
-    cover: Cover | None = None
 
 
 def reach(suites: Mapping[str, str]) -> tuple[dict[str, set[str]], dict[str, Ending]]:
@@ -194,17 +209,18 @@ def _run(
 def measure(
     suites: Mapping[str, str], chosen: Sequence[Site], most: int, say: Callable[[str], None]
 ) -> dict[str, Verdict]:
-    """Return what becomes of each site.
+    """Return the verdict on each site, by its id.
 
     Args:
+        suites: the classes that run, and a pattern for the names of their tests.
+        chosen: the sites to judge.
         most: in how many tests a site is deleted before it counts as redundant.
-        say: is told how far it is.
+        say: prints a line of progress.
     """
     tests, sound = reach(suites)
     say(f"{len(sound)} tests reach {sum(bool(tests.get(site.id)) for site in chosen)} of {len(chosen)} waits")
     verdicts = {site.id: Verdict("not reached") for site in chosen if not tests.get(site.id)}
     waiting = {site.id: _of_many_classes(tests[site.id], sound)[:most] for site in chosen if site.id not in verdicts}
-    to_try = {site: list(those) for site, those in waiting.items()}
     tried: dict[str, int] = defaultdict(int)
     batch = 1
     while waiting:
@@ -224,14 +240,6 @@ def measure(
                 del waiting[site]
                 verdicts[site] = Verdict("redundant", tries=tried[site])
         batch *= 3
-    redundant = {
-        site: [test for test in to_try[site] if sound[test].took_s < SHORT_S]
-        for site, verdict in verdicts.items()
-        if verdict.said == "redundant"
-    }
-    reached = {test: {site for site, those in tests.items() if test in those} for test in sound}
-    for site, cover in find_covers(redundant, reached, try_without, say).items():
-        verdicts[site] = replace(verdicts[site], cover=cover)
     return verdicts
 
 

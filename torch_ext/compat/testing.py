@@ -204,7 +204,7 @@ class ThreadedWorld:
 
 def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorld | None]) -> None:
     """Have the threads for which ``world_of`` knows a world meet only in that one, and their collectives be compared:
-    torch's group does for all ranks what the first one has called, whatever the others have. Idempotent.
+    torch's group does for all ranks what the first one has called. Idempotent.
 
     Threads that ranks start, such as autograd's, belong to the world in which their group was used first.
     """

@@ -1,4 +1,4 @@
-"""The ``torch.backends`` entry point: torch calls :func:`load` at the end of its own import, in every process.
+"""The ``torch.backends`` entry point: torch calls :func:`load` when it has been imported, in every process.
 
 Without ``TORCH_EXT_SIM`` it returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that what
 torchrun starts runs on it. ``TORCH_EXT_SIM=cuda`` makes CUDA mean it, too.
@@ -23,20 +23,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = [
-    "ON",
-    "ON_AS_CUDA",
-    "ask",
-    "flags_of",
-    "hide",
-    "is_strict",
-    "load",
-    "mark_worker",
-    "packages",
-]
+__all__ = ["ON", "ON_AS_CUDA", "ask", "flags_of", "hide", "is_strict", "load", "mark_worker", "packages"]
 
 _AGAIN = "torch_ext.program.main_module"
-# Modules that are run by -m and start the program in processes of their own.
+# Modules that -m runs and that start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 # Flags of Python that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -103,7 +93,7 @@ def load() -> None:
     if is_worker and not is_below_worker and (is_program or (as_cuda and _main_name() == _AGAIN)):
         import atexit
 
-        from torch_ext.program.usage import report_at_end
+        from torch_ext.program.rank import report_at_end
 
         mark_worker()
         atexit.register(report_at_end, os.getpid(), cuda_as_sim=as_cuda)
@@ -115,14 +105,12 @@ def _main_name() -> str:
 
 
 def _is_program() -> bool:
-    """Whether this process runs a program of the user's, and not a launcher, ``-c`` or a child of multiprocessing."""
+    """Whether this process runs a user's program, and not a launcher, ``-c`` or a child of multiprocessing."""
     if name := _main_name():
         return not name.startswith(_LAUNCHERS)
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    # Console scripts lie beside the interpreter.
-    return bool(file) and os.path.dirname(os.path.abspath(str(file))) != os.path.dirname(
-        os.path.abspath(sys.executable)
-    )
+    programs = os.path.dirname(os.path.abspath(sys.executable))  # with console scripts
+    return bool(file) and os.path.dirname(os.path.abspath(str(file))) != programs
 
 
 def flags_of(command: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,8 @@
-"""``torch_ext demo``: why one would want this, in ten seconds.
+"""``torch_ext demo``: shows a race that costs a training run its result, and the report that names it, in ten seconds.
 
-FSDP2 trains on four simulated devices, as it should. Then the same program has lost one line, a wait between two
-streams: it prints plausible losses, and the check says which wait is missing, and where.
+FSDP2 trains on four simulated devices, with batches that are copied while the last step still computes. Then one line
+of the program is gone, a wait between two streams: it prints plausible losses, and the check names the missing wait.
+The program is :func:`train`.
 """
 
 from __future__ import annotations
@@ -11,39 +12,69 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from torch_ext.program.supervise import main as run
+__all__ = ["main", "train"]
 
-__all__ = ["main"]
-
-_PROGRAM = Path(__file__).with_name("demo_training.py")
 _OPTIONS = ("-n", "4", "--output", "rank0", "--races", "error")
+_VARIANTS = {
+    "with-wait": "FSDP2 on four devices; batches are copied on a second stream:",
+    "without-wait": "The same, without the line that makes the computation wait for the copy:",
+}
+
+
+def train(waits: bool) -> None:
+    """Train on the device of this rank; ``waits``: keep the wait for the copied batch."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(rank)
+    device = torch.device(f"{torch.accelerator.current_accelerator()}:{rank}")
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copies = torch.Stream(device)
+    for step in range(3):
+        with copies:
+            batch = torch.randn(32, 64).pin_memory().to(device, non_blocking=True)
+        if waits:
+            torch.accelerator.current_stream().wait_stream(copies)
+        loss = (model(batch) - 1).square().mean()
+        batch.record_stream(torch.accelerator.current_stream())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run both; return 0 if the first passed and the race of the second was found."""
+    """Run both variants; return 0 if the first passed and the race of the second was found."""
     if arguments:
         print(f"error: demo takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
         return 2
+    codes = [_show(variant, title) for variant, title in _VARIANTS.items()]
+    print(f"\nThe program is train() of {__file__}. Now yours: python -m torch_ext run -n 4 --races error train.py")
+    return 0 if codes == [0, 1] else 1
+
+
+def _show(variant: str, title: str) -> int:
+    from torch_ext.program.run import main as run
+
+    print(f"\n{title}\n  python -m torch_ext run {' '.join(_OPTIONS)} demo.py {variant}\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="torch_ext-demo-") as folder:
-        shutil.copy(_PROGRAM, folder)  # the report tells a user's program from files of ours
-        return _both(folder)
+        shutil.copy(__file__, folder)  # reports leave out frames of this package
+        child = os.fork()  # a run owns its process: signals, environment, messages that appear once
+        if not child:
+            os.chdir(folder)
+            os._exit(run([*_OPTIONS, "demo.py", variant]) & 0xFF)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _both(folder: str) -> int:
-    whole = _show(folder, "FSDP2 on four devices; batches are copied on a stream of their own:", "with-wait")
-    if whole:
-        return whole
-    broken = _show(folder, "The same, without the line that makes the computation wait for the copy:", "without-wait")
-    print(f"\nThe program is {_PROGRAM}. Now yours: python -m torch_ext run -n 4 --races error train.py")
-    return 0 if broken == 1 else 1
-
-
-def _show(folder: str, what: str, variant: str) -> int:
-    print(f"\n{what}\n  python -m torch_ext run {' '.join(_OPTIONS)} {_PROGRAM.name} {variant}\n", flush=True)
-    child = os.fork()  # a run owns its process: signals, environment, what it has said once
-    if not child:
-        os.chdir(folder)
-        os._exit(run([*_OPTIONS, _PROGRAM.name, variant]) & 0xFF)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+if __name__ == "__main__":
+    train(waits=sys.argv[1:] != ["without-wait"])

@@ -1,17 +1,26 @@
-"""What a rank does before its program and after it, and the store that the ranks meet at. Loads no torch itself.
+"""A rank before and after its program, the store that the ranks meet at, and the words for a job that used no device.
+
+Loads torch only if the program has.
 
 Note [A rank is an ordinary process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank is a child that multiprocessing would know as its own. A program must not see that: it asks whether it runs in
 the main process before it starts workers, and those find it through ``sys.modules["__main__"]``. So the rank becomes
 what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent. It forgets what
-Python keeps of the environment that the zygote was started in, which may be that of another terminal.
+Python keeps of the zygote's environment, which may belong to another terminal.
+
+Note [Silent fakes]
+~~~~~~~~~~~~~~~~~~~
+A program that chooses its device from a fixed list of vendors finds no GPU and computes on the host; one that makes a
+process group only on a GPU makes none. Either way N ranks each train alone, and all of them exit with code 0. So a job
+that passed on ``sim`` reports which devices and groups its ranks have used.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import multiprocessing.context
 import multiprocessing.process
 import os
@@ -20,24 +29,22 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.program import usage
-from torch_ext.program.autoload import mark_worker
+from torch_ext.program.autoload import is_strict, mark_worker
 from torch_ext.program.main_module import Program, finalize, run_main
-from torch_ext.program.usage import Facts
 from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
 from torch_ext.world.protocol import Receipt, Said
 from torch_ext.world.threads import LISTENER
-from torch_ext.world.wording import add_note
+from torch_ext.world.wording import add_note, ranks_phrase
 
-__all__ = ["STORE_HOST", "run", "serve_store"]
+__all__ = ["STORE_HOST", "Facts", "report_at_end", "run", "serve_store", "what_was_never_used"]
 
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
@@ -69,7 +76,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     code = exit_code_of(error)
     with contextlib.suppress(OSError):
         if os.path.samestat(os.fstat(facts.fileno()), line):  # and not a file of the program's own by now
-            facts.send(Facts(code, usage.groups_made(), usage.uses_of_device()))
+            facts.send(Facts(code, _groups_made(), _uses_of_device()))
             facts.close()
     if not code:
         with contextlib.suppress(OSError):  # the program has closed what it did not know; it may have become a daemon
@@ -179,7 +186,7 @@ def _call_exit_functions() -> None:
 def serve_store(port: int, descriptors: Sequence[int]) -> int:
     """Serve the store that the ranks meet at, until the supervisor closes the channel. Descriptors: it, and the socket.
 
-    The store has a process of its own, as torchrun's agent has, and outlives the rank that ends first.
+    The store has a separate process, like torchrun's agent, and outlives the rank that ends first.
     """
     from torch.distributed import TCPStore
 
@@ -198,3 +205,105 @@ def serve_store(port: int, descriptors: Sequence[int]) -> int:
             channel.receive()
             channel.send(store.num_keys() - before)
     os._exit(0)  # the store's thread may be in the middle of an answer that nobody waits for
+
+
+# The device and the peers that a rank has used.
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A rank's report at the end of its program.
+
+    Attributes:
+        exit_code: of the program.
+        groups: the number of process groups that the rank made.
+        uses: the number of uses of a simulated device, see :func:`_uses_of_device`.
+    """
+
+    exit_code: int
+    groups: int
+    uses: int
+
+
+# Dtypes of object collectives in flight records: the pickled bytes, and their lengths.
+_TYPES_OF_OBJECTS = frozenset({"Byte", "Long"})
+_SIDES = ("input_dtypes", "output_dtypes")
+
+
+def _groups_made() -> int:
+    """Return the number of process groups that this process has made since it loaded the simulator."""
+    collectives = sys.modules.get("torch_ext.sim._collectives")
+    return collectives.groups_made() if collectives is not None else 0
+
+
+def _uses_of_device() -> int:
+    """Return the number of uses of a simulated device by this process: allocations, and collectives of tensors.
+
+    A process that moved nothing but objects between ranks has used its device as often as it moved one.
+    """
+    sim: Any = sys.modules.get("torch_ext.sim._module")
+    if sim is None:
+        return 0
+    uses = int(sys.modules["torch_ext.sim._native"].operations_launched_on_devices())
+    if sim.is_initialized():
+        stats = (sim.memory_stats(index) for index in range(sim.device_count()))
+        uses += sum(int(each.get("allocation.all.allocated", 0)) for each in stats)
+    return uses or _objects_alone()
+
+
+def _objects_alone() -> int:
+    """Return the number of objects moved between ranks; 0 if other tensors of the host moved, too."""
+    moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
+    entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
+    types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
+    return moved if types <= _TYPES_OF_OBJECTS else 0
+
+
+def what_was_never_used(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:
+    """Return a sentence for each thing that ranks have not used; none for a single rank.
+
+    Args:
+        facts: of each rank; None for a rank that ended without a report, which counts as use.
+        met: the ranks used the job's store, as RPC does without a group.
+        cuda_as_sim: CUDA meant the simulated accelerator; leave out the hint of ``--cuda-as-sim``.
+
+    >>> what_was_never_used([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
+    'no tensor ever lay on the simulated device of rank 1: it computed on the host. If the program chooses a device by \
+the name "cuda", run it with --cuda-as-sim.'
+    """
+    told = {rank: each for rank, each in enumerate(facts) if each is not None}
+    if len(facts) < 2:
+        return []
+    sentences = []
+    alone = [rank for rank, each in told.items() if not each.groups]
+    if alone and not met:
+        if len(alone) == len(facts):
+            sentences.append(f"none of the {len(facts)} ranks made a process group: each ran by itself.")
+        else:
+            sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
+    host = [rank for rank, each in told.items() if not each.uses]
+    if host:
+        where = "any simulated device" if len(host) == len(facts) else f"the simulated device of {ranks_phrase(host)}"
+        it = "it" if len(host) == 1 else "all" if len(host) == len(facts) else "they"
+        hint = "" if cuda_as_sim else ' If the program chooses a device by the name "cuda", run it with --cuda-as-sim.'
+        sentences.append(f"no tensor ever lay on {where}: {it} computed on the host.{hint}")
+    return sentences
+
+
+def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
+    """Print what this worker of torchrun has not used; with ``TORCH_EXT_SIM_STRICT=1``, end the process with code 1.
+
+    Does nothing in another process than ``owner``. See Note [Silent fakes].
+    """
+    if os.getpid() != owner:
+        return
+    told = Facts(0, _groups_made(), _uses_of_device())
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    strict = is_strict()
+    facts = [told if number == rank else None for number in range(size)]
+    unused = what_was_never_used(facts, cuda_as_sim=cuda_as_sim)
+    for sentence in unused:
+        print(f"torch_ext: {'error' if strict else 'warning'}: {sentence}", file=sys.stderr, flush=True)
+    if unused and strict:
+        sys.stdout.flush()
+        os._exit(1)  # an exit function has no other way to change the exit code

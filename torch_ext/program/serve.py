@@ -1,49 +1,258 @@
-"""``torch_ext serve``: keeps a zygote warm for the programs that follow. Loads no torch itself.
+"""``torch_ext serve`` keeps a zygote warm for the programs that follow; ``torch_ext run`` finds it, or starts its own.
 
-It stays in the foreground, serves its user alone (see Note [A zygote for its user alone]) and ends by itself when
-nothing has run for a while. Ranks that it starts have the environment, folder and umask of their own command, but the
-limits, the control group and the priority of this one.
+The server stays in the foreground, serves its user alone and ends by itself when nothing has run for a while. Its ranks
+have the environment, folder and umask of their command, but the limits, the control group and the priority of the
+server. Neither process loads torch itself.
+
+Note [A zygote for its user alone]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A process that connects to a zygote can run anything as its user, and one that poses as a zygote reads a program's
+arguments and environment. So the socket lies in a folder that no other user may enter, and both ends ask the kernel for
+the other's user. The folder is opened once and checked through its descriptor, by which the socket is found as well:
+nobody can replace the folder in between, and its path may be longer than a socket's address.
+
+Note [What a zygote fits]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank must be as if the command had loaded torch itself. That depends on the contents of files and on the *key* below:
+the interpreter and its flags, the search path, whether the simulator is loaded, and the variables that Python, torch
+and the libraries below it may read once, when they are loaded. The socket's name is a hash of the key, so a command
+with another key finds no zygote and loads torch itself. The server watches the files; see Note [A stale zygote].
 
 Note [A stale zygote]
 ~~~~~~~~~~~~~~~~~~~~~
-Before each run the files that the zygote has loaded are looked at. If one has changed, the command is turned away and
-loads torch itself; the server waits until what it has started is over, and then replaces itself by what it would be if
-it were started now.
+Before each run the server looks for changes in the files that the zygote has loaded. If one has changed, it turns the
+command away, which loads torch itself. When all runs are over, the server starts again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
+import pickle
 import selectors
 import signal
 import socket
+import struct
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from torch_ext.program import autoload
-from torch_ext.program.options import HOST
-from torch_ext.program.zygote import Welcome, is_own, key_of, listen, preparation, search_path
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.follow import ZygoteLostError
+from torch_ext.world.protocol import HiddenFrames, Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
+from torch_ext.world.zygote import read_when_loaded
 
-__all__ = ["main", "tell_loaded"]
+__all__ = [
+    "connect",
+    "folder",
+    "is_own",
+    "key_of",
+    "main",
+    "search_path",
+    "socket_name",
+    "tell_loaded",
+    "zygote_for",
+]
 
-_IDLE_S = 900.0
+Key = Mapping[str, object]
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking.
+_READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
+# Exceptions: the search path is part of the key, and the world reads the rest on use.
+_READ_LATER = frozenset(
+    {
+        "PYTHONPATH", "TORCH_EXT_ADDRESS", "TORCH_EXT_CACHE", "TORCH_EXT_DEVICE", "TORCH_EXT_HANG_AFTER",
+        "TORCH_EXT_HOST", "TORCH_EXT_HOST_ADDRESS", "TORCH_EXT_OPTIONS", "TORCH_EXT_OWNER",
+        "TORCH_EXT_SCHEDULE", "TORCH_EXT_SHOW_OUTPUT", "TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_EXT_SIM_DEVICES",
+        "TORCH_EXT_SIM_REDUCE", "TORCH_EXT_SIM_TRANSPORT", "TORCH_EXT_SPARES", "TORCH_EXT_START_METHOD",
+        "TORCH_EXT_TEARDOWN", "TORCH_EXT_THREADS", "TORCH_EXT_TIMEOUT",
+        "TORCH_EXT_TOLD_VERSION", "TORCH_EXT_TRIAL_FORK", "TORCH_EXT_WAIT_PAGE",
+    }
+)  # fmt: skip
 _PACKAGE = Path(__file__).resolve().parents[1]
-# The simulator is built of the native ones; the others are loaded by ranks, or by commands that talk to the zygote.
+_CONNECT_S = 5.0
+_NOT_USED = (
+    "`torch_ext serve` is not used: its interpreter, search path or environment differs from this command's. "
+    "Start it where you start programs"
+)
+# Errors that a message of another version of this package may raise.
+_MISREAD = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError)
+
+# Modules that a warm zygote loads. Every optimizer loads torch._dynamo at its first step.
+_LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
+_IDLE_S = 900.0
+# The simulator is built of the native ones; ranks, or commands that talk to the zygote, load the rest.
 _SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _EndError(BaseException):
-    """The user wants it to end."""
+def _preparation(simulated: bool, path: tuple[str, ...]) -> Preparation:
+    """Return the modules that a warm zygote loads."""
+    return Preparation(path, (*_LOADED, *(("torch_ext.sim",) if simulated else ())))
+
+
+@contextlib.contextmanager
+def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Iterator[ZygoteClient]:
+    """A zygote that has loaded torch, and the simulator if it is wanted, until the block is left.
+
+    Raises:
+        LoadError: one of the two cannot be loaded.
+        ZygoteDiedError: the process ended meanwhile.
+    """
+    with contextlib.ExitStack() as held:
+        found = connect(key_of(simulated, path, environment), held)
+        if found is None:
+            root = start_root(_preparation(simulated, path), files.folder(), environment)
+            held.callback(root.close)
+            root.wait_ready()
+            yield ZygoteClient(root.channel, root.process.pid)
+            return
+        try:
+            yield found
+        except (ZygoteDiedError, ZygoteLostError) as error:
+            raise ZygoteDiedError("`torch_ext serve`, which had started the ranks, has ended") from error
+
+
+@dataclass(frozen=True)
+class _Welcome:
+    """A server's message to a command, along with a command channel to its zygote.
+
+    Attributes:
+        hidden_frames: the frames that the zygote's layers leave out of reports.
+        zygote_pid: the zygote, whose state is read if it does not answer.
+    """
+
+    hidden_frames: tuple[HiddenFrames, ...]
+    zygote_pid: int
+
+
+def search_path() -> tuple[str, ...]:
+    """Return ``sys.path`` without the entry that belongs to this command; this package is found behind all others."""
+    entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
+    # An entry that is no file is for a path hook, such as an editable installation's, and the same in every folder.
+    path = [os.path.abspath(entry) if os.path.exists(entry) else entry for entry in entries if entry]
+    root = str(_PACKAGE.parent)
+    return tuple(path if root in path else [*path, root])
+
+
+def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
+    """Return a warm zygote that fits, with a line that ``held`` keeps open; None if there is none."""
+    with contextlib.suppress(OSError, ChannelClosedError, *_MISREAD):
+        with folder() as place:
+            connected = _connected(place / (name := socket_name(key)))
+            for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
+                other.close()
+                wording.announce(_NOT_USED)
+        if connected is None or not is_own(connected):
+            return None
+        line = Channel(connected)
+        held.callback(line.close)
+        if not line.poll(_CONNECT_S):
+            return None
+        welcome, descriptors = line.receive()
+        if isinstance(welcome, _Welcome) and descriptors:
+            wording.add(welcome.hidden_frames)
+            channel = Channel.from_descriptor(descriptors[0])
+            held.callback(channel.close)
+            return ZygoteClient(channel, welcome.zygote_pid)
+    return None
+
+
+def _connected(address: Path) -> socket.socket | None:
+    """Return a socket that is connected to the server at ``address``; None if no process serves there."""
+    found = socket.socket(socket.AF_UNIX)
+    try:
+        found.connect(str(address))
+    except (FileNotFoundError, ConnectionRefusedError):
+        found.close()
+        return None
+    return found
+
+
+def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
+    """Return what a zygote must have in common with the command that it starts ranks for. See the Note above."""
+    at_start = {
+        name: value
+        for name, value in environment.items()
+        if name not in _READ_LATER and (name.startswith(_READ_AT_START) or read_when_loaded(name))
+    }
+    return {
+        "the interpreter": [sys.executable, sys.prefix, sys.version],
+        "the interpreter's flags": subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+        "the search path": list(path),
+        "the device": simulated,
+        **{name: at_start[name] for name in sorted(at_start)},
+    }
+
+
+def socket_name(key: Key) -> str:
+    """Return the name of the socket in the folder. Its first four letters are those of the device."""
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return f"{'sim-' if key['the device'] else 'host'}{name}.socket"
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[Path]:
+    """The folder of sockets, which is made if it does not exist, under a path that is good within the block.
+
+    Raises:
+        OSError: the folder cannot be made, or is not this user's alone.
+    """
+    above = os.environ.get("XDG_RUNTIME_DIR", "")
+    wanted = Path(above, "torch_ext") if above else Path(tempfile.gettempdir(), f"torch_ext-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        wanted.mkdir(mode=0o700)
+    try:
+        opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:  # or a link
+        raise PermissionError(f"{wanted} is not a folder of yours alone: remove it") from None
+    try:
+        found = os.fstat(opened)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{wanted} is not a folder of yours alone: remove it, or chmod 700 it")
+        yield Path(f"/proc/self/fd/{opened}")
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
+def _listen(key: Key) -> Iterator[socket.socket]:
+    """A socket that commands with this key find, until the block is left.
+
+    Raises:
+        OSError: there is no place for it, or another process serves there.
+    """
+    with folder() as place, socket.socket(socket.AF_UNIX) as listening:
+        address = place / socket_name(key)
+        if _connected(address):
+            raise FileExistsError("another process serves these runs already")
+        address.unlink(missing_ok=True)  # of one that was killed
+        listening.bind(str(address))
+        try:
+            listening.listen()
+            yield listening
+        finally:
+            address.unlink(missing_ok=True)
+
+
+def is_own(connected: socket.socket) -> bool:
+    """Whether the process at the other end is this user's, as the kernel says."""
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(told)[1]
+    return uid == os.geteuid()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,27 +272,22 @@ def main(arguments: Sequence[str]) -> int:
     except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except _EndError:
-        return 0
     if is_stale:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return 0
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if (seconds := float(text)) >= 0:
+            return seconds
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds")
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     for each in _ENDED_BY:
         signal.signal(each, signal.SIG_IGN)
-    raise _EndError
+    sys.exit(0)
 
 
 def _serve_one(simulated: bool, idle_s: float) -> bool:
@@ -91,14 +295,15 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     autoload.hide()
     path = search_path()
     with contextlib.ExitStack() as held:
-        listening = held.enter_context(listen(key_of(simulated, path, os.environ)))
-        root = start_root(preparation(simulated, path), files.folder(), os.environ)
+        listening = held.enter_context(_listen(key_of(simulated, path, os.environ)))
+        root = start_root(_preparation(simulated, path), files.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
         server = _Server(root, listening, held)
         until = "until it is ended" if idle_s == float("inf") else f"until {idle_s:g} s without any"
         print(
-            f"{wording.PREFIX}serving runs on {'the simulated accelerator' if simulated else HOST}, {until}", flush=True
+            f"{wording.PREFIX}serving runs on {'the simulated accelerator' if simulated else 'cpu'}, {until}",
+            flush=True,
         )
         return server.serve(idle_s)
 
@@ -107,7 +312,7 @@ class _Server:
     def __init__(self, root: RootZygote, listening: socket.socket, held: contextlib.ExitStack) -> None:
         self._root = root
         self._zygote = ZygoteClient(root.channel, root.process.pid)
-        self._files = _Files(self._zygote)
+        self._states = _states(self._zygote)
         self._listening = listening
         self._stale = False
         self._lines: set[Channel] = set()  # one for each run
@@ -139,7 +344,7 @@ class _Server:
         return True
 
     def _accept(self) -> None:
-        """Give whoever has connected a channel to the zygote, and keep the line whose end is that of the run."""
+        """Send a channel to the zygote to the command that has connected; the run lasts as long as its line is open."""
         connected, _ = self._listening.accept()
         line = Channel(connected)
         if not is_own(connected) or self._is_stale():
@@ -147,7 +352,7 @@ class _Server:
             return
         descriptor = self._zygote.add_client()
         try:
-            line.send(Welcome(wording.hidden(), self._root.process.pid), [descriptor])
+            line.send(_Welcome(wording.hidden(), self._root.process.pid), [descriptor])
         except (ChannelClosedError, OSError):
             line.close()
             return
@@ -158,36 +363,27 @@ class _Server:
 
     def _is_stale(self) -> bool:
         """See Note [A stale zygote]."""
-        if not self._stale and (changed := self._files.changed()):
+        changed = (path for path, state in self._states.items() if not self._stale and _state(path) != state)
+        if path := next(changed, ""):
             self._stale = True
-            print(f"{wording.PREFIX}{changed} has changed: loading anew", flush=True)
+            print(f"{wording.PREFIX}{path} has changed: loading anew", flush=True)
         return self._stale
 
 
-class _Files:
-    """The files that ``zygote`` has loaded, and those of this package, as they are now.
+def _states(zygote: ZygoteClient) -> dict[str, object]:
+    """Return the states of the files that ``zygote`` has loaded, and of those of this package, by path.
 
     Raises:
         ZygoteDiedError, ChannelClosedError: the zygote is gone.
     """
-
-    def __init__(self, zygote: ZygoteClient) -> None:
-        ours, theirs = channel_pair()
-        try:
+    ours, theirs = channel_pair()
+    with contextlib.closing(ours):
+        with contextlib.closing(theirs):
             child = zygote.start("torch_ext.program.serve:tell_loaded", None, [theirs.fileno()], os.environ)
-        finally:
-            theirs.close()
-        try:
+        with contextlib.closing(child):
             paths, _ = ours.receive()
-        finally:
-            ours.close()
-            child.close()
-        own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
-        self._states = {path: _state(path) for path in (*paths, *own)}
-
-    def changed(self) -> str:
-        """Return the path of a file that has changed, or an empty string. Takes milliseconds."""
-        return next((path for path, state in self._states.items() if _state(path) != state), "")
+    own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
+    return {path: _state(path) for path in (*paths, *own)}
 
 
 def tell_loaded(payload: None, descriptors: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Replaces torch's harness by ours, when imported, for all later imports of this process.
 
 Imported by zygotes that serve ``--upstream``, before the test file. From then on
-``torch.testing._internal.common_distributed`` *is* our module of that name, and likewise for the others: a test file
-imports our base classes, skip decorators and device constants, and torch's own helper classes derive from ours. Names
-that we do not define are still torch's.
+``torch.testing._internal.common_distributed`` *is* our module of that name, and so are the rest of ``REPLACED``: a test
+file imports our base classes, skip decorators and device constants, and torch's own helper classes derive from ours.
+Names that we do not define are still torch's.
 """
 
 from __future__ import annotations

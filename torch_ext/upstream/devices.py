@@ -46,9 +46,9 @@ def install() -> None:
 
 
 def count_again() -> None:
-    """Tell ``common_dtensor``, which counts devices once, of those that were asked for since.
+    """Update the number of devices in ``common_dtensor``, which counts them once.
 
-    Its tests run on the host where there are fewer devices than ranks.
+    Its tests run on the host if there are fewer devices than ranks.
     """
     if accelerator.is_accelerator():
         upstream_module("distributed._tensor.common_dtensor").DEVICE_COUNT = accelerator.device_count()  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def _backends(case: Any) -> str:
 
 
 def _with_own_backend(init_pg: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``DTensorTestBase.init_pg`` that also takes backends in which that of the device under test occurs."""
+    """Return a ``DTensorTestBase.init_pg`` that also accepts backends with the one of the device under test."""
 
     @functools.wraps(init_pg)
     def wrapper(self: Any, eager_init: Any = False, backend: str | None = None) -> None:
@@ -118,7 +118,7 @@ def _teach_sharded_base(module: Any) -> None:
 
 
 def _backend_of(name: str) -> str:
-    """Return the backend that stands for ``name``: that of the device under test for those of other accelerators."""
+    """Return the backend to use for ``name``; for one of another accelerator, the device under test's."""
     others = upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS
     return accelerator.backend() if not name or name in others else name
 

@@ -1,23 +1,23 @@
-"""How our helpers differ from upstream's: every name beside its counterpart. Imports neither side.
+"""``torch_ext drift``: how our helpers differ from upstream's, name by name. Imports neither side.
 
-A name is ``same`` if both sides define it and call it alike, ``changed`` if signatures differ, ``through`` if ours is
+A name is ``same`` if both sides define it with one signature, ``changed`` if signatures differ, ``through`` if ours is
 upstream's own by way of a module ``__getattr__``, ``missing`` if only upstream has it, and ``new`` if only we have it.
-For a class, the same is said of each member, inherited ones included.
-
-Of a module that ``--upstream`` takes whole from the installed torch, ours is that one: its names are ``through`` unless
-a checkout has changed them.
+Members of a class are compared in the same way, inherited ones included.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import copy
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch_ext.upstream.export.git import CheckoutError
 from torch_ext.upstream.export.modules import (
     OURS,
     THEIRS,
@@ -31,10 +31,7 @@ from torch_ext.upstream.export.modules import (
     upstream_at,
 )
 
-__all__ = ["Entry", "as_json", "as_text", "compare", "compare_whole", "counterparts", "drift"]
-
-# Modules of torch's helpers that are not ours, and that build on modules that are.
-_TAKEN_WHOLE = ("distributed._tensor.common_dtensor",)
+__all__ = ["Entry", "compare", "drift", "main"]
 
 SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", "new"
 
@@ -50,15 +47,26 @@ class Entry:
     theirs: str = ""
 
 
-def counterparts(root: Path, theirs: Tree) -> list[str]:
-    """Return the modules below ``testing/_internal`` that both sides have, as dotted names below it."""
-    below = root / "testing" / "_internal"
-    found = (".".join(path.relative_to(below).with_suffix("").parts) for path in sorted(below.rglob("*.py")))
-    return [name for name in found if not name.endswith("__init__") and theirs.module(f"{THEIRS}.{name}") is not None]
+def main(arguments: Sequence[str]) -> int:
+    """Print the differences; return 0, or 2 for a usage error."""
+    summary = "Say which names of our helpers differ from upstream's."
+    parser = argparse.ArgumentParser("torch_ext drift", description=summary)
+    parser.add_argument("--against", default="installed", metavar="CHECKOUT", help="default: the installed torch")
+    parser.add_argument("--json", action="store_true", help="print every name, the same ones included, as JSON")
+    try:
+        options = parser.parse_args(arguments)
+        entries = drift(options.against)
+    except CheckoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    print(json.dumps([asdict(entry) for entry in entries], indent=1) if options.json else as_text(entries))
+    return 0
 
 
 def drift(against: str = "installed") -> list[Entry]:
-    """Compare every helper module with its counterpart.
+    """Compare every helper module with its counterpart, if upstream has one.
 
     Args:
         against: the folder of a PyTorch checkout, read at its ``HEAD``, or ``installed``.
@@ -67,30 +75,10 @@ def drift(against: str = "installed") -> list[Entry]:
         CheckoutError: there is no such checkout.
     """
     theirs = installed_tree() if against == "installed" else upstream_at(Path(against))
-    ours, names = our_tree(theirs), counterparts(project_root(), theirs)
-    found = [entry for name in names for entry in compare(name, ours, theirs)]
-    installed = installed_tree()
-    gone = [name for name in counterparts(project_root(), installed) if name not in names]
-    found += [Entry(name, "(the module)", NEW) for name in gone]
-    return found + [entry for name in _TAKEN_WHOLE for entry in compare_whole(name, installed, theirs)]
-
-
-def compare_whole(name: str, installed: Tree, theirs: Tree) -> list[Entry]:
-    """Compare module ``name`` of the installed torch, which we take whole, with a checkout's; empty if one lacks it."""
-    full_name = f"{THEIRS}.{name}"
-    mine, upstream = installed.module(full_name), theirs.module(full_name)
-    if mine is None or upstream is None:
-        return []
-    entries: list[Entry] = []
-    for each in dict.fromkeys([*upstream.definitions, *mine.definitions]):
-        here, there = mine.definitions.get(each), upstream.definitions.get(each)
-        if each.startswith("__"):
-            continue
-        if here is None or there is None:
-            entries.append(Entry(name, each, MISSING if here is None else NEW))
-        else:
-            entries += _both(name, each, installed, (mine, here), theirs, (upstream, there), inherited=False)
-    return [replace(entry, status=THROUGH) if entry.status == SAME else entry for entry in entries]
+    ours, below = our_tree(theirs), project_root() / "testing" / "_internal"
+    found = (".".join(path.relative_to(below).with_suffix("").parts) for path in sorted(below.rglob("*.py")))
+    names = [name for name in found if not name.endswith("__init__") and theirs.module(f"{THEIRS}.{name}")]
+    return [entry for name in names for entry in compare(name, ours, theirs)]
 
 
 def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
@@ -105,50 +93,32 @@ def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
     entries: list[Entry] = []
     for each in listed:
         here, there = ours.find(our_name, each), theirs.find(their_name, each)
-        entries += [Entry(name, each, NEW)] if there is None else _both(name, each, ours, here, theirs, there)
-    # A module that looks names up on use defines them although no statement does.
-    found_on_use = _names_looked_up(mine, ours)
+        if here is None or there is None:  # re-exported from torch itself, or ours alone
+            entries.append(Entry(name, each, NEW if there is None else SAME))
+        else:
+            entries += _both(Entry(name, each, SAME), (ours, *here), (theirs, *there))
     known = {entry.name for entry in entries}
-    for each in upstream.definitions:
-        if each not in known and not each.startswith("__"):
-            entries.append(Entry(name, each, SAME if each in found_on_use else missing))
-    return entries
+    rest = [each for each in upstream.definitions if each not in known and not each.startswith("__")]
+    return entries + [Entry(name, each, missing) for each in rest]
 
 
 def _both(
-    module: str,
-    name: str,
-    ours: Tree,
-    here: tuple[Module, Definition] | None,
-    theirs: Tree,
-    there: tuple[Module, Definition],
-    inherited: bool = True,
+    entry: Entry, here: tuple[Tree, Module, Definition], there: tuple[Tree, Module, Definition]
 ) -> Iterator[Entry]:
-    if here is None:  # re-exported from torch itself
-        yield Entry(module, name, SAME)
-        return
-    (_, mine), (_, upstream) = here, there
+    mine, upstream = here[2], there[2]
     if not (mine.is_class and upstream.is_class):
-        yield _entry(module, name, mine.node, upstream.node)
+        yield _entry(entry.module, entry.name, mine.node, upstream.node)
         return
-    yield Entry(module, name, SAME)
-    if inherited:
-        my_members, their_members = members_of(ours, *here), members_of(theirs, *there)
-    else:
-        my_members, their_members = (
-            {member: (module, node) for member, node in definition.members().items()}
-            for module, definition in (here, there)
-        )
+    yield entry
+    my_members, their_members = members_of(*here), members_of(*there)
     for member in dict.fromkeys([*their_members, *my_members]):
         if member.startswith("__") and member != "__init__":
             continue
-        full = f"{name}.{member}"
-        if member in my_members and member in their_members:
-            # Both inherit it from one class of torch: nothing to tell.
-            if not inherited or my_members[member][0].name != their_members[member][0].name:
-                yield _entry(module, full, my_members[member][1], their_members[member][1], method=True)
-        else:
-            yield Entry(module, full, NEW if member in my_members else MISSING)
+        full = f"{entry.name}.{member}"
+        if member not in my_members or member not in their_members:
+            yield Entry(entry.module, full, NEW if member in my_members else MISSING)
+        elif my_members[member][0].name != their_members[member][0].name:  # else both inherit it from one class
+            yield _entry(entry.module, full, my_members[member][1], their_members[member][1], method=True)
 
 
 def _public_names(tree: Tree, module: str) -> list[str]:
@@ -194,24 +164,6 @@ def _resolves_through(module: Module) -> bool:
     """Whether the module's ``__getattr__`` ends at upstream's module."""
     lookup = module.definitions.get("__getattr__")
     return lookup is not None and "upstream" in ast.unparse(lookup.node)
-
-
-def _names_looked_up(module: Module, ours: Tree) -> set[str]:
-    """Return the names that a module's ``__getattr__`` answers itself: the keys of the tables that it reads."""
-    lookup = module.definitions.get("__getattr__")
-    found: set[str] = set()
-    for node in ast.walk(lookup.node) if lookup else ():
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            origin = module.imports.get(node.value.id)
-            table = ours.find(origin.dotted, node.attr) if origin else None
-            value = getattr(table[1].node, "value", None) if table else None
-            if isinstance(value, ast.Dict):
-                found |= {key.value for key in value.keys if isinstance(key, ast.Constant) and type(key.value) is str}
-    return found
-
-
-def as_json(entries: Iterable[Entry]) -> str:
-    return json.dumps([asdict(entry) for entry in entries], indent=1)
 
 
 def as_text(entries: Iterable[Entry]) -> str:

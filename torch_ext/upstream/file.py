@@ -1,12 +1,11 @@
 """Imported by the zygote of one upstream file, right before the file: gives it the devices and variables that it needs.
 
-A file that reads the device count while it is imported decides then which tests it has and how many ranks they get. An
-accelerator whose devices are simulated has as many as anybody asks for, so what the file asks for later is read off its
-source first.
+A file that reads the device count while it is imported decides then which tests it has and how many ranks they get. A
+simulated accelerator has as many devices as the process requests, so this module reads the largest number off the
+file's source first.
 
-Some files cannot be imported without the variables that upstream's own runner sets. Those that it sets are these. It
-also starts files in the checkout's ``test``, and so does this where programs that a test starts would find an unbuilt
-torch.
+Some files cannot be imported without the variables that upstream's own runner sets. That runner also starts files in
+the checkout's ``test``; so does this module where programs that a test starts would find an unbuilt torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,13 +23,14 @@ from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import files
 
-__all__ = ["devices_wanted", "needs_a_backend"]
+__all__ = ["devices_wanted"]
 
 _MOST = 64
 # Functions of torch's helpers that take a number of devices, and names that hold one.
 _ASKING = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")
 _COUNT, _WORLD_SIZE = "device_count", "world_size"
-_BACKEND, _HOST_BACKEND = "BACKEND", "gloo"
+# Upstream's runner starts such a file once for each backend.
+_READS_BACKEND = re.compile(r"""\benviron\[["']BACKEND["']\]""")
 
 
 def devices_wanted(source: str) -> int:
@@ -71,25 +72,10 @@ def _constants(nodes: Iterable[ast.AST | None]) -> Iterator[int]:
             yield node.value
 
 
-def needs_a_backend(source: str) -> bool:
-    """Whether ``source`` reads ``BACKEND``, as files do that upstream's runner starts once for each backend.
-
-    >>> needs_a_backend("BACKEND = os.environ['BACKEND']"), needs_a_backend("BACKEND = 'gloo'")
-    (True, False)
-    """
-    return any(
-        isinstance(node, ast.Subscript)
-        and _name(node.value) == "environ"
-        and isinstance(node.slice, ast.Constant)
-        and node.slice.value == _BACKEND
-        for node in ast.walk(ast.parse(source))
-    )
-
-
 def _set_variables() -> None:
     """Set what upstream's runner would, and the user has not: two ranks, on the device's backend or on the host's."""
     on_device = accelerator.STANDS_IN_VARIABLE in os.environ
-    os.environ.setdefault(_BACKEND, accelerator.backend() if on_device else _HOST_BACKEND)
+    os.environ.setdefault("BACKEND", accelerator.backend() if on_device else "gloo")
     os.environ.setdefault("WORLD_SIZE", "2")
     os.environ.setdefault("TEMP_DIR", files.folder())
 
@@ -115,7 +101,7 @@ def _prepare() -> None:
             return  # the import, which comes next, says what is wrong and where
         accelerator.request_devices(max(1, min(_MOST, devices_wanted(source))))
         devices.count_again()
-        if _BACKEND in source and needs_a_backend(source):
+        if _READS_BACKEND.search(source):
             _set_variables()
 
 

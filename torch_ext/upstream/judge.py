@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
-from torch_ext.upstream.reasons import ASKS_BY_NAME, WITH_THE_OPTION, Releases, advised, told
+from torch_ext.upstream.reasons import Releases, advised, told
 
 __all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
 
@@ -110,10 +110,6 @@ class Differences:
         """Return why ``test`` must not run; empty if it may."""
         return next((entry.told for entry in self._entries if entry.do == "skip" and entry.means(test)), "")
 
-    def known(self, test: TestName) -> str:
-        """Return what is known of ``test``, whether it must not run or is expected to fail; empty if nothing is."""
-        return next((entry.told for entry in self._entries if entry.means(test)), "")
-
     def judged(self, result: TestResult) -> TestResult:
         """Return ``result``, or an expected failure if the test is known to fail."""
         for entry in self._entries:
@@ -148,10 +144,10 @@ class Judge:
 
     Args:
         lists: files of known differences besides our own.
-        surroundings: the values that their conditions ask for, except torch's release.
+        surroundings: the values of their conditions, except torch's release.
 
     Attributes:
-        told: a sentence to begin the run with; may be empty.
+        told: a sentence at the beginning of the run; may be empty.
 
     Raises:
         SetupError: a list cannot be read, or is none.
@@ -168,22 +164,18 @@ class Judge:
             raise SetupError(f"the known differences cannot be read: {error}") from error
         here = {"torch": metadata.version("torch"), **surroundings}
         self._differences = Differences(entries, here)
-        self._with_the_option = Differences(entries, {**here, "device": "sim", "cuda_as_sim": "true"})
 
     def skipped(self, test: TestName) -> str:
         """Return why ``test`` must not run; empty if it may."""
         return self._differences.skipped(test)
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return what counts in the place of ``result``."""
+        """Return the result that counts in place of ``result``."""
         judged = self._releases.judged(self._differences.judged(result))
-        known = self._with_the_option.known(result.test)
-        if judged.reason == WITH_THE_OPTION and known:
-            return replace(judged, reason=f"{ASKS_BY_NAME}, and with --cuda-as-sim it is a {known}")
         if judged.status is not Status.SKIPPED:
             return judged
         reason = told(judged.reason)
-        if not self._cuda_as_sim and not known:
+        if not self._cuda_as_sim:
             reason = advised(reason, self._source_of(result.test))
         return replace(judged, reason=reason)
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
 __all__ = [
-    "ASKS_BY_NAME",
-    "WITH_THE_OPTION",
     "Releases",
     "advised",
     "reason_of",
@@ -23,25 +21,23 @@ __all__ = [
     "told",
 ]
 
-ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
-WITH_THE_OPTION = f"{ASKS_BY_NAME}: --cuda-as-sim has it mean the simulated accelerator"
+_ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
+_HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
 _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
 )
 
-# What our harness says of a test that --cuda-as-sim has run: the torch has no NCCL, or the file counts CUDA devices.
-_NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
-_NO_RANKS = re.compile(r"^no rank was started, because the test's world_size is 0$", re.MULTILINE)
 # What upstream's helpers say where Inductor has no Triton for a GPU.
 _NEEDS_TRITON = re.compile(r"^(?:requires (?:gpu|triton)\b|Inductor\+gpu needs triton\b)", re.IGNORECASE)
-# What upstream's files say themselves where they find no CUDA, in one line.
+# Skips of files that find no CUDA: in their own words, or in our harness's.
 _WANTS_CUDA = re.compile(
-    r"\A(?:(?:no|CUDA|multi-?GPU)\b[^\n]*\b(?:unavailable|not (?:available|supported)|found)"
+    rf"\A(?:{re.escape(WITHOUT_TESTS)}|no rank was started, because the test's world_size is 0\b[\s\S]*"
+    r"|(?:no|CUDA|multi-?GPU)\b[^\n]*\b(?:unavailable|not (?:available|supported)|found)"
     r"|(?:no supported device|[Rr]equires|[Nn]eeds)\b[^\n]*\b(?:cuda|CUDA)\b[^\n]*)\.?\Z"
 )
+_NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
 _NAMES_CUDA_ITSELF = re.compile(r"\bcuda\b|\bTEST_(?:CUDA|MULTIGPU)\b")
-_COUNTS_CUDA = re.compile(r"\bcuda\.device_count\b")
 
 # Errors that a build without CUDA raises wherever it is asked for.
 _NAMES_CUDA = (
@@ -65,7 +61,7 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     """Return why a test that failed with ``error`` cannot run here, in a sentence; empty if the error does not say.
 
     >>> reason_of("AssertionError: Torch not compiled with CUDA enabled", cuda_as_sim=False)
-    'the test asks for CUDA or NCCL by name: --cuda-as-sim has it mean the simulated accelerator'
+    'the test asks for CUDA or NCCL by name: --cuda-as-sim has CUDA mean the simulated accelerator'
     >>> reason_of("AssertionError: Torch not compiled with CUDA enabled", cuda_as_sim=True)
     ''
     >>> reason_of("RuntimeError: SymmetricMemory does not support device type sim", cuda_as_sim=True)[:22]
@@ -76,7 +72,8 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     if any(pattern.match(error) for pattern in _NAMES_SYMMETRIC):
         return _SYMMETRIC
     # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
-    return WITH_THE_OPTION if not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA) else ""
+    names_cuda = not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA)
+    return f"{_ASKS_BY_NAME}: {_HINT}" if names_cuda else ""
 
 
 def told(skip: str) -> str:
@@ -94,23 +91,12 @@ def advised(skip: str, source: str) -> str:
     """Return why a test of a file was skipped, with the advice of ``--cuda-as-sim`` where that has the test run.
 
     >>> advised("This torch is built without NCCL.", "")
-    'This torch is built without NCCL: --cuda-as-sim has it mean the simulated one'
-    >>> told = "no rank was started, because the test's world_size is 0"
-    >>> advised(told, "world_size = 0") == told
-    True
-    >>> advised(told, "world_size = torch.cuda.device_count()").removeprefix(told)
-    ', as there is no CUDA device: --cuda-as-sim has CUDA mean the simulated accelerator'
+    'This torch is built without NCCL: --cuda-as-sim has CUDA mean the simulated accelerator'
+    >>> advised("CUDA unavailable", "if torch.cuda.is_available(): ...")
+    'CUDA unavailable: --cuda-as-sim has CUDA mean the simulated accelerator'
     """
-    if skip == WITHOUT_TESTS and _NAMES_CUDA_ITSELF.search(source):
-        return f"{skip}, and asks whether there is CUDA: --cuda-as-sim has it mean the simulated accelerator"
-    if _WANTS_CUDA.search(skip) and _NAMES_CUDA_ITSELF.search(source):
-        return f"{skip.rstrip('.')}: --cuda-as-sim has CUDA mean the simulated accelerator"
-    if _NO_NCCL.search(skip):
-        return _NO_NCCL.sub("This torch is built without NCCL: --cuda-as-sim has it mean the simulated one", skip)
-    if _COUNTS_CUDA.search(source) and (found := _NO_RANKS.search(skip)):
-        more = ", as there is no CUDA device: --cuda-as-sim has CUDA mean the simulated accelerator"
-        return skip[: found.end()] + more + skip[found.end() :]
-    return skip
+    wants_cuda = _WANTS_CUDA.search(skip) and _NAMES_CUDA_ITSELF.search(source)
+    return f"{skip.rstrip('.')}: {_HINT}" if wants_cuda or _NO_NCCL.search(skip) else skip
 
 
 def _errors(problem: Problem) -> list[str]:
@@ -165,7 +151,7 @@ def release_of_checkout(path: Path) -> str:
 
 
 def _outside_a_checkout(path: Path) -> bool:
-    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, of which nothing tells the release."""
+    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, whose release is unknown."""
     if release_of_checkout(path) or not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -20,7 +20,7 @@ import torch_ext.world
 from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
 
 # What each layer may import from this project, besides itself. Names of the package stand without `torch_ext.`.
-_LAYERS = {
+_OF_THE_PACKAGE = {
     "compat": "",
     "cache": "",
     "machine_memory": "",
@@ -29,55 +29,16 @@ _LAYERS = {
     "cuda_as_sim": "cache sim",
     "accelerator": "compat",
     "world": "compat machine_memory",
-    "runner": "world cache compat.untested_torch machine_memory cuda_as_sim.words",
-    "upstream": "accelerator world runner compat unbuilt",
+    "results": "world",
+    "runner": "world results cache compat.untested_torch machine_memory cuda_as_sim.words",
+    "upstream": "accelerator world results compat unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory sim",
-    "__main__": "runner program sim.command unbuilt upstream.harness",
+    "__main__": "runner program sim.command unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
 LAYERS: dict[str, frozenset[str]] = {
-    "torch_ext.compat": frozenset(),
-    "torch_ext.cache": frozenset(),
-    "torch_ext.machine_memory": frozenset(),
-    "torch_ext.unbuilt": frozenset(),
-    "torch_ext.sim": frozenset({"torch_ext.cache", "torch_ext.machine_memory"}),
-    "torch_ext.cuda_as_sim": frozenset({"torch_ext.cache", "torch_ext.sim"}),
-    "torch_ext.accelerator": frozenset({"torch_ext.compat"}),
-    "torch_ext.world": frozenset({"torch_ext.compat", "torch_ext.machine_memory"}),
-    "torch_ext.results": frozenset({"torch_ext.world"}),
-    "torch_ext.runner": frozenset(
-        {
-            "torch_ext.world",
-            "torch_ext.results",
-            "torch_ext.cache",
-            "torch_ext.compat.untested_torch",
-            "torch_ext.machine_memory",
-            "torch_ext.cuda_as_sim.words",
-        }
-    ),
-    "torch_ext.upstream": frozenset(
-        {"torch_ext.accelerator", "torch_ext.world", "torch_ext.results", "torch_ext.compat", "torch_ext.unbuilt"}
-    ),
-    "torch_ext.program": frozenset(
-        {
-            "torch_ext.world",
-            "torch_ext.cache",
-            "torch_ext.compat",
-            "torch_ext.cuda_as_sim",
-            "torch_ext.machine_memory",
-            "torch_ext.sim",
-        }
-    ),
-    "torch_ext.__main__": frozenset(
-        {
-            "torch_ext.runner",
-            "torch_ext.program",
-            "torch_ext.sim.command",
-            "torch_ext.unbuilt",
-            "torch_ext.upstream.judge",
-        }
-    ),
-    "torch_ext.testing": frozenset({"torch_ext.accelerator", "torch_ext.compat", "torch_ext.world"}),
+    **{f"torch_ext.{layer}": frozenset(f"torch_ext.{each}" for each in lower.split())
+       for layer, lower in _OF_THE_PACKAGE.items()},
     "torch_ext": frozenset(),
     "test.distributed": frozenset({"torch_ext.testing._internal"}),
     "test.torch_ext": frozenset({"torch_ext", "test", "benchmarks.simulate"}),
@@ -86,7 +47,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "benchmarks": frozenset({"torch_ext"}),
     "setup": frozenset(),
     "run_test": frozenset({"torch_ext.__main__"}),
-}
+}  # fmt: skip
 
 # The one import that points up: a test file run by itself calls the runner. It is lazy, so nothing else pays for it.
 _UP = {("torch_ext.testing._internal.common_utils", "torch_ext.runner.cli.main_for_file")}

@@ -52,6 +52,6 @@ def test_output_that_cannot_be_written_is_said_in_a_sentence() -> None:
 def test_demo_finds_the_race_and_nothing_else() -> None:
     done = command("demo")
     assert done.stdout.count("step 2: loss") == 2
-    assert done.stderr.count("FAILED demo_training.py") == 1
+    assert done.stderr.count("FAILED demo.py") == 1
     assert "must wait for stream 1 of sim:" in done.stderr
     assert done.returncode == 0

@@ -13,11 +13,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start, with_entry_point
-from torch_ext.program.options import parse
-from torch_ext.program.report import failure
-from torch_ext.program.supervise import main
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.verdict import WorldReport, judge
+from torch_ext.program.run import main
 
 _FINDS = r"""
     import multiprocessing as mp, os, sys
@@ -344,20 +340,6 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_stop_in_what_a_rank_has_spawned_says_who_serves_addresses() -> None:
-    options = parse(["-n", "2", "-m", "json"])
-    child = "python -c from multiprocessing.spawn import spawn_main; spawn_main()"
-    meeting = '  File "torch/distributed/rendezvous.py", line 190 in _create_c10d_store\n'
-    for left, stacks, said in (
-        ([child], "", "rank 1 had spawned processes. Do these meet"),
-        ([], meeting, "rank 1 wanted to meet at an address of their own"),
-        (["sleep 600"], "", ""),
-    ):
-        outcomes = (Outcome(0, Ending.PASSED), Outcome(1, Ending.TIMED_OUT, left_behind=left, stacks=stacks))
-        text = failure(options, WorldReport(outcomes, judge(outcomes), 1.0))
-        assert said in text and ("Nobody serves it" in text) is bool(said)
 
 
 def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:

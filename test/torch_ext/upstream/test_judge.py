@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,19 +155,6 @@ def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
     assert not skipped or judged.reason.startswith("needs another release of torch: ")
     of_the_user = replace(failing_with(error), test=replace(TEST, file="test_b.py"))
     assert judge_of.judged(of_the_user) is of_the_user
-
-
-def test_the_option_is_not_advised_where_it_does_not_help(tmp_path: Path) -> None:
-    test = {"test": "fsdp/test_a.py::TestA::*", "when": {"cuda_as_sim": "true"}, "reason": "it reads clocks"}
-    file = tmp_path / "known.json"
-    file.write_text(json.dumps([test]))
-    told = Judge([], [str(file)], ON_SIM)
-    names_cuda = failing_with(NAMES_CUDA)
-    assert told.judged(names_cuda).reason == (
-        "the test asks for CUDA or NCCL by name, and with --cuda-as-sim it is a known difference: it reads clocks"
-    )
-    another = replace(names_cuda, test=replace(TEST, cls="TestB"))
-    assert told.judged(another).reason.endswith(": --cuda-as-sim has it mean the simulated accelerator")
 
 
 NAMES_CUDA = "AssertionError: Torch not compiled with CUDA enabled"

@@ -77,7 +77,7 @@ def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
     assert done.returncode == 1, done
     assert "1 passed, 2 failed, 2 skipped" in done.stdout
     assert "1  the file defines no test here\n" in done.stdout
-    assert "1  the file defines no test here, and asks whether there is CUDA: --cuda-as-sim has it mean" in done.stdout
+    assert "1  the file defines no test here: --cuda-as-sim has CUDA mean" in done.stdout
     assert f'File "{folder}/test_syntax.py", line 1' in done.stdout
     assert "upstream/file.py" not in done.stdout + done.stderr
     assert f"{folder}/test_link.py is left out: it is no file, or a link to nothing" in done.stderr

@@ -9,8 +9,7 @@ import pytest
 
 from test.torch_ext.upstream_export.checkouts import repository
 from torch_ext.upstream import drift
-from torch_ext.upstream.__main__ import main
-from torch_ext.upstream.drift import Entry, compare
+from torch_ext.upstream.drift import Entry, compare, main
 from torch_ext.upstream.export.modules import Module, Tree
 
 # What upstream's harness does inside, and ours does another way.
@@ -102,11 +101,11 @@ def test_we_have_every_name_of_the_installed_fsdp_and_distributed_helpers() -> N
 
 
 def test_the_command_prints_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drift"]) == 0
+    assert main([]) == 0
     shown = capsys.readouterr().out
     assert "common_fsdp: " in shown
     assert "  new     StepLog" in shown
-    assert main(["drift", "--json"]) == 0
+    assert main(["--json"]) == 0
     entries = [Entry(**each) for each in json.loads(capsys.readouterr().out)]
     assert Entry("common_fsdp", "MLP", "same") in entries
 
@@ -115,30 +114,7 @@ def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFi
     name = "torch/testing/_internal/dist_utils.py"
     repository(tmp_path, {name: "def worker_name(rank): ...\ndef brand_new(): ...\n"})
     (tmp_path / name).write_text("")  # not committed
-    assert main(["drift", "--against", str(tmp_path)]) == 0
+    assert main(["--against", str(tmp_path)]) == 0
     assert "  missing brand_new" in capsys.readouterr().out
-    assert main(["drift", "--against", str(tmp_path / "torch" / "nothing")]) == 2
-    assert "nothing is no folder; give a git checkout of PyTorch" in capsys.readouterr().err
-
-
-def test_a_module_that_we_take_whole_is_compared_with_a_checkouts() -> None:
-    name = "distributed._tensor.common_dtensor"
-    installed = drift.drift()
-    assert {entry.status for entry in installed if entry.module == name} == {"through"}
-    assert Entry(name, "DTensorTestBase.init_pg", "through") in installed
-
-    def tree(text: str) -> Tree:
-        return Tree(lambda module: Module(module, text) if module.endswith(name) else None)
-
-    ours = tree("def gone(): ...\ndef f(a): ...\nclass C:\n    def m(self): ...")
-    theirs = tree("def brand_new(): ...\ndef f(b): ...\nclass C:\n    def m(self): ...\n    def more(self): ...")
-    told = {entry.name: entry.status for entry in drift.compare_whole(name, ours, theirs)}
-    assert told == {
-        "brand_new": "missing",
-        "f": "changed",
-        "C": "through",
-        "C.m": "through",
-        "C.more": "missing",
-        "gone": "new",
-    }
-    assert drift.compare_whole("nothing", ours, theirs) == []
+    assert main(["--against", str(tmp_path / "torch" / "nothing")]) == 2
+    assert "nothing is no git checkout with the revision 'HEAD'" in capsys.readouterr().err

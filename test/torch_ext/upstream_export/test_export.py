@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.upstream_export.checkouts import PERSON, like_upstream, repository
-from torch_ext.upstream.__main__ import main
 from torch_ext.upstream.export import check
-from torch_ext.upstream.export.command import Result, add, export
+from torch_ext.upstream.export.command import Request, Result, add, export, main
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import our_tree, tree_at
 from torch_ext.upstream.export.targets import text_of
@@ -36,7 +35,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def anatomy(checkout: Path) -> Result:
-    result = export([ANATOMY], checkout, tools=["a pencil"])
+    result = export(Request([ANATOMY], checkout, tools=["a pencil"]))
     assert result.problems == []
     return result
 
@@ -116,22 +115,22 @@ def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(che
         return [subprocess.check_output(["git", "-C", str(checkout), *each], text=True) for each in commands]
 
     before, file = state(), tmp_path / "change.patch"
-    asked = ["export", "testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
+    asked = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
     assert main([*asked, "--output", str(file), "--subject", "Log a step"]) == 0
     assert state() == before
     assert "Subject: [PATCH] Log a step\n" in file.read_text(encoding="utf-8")
     assert main([*asked, "--branch", "step-log"]) == 0
     shown = subprocess.check_output(["git", "-C", str(checkout), "log", "-1", "--format=%an %s", "step-log"], text=True)
-    assert shown == f"{PERSON[0]} Add ThreeUnits, StepLog, layout_over_ranks to common_fsdp\n"
+    assert shown == f"{PERSON[0]} Add ThreeUnits, StepLog, layout_over_ranks\n"
 
 
 @pytest.mark.parametrize(
     ("what", "code", "told"),
     [
         ("testing/_internal/common_distributed.py", 1, "never goes upstream: write against"),
-        ("torch_ext/compat/fsdp.py", 1, "compat never goes upstream"),
+        ("torch_ext/compat/fsdp.py", 2, "only Python files below testing and test/distributed go upstream"),
         ("testing/_internal/_fsdp/models/mlp.py", 1, "upstream has all of it"),
-        ("testing/_internal/common_fsdp.py::MLP", 1, "has MLP: give REV.."),
+        ("testing/_internal/common_fsdp.py::MLP", 1, "has MLP: bring a change of it over by hand"),
         ("testing/_internal/nothing.py", 2, "is no file, folder or REV.."),
         ("no-such-revision..", 2, "no-such-revision"),
     ],
@@ -139,7 +138,7 @@ def test_nothing_is_written_to_the_checkout_but_the_branch_that_is_asked_for(che
 def test_what_cannot_go_is_said(
     checkout: Path, what: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", what, "--onto", str(checkout)]) == code
+    assert main([what, "--onto", str(checkout)]) == code
     shown = capsys.readouterr()
     assert told in shown.err
     assert shown.out == ""
@@ -161,28 +160,17 @@ def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list
     return {each.path: text_of(each, ours) for each in linker.targets.values()}, linker.problems
 
 
-def test_a_changed_definition_is_merged_into_upstreams(tmp_path: Path) -> None:
-    now = BEFORE.replace("y = 2", "y = 3") + "\n\ndef added():\n    return kept()\n"
-    files, told = since(tmp_path, now, BEFORE.replace("    x = a\n", "    # theirs\n    x = a\n"))
-    assert told == []
-    assert files[THEIRS] == (
-        "def kept():\n    return 1\n\n\n"
-        "def changed(a):\n    # theirs\n    x = a\n    z = 0\n    y = 3\n    return x + y + z\n"
-        "\n\ndef added():\n    return kept()\n"
-    )
-
-
-def test_a_conflict_shows_three_sides_and_sends_nothing(tmp_path: Path) -> None:
-    _, told = since(tmp_path, BEFORE.replace("y = 2", "y = 3"), BEFORE.replace("y = 2", "y = 4"))
-    assert len(told) == 1
-    assert "changed changed here and differs upstream" in told[0]
-    for side in ("<<<<<<< upstream\n    y = 4", "||||||| before\n    y = 2", "=======\n    y = 3\n>>>>>>> now"):
-        assert side in told[0]
+def test_an_addition_goes_and_a_change_of_what_upstream_has_is_named(tmp_path: Path) -> None:
+    added = "\n\ndef added():\n    return kept()\n"
+    files, told = since(tmp_path / "added", BEFORE + added, "def kept(): ...\n\n\ndef changed(a): ...\n")
+    assert (files[THEIRS], told) == (f"def kept(): ...\n\n\ndef changed(a): ...\n{added}", [])
+    _, told = since(tmp_path / "changed", BEFORE.replace("y = 2", "y = 3") + added, BEFORE)
+    assert told == [f"changed changed here, and {THEIRS} has it: bring that over by hand"]
 
 
 @pytest.mark.long  # half a minute for the whole tree
 def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_path: Path) -> None:
-    result = export(["test/distributed", "testing/_internal"], checkout)
+    result = export(Request(["test/distributed", "testing/_internal"], checkout))
     assert result.problems == []
     assert len(result.files) > 40
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
@@ -194,7 +182,7 @@ def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_pat
 def test_suites_pass_under_torchs_own_harness(
     checkout: Path, tmp_path: Path, file: str, device: str, tests: tuple[str, ...]
 ) -> None:
-    result = export([file], checkout)
+    result = export(Request([file], checkout))
     assert result.problems == []
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)
     run = check.run_in_copy(copy, file, device, tests)

@@ -166,7 +166,7 @@ def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
         "x = 1\n": "no line # Owner(s)",
         owned + "x = 1 \n": "W291",
         owned + "x = 1": "W292",
-        owned + "if True:\n\tx = 1\n": "a tab",
+        owned + "if True:\n\tx = 1\n": "W191",
         owned + "import torch_ext.world\n": "names this project",
         owned + "x = 'TORCH_EXT_DEVICE'\n": "names this project",
         owned + "def f():\n    return nothing\n": "F821",

@@ -6,7 +6,7 @@ A checkout that nobody has built cannot be imported as torch. The tests run on t
 ``torch.testing._internal`` is looked up in the scratch copy first: a ``sitecustomize`` in a folder on ``PYTHONPATH``,
 which spawned ranks inherit, installs a finder for that one package. Nothing of this project is on the path, except the
 simulated device where that is asked for, as any out-of-tree device would be. Releases whose ``common_fsdp`` lists the
-devices that it knows are told of it, as out-of-tree backends do for themselves.
+known devices get it set there, as out-of-tree backends do for themselves.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_ext.upstream.export.git import git, root_of
+from torch_ext.upstream.export.git import git
 from torch_ext.upstream.export.modules import project_root
 
 __all__ = ["Run", "apply_to_copy", "import_in_copy", "run_in_copy"]
+
+_HOST = "cpu"
 
 _SITE = '''
 import importlib.machinery, os, sys
@@ -45,11 +47,11 @@ class Copy:
         roots = [os.path.join(COPY, "torch"), os.path.dirname(torch.__file__)]
         found = importlib.machinery.PathFinder.find_spec(name, [os.path.join(root, *below) for root in roots])
         if found is not None and name.endswith(".common_fsdp") and os.environ.get("EXPORT_CHECK_DEVICE"):
-            found.loader.exec_module = told(found.loader.exec_module)
+            found.loader.exec_module = with_device(found.loader.exec_module)
         return found
 
 
-def told(execute):
+def with_device(execute):
     def run(module):
         execute(module)
         device = os.environ["EXPORT_CHECK_DEVICE"]
@@ -97,8 +99,9 @@ def apply_to_copy(checkout: Path, mail: str, folder: Path) -> Path:
         CheckoutError: it does not apply.
     """
     copy = folder / "copy"
-    plain = ("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null")  # whatever a person has set
-    git(folder, *plain, "clone", "--quiet", "--shared", "--no-tags", str(root_of(checkout).resolve()), str(copy))
+    plain = ("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null")  # despite the user's settings
+    root = git(checkout, "rev-parse", "--show-toplevel").strip()
+    git(folder, *plain, "clone", "--quiet", "--shared", "--no-tags", root, str(copy))
     file = folder / "change.patch"
     file.write_text(mail, encoding="utf-8")
     git(copy, *plain, "-c", "user.name=check", "-c", "user.email=check@localhost", "am", "--quiet", str(file))
@@ -168,6 +171,3 @@ def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return 1, f"{text}\nnot done after {timeout_s:g} s"
-
-
-_HOST = "cpu"

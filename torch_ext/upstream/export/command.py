@@ -1,16 +1,20 @@
-"""One export: the arguments, the change, the check on plain torch, the message and the patch."""
+"""``torch_ext export``: the arguments, the change, the check on plain torch, the message and the patch."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import platform
-import subprocess
+import signal
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from torch_ext.upstream.export import check, lint, spelled
 from torch_ext.upstream.export.git import (
@@ -24,19 +28,34 @@ from torch_ext.upstream.export.git import (
     shown,
 )
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.modules import (
-    Definition,
-    Module,
-    Tree,
-    our_tree,
-    path_of,
-    project_root,
-    span,
-    upstream_at,
-)
-from torch_ext.upstream.export.targets import Target, formatted_piece, text_of
+from torch_ext.upstream.export.modules import Definition, Module, our_tree, path_of, project_root, upstream_at
+from torch_ext.upstream.export.targets import Target, text_of
 
-__all__ = ["Result", "add", "export"]
+__all__ = ["Request", "Result", "add", "export", "main"]
+
+_DEVICES = ("cpu", "sim")
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line.
+
+    Attributes:
+        what: see :func:`add`.
+        onto: the PyTorch checkout.
+        branch: commit on this new branch; empty for a mail only.
+        subject: the first line of the message; empty for one made of the change.
+        tools: further lines for the message.
+        devices: where to run the change; none to not run it.
+    """
+
+    what: Sequence[str]
+    onto: Path
+    branch: str = ""
+    subject: str = ""
+    tools: Sequence[str] = ()
+    devices: Sequence[str] = ()
 
 
 @dataclass
@@ -48,40 +67,88 @@ class Result:
     mail: str = ""
 
 
-def export(
-    what: Sequence[str],
-    onto: Path,
-    *,
-    branch: str = "",
-    subject: str = "",
-    tools: Sequence[str] = (),
-    devices: Sequence[str] = (),
-    say: Callable[[str], None] = lambda line: None,
-) -> Result:
+def main(arguments: Sequence[str]) -> int:
+    """Export what ``arguments`` name.
+
+    Returns:
+        0; 1 if a change cannot go or fails its check; 2 for a usage error; 128 plus the number of a signal.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+        for number in _ENDED_BY:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+                signal.signal(number, _end)
+        devices = (options.device or _DEVICES) if options.check else ()
+        request = Request(options.what, options.onto, options.branch, options.subject, options.tool, devices)
+        result = export(request, lambda line: print(line, file=sys.stderr, flush=True))
+    except CheckoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    for problem in result.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if options.output and result.mail:
+        options.output.write_bytes(result.mail.encode())
+    elif not options.branch:
+        sys.stdout.buffer.write(result.mail.encode())  # UTF-8, in any terminal
+    return 1 if result.problems else 0
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    for each in _ENDED_BY:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = "Write tests and helpers of this tree as a patch for a PyTorch checkout."
+    parser = argparse.ArgumentParser("torch_ext export", description=summary)
+    add = parser.add_argument
+    add(
+        "what",
+        nargs="+",
+        metavar="PATH|FILE::NAME|REV..",
+        help="files, folders, names, or all additions since REV",
+    )
+    add("--onto", required=True, type=Path, metavar="CHECKOUT", help="a git checkout of PyTorch; its HEAD counts")
+    add("--output", type=_new_file, metavar="FILE", help="write the mail there; default: to standard output")
+    add("--branch", default="", metavar="NAME", help="commit on this new branch of the checkout instead")
+    add("--subject", default="", help="the first line of the message; default: made of the change")
+    add("--tool", action="append", default=[], metavar="TEXT", help="another tool that helped to make it; repeat")
+    add("--check", action="store_true", help="apply it to a scratch copy and run it there, on cpu and on sim")
+    add("--device", action="append", choices=_DEVICES, help="with --check: only there")
+    return parser
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a file in a folder that exists")
+    return path
+
+
+def export(request: Request, say: Callable[[str], None] = lambda line: None) -> Result:
     """Make a patch.
 
     Args:
-        what: see :func:`add`.
-        onto: the PyTorch checkout.
-        branch: commit on this new branch, too; empty for a mail only.
-        subject: the first line of the message; empty for one made of the change.
-        tools: further lines for the message.
-        devices: where to run the change; none to not run it.
+        request: the change, and where it goes.
         say: prints a line of progress.
 
     Raises:
         CheckoutError: the checkout, a path or a revision is not there, the branch is there already, git knows no
             author, or there is no ruff.
     """
-    root, theirs = project_root(), upstream_at(onto)
+    root, onto = project_root(), request.onto
+    theirs = upstream_at(onto)
     check_author(onto)
-    if branch:
-        check_branch(onto, branch)
+    if request.branch:
+        check_branch(onto, request.branch)
     ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
-    add(linker, what, root)
+    add(linker, request.what, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
-    targets = [each for each in linker.targets.values() if each.whole or each.pieces or each.replaced]
+    targets = [each for each in linker.targets.values() if each.whole or each.pieces]
     if not targets and not result.problems:
         result.problems.append("upstream has all of it: there is nothing to send")
     if result.problems:
@@ -90,45 +157,39 @@ def export(
     before = {target.path: target.existing.text for target in targets if target.existing}
     settings = shown(onto, "pyproject.toml", commit_of(onto))
     result.problems = lint.problems(result.files, before, None if settings is None else settings.decode())
-    if result.problems:
-        return result
     runs: list[check.Run] = []
-    if devices:
-        runs, result.problems = _checked(onto, devices, targets, result.files, say)
+    if request.devices and not result.problems:
+        runs, result.problems = _checked(request, targets, result.files, say)
     if not result.problems:
-        message = _message(subject or _subject(targets), targets, runs, tools)
+        message = _message(request, targets, runs)
         result.mail = mailbox(onto, result.files, message)
-        if branch:
-            say(f"{branch}: {commit_on_branch(onto, result.files, message, branch)}")
+        if request.branch:
+            say(f"{request.branch}: {commit_on_branch(onto, result.files, message, request.branch)}")
     return result
 
 
 def _checked(
-    onto: Path,
-    devices: Sequence[str],
-    targets: Sequence[Target],
-    files: dict[str, str],
-    say: Callable[[str], None],
+    request: Request, targets: Sequence[Target], files: dict[str, str], say: Callable[[str], None]
 ) -> tuple[list[check.Run], list[str]]:
     """Apply the change to a scratch copy, import every file there, and run the test files."""
-    mail = mailbox(onto, files, "check\n")
+    mail = mailbox(request.onto, files, "check\n")
     with tempfile.TemporaryDirectory() as folder:
-        copy = check.apply_to_copy(onto, mail, Path(folder))
+        copy = check.apply_to_copy(request.onto, mail, Path(folder))
         tests = [target.path for target in targets if target.path.startswith("test/")]
         helpers = [target.module for target in targets if not target.path.startswith("test/")]
         if wrong := check.import_in_copy(copy, [*helpers, *(str(copy / each) for each in tests)]):
             return [], [f"the changed files do not import on plain torch: {wrong}"]
         runs = []
         for file in tests:
-            for device in devices:
+            for device in request.devices:
                 runs.append(check.run_in_copy(copy, file, device))
                 say(str(runs[-1]))
     return runs, [f"{run}\n{run.output}" for run in runs if not run.good]
 
 
-def _message(subject: str, targets: Sequence[Target], runs: Sequence[check.Run], tools: Sequence[str]) -> str:
+def _message(request: Request, targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
     """Return the commit message: the files and tests of the change, its runs, and the tools."""
-    parts = [subject]
+    parts = [request.subject or _subject(targets)]
     parts += [textwrap.fill(_about(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
     tests = [f"{each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
     own = [
@@ -137,8 +198,8 @@ def _message(subject: str, targets: Sequence[Target], runs: Sequence[check.Run],
     ]
     parts += [_listed("Tests", tests)] if tests else []
     parts += [_listed("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
-    parts += [_listed("Tools", [*own, *tools])]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts += [_listed("Tools", [*own, *request.tools])]
+    return "\n\n".join(parts) + "\n"
 
 
 def _listed(title: str, lines: Sequence[str]) -> str:
@@ -146,22 +207,19 @@ def _listed(title: str, lines: Sequence[str]) -> str:
 
 
 def _subject(targets: Sequence[Target]) -> str:
+    pieces = [piece.name for target in targets for piece in target.pieces.values()]
     names = [target.module.rpartition(".")[2] for target in targets if target.whole is not None]
-    end = ""
-    if not names:
-        pieces = [piece.name for target in targets for piece in target.pieces.values()]
-        names = [name for name in pieces if not name.startswith("_")] or pieces
-        end = f" to {targets[0].module.rpartition('.')[2]}"
+    names = names or [name for name in pieces if not name.startswith("_")] or pieces
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"Add {', '.join(names[:3])}{more}{end}"
+    return f"Add {', '.join(names[:3])}{more}"
 
 
 def _about(target: Target) -> str:
-    if target.whole is not None:
-        told = (ast.get_docstring(target.whole.module.tree) or "").partition("\n\n")[0]
-        return f"{target.path}: {' '.join(told.split())}" if told else f"{target.path} is new."
-    names = [f"{piece.into}.{piece.name}" if piece.into else piece.name for piece in target.pieces.values()]
-    return f"{target.path} gets {', '.join(names)}." if names else ""
+    if target.whole is None:
+        names = [f"{piece.into}.{piece.name}" if piece.into else piece.name for piece in target.pieces.values()]
+        return f"{target.path} gets {', '.join(names)}."
+    summary = (ast.get_docstring(target.whole.module.tree) or "It is new.").partition("\n\n")[0]
+    return f"{target.path}: {' '.join(summary.split())}"
 
 
 def _tests(target: Target) -> list[str]:
@@ -174,7 +232,7 @@ def _tests(target: Target) -> list[str]:
     return [f"{owner}.{name}" for owner, name in named if name.startswith("test_")]
 
 
-# The arguments: files, names in files, or the changes since a revision.
+# The arguments: files, names in files, or the additions since a revision.
 
 _GO = ("testing", "test/distributed")
 
@@ -194,54 +252,29 @@ def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
     root = root.resolve()
     for each in asked:
         revision, dots, end = each.partition("..")
-        if dots and revision and not revision.endswith("/"):
-            if end:
-                raise CheckoutError(f"got {each}; give {revision}.., whose other end is what lies in {root}")
+        if dots and not end and revision and not revision.endswith("/"):
             _add_since(linker, revision, root)
-            continue
-        path, mark, name = each.partition("::")
-        found = [place.resolve() for place in (root / path, Path(path)) if path and place.exists()]
-        place = next((place for place in found if place.is_relative_to(root)), None)
-        if place is None:
-            raise CheckoutError(f"{path!r} is no file, folder or REV.. of {root}")
-        if mark and (not name or place.is_dir()):
-            raise CheckoutError(f"got {each}; FILE::NAME wants a file, and a name that it defines")
-        if place.is_dir():
-            _add_folder(linker, place, root)
-        elif place.suffix != ".py":
-            raise CheckoutError(f"{path} is no Python file; tests and helpers go upstream, and nothing else")
-        elif name:
-            _add_one(linker, module_at(place, root), name)
         else:
-            _add_file(linker, place, root)
+            _add_path(linker, each, root)
 
 
-def _add_file(linker: Linker, place: Path, root: Path) -> None:
-    name = module_at(place, root)
-    if not _goes(place, root) and not spelled.advice_for(name):
-        linker.problems.append(f"{place.relative_to(root)}: only what lies below {' and '.join(_GO)} goes upstream")
-    elif (module := linker.ours.module(name)) is not None and not module.tree.body:
-        linker.problems.append(f"{place.relative_to(root)} is empty; write a test first")
-    else:
-        linker.add_file(name)
-
-
-def _add_folder(linker: Linker, place: Path, root: Path) -> None:
-    if not _goes(place, root):
-        raise CheckoutError(f"{place}: only what lies below {' and '.join(_GO)} goes upstream; give a part of it")
-    files = [file for file in sorted(place.rglob("*.py")) if file.name != "__init__.py"]
-    if not files:
-        linker.problems.append(f"{place.relative_to(root)} holds no Python file")
-    for file in files:
-        name = module_at(file, root)
-        if not file.is_file():
-            linker.problems.append(f"{file.relative_to(root)} is no file, or a link to nothing; delete it")
-        elif not spelled.advice_for(name) or any(each.startswith(f"{name}.") for each in spelled.STAND_INS):
-            _add_file(linker, file, root)
-
-
-def _goes(place: Path, root: Path) -> bool:
-    return any(place.is_relative_to(root / folder) for folder in _GO)
+def _add_path(linker: Linker, asked: str, root: Path) -> None:
+    path, _, name = asked.partition("::")
+    places = ((root / path).resolve(), Path(path).resolve())
+    place = next((each for each in places if each.exists() and each.is_relative_to(root)), None)
+    if place is None:
+        raise CheckoutError(f"{path!r} is no file, folder or REV.. of {root}")
+    in_folder = place.is_dir()
+    if not any(place.is_relative_to(root / each) for each in _GO) or not (in_folder or place.suffix == ".py"):
+        raise CheckoutError(f"{place}: only Python files below {' and '.join(_GO)} go upstream")
+    if name:
+        _add_one(linker, module_at(place, root), name)
+        return
+    for file in sorted(place.rglob("*.py")) if in_folder else [place]:
+        module = module_at(file, root)
+        stays = spelled.advice_for(module) and not any(each.startswith(f"{module}.") for each in spelled.STAND_INS)
+        if not in_folder or not (stays or file.name == "__init__.py"):
+            linker.add_file(module)
 
 
 def module_at(path: Path, root: Path) -> str:
@@ -259,98 +292,51 @@ def _add_one(linker: Linker, module: str, name: str) -> None:
     elif linker.theirs.find(place := linker.place(found[0].name), name) is None:
         linker.add_name(module, name)
     else:
-        linker.problems.append(f"{place} has {name}: give REV.. to send what changed in it since REV")
+        linker.problems.append(f"{place} has {name}: bring a change of it over by hand")
 
 
 def _add_since(linker: Linker, revision: str, root: Path) -> None:
     old = our_tree(linker.theirs, root, revision)
-    untracked = _files(root, "ls-files", "-z", "--others", "--exclude-standard")
-    changed = {*_files(root, *_DIFF, "--diff-filter=d", revision), *untracked}
-    deleted = set(_files(root, *_DIFF, "--diff-filter=D", revision))
-    if not changed and not deleted:
-        linker.problems.append(f"nothing below {' and '.join(_GO)} changed since {revision}")
-    for path in sorted(deleted):
-        name = module_at(root / path, root)
-        place = linker.place(name)
-        # A name of a room behind upstream's front door may have moved to another room.
-        alone = place.endswith(name.removeprefix("torch_ext."))
-        if alone and not spelled.advice_for(name) and linker.theirs.module(place) is not None:
-            linker.problems.append(
-                f"{path} is gone since {revision}, and upstream has {path_of(place)}.py. A deletion does not "
-                f"go by itself: name the files that are to go in the place of {revision}.., and delete it there by hand"
-            )
+    # -z: git quotes names that are not ASCII otherwise.
+    diff = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "--relative", "-z", "--diff-filter=d", revision)
+    untracked = ("ls-files", "-z", "--others", "--exclude-standard")
+    changed = {path for command in (diff, untracked) for path in git(root, *command, "--", *_GO).split("\0")}
     for path in sorted(changed):
+        if not path.endswith(".py") or path.endswith("__init__.py"):
+            continue
         name = module_at(root / path, root)
         now, before = linker.ours.module(name), old.module(name)
-        if now is None:
-            linker.problems.append(f"{path} is no file, or a link to nothing; delete it")
-        elif advice := spelled.advice_for(name):
-            linker.problems.append(f"{path}: {advice}")
-        elif before is None or linker.theirs.module(linker.place(name)) is None:
+        stays = bool(spelled.advice_for(name))
+        if now is None or before is None or stays or linker.theirs.module(linker.place(name)) is None:
             linker.add_file(name)
         else:
-            _add_changes(linker, old, before, now)
+            _add_changes(linker, before, now)
 
 
-# -z: git quotes names that are not ASCII otherwise.
-_DIFF = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "--relative", "-z")
-
-
-def _files(root: Path, *command: str) -> list[str]:
-    found = git(root, *command, "--", *_GO).split("\0")
-    return [path for path in found if path.endswith(".py") and not path.endswith("__init__.py")]
-
-
-def _add_changes(linker: Linker, old: Tree, before: Module, now: Module) -> None:
+def _add_changes(linker: Linker, before: Module, now: Module) -> None:
     for name, definition in now.definitions.items():
         earlier, theirs = before.definitions.get(name), linker.theirs.find(linker.place(now.name), name)
         if name == "__all__" or (earlier is not None and _source(earlier) == _source(definition)):
             continue
         if theirs is None:
             linker.add_name(now.name, name)
-        elif earlier is None:
-            continue
-        elif not (definition.is_class and earlier.is_class and theirs[1].is_class):
-            _merge(linker, old, (before, earlier), (now, definition), theirs)
-        else:
-            was, has = earlier.members(), theirs[1].members()
-            for member, statement in definition.members().items():
-                if member in was and ast.dump(was[member]) == ast.dump(statement):
-                    continue
-                if member not in has:
-                    linker.add_member(now, definition, member)
-                elif member in was:
-                    _merge(linker, old, (before, earlier), (now, definition), theirs, member)
+        elif earlier is not None:
+            _add_members(linker, earlier, (now, definition), theirs[1])
+
+
+def _add_members(linker: Linker, earlier: Definition, now: tuple[Module, Definition], theirs: Definition) -> None:
+    """Add the new members of a class; say which definitions changed that upstream has."""
+    module, definition = now
+    was, has = earlier.members(), theirs.members()
+    changed = [] if definition.is_class else [definition.name]
+    for member, statement in definition.members().items():
+        if member not in has:
+            linker.add_member(module, definition, member)
+        elif member in was and ast.dump(was[member]) != ast.dump(statement):
+            changed.append(f"{definition.name}.{member}")
+    place = path_of(linker.place(module.name))
+    linker.problems += [f"{name} changed here, and {place}.py has it: bring that over by hand" for name in changed]
 
 
 def _source(definition: Definition) -> list[str]:
     return [ast.dump(each) for each in (definition.node, *definition.trailers)]
-
-
-def _merge(
-    linker: Linker,
-    old: Tree,
-    before: tuple[Module, Definition],
-    now: tuple[Module, Definition],
-    theirs: tuple[Module, Definition],
-    member: str = "",
-) -> None:
-    """Merge a change of ours into upstream's definition, or report the three sides of a conflict."""
-    was, piece = Linker(old, linker.theirs).changed(*before, member), linker.changed(*now, member)
-    statement = theirs[1].members()[member] if member else theirs[1].node
-    first, last = theirs[0].first_line(statement), span(statement)[1]
-    upstream = "".join(theirs[0].lines[first - 1 : last])
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["git", "merge-file", "-p", "--diff3", "-L", "upstream", "-L", "before", "-L", "now"]
-        for name, text in (("upstream", upstream), ("before", formatted_piece(was)), ("now", formatted_piece(piece))):
-            Path(folder, name).write_text(text, encoding="utf-8")
-            command.append(name)
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode == 0:
-        piece.target.replaced.append((statement, done.stdout))
-    else:
-        name = f"{theirs[1].name}.{member}" if member else theirs[1].name
-        linker.problems.append(
-            f"{piece.target.path}: {name} changed here and differs upstream. Bring this into upstream's by hand:\n"
-            f"{done.stdout}"
-        )

@@ -17,20 +17,13 @@ __all__ = [
     "commit_on_branch",
     "git",
     "mailbox",
-    "root_of",
     "shown",
 ]
 
 # Git sets these variables for its hooks. They take precedence over the folder that a command names.
-_OF_A_HOOK = (
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_DIR",
-    "GIT_INDEX_FILE",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_PREFIX",
-    "GIT_WORK_TREE",
-)
+_OF_A_HOOK = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_WORK_TREE")
+_NO_GUESS = ("-c", "user.useConfigOnly=true")
+_UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8")
 
 
 class CheckoutError(ValueError):
@@ -69,38 +62,16 @@ def _words(done: subprocess.CompletedProcess[bytes]) -> str:
     return text.removeprefix("fatal: ").removeprefix("error: ")
 
 
-def root_of(checkout: Path) -> Path:
-    """Return the top folder of the repository around ``checkout``, or ``checkout`` itself if the repository is bare.
-
-    Raises:
-        CheckoutError: there is no such folder, or git does not read it.
-    """
-    if not checkout.is_dir():
-        raise CheckoutError(f"{checkout} is no folder; give a git checkout of PyTorch")
-    done = _ran(checkout, "rev-parse", "--is-inside-work-tree", "--show-cdup")
-    if done.returncode:
-        if b"not a git repository" in done.stderr:
-            raise CheckoutError(f"{checkout} is no git repository; give a git checkout of PyTorch")
-        raise CheckoutError(f"git does not read {checkout}: {_words(done)}")
-    inside, *up = done.stdout.decode().splitlines()
-    return checkout if inside == "false" else (checkout / "".join(up)).resolve()
-
-
 def commit_of(checkout: Path, revision: str = "HEAD") -> str:
     """Return the name of the commit that ``revision`` names.
 
     Raises:
         CheckoutError: there is no such repository or revision.
     """
-    root_of(checkout)
-    command = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    if revision and not (found := _ran(checkout, *command)).returncode:
-        return found.stdout.decode().strip()
-    if revision == "HEAD":
-        raise CheckoutError(f"{checkout} has no commit yet; check one out, or commit first")
-    shallow = _ran(checkout, "rev-parse", "--is-shallow-repository").stdout.strip() == b"true"
-    more = ", which it may lack as a shallow clone: git fetch --unshallow brings the rest" if shallow else ""
-    raise CheckoutError(f"{checkout} has no revision {revision!r}{more or '; git log shows which there are'}")
+    done = _ran(checkout, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    if done.returncode or not revision:
+        raise CheckoutError(f"{checkout} is no git checkout with the revision {revision!r}: {_words(done)}")
+    return done.stdout.decode().strip()
 
 
 @cache
@@ -123,12 +94,9 @@ def check_author(checkout: Path) -> None:
 
 def check_branch(checkout: Path, branch: str) -> None:
     """Raise a :class:`CheckoutError` unless ``branch`` can be made in ``checkout``."""
-    if branch.startswith("-") or _ran(checkout, "check-ref-format", f"refs/heads/{branch}").returncode:
-        raise CheckoutError(f"got --branch {branch}, which git does not take for a name; give another one")
-    if not _ran(checkout, "show-ref", "--verify", "--quiet", f"refs/heads/{branch}").returncode:
-        raise CheckoutError(
-            f"{checkout} has a branch {branch} already; give another name, or delete it with git branch -D {branch}"
-        )
+    is_name = not branch.startswith("-") and not _ran(checkout, "check-ref-format", f"refs/heads/{branch}").returncode
+    if not is_name or not _ran(checkout, "show-ref", "--verify", "--quiet", f"refs/heads/{branch}").returncode:
+        raise CheckoutError(f"got --branch {branch}: give a name that git allows and that {checkout} has no branch of")
 
 
 def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
@@ -148,10 +116,6 @@ def commit_on_branch(checkout: Path, files: Mapping[str, str], message: str, bra
     commit = _commit(checkout, files, message, {})
     git(checkout, "update-ref", f"refs/heads/{branch}", commit, "")  # "": fail if there is such a branch
     return commit
-
-
-_NO_GUESS = ("-c", "user.useConfigOnly=true")
-_UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8")
 
 
 def _commit(checkout: Path, files: Mapping[str, str], message: str, environment: dict[str, str]) -> str:

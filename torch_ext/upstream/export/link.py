@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch_ext.upstream.export import spelled
 from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, Module, Tree, members_of, path_of, span
@@ -28,6 +29,17 @@ _COMPAT, _FSDP_ROOMS = "torch_ext.compat", f"{OURS}._fsdp."
 
 def _is_ours(dotted: str) -> bool:
     return dotted.split(".")[0] == "torch_ext"
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Our ``module.name``, which line ``line`` calls ``local``. ``through``: as an attribute of its module."""
+
+    module: str
+    name: str
+    local: str
+    line: int
+    through: bool = False
 
 
 class Linker:
@@ -68,14 +80,6 @@ class Linker:
     def add_member(self, module: Module, definition: Definition, name: str) -> None:
         """Export one member of a class that upstream has, into that class."""
         self._add_member(self._target_for(module.name), module, definition, name, definition.name)
-
-    def changed(self, module: Module, definition: Definition, member: str = "") -> Piece:
-        """Return a definition, or one member of a class, in upstream's words, although upstream has that name."""
-        target = self._target_for(module.name)
-        statements = [definition.members()[member]] if member else [definition.node, *definition.trailers]
-        piece = Piece(module, target, statements, member or definition.name, definition.name if member else "")
-        self._link(piece)
-        return piece
 
     def _add_tests(self, target: Target, module: Module, definition: Definition) -> None:
         theirs = self.theirs.find(target.module, definition.name)
@@ -184,11 +188,9 @@ class Linker:
         """Add to ``piece`` the edits that turn our words into upstream's."""
         for statement in piece.statements:
             for node in ast.walk(statement):
-                if isinstance(node, ast.ImportFrom) and _is_ours(piece.module.absolute(node)):
-                    top = node is statement
-                    piece.edits.append(replace_lines(*span(node)) if top else self._nested(node, statement, piece))
-                elif isinstance(node, ast.Import) and any(_is_ours(alias.name) for alias in node.names):
-                    piece.edits.append(replace_lines(*span(node)))
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_ours(node, piece.module):
+                    # Or in a block for type checkers, whose names the file imports at its top.
+                    piece.edits.append(replace_lines(*span(node)) if node is statement else replace_node(node, "pass"))
             if not isinstance(statement, (ast.Import, ast.ImportFrom)):
                 for use in uses(statement):
                     self._link_use(use, piece)
@@ -215,7 +217,7 @@ class Linker:
             home, called = origin.module, origin.attribute
         if edit := self._spelled(home, called, spine, target):
             piece.edits.append(edit)
-        elif (text := self._named(home, called, name, piece, use.line)) != name:
+        elif (text := self._named(_Wanted(home, called, name, use.line), piece)) != name:
             piece.edits.append(replace_node(spine[0], text))
 
     def _link_attribute(self, use: Use, home: str, piece: Piece) -> None:
@@ -233,7 +235,7 @@ class Linker:
         # Upstream has a module of that name: keep the attribute of the module.
         kept = home.startswith(OURS) and home.endswith(f".{last}") and f"{package}.{last}" != target.module
         text = self._through_compat(home, name, use.name, target)
-        text = text or self._named(home, name, name, piece, use.line, through=kept)
+        text = text or self._named(_Wanted(home, name, name, use.line, kept), piece)
         if kept and text == name:
             target.import_name(use.name, Import(package, last))
         else:
@@ -271,56 +273,51 @@ class Linker:
         """Have the stand-in for one of our helpers go to ``place``, and return its name."""
         return self._add_definition(self._target_at(place), *self._definition(spelled.STAND_INS[site]))
 
-    def _named(self, module: str, name: str, local: str, piece: Piece, line: int, through: bool = False) -> str:
-        """Return upstream's name for our ``module.name``, which we call ``local``, and import it into the file."""
-        target, where = piece.target, f"{path_of(piece.module.name)}.py:{line}"
+    def _named(self, use: _Wanted, piece: Piece) -> str:
+        """Return upstream's name for ours, and import it into the file."""
+        module, name, local, target = use.module, use.name, use.local, piece.target
         if f"{module}.".startswith(f"{_COMPAT}."):
-            return self._private(module, name, local, piece, where)
+            return self._private(use, piece)
         if (site := self._site(module, name)) in spelled.STAND_INS:
             place = self.place(module)
             return self._reach(target, place, self._stand_in(site, place), name)
         found = self.ours.find(module, name)
-        home = found[0] if found and _is_ours(found[0].name) else None
-        # A name that a module does not list is its own, although upstream may have one like it.
-        private = found is not None and name not in (found[0].all or ())
-        if found is not None and not found[0].name.startswith(_FSDP_ROOMS):
-            private = private and name.startswith("_") and not through
-        for front in (self.place(module), self.place(home.name if home else module)):
-            if self._has(front, name) and not private:
-                return local if through else self._reach(target, front, name, local)
-        if found is None or home is None:
-            here = self.ours.module(module)
-            if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):
-                return target.import_name(local, origin)
-            self.problems.append(f"{where}: upstream has no {name} ({self.place(module)}), and neither has this tree")
+        home = found[0].name if found and _is_ours(found[0].name) else module
+        for front in (self.place(module), self.place(home)):
+            if self._has(front, name) and not _is_private(found, use):
+                return local if use.through else self._reach(target, front, name, local)
+        if found is not None and _is_ours(home) and found[0].name == home:
+            return self._along(found, use, piece)
+        here = self.ours.module(module)
+        if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):
+            return target.import_name(local, origin)
+        self.problems.append(f"{_place(use, piece)}: neither upstream nor this tree has {name} ({self.place(module)})")
+        return local
+
+    def _along(self, found: tuple[Module, Definition], use: _Wanted, piece: Piece) -> str:
+        """Have a definition that upstream lacks go along, and return its name there."""
+        home, name, local, target = found[0].name, use.name, use.local, piece.target
+        if advice := spelled.advice_for(home):
+            self.problems.append(f"{_place(use, piece)} uses {name}, which upstream has not: {advice}")
             return local
-        if advice := spelled.advice_for(home.name):
-            self.problems.append(f"{where} uses {name}, which upstream has not: {advice}")
-            return local
-        going, called = self._target_for(home.name), name
+        going, called = self._target_for(home), name
         if going.whole is None:
-            if going is target:
-                piece.inside.append((home.name, name))
             called = self._add_definition(going, *found)
-        if through:
-            return local if called == name else called
-        return self._reach(target, going.module, called, local if called == name else called)
+        local = local if called == name else called
+        return local if use.through else self._reach(target, going.module, called, local)
 
     def _reach(self, target: Target, module: str, name: str, local: str) -> str:
         return name if module == target.module else target.import_name(local, Import(module, name))
 
-    def _private(self, module: str, name: str, local: str, piece: Piece, where: str) -> str:
+    def _private(self, use: _Wanted, piece: Piece) -> str:
         """Import a private name of torch from its place in torch."""
-        places = self._places(module, name)
+        places = self._places(use.module, use.name)
         if not places:
-            self.problems.append(f"{where}: {module}.{name} is no name of torch; {spelled.advice_for(_COMPAT)}")
-            return local
+            self.problems.append(f"{_place(use, piece)}: {use.module}.{use.name} is no name of torch")
+            return use.local
         home, _, attribute = places[0].partition(":")
         first, dot, rest = attribute.partition(".")
-        wanted = first if local == name else local
-        # A local variable may have torch's name.
-        if wanted in piece.taken and wanted not in piece.target.imports and wanted != local:
-            wanted = f"_{first.lstrip('_')}"
+        wanted = first if use.local == use.name else use.local
         return piece.target.import_name(wanted, Import(home, first)) + dot + rest
 
     def _through_compat(self, module: str, name: str, alias: str, target: Target) -> str:
@@ -347,18 +344,18 @@ class Linker:
                     return sorted(places, key=lambda each: self.theirs.find(*each.split(":")) is None)
         return []
 
-    def _nested(self, node: ast.ImportFrom, around: ast.stmt, piece: Piece) -> Edit:
-        """An import inside a function: from upstream's module, or none if the file has the name already."""
-        home = piece.module.absolute(node)
-        kept: dict[str, list[str]] = {}
-        for alias in node.names:
-            local = alias.asname or alias.name
-            text = self._named(home, alias.name, local, piece, node.lineno)
-            if imported := piece.target.imports.pop(text, None):
-                name = imported.attribute + (f" as {local}" if local != imported.attribute else "")
-                kept.setdefault(imported.module, []).append(name)
-        lines = [f"from {origin} import {', '.join(names)}" for origin, names in kept.items()]
-        bodies = (getattr(each, part, ()) for each in ast.walk(around) for part in ("body", "orelse"))
-        if not lines and any(isinstance(body, list) and node in body and len(body) > 1 for body in bodies):
-            return replace_lines(*span(node))
-        return replace_node(node, ("\n" + " " * node.col_offset).join(lines) or "pass")
+
+def _imports_ours(node: ast.Import | ast.ImportFrom, module: Module) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [module.absolute(node)]
+    return any(map(_is_ours, names))
+
+
+def _place(use: _Wanted, piece: Piece) -> str:
+    return f"{path_of(piece.module.name)}.py:{use.line}"
+
+
+def _is_private(found: tuple[Module, Definition] | None, use: _Wanted) -> bool:
+    """Whether our module keeps the name to itself, so that upstream's name like it is another one."""
+    if found is None or use.name in (found[0].all or ()):
+        return False
+    return found[0].name.startswith(_FSDP_ROOMS) or (use.name.startswith("_") and not use.through)

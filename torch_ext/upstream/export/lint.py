@@ -22,11 +22,7 @@ _ISORT = 'lint.isort={known-first-party=["torch"], order-by-type=false, combine-
 # Undefined names and white space, whatever the checkout selects; and the rules for a checkout without settings.
 _ALWAYS = "--extend-select=F821,W191,W291,W292,W293"
 _ISOLATED = ("--isolated", "--select=E4,E7,E9,F,W,B002,B006,B008,PIE790,PLE,UP006,UP007")
-# Complaints that ruff does not have, by pattern of a line.
-_LINES = {
-    "a tab": re.compile(r"\t"),
-    "names this project": re.compile(r"(?<![a-z])torch_ext(?![a-z])", re.IGNORECASE),
-}
+_PROJECT = re.compile(r"(?<![a-z])torch_ext(?![a-z])", re.IGNORECASE)
 _OWNERS = re.compile(r'^# Owner\(s\): \[".+"\]$', re.MULTILINE)
 
 
@@ -86,8 +82,10 @@ def _complaints(files: Mapping[str, str], config: str | None) -> list[tuple[str,
     for path, text in files.items():
         if re.search(r"(^|/)test_\w+\.py$", path) and not _OWNERS.search(text):
             found.append((path, 1, "no line # Owner(s)"))
-        for number, line in enumerate(text.split("\n"), 1):
-            found += [(path, number, f"{told}: {line.strip()}") for told, each in _LINES.items() if each.search(line)]
+        lines = enumerate(text.split("\n"), 1)
+        found += [
+            (path, number, f"names this project: {line.strip()}") for number, line in lines if _PROJECT.search(line)
+        ]
     if not files:
         return found
     with tempfile.TemporaryDirectory() as folder:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.machinery
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -219,10 +216,7 @@ def our_tree(theirs: Tree, root: Path | None = None, revision: str = "") -> Tree
 
 def installed_tree() -> Tree:
     """Return the modules of the installed torch, without an import of torch."""
-    # Skip the current folder, which comes first on the path and may be a checkout of PyTorch.
-    here = os.getcwd()
-    elsewhere = [entry for entry in sys.path if entry and os.path.abspath(entry) != here]
-    found = importlib.machinery.PathFinder.find_spec("torch", elsewhere) or importlib.util.find_spec("torch")
+    found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise CheckoutError("torch is not installed")
     return _disk_tree(Path(found.origin).parents[1])
@@ -252,11 +246,7 @@ def upstream_at(checkout: Path) -> Tree:
 
 def _disk_tree(root: Path) -> Tree:
     def source(path: str) -> bytes | None:
-        file = root / path
-        try:
-            return file.read_bytes().replace(b"\r\n", b"\n") if file.is_file() else None
-        except OSError as error:
-            raise CheckoutError(f"{file} cannot be read: {error.strerror}") from None
+        return (root / path).read_bytes() if (root / path).is_file() else None
 
     return _tree(source, lambda path: str(root / path))
 
@@ -269,20 +259,7 @@ def _tree(source: Callable[[str], bytes | None], called: Callable[[str], str]) -
                 try:
                     return Module(name, text.decode(), package)
                 except (SyntaxError, ValueError) as error:
-                    raise CheckoutError(f"{called(path)}{_fault(error, text)}") from None
+                    raise CheckoutError(f"{called(path)} is no Python in UTF-8: {error}") from None
         return None
 
     return Tree(read)
-
-
-def _fault(error: SyntaxError | ValueError, text: bytes) -> str:
-    """Return what is wrong with a file of ``text``, with the line, and the remedy."""
-    if isinstance(error, UnicodeDecodeError):
-        number = text[: error.start].count(b"\n") + 1
-        return f", line {number}: this is no UTF-8 text; save the file as UTF-8"
-    if not isinstance(error, SyntaxError):
-        return f" is no Python ({error}); mend it first"
-    line = f", line {error.lineno}" if error.lineno else ""
-    if (error.text or "").startswith(tuple(mark * 7 for mark in "<|=>")):
-        return f"{line}: a merge left a conflict here; resolve it first"
-    return f"{line}: this is no Python ({error.msg}); mend it first"

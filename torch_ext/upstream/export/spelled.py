@@ -43,9 +43,9 @@ MEMBERS: dict[str, str] = {
 # Modules that stay here, and what to do instead.
 ADVICE: dict[str, str] = {
     f"{_OURS}._distributed": "the engine's half of common_distributed stays here: write against upstream's "
-    "common_distributed, or change upstream's file by hand in a patch of its own",
+    "common_distributed, or change upstream's file by hand in a separate patch",
     f"{_OURS}.common_distributed": "common_distributed is the engine here and never goes upstream: write against "
-    "upstream's names, or change upstream's file by hand in a patch of its own",
+    "upstream's names, or change upstream's file by hand in a separate patch",
     f"{_OURS}.common_utils": "common_utils is the runner's front door here and never goes upstream: use upstream's "
     "names",
     f"{_OURS}.hypothesis_utils": "hypothesis_utils is made of the engine, all but across_ranks(), which has a stand-in",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch_ext.upstream.export.lint import formatted, sorted_imports
 from torch_ext.upstream.export.modules import Import, Module, Tree, path_of, span
-from torch_ext.upstream.export.scopes import Edit, apply, bound_anywhere, replace_lines, replace_node, uses
+from torch_ext.upstream.export.scopes import Edit, apply, replace_lines, replace_node
 
 __all__ = ["Piece", "Target", "formatted_piece", "text_of"]
 
@@ -26,7 +25,6 @@ class Piece:
         statements: a definition and its trailers, one member of a class, or the whole module.
         name: the name upstream.
         into: upstream's class, for a member.
-        inside: the definitions of ours that the statements use and that go to the same file, in the order of use.
     """
 
     module: Module
@@ -35,16 +33,10 @@ class Piece:
     name: str = ""
     into: str = ""
     edits: list[Edit] = field(default_factory=list)
-    inside: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def is_whole(self) -> bool:
         return self.target.whole is self
-
-    @cached_property
-    def taken(self) -> set[str]:
-        """The names that the statements bind."""
-        return bound_anywhere(self.statements) | (self.module.imports.keys() if self.is_whole else set())
 
 
 @dataclass
@@ -57,7 +49,6 @@ class Target:
         whole: our module as the new file, if upstream has none.
         pieces: what goes into the file, by our module and name, in the order in which the linker found it.
         imports: what the file must import, by local name.
-        replaced: statements of upstream's, and their new text.
     """
 
     module: str
@@ -65,7 +56,6 @@ class Target:
     whole: Piece | None = None
     pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
     imports: dict[str, Import] = field(default_factory=dict)
-    replaced: list[tuple[ast.stmt, str]] = field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -90,7 +80,7 @@ class Target:
 
 
 def _alike(one: Import, other: Import) -> bool:
-    """Whether two imports give the same object. A package re-exports names of its own modules."""
+    """Whether two imports give the same object. A package re-exports names of its modules."""
     same_package = bool(one.attribute) and one.module.split(".")[0] == other.module.split(".")[0]
     return one.dotted == other.dotted or (one.attribute == other.attribute and same_package)
 
@@ -115,56 +105,26 @@ def _new_file(target: Target) -> str:
 def _merged(target: Target, existing: Module, ours: Tree) -> str:
     pieces = _in_order(target.pieces.values(), ours)
     names = [piece.name for piece in pieces if not piece.into]
-    ahead = _ahead(pieces)
+    classes = [each.node for each in existing.definitions.values() if each.is_class]
+    first_class = existing.first_line(classes[0]) if classes else 0
     deferred = Import("__future__", "annotations") in existing.imports.values()
     at_end: list[str] = []
-    edits = [
-        replace_lines(existing.first_line(statement), span(statement)[1], text.strip("\n") + "\n")
-        for statement, text in target.replaced
-    ]
+    edits: list[Edit] = []
     for piece in pieces:
         late = names if piece.into else names[names.index(piece.name) :]
         text = formatted_piece(piece, () if deferred else late)
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
-        elif piece.name in ahead:
-            first = existing.first_line(existing.definitions[ahead[piece.name]].node)
-            edits.append(replace_lines(first, first - 1, f"{text}\n\n"))
+        elif first_class and isinstance(getattr(piece.statements[0], "value", None), ast.Constant):
+            # A constant, which decorators and defaults of new members may need at once.
+            edits.append(replace_lines(first_class, first_class - 1, f"{text}\n\n"))
         else:
             at_end.append(f"\n\n{text}")
     text = _with_imports(apply(existing.text, edits), target.imports)
     if sorted_imports(existing.text) == existing.text:
         text = sorted_imports(text)
     return "".join([text.rstrip("\n"), "\n", *at_end]) if at_end else text
-
-
-def _ahead(pieces: Iterable[Piece]) -> dict[str, str]:
-    """Return upstream's classes by the names that must stand before them: new members need those at once."""
-    by_key = {(piece.module.name, piece.name): piece for piece in pieces if not piece.into}
-    found: dict[str, str] = {}
-
-    def move(key: tuple[str, str], into: str) -> None:
-        if key in by_key and by_key[key].name not in found:
-            found[by_key[key].name] = into
-            for each in by_key[key].inside:
-                move(each, into)
-
-    for piece in pieces:
-        if piece.into:
-            at_once = {use.name for statement in piece.statements for use in uses(_header(statement))}
-            for key in piece.inside:
-                if key[1] in at_once:
-                    move(key, piece.into)
-    return found
-
-
-def _header(statement: ast.stmt) -> ast.AST:
-    """Return the part that runs when a class's body reaches ``statement``: of a function, decorators and defaults."""
-    if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return statement
-    defaults = [*statement.args.defaults, *(each for each in statement.args.kw_defaults if each is not None)]
-    return ast.Tuple([*statement.decorator_list, *defaults], ast.Load())
 
 
 def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:

@@ -1,0 +1,389 @@
+"""``torch_ext run``: starts the ranks of a program, waits for them, judges them and prints the verdict.
+
+Runs in the process that the user has started, which loads no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import NoReturn
+
+from torch_ext import machine_memory
+from torch_ext.cuda_as_sim.words import DEVICE
+from torch_ext.program import autoload, rank
+from torch_ext.program.main_module import Program
+from torch_ext.program.rank import Facts, what_was_never_used
+from torch_ext.program.serve import search_path, zygote_for
+from torch_ext.world import settings, wording
+from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.files import Live
+from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
+from torch_ext.world.outcome import Ending, Outcome
+from torch_ext.world.protocol import Inherited
+from torch_ext.world.settings import Limits, launcher_variables
+from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
+from torch_ext.world.wording import own_message, ranks_phrase
+
+__all__ = ["Options", "main", "parse"]
+
+# Simulated devices have indices below this.
+_MOST_SIMULATED = 64
+# How long the peers of a rank that failed may go on, and how long any rank may after a signal, in seconds: programs
+# have exit functions, and write checkpoints.
+_GRACE_S, _SIGNAL_S = 3.0, 10.0
+# A wait counts as endless if it ends by itself no sooner than after so many seconds. If a hang is only reported, an
+# operation of torch's, whose limit is an error, needs less.
+_ENDLESS_S, _RAISES_LATER_S = 240.0, 5.0
+# How long a query to the store may take, and how many ranks may wait for it to accept them.
+_STORE_S, _BACKLOG = 2.0, 1024
+# A shell's exit code for a process that ended by a signal is this plus the signal's number.
+_BY_SIGNAL = 128
+_STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# By --output: what is shown of the ranks' output while they run. All of it counts in a report.
+_LIVE: dict[str, bool | Live] = {
+    "rank0": Live(ranks=(0,), prefix=False),
+    "all": Live(verbatim=True),
+    "quiet": False,
+}
+
+_DESCRIPTION = """\
+Run a program on several ranks of this machine, as torchrun does, without a GPU: each rank has a simulated device. A
+rank that fails, dies or hangs is named, with what every rank did. Exit code: that of the first rank that failed, 128
+plus the signal that killed it, 1 if it was stopped or a hang was reported; 2 for a usage error; 130 after Ctrl-C.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. ``program`` has no ``path`` yet."""
+
+    program: Program
+    ranks: int
+    memory_bytes: int | None
+    timeout_s: float | None
+    ends_hangs: bool
+    output: str
+    strict: bool
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the options that ``arguments`` ask for.
+
+    Raises:
+        SystemExit: code 2 for a usage error, which has been printed; 0 after ``--help``.
+    """
+    parser = _parser()
+    found = parser.parse_args(arguments)
+    words = found.program[1:] if found.program[:1] == ["--"] else found.program
+    if not words:
+        parser.error("which program? Name a script, or a module behind -m")
+    on_sim, as_cuda = found.device == DEVICE, bool(found.cuda_as_sim or found.cuda_in)
+    for given, flag in (
+        (as_cuda, "--cuda-as-sim"),
+        (found.memory is not None, "--memory"),
+        (found.races not in (None, "off"), "--races"),
+        (found.strict, "--strict"),
+    ):
+        if given and not on_sim:
+            parser.error(f"{flag} is for the simulated accelerator, but --device is {found.device}")
+    if on_sim and found.ranks > _MOST_SIMULATED:
+        parser.error(f"-n {found.ranks}: there are at most {_MOST_SIMULATED} simulated devices, one for each rank")
+    if not found.module and not os.path.exists(words[0]):
+        parser.error(f"{words[0]}: no such file. A module's name goes behind -m")
+    program = Program(
+        words[0],
+        found.module,
+        tuple(words[1:]),
+        simulated=on_sim,
+        cuda_as_sim=as_cuda,
+        packages=tuple(found.cuda_in),
+        races=found.races or os.environ.get("TORCH_EXT_RACES") or "off",
+    )
+    ends_hangs = found.hang == "end"
+    return Options(program, found.ranks, found.memory, found.timeout, ends_hangs, found.output, found.strict)
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
+    parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
+    add = parser.add_argument
+    add("-n", "--ranks", type=_ranks, default=4, metavar="N", help="how many ranks (4)")
+    where = f"the ranks' device ({DEVICE}); each rank has one"
+    add("--device", choices=(DEVICE, "cpu", "cuda"), default=DEVICE, help=where)
+    meaning = "in the program's files, CUDA and NCCL mean the simulated accelerator"
+    add("--cuda-as-sim", action="store_true", help=meaning)
+    add("--cuda-in", action="append", default=[], metavar="PACKAGE", help="and in this package; may be repeated")
+    add("--memory", type=_size, metavar="SIZE", help="how much memory each simulated device has, such as 2GiB")
+    add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
+    add("--timeout", type=_seconds, metavar="S", help="end the program after so many seconds")
+    hang = "report a proven hang, and let the program go on, or end it, too (report)"
+    add("--hang", choices=("report", "end"), default="report", help=hang)
+    shown = "show the output of rank 0 as it is, of all ranks with the rank in front of each line, or none (all)"
+    add("--output", choices=tuple(_LIVE), default="all", help=shown)
+    add("--strict", action="store_true", help="fail if no rank ever used a device or a process group")
+    add("-m", "--module", action="store_true", help="what follows is the name of a module")
+    add("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the program and its arguments")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of ranks from 1 on")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        return machine_memory.bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
+
+
+class _SignalledError(BaseException):
+    """The user wants the program to end. The argument is the signal's number."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program that ``arguments`` name, and return the exit code of the command; see ``--help``."""
+    try:
+        options = parse(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    for number in _STOPPED_BY:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _raise)
+    try:
+        return _run(options)
+    except _SignalledError as stop:
+        return _BY_SIGNAL + int(stop.args[0])
+    except LoadError as error:
+        trace = str(error)
+        message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
+    except ZygoteLostError as error:
+        message = str(error)
+    except ZygoteDiedError as error:
+        message = f"{error}; the ranks ended with it"
+    except BrokenPipeError:  # the reader of the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BY_SIGNAL + signal.SIGPIPE
+    finally:
+        for number in _STOPPED_BY:
+            signal.signal(number, signal.SIG_IGN)  # the exit code is decided
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+def _raise(number: int, frame: FrameType | None) -> NoReturn:
+    raise _SignalledError(number)
+
+
+def _run(options: Options) -> int:
+    path = search_path()
+    autoload.hide()
+    before = dict(os.environ)
+    _set_environment(options)
+    with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
+        world = start_world(
+            zygote.channel,
+            _tasks(options, path, store.port),
+            interpreter=settings.interpreter_wanted(),
+            show=_LIVE[options.output],
+            name="rank",
+            test=options.program.target,
+        )
+        with world:
+            if world.why_interpreter:
+                wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
+            return _wait(world, options, store)
+
+
+class _Store:
+    """The store that the ranks meet at, in a separate process. Its socket listens before the ranks start.
+
+    Raises:
+        ZygoteDiedError: the zygote is gone.
+    """
+
+    def __init__(self, zygote: ZygoteClient) -> None:
+        self._channel, theirs = channel_pair()
+        with socket.socket() as listening, contextlib.closing(theirs):
+            listening.bind((rank.STORE_HOST, 0))
+            listening.listen(_BACKLOG)
+            self.port: int = listening.getsockname()[1]
+            descriptors = [theirs.fileno(), listening.fileno()]
+            target = "torch_ext.program.rank:serve_store"
+            self._process: Child = zygote.start(target, self.port, descriptors, os.environ)
+
+    def was_used(self) -> bool:
+        """Whether a rank has ever set a key; False if the store does not answer."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self._channel.send("keys")
+            if self._channel.poll(_STORE_S):
+                return bool(self._channel.receive()[0])
+        return False
+
+    def close(self) -> None:
+        """End the process."""
+        self._channel.close()
+        self._process.close()
+
+
+def _set_environment(options: Options) -> None:
+    """Set in this process the variables of all ranks, and of the processes that they start."""
+    if options.program.simulated:
+        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON, options.program.packages)
+        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
+        machine_memory.share()  # now, so that all processes of the run have the same
+        if options.memory_bytes is not None:
+            os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
+    if options.program.cuda_as_sim:
+        from torch_ext.cuda_as_sim.words import environment_as_sim
+
+        os.environ.update(environment_as_sim(os.environ))
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # torchrun leaves it alone where it is set
+        os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
+
+
+def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
+    program = replace(options.program, path=path)
+    if program.cuda_as_sim:
+        from torch_ext.cuda_as_sim.words import words_as_sim
+
+        program = replace(program, arguments=tuple(words_as_sim(program.arguments)))
+    return [
+        RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
+        for number in range(options.ranks)
+    ]
+
+
+def _wait(world: World, options: Options, store: _Store) -> int:
+    limits = Limits(
+        test_s=options.timeout_s or float("inf"),
+        grace_s=_GRACE_S,
+        hang_s=settings.hang_after_s(),
+        endless_s=_ENDLESS_S,
+        raises_later_s=_ENDLESS_S if options.ends_hangs else _RAISES_LATER_S,
+        end_hangs=options.ends_hangs,
+    )
+    hangs: list[float] = []
+
+    def on_hang(outcomes: list[Outcome]) -> None:
+        hangs.append(world.took_s)
+        shown = _as_program(outcomes, options.output)
+        _print_report("HUNG", options, WorldReport(tuple(shown), judge(shown), hangs[-1]))
+        until = f"--timeout {options.timeout_s:g}" if options.timeout_s else "a time limit in it"
+        print(file=sys.stderr)
+        wording.announce(f"it goes on until {until} or Ctrl-C ends it; with --hang end, a hang ends it")
+
+    try:
+        outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
+    except _SignalledError as stop:
+        number = int(stop.args[0])
+        _hand_on(world, number)
+        wording.announce(f"interrupted by {signal.Signals(number).name}")
+        raise
+    took_s = time.monotonic() - world.started_s
+    facts = [_facts_of(world, number) for number in range(len(outcomes))]
+    silent = [outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT]
+    outcomes = _as_program(outcomes, options.output)
+    verdict = judge(outcomes)
+    if verdict.judgement is not Judgement.PASSED:
+        _print_report("FAILED", options, WorldReport(tuple(outcomes), verdict, took_s))
+        return _exit_code(outcomes, facts, verdict)
+    for outcome in outcomes:
+        for command in outcome.left_behind:
+            wording.announce(f"rank {outcome.rank} {wording.left_behind(command)}")
+    if silent:
+        wording.announce(
+            f"{ranks_phrase(silent)} left by os._exit(0) or the like, which counts as success; races and unused "
+            "devices were not looked for there"
+        )
+    code = _judge_usage(options, facts, store)
+    if hangs:
+        wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
+    return code or int(bool(hangs))
+
+
+def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
+    """Return the outcomes of a program's ranks: one that left with code 0 has passed, as under torchrun, unless other
+    ranks failed because it was gone.
+
+    Output that was shown while the ranks ran is left out.
+    """
+    verdict = judge(outcomes)
+    silent = {outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT}
+    missed = bool(verdict.victims) and silent.issuperset(verdict.culprits)
+    return [
+        replace(
+            outcome,
+            task="program",
+            died_at=outcome.place if outcome.ending is Ending.KILLED else "",
+            ending=Ending.PASSED if outcome.rank in silent and not missed else outcome.ending,
+            output="" if output == "all" or (output == "rank0" and outcome.rank == 0) else outcome.output,
+        )
+        for outcome in outcomes
+    ]
+
+
+def _print_report(title: str, options: Options, report: WorldReport) -> None:
+    name = f"-m {options.program.target}" if options.program.is_module else options.program.target
+    print(f"\n{title} {name}  {report.took_s:.2f} s\n{render(report)}", file=sys.stderr, flush=True)
+
+
+def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdict: Verdict) -> int:
+    """Return the exit code of the first rank that failed; 128 and the number for a signal, 1 if it was stopped."""
+    first = next(iter(verdict.culprits or verdict.victims), 0)
+    outcome, told = outcomes[first], facts[first]
+    if outcome.ending is Ending.FAILED:
+        return (told.exit_code if told is not None else 1) or 1
+    if outcome.ending is Ending.KILLED:
+        return _BY_SIGNAL - (outcome.exit_code or 0)
+    return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
+
+
+def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store) -> int:
+    """See Note [Silent fakes]."""
+    if not options.program.simulated:
+        return 0
+    unused = what_was_never_used(facts, cuda_as_sim=options.program.cuda_as_sim)
+    if unused and not all(each and each.groups for each in facts) and store.was_used():
+        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
+    for sentence in unused:
+        wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
+    return 1 if unused and options.strict else 0
+
+
+def _facts_of(world: World, number: int) -> Facts | None:
+    connection = world.processes[number].connections[0]
+    with contextlib.suppress(EOFError, OSError):
+        if connection.poll():
+            found = connection.recv()
+            return found if isinstance(found, Facts) else None
+    return None
+
+
+def _hand_on(world: World, number: int) -> None:
+    """Give every rank the signal, and time to act on it; one more signal takes that time away."""
+    end_s = time.monotonic() + _SIGNAL_S
+    with contextlib.suppress(_SignalledError, ZygoteLostError):
+        for process in world.processes:
+            world.send_signal(process.rank, number)
+        while any(process.is_alive() for process in world.processes) and (left := end_s - time.monotonic()) > 0:
+            world.pump(left)
