@@ -134,7 +134,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing more comes of a class or, with an empty class, of a file."""
+    """Nothing more comes of a class."""
 
     test: TestName
 

@@ -22,7 +22,6 @@ from torch_ext.runner.messages import (
 )
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
-from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, wording
 from torch_ext.world.channel import (
     WRITE_TO_OWN,
@@ -52,7 +51,7 @@ _EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestE
 
 
 class ClassChild:
-    """A class process that runs ``methods`` of one class.
+    """A class process that obeys ``order``.
 
     Attributes:
         lost_zygote: the process ended because its zygote did.
@@ -61,15 +60,7 @@ class ClassChild:
         ZygoteDiedError: the zygote is gone.
     """
 
-    def __init__(
-        self,
-        module: str,
-        zygote: ZygoteClient,
-        batch: Batch,
-        methods: tuple[str, ...],
-        options: RunOptions,
-        place: Place,
-    ) -> None:
+    def __init__(self, order: ClassOrder, zygote: ZygoteClient, place: Place, options: RunOptions) -> None:
         self.lost_zygote = False
         self._zygote = zygote
         self._hung: str | None = None  # the stacks, if it was ended because it hung
@@ -81,9 +72,6 @@ class ClassChild:
         self._events, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self._output = _Shown() if options.show_output else _Kept()
-        order = ClassOrder(
-            module, batch.cls, methods, place.environment, (str(batch.file.path),), place.scratch, options.failfast,
-        )  # fmt: skip
         descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
         theirs.close()
         try:

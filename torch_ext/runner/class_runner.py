@@ -4,7 +4,8 @@ result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch_ext.results import (
     Began,
@@ -21,13 +22,20 @@ from torch_ext.results import (
 )
 from torch_ext.runner.class_child import ClassChild
 from torch_ext.runner.loop import Task
-from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
+from torch_ext.runner.messages import (
+    ClassEnded,
+    ClassFailed,
+    ClassLeft,
+    ClassOrder,
+    ClassSkipped,
+    TestEnded,
+    TestStarted,
+)
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
-from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Notice
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 
@@ -115,6 +123,8 @@ class ClassRunner:
         self._failed = False
         self._class_is_over = False
         self._may_lose_zygote = True  # once more without having ended a test
+        self._running, self._began_s = "", 0.0  # the test, and since when
+        self._last: ClassEnded | ClassLeft | None = None
 
     def run(self) -> Task[bool]:
         """A task that runs the batch, and returns whether the run goes on after it."""
@@ -134,38 +144,45 @@ class ClassRunner:
         return self._failed and self._options.failfast
 
     def _run_one_process(self) -> Task[None]:
-        zygote = self._zygote = yield from self._zygotes.of_class(self._batch)
-        before, module = len(self._left), self._zygotes.module_of(self._batch.file)
-        with ClassChild(module, zygote, self._batch, tuple(self._left), self._options, self._place) as process:
-            running, began_s = "", 0.0
-            last: ClassEnded | ClassLeft | None = None
+        batch, place, options = self._batch, self._place, self._options
+        zygote = self._zygote = yield from self._zygotes.of_class(batch)
+        module, argv = self._zygotes.module_of(batch.file), (str(batch.file.path),)
+        order = ClassOrder(
+            module, batch.cls, tuple(self._left), place.environment, argv, place.scratch, options.failfast
+        )
+        self._running, self._last, before = "", None, len(self._left)
+        with ClassChild(order, zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
-                if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
-                    process.end_broken(f"told of {event.method}(), which it was not to run")
-                elif isinstance(event, TestStarted):
-                    if event.method != running:
-                        running, began_s = event.method, _os.monotonic()
-                        self._sink(Began(self._name(running)))
-                elif isinstance(event, Notice):
-                    self._sink(Stalled(self._name(running), event.text))
-                elif isinstance(event, TestEnded):
-                    running = ""
-                    self._may_lose_zygote = True
-                    self._test_ended(event, process)
-                elif isinstance(event, ClassFailed):
-                    self._report(self._class, Status.FAILED, (event.problem,), process)
-                    self._class_is_over = True
-                elif isinstance(event, ClassSkipped):
-                    for method in self._take_all():
-                        self._report(self._name(method), Status.SKIPPED, reason=event.reason)
-                elif isinstance(event, (ClassEnded, ClassLeft)):
-                    last = event
-            ran_s = _os.monotonic() - began_s
-            self._process_ended(process, running, ran_s, last, before)
+                self._hear(event, process)
+            self._process_ended(process, before)
 
-    def _process_ended(
-        self, process: ClassChild, running: str, ran_s: float, last: ClassEnded | ClassLeft | None, before: int
-    ) -> None:
+    def _hear(self, event: Any, process: ClassChild) -> None:
+        if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
+            process.end_broken(f"told of {event.method}(), which it was not to run")
+        elif isinstance(event, TestStarted):
+            if event.method != self._running:
+                self._running, self._began_s = event.method, _os.monotonic()
+                self._sink(Began(self._name(event.method)))
+        elif isinstance(event, Notice):
+            self._sink(Stalled(self._name(self._running), event.text))
+        elif isinstance(event, TestEnded):
+            self._running, self._may_lose_zygote = "", True
+            self._left.remove(event.method)
+            test, problems = self._name(event.method), event.problems
+            result = TestResult(test, event.status, event.duration_s, problems, event.reason, ranks=event.ranks)
+            self._report(result, process.new_output(event.printed_bytes))
+        elif isinstance(event, ClassFailed):
+            self._fail(self._class, event.problem, process)
+            self._class_is_over = True
+        elif isinstance(event, ClassSkipped):
+            skipped, self._left = self._left, []
+            for method in skipped:
+                self._report(TestResult(self._name(method), Status.SKIPPED, 0.0, reason=event.reason))
+        elif isinstance(event, (ClassEnded, ClassLeft)):
+            self._last = event
+
+    def _process_ended(self, process: ClassChild, before: int) -> None:
+        running = self._running
         if running:
             self._left.remove(running)
         left = 0 if self._class_is_over or self._stop else len(self._left)
@@ -174,11 +191,12 @@ class ClassRunner:
         when = " after its last test" if not left and not running else when
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
         death = None if process.ended_well else exited
-        following = what_next(ClassFacts(bool(running), ended, left, last, death, process.lost_zygote), exited)
+        facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
+        following = what_next(facts, exited)
         if following.test is not None:
-            self._report(self._name(running), Status.FAILED, (following.test,), process, duration_s=ran_s)
+            self._fail(self._name(running), following.test, process, _os.monotonic() - self._began_s)
         if following.cls is not None:
-            self._report(self._class, Status.FAILED, (following.cls,), process)
+            self._fail(self._class, following.cls, process)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
         if not following.go_on:
@@ -192,25 +210,8 @@ class ClassRunner:
             self._file_failed(problem)
         self._may_lose_zygote = False
 
-    def _test_ended(self, event: TestEnded, process: ClassChild) -> None:
-        self._left.remove(event.method)
-        self._report(
-            self._name(event.method),
-            event.status,
-            event.problems,
-            process,
-            reason=event.reason,
-            duration_s=event.duration_s,
-            ranks=event.ranks,
-            printed_bytes=event.printed_bytes,
-        )
-
-    def _take_all(self) -> list[str]:
-        taken, self._left = self._left, []
-        return taken
-
     def _file_failed(self, problem: Problem) -> None:
-        self._report(TestName(self._batch.file.name), Status.FAILED, (problem,))
+        self._fail(TestName(self._batch.file.name), problem)
         self._class_is_over = True
 
     def _name(self, method: str) -> TestName:
@@ -220,22 +221,16 @@ class ClassRunner:
     def _class(self) -> TestName:
         return TestName(self._batch.file.name, self._batch.cls)
 
-    def _report(
-        self,
-        test: TestName,
-        status: Status,
-        problems: tuple[Problem, ...] = (),
-        process: ClassChild | None = None,
-        reason: str = "",
-        duration_s: float = 0.0,
-        ranks: tuple[Outcome, ...] = (),
-        printed_bytes: int | None = None,
+    def _fail(
+        self, test: TestName, problem: Problem, process: ClassChild | None = None, duration_s: float = 0.0
     ) -> None:
-        failed = status.counted is Status.FAILED
+        output = process.new_output() if process else ""
+        self._report(TestResult(test, Status.FAILED, duration_s, (problem,)), output)
+
+    def _report(self, result: TestResult, output: str = "") -> None:
+        failed = result.status.counted is Status.FAILED
         self._failed = self._failed or failed
-        output = process.new_output(printed_bytes) if process else ""
-        said, shown = _announcements(output), output if failed else ""
-        self._sink(TestResult(test, status, duration_s, problems, reason, said, shown, ranks))
+        self._sink(replace(result, warnings=_announcements(output), output=output if failed else ""))
 
 
 def _announcements(output: str) -> tuple[str, ...]:

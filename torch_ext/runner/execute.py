@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import itertools
 import os
 import selectors
 import shutil
@@ -16,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from torch_ext import machine_memory
 from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Pause, Task, run_alone
 from torch_ext.runner.messages import CollectOrder, TestNames
-from torch_ext.runner.names import Collected
+from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
@@ -146,15 +144,13 @@ class RunExecutor:
         packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
-        in_order = self._options.random_order is not None
         at_once = (self._options.jobs or slots.number) if packs else 1
-        queue = Queue(plan, Packed(at_once, in_order=in_order, strict=not packs), slots)
-        planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
+        queue = Queue(plan, Packed(at_once, strict=not packs), slots)
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:
             while not queue.over:
                 for file in queue.files_to_open():
-                    loop.add(self._open(file, planned[file.name], queue))
+                    loop.add(self._open(file, queue))
                 while not self._stops and (batch := queue.start()) is not None:
                     loop.add(self._run_class(batch, queue, machine, sink, packs))
                 for file in queue.files_done():
@@ -167,10 +163,10 @@ class RunExecutor:
             self._stops = False
             loop.close()
 
-    def _open(self, file: TestFile, batches: Sequence[Batch], queue: Queue) -> Task[None]:
+    def _open(self, file: TestFile, queue: Queue) -> Task[None]:
         with contextlib.suppress(LoadError, ZygoteDiedError):  # each class that needs the file reports it
             yield from self._zygotes.of_file(file)
-        queue.loaded(file, batches)
+        queue.loaded(file)
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
         place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)

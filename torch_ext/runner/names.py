@@ -1,4 +1,4 @@
-"""The tests of each file, kept in a cache so that a list needs neither torch nor a test module.
+"""The test files below a root, and the tests of each, in a cache so that a list needs neither torch nor a test module.
 
 Note [Cached names]
 ~~~~~~~~~~~~~~~~~~~
@@ -20,9 +20,10 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,73 @@ from typing import Any
 import torch_ext
 from torch_ext import cache
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import TestFile
 
-__all__ = ["Collected", "NameCache", "collect_names", "surroundings"]
+__all__ = [
+    "Collected",
+    "NameCache",
+    "TestFile",
+    "collect_names",
+    "describe",
+    "find_test_files",
+    "holds_tests",
+    "surroundings",
+]
+
+_OURS = ("test_*.py",)
+
+
+@dataclass(frozen=True, slots=True)
+class TestFile:
+    """One test file.
+
+    Attributes:
+        name: path below the root with forward slashes, such as ``distributed/fsdp/test_a.py``; the first part of an id.
+        path: absolute path.
+        module: the dotted name that unittest and pytest give it, such as ``test.distributed.fsdp.test_a``.
+        import_root: the folder that must be on ``sys.path`` for ``module`` to be importable.
+    """
+
+    __test__ = False
+
+    name: str
+    path: Path
+    module: str
+    import_root: Path
+
+
+def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
+    """Return every file below ``root`` whose name is ``like`` one of these, sorted by name.
+
+    Hidden folders and ``__pycache__`` are left out, and so is the folder ``leave_out`` right below the root.
+    """
+    root = root.resolve()
+    found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
+    return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
+
+
+def holds_tests(folder: Path) -> bool:
+    """Whether a ``test_*.py`` lies anywhere below ``folder``."""
+    return next(_walk(folder, _OURS), None) is not None
+
+
+def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in names if any(fnmatchcase(name, pattern) for pattern in like))
+
+
+def describe(path: Path, root: Path) -> TestFile:
+    """Describe the file ``path``, which lies below ``root``; both are absolute and resolved.
+
+    The import root is the nearest folder above the file that is no package, so a root that is itself a package
+    (``test/`` with an ``__init__.py``) is part of the module's name.
+    """
+    parts, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        parts.append(folder.name)
+        folder = folder.parent
+    return TestFile(path.relative_to(root).as_posix(), path, ".".join(reversed(parts)), folder)
+
 
 _NAMES = "names"  # the folder below the cache's
 # Devices that a file may count while it is imported.

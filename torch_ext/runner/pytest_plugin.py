@@ -21,8 +21,7 @@ from _pytest._io import TerminalWriter
 
 if TYPE_CHECKING:
     from torch_ext.results import Event, TestName, TestResult
-    from torch_ext.runner.discovery import TestFile
-    from torch_ext.runner.names import Collected
+    from torch_ext.runner.names import Collected, TestFile
     from torch_ext.runner.options import RunOptions
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
@@ -153,7 +152,7 @@ class _Run:
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
         from torch_ext.results import TestName
-        from torch_ext.runner.discovery import describe
+        from torch_ext.runner.names import describe
 
         self._session = session
         self._files: dict[Path, TestFile] = {}
@@ -215,7 +214,7 @@ class _Run:
             return
         item = self._left.pop(event.test, None)
         if item is None:
-            from torch_ext.runner.reporters.failure import describe_failure
+            from torch_ext.runner.reporters.text import describe_failure
 
             self._report_error(event.test.id, describe_failure(event))
         else:
@@ -237,7 +236,7 @@ class _Run:
 
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
         from torch_ext.results import Status
-        from torch_ext.runner.reporters.failure import describe_failure
+        from torch_ext.runner.reporters.text import describe_failure
 
         path, line, _ = item.location
         if result.status is Status.SKIPPED:

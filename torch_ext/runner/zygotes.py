@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 
 from torch_ext.results import SetupError
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Pause, Task
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider

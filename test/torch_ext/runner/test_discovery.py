@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from test.torch_ext.runner.fakes import write_suite
-from torch_ext.runner.discovery import describe, find_test_files
+from torch_ext.runner.names import describe, find_test_files
 
 
 def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext.results import TestName
-from torch_ext.runner.keywords import keyword_filter
+from torch_ext.runner.selection import SelectionError, keyword_filter
 
 TEST = TestName("distributed/test_fsdp.py", "TestInput", "test_type_dict")
 WORDS = ["fsdp", "TestInput", "dict", "rpc", "testinput", "tuple"]
@@ -56,20 +56,10 @@ def test_expressions_mean_what_they_mean_in_python(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "a name at the end"),
-        ("a and", "a name at the end"),
-        ("not", "a name at the end"),
-        ("and a", "a name before 'and'"),
-        ("a or or b", "a name before 'or'"),
-        ("(a or b", "a closing parenthesis"),
-        ("a)", "'and' or 'or' before ')'"),
-        ("a b", "'and' or 'or' before 'b'"),
-        ("a AND b", "'and' or 'or' before 'AND'; write and in small letters"),
-    ],
+    "text",
+    ["a and", "not", "and a", "a or or b", "(a or b", "a)", "a b", "a (b)", "()", "a AND b", "lambda a", "(" * 999],
 )
-def test_an_incomplete_expression_says_what_is_missing(text: str, expected: str) -> None:
-    with pytest.raises(ValueError) as raised:
+def test_an_incomplete_expression_is_refused(text: str) -> None:
+    with pytest.raises(SelectionError) as raised:
         keyword_filter([text])
-    assert str(raised.value) == f"got -k {text!r}, expected {expected}"
+    assert str(raised.value) == f"got -k {text!r}, expected names joined by 'and', 'or', 'not' and parentheses"

@@ -16,7 +16,7 @@ def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
 
     def task(name: str, reader: int) -> Task[None]:
         said.append(f"{name} waits")
-        yield Pause((reader,))
+        yield Pause((reader,), time.monotonic() + 60)
         said.append(f"{name} reads {os.read(reader, 1).decode()}")
 
     loop = Loop()
@@ -37,7 +37,7 @@ def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too() -> 
     def timed() -> Task[str]:
         yield Pause((reader,), time.monotonic() + 0.01)
         os.close(reader)
-        yield Pause((reader,))
+        yield Pause((reader,), time.monotonic() + 60)  # another thread may open a file of this number meanwhile
         return "over"
 
     assert run_alone(timed()) == "over"

@@ -15,8 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import find_test_files
-from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, find_test_files, surroundings
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 ALL, FIRST = sorted(LAYOUT), ["a/test_a.py"]

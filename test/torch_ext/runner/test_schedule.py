@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torch_ext.results import TestName
-from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.schedule import make_plan
 
 

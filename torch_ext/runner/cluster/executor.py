@@ -26,8 +26,7 @@ from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, 
 from torch_ext.runner.cluster.hosts import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, said_in_a_line
 from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, Told
-from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.names import Collected
+from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.wording import PREFIX
@@ -91,8 +90,7 @@ class ClusterExecutor:
         if plan.batches:
             folder = _folder_of(self._options.root, [batch.file for batch in plan])
             self._machines.connect(_runtime_environment(folder))
-            batches = Packed(1, in_order=self._options.random_order is not None).order(plan.batches)
-            _ClusterRun(self._options, self._machines, folder, sink).run(batches)
+            _ClusterRun(self._options, self._machines, folder, sink).run(Packed(1).order(plan.batches))
 
     def close(self) -> None:
         """Let go of the cluster, and end it if it is our own. Idempotent."""

@@ -21,8 +21,8 @@ from torch_ext.results import Sink
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import FarRanks, Spread
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Leave, Line, RunClass, Settings, Told
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Pause, Task
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes

@@ -10,7 +10,7 @@ import torch_ext
 from torch_ext.results import RanksFailed, Status, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally, counts
-from torch_ext.runner.reporters.failure import describe_failure, rerun_command
+from torch_ext.runner.reporters.text import describe_failure, rerun_command
 from torch_ext.world.wording import printable
 
 __all__ = ["write_page"]
