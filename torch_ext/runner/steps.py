@@ -126,7 +126,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
     names = NameCache(None, None)
     if options.script:
         # As __main__ the file may define other tests than when it is imported, so nothing is cached.
-        found = [describe(Path(options.script).resolve(), options.root)]
+        found: Sequence[TestFile] = [describe(Path(options.script).resolve(), options.root)]
     elif options.upstream:
         if upstream is None:
             raise SelectionError("--upstream belongs to python -m torch_ext and run_test.py")
@@ -137,16 +137,8 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
         names = NameCache(cache.folder(), surroundings(options.device))
     selection = select_files([file.name for file in found], options.include, options.exclude, _prefixes(options))
     files = [file for file in found if file.name in set(selection.files)]
-    history = History(cache.folder(), options.root, options.device)
-    return Request(
-        options,
-        files,
-        names,
-        selection,
-        keyword_filter(options.keywords),
-        history,
-        upstream if options.upstream else None,
-    )
+    fits, history = keyword_filter(options.keywords), History(cache.folder(), options.root, options.device)
+    return Request(options, files, names, selection, fits, history, upstream if options.upstream else None)
 
 
 def _own_files(options: RunOptions) -> Sequence[TestFile]:
