@@ -6,7 +6,6 @@
 ``python -m torch_ext demo``    shows in ten seconds what that is good for
 ``python -m torch_ext doctor``  says on one screen what this machine has, for a bug report or for CI
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
-``python -m torch_ext info``    builds it too, and says how many devices there are
 ==============================  ====================================================================
 """
 
@@ -25,13 +24,12 @@ if TYPE_CHECKING:
     from torch_ext.runner.steps import Judge, Upstream
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
+    # No process has started yet, and a traceback of imports helps no user.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 __all__ = ["main", "upstream"]
 
-_COMMANDS = ("build", "info")
-# What commands take arguments of their own, and the module whose `main` gets them.
+# Commands with arguments, and the module whose `main` gets these.
 _PROGRAMS = {
     "run": "torch_ext.program.supervise",
     "demo": "torch_ext.program.demo",
@@ -43,14 +41,14 @@ _PROGRAMS = {
 def main() -> int:
     """Run the command that the arguments of this process name, and return its exit code: tests, where they name none.
 
-    ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
+    ``build`` returns 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
     look_there_last()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         _open_standard_streams()
         return _run(command, rest)
-    if command not in _COMMANDS:
+    if command != "build":
         from torch_ext.runner.cli import main as run_tests
 
         return run_tests(upstream=upstream())
@@ -58,11 +56,12 @@ def main() -> int:
         print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
-        from torch_ext.sim.command import show  # on use: importing it builds
+        from torch_ext.sim import build  # on use: importing it builds
+
+        print(build.ensure_built())
     except (ImportError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    show(details=command == "info")
     return 0
 
 

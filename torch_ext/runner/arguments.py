@@ -179,7 +179,7 @@ def _flags_of(path: Path) -> list[str]:
         section = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["torch_ext"]
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from None
-    rows = {row.name: row for row in TABLE if row.name}
+    rows = {row.name: row for row in TABLE}
     flags = []
     for key, value in section.items():
         if (row := rows.get(key.replace("_", "-"))) is None:
@@ -259,7 +259,7 @@ def _show(options: RunOptions, settings: Mapping[str, _Setting]) -> None:
     from torch_ext.runner.reporters.base import ReportFile
 
     lines = []
-    names = {row.field: row.name or row.flags[-1].lstrip("-") for row in TABLE} | {"verbosity": "verbosity"}
+    names = {row.field: row.name for row in TABLE} | {"verbosity": "verbosity"}
     for field, name in names.items():
         value = options.root if field == "typed_root" else getattr(options, field)
         text = "-" if value is None or value in ("", ()) else str(value)

@@ -31,14 +31,8 @@ __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _BY_SIGNAL = 128
-# What to do where the runner itself gets no more of something.
-_FEWER = "or run fewer classes at once (-j 1)"
-_EXHAUSTED = {
-    errno.EMFILE: f"let it open more files (ulimit -n), {_FEWER}",
-    errno.ENFILE: f"close programs that have many files open, {_FEWER}",
-    errno.EAGAIN: f"let it start more processes (ulimit -u), {_FEWER}",
-    errno.ENOMEM: f"give it more memory (ulimit -v), {_FEWER}",
-}
+# The runner itself gets no more files, processes or memory.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
@@ -108,7 +102,8 @@ def _exit_code(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _EXHAUSTED:
             raise
-        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {_EXHAUSTED[error.errno]}")
+        advice = "raise it (ulimit -n, -u or -v), or run fewer classes at once (-j 1)"
+        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {advice}")
     finally:
         interrupts.give_back()
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import importlib
 import os
-import selectors
 import shutil
 import tempfile
 from collections import deque
@@ -16,7 +15,7 @@ from torch_ext import machine_memory
 from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Loop, Pause, Task, run_alone
+from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.messages import CollectOrder, TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
@@ -40,8 +39,8 @@ from torch_ext.world.tree import (
 
 __all__ = ["RunExecutor", "open_executor"]
 
-# After how many seconds without news another file's import begins beside those that go on, so that some that hang block
-# no others.
+# After how many seconds without a named file another import begins beside the running ones: an import that hangs blocks
+# no other.
 _NEWS_S = 2.0
 # Interval of ticks, by which views show the time, in seconds.
 _TICK_S = 0.25
@@ -65,48 +64,41 @@ class RunExecutor:
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
         """See :class:`Executor`. As many files as there are cores are imported side by side, more while they hang."""
-        waiting, at_once = deque(files), os.cpu_count() or 1
-        loading: list[TestFile] = []
-        while waiting or loading:
-            while waiting and len(loading) < at_once:
-                loading.append(waiting.popleft())
-                with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
-                    self._zygotes.begin(loading[-1])
-            ready = self._next_loaded(loading)
-            at_once += not ready
-            for file in ready:
-                loading.remove(file)
-                yield run_alone(self._collect(file))
-                if self._options.list_only:
-                    self._zygotes.forget(file)
+        waiting, at_once, news_s = deque(files), os.cpu_count() or 1, _os.monotonic()
+        found: list[Collected] = []
+        loop = Loop(lambda: None, _NEWS_S)
+        try:
+            while waiting or loop:
+                while waiting and len(loop) < at_once:
+                    loop.add(self._collect(waiting.popleft(), found))
+                if loop and not found:
+                    loop.turn()
+                if found:
+                    news_s = _os.monotonic()
+                elif _os.monotonic() - news_s > _NEWS_S:
+                    at_once, news_s = at_once + 1, _os.monotonic()
+                yield from found
+                found.clear()
+        finally:
+            loop.close()
 
-    def _next_loaded(self, loading: Sequence[TestFile]) -> list[TestFile]:
-        """Wait for news; return the files whose import has ended in some way."""
-        zygotes = {file: self._zygotes.known(file) for file in loading}
-        if ready := [file for file, zygote in zygotes.items() if zygote is None or zygote.imported is not None]:
-            return ready
-        with selectors.DefaultSelector() as selector:
-            for file, zygote in zygotes.items():
-                if zygote is not None:
-                    selector.register(zygote, selectors.EVENT_READ, file)
-            look_s = min(zygote.look_s for zygote in zygotes.values() if zygote is not None)
-            selector.select(max(0.0, min(_NEWS_S, look_s - _os.monotonic())))
-        return [file for file, zygote in zygotes.items() if zygote and (zygote.channel.poll() or zygote.check())]
-
-    def _collect(self, file: TestFile) -> Task[Collected]:
+    def _collect(self, file: TestFile, found: list[Collected]) -> Task[None]:
+        """A task that imports ``file`` and adds its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
             told = yield from self._names(zygote, self._zygotes.module_of(file))
         except LoadError as error:
-            self._zygotes.forget(file)
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
-            return Collected(file, error=str(error), left=left)
+            collected = Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
+            collected = Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
+        else:
+            tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
+            imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
+            collected = Collected(file, tests, imported, needs=told.needs, device=told.device)
+        if collected.error or self._options.list_only:
             self._zygotes.forget(file)
-            return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
-        imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
-        return Collected(file, tests, imported, needs=told.needs, device=told.device)
+        found.append(collected)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
@@ -114,7 +106,9 @@ class RunExecutor:
         stacks, stacks_writer = os.pipe()
         descriptors = [theirs.fileno(), stacks_writer]
         try:
-            child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), descriptors, self.environment)
+            child = zygote.start(
+                "torch_ext.runner.class_process:collect", CollectOrder(module), descriptors, self.environment
+            )
         except BaseException:
             close_all([stacks])
             raise

@@ -2,15 +2,15 @@
 
 Note [Cached names]
 ~~~~~~~~~~~~~~~~~~~
-Only an import tells the tests of a file. The key of a cached answer is content: the file's own and that of each project
+Only an import shows the tests of a file. The key of a cached answer is content: the file's own and that of each project
 file that it imported, with the versions of torch, Python and torch_ext, the device, and the variables that torch's test
 utilities read. Tests that a file makes from anything else, such as a data file, may have changed under the same key. So
 a list says that its names are cached, and a run uses them only to leave out files without a selected test: it imports
 the others, and plans by what they hold then.
 
 Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
-that cannot be read or written costs time, never an error; a file that failed to import has no entry. Nor are names used
-that somebody else could have written; see Note [Trusted folders].
+that cannot be read or written costs time, never an error; a file that failed to import has no entry. Names that
+another user could have written are not used; see Note [Trusted folders].
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch_ext
 from torch_ext import cache
@@ -177,8 +176,8 @@ class NameCache:
                 return None
             if any(self._digest(path) != digest for path, digest in entry["digests"].items()):
                 return None
-            tests = tuple(_test_name(file, pair) for pair in entry["tests"])
-            needs = tuple(_needs(counts) for counts in entry["needs"])
+            tests = tuple(TestName(file.name, cls, method) for cls, method in entry["tests"])
+            needs = tuple(Needs(*counts) for counts in entry["needs"])
             return Collected(file, tests, tuple(entry["digests"]), cached=True, needs=needs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
@@ -196,7 +195,7 @@ class NameCache:
                 "surroundings": self._surroundings,
                 "digests": {path: self._digest(path) for path in sorted(code)},
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [tuple(map(int, astuple(each))) for each in collected.needs],
+                "needs": [astuple(each) for each in collected.needs],
             }
             cache.write(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -218,20 +217,6 @@ class NameCache:
             with suppress(OSError):
                 self._digests[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         return self._digests[path]
-
-
-def _test_name(file: TestFile, pair: Any) -> TestName:
-    cls, method = pair
-    if not (isinstance(cls, str) and isinstance(method, str)):
-        raise TypeError(f"got {pair!r}, expected the names of a class and a method")
-    return TestName(file.name, cls, method)
-
-
-def _needs(counts: Any) -> Needs:
-    if not all(type(count) is int for count in counts):
-        raise TypeError(f"got {counts!r}, expected numbers")
-    world_size, processes, devices, alone, hosts = counts
-    return Needs(world_size, processes, devices, bool(alone), hosts)
 
 
 def collect_names(

@@ -81,8 +81,8 @@ class RunOptions:
     def packs(self) -> bool:
         """Whether classes run side by side.
 
-        Unless that is asked for, not with ``show_output``, where nobody could tell whose line it is, and not with
-        ``upstream``, whose files were written to run one after another.
+        By default not with ``show_output``, since its lines name no class, and not with ``upstream``, whose files were
+        written to run one after another.
         """
         if self.jobs is None:
             return not self.show_output and (not self.upstream or self.slots is not None)
@@ -149,8 +149,6 @@ def _cluster(text: str) -> str:
     local, _, number = text.partition(":")
     if local == "local":
         _count(1)(number)
-    if not text.strip():
-        raise ValueError("got an empty address, expected local:N, auto, or host:port of a Ray cluster")
     return text
 
 
@@ -178,12 +176,6 @@ def _schedule(text: str) -> str:
     return f"random:{seed or 0}" if kind == "random" else kind
 
 
-def _device(text: str) -> str:
-    if not text.strip():
-        raise ValueError("got an empty device type, expected one such as cpu")
-    return text
-
-
 @dataclass(frozen=True)
 class Row:
     """How an option is typed.
@@ -197,7 +189,6 @@ class Row:
         read: makes the value of the text. Raises ValueError, with words for users.
         const: what it sets if it takes no value.
         many: it takes several values, and may be given again.
-        key: its name in the configuration if not that of the flag; ``-``: it stands in none.
         variable: the environment variable with the same meaning.
         choices: the values that it takes; empty: any that ``read`` can read.
         alone: ``python test_file.py`` has it too.
@@ -211,48 +202,43 @@ class Row:
     read: Callable[[str], object] = str
     const: object = True
     many: bool = False
-    key: str = ""
     variable: str = ""
     choices: tuple[str, ...] = ()
     alone: bool = True
 
     @property
     def name(self) -> str:
-        """The key of the configuration; empty if it has none.
-
-        >>> Row("start_method", ("--start-method",), "", "").name
-        'start-method'
-        """
-        return "" if self.key == "-" else self.key or self.flags[-1].lstrip("-")
+        """The key of the configuration: the long flag without its dashes."""
+        return self.flags[-1].lstrip("-")
 
 
-_WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
+_WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "reports", "more"
 _FILE = "FILE"
 
 TABLE: tuple[Row, ...] = (
     Row("include", ("-i", "--include"), _WHICH, "run these only; the same as a bare PATTERN", "PATTERN", many=True,
         alone=False),
     Row("exclude", ("-x", "--exclude"), _WHICH, "do not run these", "PATTERN", many=True, alone=False),
-    Row("keywords", ("-k",), _WHICH, "of these, run tests whose name fits WORDS: a part of it, a glob, or several with "
-        "and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True, key="keywords"),
-    Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time", key="-"),
+    Row("keywords", ("-k", "--keywords"), _WHICH, "of these, run tests whose name fits WORDS: a part of it, "
+        "a glob, or several with and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True),
+    Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time"),
     Row("changed", ("--changed",), _WHICH, "of these, run tests whose file, or a module that it imports, differs from "
-        "REV in git, such as HEAD", "REV", key="-", alone=False),
-    Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard, key="-"),
+        "REV in git, such as HEAD", "REV", alone=False),
+    Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard),
     Row("times", ("--times",), _WHICH, "the times by which --shard divides: what --json wrote of an earlier run, the "
         "same FILE for every part", _FILE),
     Row("typed_root", ("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False),
     Row("upstream", ("--upstream",), _WHICH, "run these unmodified test files, or folders of them, of a PyTorch "
-        "checkout on our harness", "PATH", many=True, key="-", alone=False),
+        "checkout on our harness", "PATH", many=True, alone=False),
     Row("cuda_as_sim", ("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated accelerator and "
-        "its backend", key="-", alone=False),
+        "its backend", alone=False),
     Row("differences", ("--differences",), _WHICH, "with --upstream: a list of known differences, besides our own",
-        _FILE, many=True, key="-", alone=False),
+        _FILE, many=True, alone=False),
     Row("device", ("--device",), _HOW, "device type to test, such as cpu (default: the best that this machine has)",
-        "TYPE", _device, variable="TORCH_EXT_DEVICE"),
+        "TYPE", variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
-    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: error; "
+    Row("races", ("--races",), _HOW, "how to treat races between streams on the simulated device (default: error; "
         "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("schedule", ("--schedule",), _HOW, "when results on the simulated device are seen by those that may not have "
@@ -272,17 +258,17 @@ TABLE: tuple[Row, ...] = (
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),
     Row("fail_on_flaky", ("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"),
-    Row("repeat", ("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N", _count(1), key="-"),
+    Row("repeat", ("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N", _count(1)),
     Row("verbosity", ("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
     Row("verbosity", ("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
     Row("show_output", ("--show-output",), _SHOWN, "show what ranks print, as it comes",
         variable="TORCH_EXT_SHOW_OUTPUT"),
-    Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none", key="-"),
+    Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none"),
     Row("json", ("--json",), _SHOWN, "write what happens to FILE (- is stdout), one JSON object a line; with --list, "
         "the tests and their needs", _FILE),
     Row("junit", ("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE),
     Row("html", ("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE),
     Row("trace", ("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev", _FILE),
     Row("github", ("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"),
-    Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
+    Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from"),
 )  # fmt: skip

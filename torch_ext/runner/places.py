@@ -5,9 +5,9 @@ Note [Neighbours]
 Several classes run at once, of one run or of several in one checkout. None of them may meet another by accident, so
 each has
 
-- a zygote of its own, so that one that a rank stops or kills costs no other class a test, and a process that is left
+- a private zygote, so that one that a rank stops or kills costs no other class a test, and a process that is left
   behind is charged to the class that left it;
-- ranks, a parent half and a process group of its own;
+- ranks, a parent half and a process group;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
 - ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
   ``dist_utils``);

@@ -2,9 +2,9 @@
 
 Note [Reruns]
 ~~~~~~~~~~~~~
-A test that failed runs again when its round is through, in a class process and ranks of its own. If it passes then, it
-is flaky: not passed, for the same code has failed, and no failure. What is skipped when it runs again has told nothing,
-so its failure stands. A class that failed as a whole does not run again, and neither does a file that cannot be
+A test that failed runs again when its round is through, in a new class process with new ranks. If it passes then, it is
+flaky: not passed, for the same code has failed, and no failure. A skip in the second run proves nothing, so the failure
+stands. A class that failed as a whole does not run again, and neither does a file that cannot be
 imported.
 """
 

@@ -9,7 +9,7 @@ step               returns                     decides
 :func:`schedule`   :class:`Plan`               by class, in which order
 =================  ==========================  ==================================================================
 
-:func:`name` starts processes, through the executor that it is given; the others start none.
+:func:`name` starts processes, through an executor; the other steps start none.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Executor(Protocol):
     """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Import ``files``, each in a process of its own, and yield one answer for each, in any order.
+        """Import ``files``, each in a separate process, and yield one answer for each, in any order.
 
         Called on the main thread. May block as long as imports take. A file that cannot be imported is an answer.
         """
         ...
 
     def run(self, plan: Plan, sink: Sink) -> None:
-        """Run ``plan``. Tell ``sink``, on the calling thread, of each class and test that begins and of each class that
-        is over, and hand it each result as soon as its test has ended. Several classes may run at once.
+        """Run ``plan``. Call ``sink``, on the calling thread, as each class and test begins, as each test ends and as
+        each class is over. Several classes may run at once.
 
         Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
         Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one

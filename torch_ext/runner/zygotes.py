@@ -62,10 +62,6 @@ class RunZygotes:
         """Return the name under which the file's tests are found in its zygote."""
         return "__main__" if self._options.script else file.module
 
-    def known(self, file: TestFile) -> ModuleZygote | None:
-        """Return the zygote that loads or has loaded ``file``, if there is one."""
-        return self._of_files.get(file.name)
-
     def begin(self, file: TestFile) -> None:
         """Have the file's zygote load in the background.
 

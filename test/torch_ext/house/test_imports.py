@@ -32,7 +32,7 @@ _LAYERS = {
     "runner": "world cache compat.untested_torch machine_memory cuda_as_sim.words",
     "upstream": "accelerator world runner compat unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory sim",
-    "__main__": "runner program sim.command unbuilt upstream.harness",
+    "__main__": "runner program sim unbuilt upstream.harness",
     "testing": "accelerator compat world",
 }
 LAYERS: dict[str, frozenset[str]] = {
@@ -72,7 +72,7 @@ LAYERS: dict[str, frozenset[str]] = {
         {
             "torch_ext.runner",
             "torch_ext.program",
-            "torch_ext.sim.command",
+            "torch_ext.sim",
             "torch_ext.unbuilt",
             "torch_ext.upstream.judge",
         }

@@ -137,3 +137,20 @@ def test_two_classes_share_no_temporary_folder_unless_a_private_one_is_too_long_
         assert [os.path.exists(folder) for folder in folders] == [length != 20] * len(folders)
     finally:
         shutil.rmtree(base)
+
+
+def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
+    order = ["b A 1", "a B 2", "b C 1", "a A 1", "b A 2", "a B 1", "b A 1"]
+    tests = [TestName(f"{name}.py", cls, method) for name, cls, method in map(str.split, order)]
+    files = [file("a"), file("b"), file("empty")]
+    made = make_plan(files, tests)
+    assert [(batch.file, batch.cls) for batch in made] == [
+        (files[0], "B"), (files[0], "A"), (files[1], "A"), (files[1], "C")
+    ]  # fmt: skip
+    expected = ["a.py::B::2", "a.py::B::1", "a.py::A::1", "b.py::A::1", "b.py::A::2", "b.py::C::1"]
+    assert [test.id for test in made.tests] == expected
+
+
+def test_a_test_of_an_unknown_file_is_not_dropped_in_silence() -> None:
+    with pytest.raises(AssertionError, match=r"a\.py::A::test"):
+        make_plan([file("b")], [TestName("a.py", "A", "test")])

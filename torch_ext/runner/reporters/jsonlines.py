@@ -23,7 +23,7 @@ from torch_ext.results import (
     TestResult,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import ReportFile, Tally, counts
+from torch_ext.runner.reporters.base import COLUMNS, ReportFile, Tally, counts
 from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Outcome
 
@@ -57,7 +57,7 @@ class JsonReporter:
             self._round = event.number
         elif isinstance(event, RunEnded):
             found = counts(self._tally.results)
-            columns = {one.value: found[one] for one in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)}
+            columns = {one.value: found[one] for one in COLUMNS}
             not_run = [test.id for test in self._tally.missing()]
             duration_s = round(time.monotonic() - self._start_s, 6)
             self._write("end", interrupted=event.interrupted, **columns, not_run=not_run, duration_s=duration_s)

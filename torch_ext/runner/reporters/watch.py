@@ -1,4 +1,4 @@
-"""Tells what a run does between two lines of its report: a live view on a terminal, a line now and then elsewhere."""
+"""What a run does between two lines of its report: a live view on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
