@@ -163,9 +163,10 @@ def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
             return opened
 
         request = select(options, upstream)
-        _warn(untested_torch(), request.names.refused)  # before any process starts, which would say the first as well
-        chosen = choose(request, name(request, executor))
-        _warn(*chosen.warnings)
+        _warn(untested_torch())  # before any process starts, which would say it as well
+        collected = name(request, executor)
+        chosen = choose(request, collected)
+        _warn(request.names.refused, *chosen.warnings)
         return _list(chosen) if options.list_only else _run(chosen, executor)
 
 

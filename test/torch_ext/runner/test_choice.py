@@ -242,6 +242,7 @@ def test_a_class_that_failed_as_a_whole_does_not_run_again(cli: Cli) -> None:
     done = cli("--reruns", "2")
     assert (done.code, cli.ran) == (1, IDS)
     assert "2 tests, the first of them" in done.out and "1 class failed as a whole" in done.out
+    assert "attempt" not in done.out
 
 
 def test_failfast_goes_on_after_a_flake_and_ends_with_the_round_that_fails(cli: Cli, use: Use) -> None:

@@ -43,6 +43,7 @@ def test_a_test_that_vanishes_is_exit_code_1(cli: Cli) -> None:
     cli.executor.endings = {CALL: None}
     done = cli()
     assert done.code == 1 and f"Not run: 1 test, the first of them {CALL}" in done.out
+    assert f"Not run: 2 tests, the first of them {CALL}" in cli("--repeat", "2").out
 
 
 def test_include_exclude_and_keywords_narrow_the_run(cli: Cli) -> None:
