@@ -30,8 +30,7 @@ from simulate import lower_bound, makespan
 
 from torch_ext import cache
 from torch_ext.results import TestName
-from torch_ext.runner.discovery import find_test_files
-from torch_ext.runner.names import NameCache, surroundings
+from torch_ext.runner.names import NameCache, find_test_files, surroundings
 from torch_ext.runner.schedule import Packed, Plan, make_plan, slots_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -22,9 +22,6 @@ class Span(NamedTuple):
 def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
     """Run ``plan`` on ``slots`` slots. A class takes as long as expected; importing a file takes no time."""
     queue = Queue(plan, policy, Slots(slots))
-    by_file: dict[str, list[Batch]] = {}
-    for each in plan:
-        by_file.setdefault(each.file.name, []).append(each)
     ends: list[tuple[float, int, Span]] = []
     spans: list[Span] = []
     now_s = 0.0
@@ -33,7 +30,7 @@ def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
         while opened:  # what has begun makes room for more files
             files = queue.files_to_open()
             for file in files:
-                queue.loaded(file, by_file[file.name])
+                queue.loaded(file)
             while (batch := queue.start()) is not None:
                 span = Span(batch, now_s, now_s + batch.expected_s, queue.running[batch])
                 heapq.heappush(ends, (span.ended_s, len(spans), span))

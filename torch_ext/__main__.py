@@ -8,7 +8,6 @@
 ``python -m torch_ext export``  writes work of this tree as a patch for a PyTorch checkout
 ``python -m torch_ext drift``   says which names of our test helpers differ from upstream's
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
-``python -m torch_ext info``    builds it too, and says how many devices there are
 ==============================  ====================================================================
 """
 
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
     from torch_ext.runner.steps import Judge, Upstream
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Nothing has been started yet that would have to end, and a traceback of imports helps nobody.
+    # No process has started yet, and a traceback of imports helps no user.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 __all__ = ["main", "upstream"]
 
-_COMMANDS = ("build", "info")
 # Commands that parse their arguments themselves, and the module whose `main` gets these.
 _PROGRAMS = {
     "run": "torch_ext.program.run",
@@ -47,14 +45,14 @@ _PROGRAMS = {
 def main() -> int:
     """Run the command that the arguments of this process name, and return its exit code: tests, where they name none.
 
-    ``build`` and ``info`` return 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
+    ``build`` returns 0, 1 where the simulator cannot be built or loaded, and 2 for a usage error.
     """
     look_there_last()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         _open_standard_streams()
         return _run(command, rest)
-    if command not in _COMMANDS:
+    if command != "build":
         from torch_ext.runner.cli import main as run_tests
 
         return run_tests(upstream=upstream())
@@ -62,11 +60,12 @@ def main() -> int:
         print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
-        from torch_ext.sim.command import show  # on use: importing it builds
+        from torch_ext.sim import build  # on use: importing it builds
+
+        print(build.ensure_built())
     except (ImportError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    show(details=command == "info")
     return 0
 
 

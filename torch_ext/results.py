@@ -45,7 +45,7 @@ class SetupError(RuntimeError):
 
 
 class OutputError(RuntimeError):
-    """What came out of a run cannot be told, because its stream takes no more. The message is for users."""
+    """A report cannot be written, because its stream takes no more. The message is for users."""
 
 
 class Status(Enum):
@@ -72,7 +72,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TestName:
-    """The address of one test; with an empty ``method`` that of its class, with an empty ``cls`` too that of its file.
+    """The address of one test; with an empty ``method`` of its class, with an empty ``cls`` too of its file.
 
     Attributes:
         file: path below the root, with forward slashes and its suffix, such as ``distributed/test_a.py``.
@@ -134,7 +134,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing more comes of a class or, with an empty class, of a file."""
+    """Nothing more comes of a class."""
 
     test: TestName
 

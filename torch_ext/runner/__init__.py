@@ -2,15 +2,16 @@
 
 The rooms, each below the ones that follow it:
 
-``results``    what became of a test, and how a test is named, as data
-``discovery``  the test files below a root
-``keywords``, ``selection``   which of them a command line means
-``names``      the tests of each file; cached for lists
-``schedule``   which of them run when, and on which slots
-``options``    the command line
+``results``    how a test ended, and how a test is named, as data
+``options``    what a user can ask for
+``selection``  which tests the patterns and keywords of a command line mean
+``names``      the test files below a root, and the tests of each; cached for lists
+``arguments``  the command line, the configuration and the environment, as options
+``schedule``   which tests run when, and on which slots
+``choice``     which of them ran last, failed, changed, or belong to a part
 ``messages``   what the supervisor and the processes that hold tests say to each other
-``collect``, ``class_process``   what runs in those processes
-``reporters``  results against the plan, and what becomes of them
+``class_process``   what runs in those processes
+``reporters``  results against the plan, and the reports of them
 ``loop``, ``places``   several tasks on one thread, and what each running class has to itself
 ``class_runner``, ``execute``   the half that starts processes
 ``pytest_plugin``   the same for tests that pytest collects

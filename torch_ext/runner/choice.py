@@ -1,4 +1,4 @@
-"""Which of the tests that patterns select run, and in which order: failed tests, changed files, a part, at random.
+"""Which of the tests that patterns select run: those that failed, those of changed files, a part.
 
 Note [Parts]
 ~~~~~~~~~~~~
@@ -10,9 +10,9 @@ class that takes longest goes to the part with the least to do so far.
 Note [The history]
 ~~~~~~~~~~~~~~~~~~
 One JSON file for each root lies in the cache's folder, for the last 100 roots. It holds the last 5 records of each
-test, at most 20,000 tests, and no record older than 90 days. A run reads it once, and adds its own records at its end,
-under a lock and by renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that
-cannot be read or written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
+of the 20,000 tests that ran last. A run reads it once, and adds its own records at its end, under a lock and by
+renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that cannot be read or
+written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
 
 A run adds one record of a test, whatever the number of its rounds: failed if the test failed in any of them.
 """
@@ -25,37 +25,34 @@ import json
 import os
 import statistics
 import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_ext import cache
 from torch_ext.results import Status, TestName, TestResult
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.names import Collected
 from torch_ext.runner.options import RunOptions
+from torch_ext.runner.selection import SelectionError
 
-__all__ = ["History", "arrange", "divide", "narrow", "why_none"]
+__all__ = ["History", "divide", "narrow"]
 
 _FOLDER = "history"  # below the cache's
-_ROOTS, _RECORDS, _TESTS, _AGE_S = 100, 5, 20_000, 90 * 24 * 3600.0
+_ROOTS, _RECORDS, _TESTS = 100, 5, 20_000
+_FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class _Record(NamedTuple):
     """How one test ended in one run.
 
     Attributes:
-        time_s: when the run ended (``time.time``).
         device: the device type that was asked for; empty: the machine's best.
         status: the value of its ``Status``: of several rounds the first failure, else the last.
         duration_s: how long it took; the median of all rounds and attempts.
     """
 
-    time_s: float
     device: str
     status: str
     duration_s: float
@@ -70,7 +67,10 @@ class History:
         digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
         self._path = place / f"{root.name}-{digest}.json" if place is not None and trusted else None
         self._device = device
-        self._records: dict[str, list[RunRecord]] | None = None
+
+    @cached_property
+    def _known(self) -> Mapping[str, Sequence[_Record]]:
+        return {} if self._path is None else _read(self._path)
 
     def failed(self, test: TestName) -> bool:
         """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
@@ -90,54 +90,33 @@ class History:
             of_test.setdefault(result.test, []).append(result)
         if self._path is None or not of_test:
             return
-        with suppress(OSError), self._locked(self._path):
-            known = _read(self._path)
-            for test in of_test:
-                if test.method:  # its file could be imported, and its class begun
-                    for above in (test.file, TestName(test.file, test.cls).id):
-                        known.pop(above, None)
-            for test, rounds in of_test.items():
-                known.setdefault(test.id, []).append(self._record(rounds))
-            rows = {test: [astuple(one) for one in records] for test, records in _bounded(known).items()}
-            cache.write(self._path, json.dumps({"tests": rows}))
+        with suppress(OSError):
+            cache.make(self._path.parent)
+            with open(self._path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                known = _read(self._path)
+                for test in of_test:
+                    if test.method:  # its file could be imported, and its class begun
+                        for above in (test.file, TestName(test.file, test.cls).id):
+                            known.pop(above, None)
+                for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
+                    known[test.id] = [*known.pop(test.id, ()), self._record(rounds)][-_RECORDS:]
+                cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
             _drop_old_roots(self._path.parent)
 
-    def _record(self, rounds: Sequence[TestResult]) -> RunRecord:
+    def _record(self, rounds: Sequence[TestResult]) -> _Record:
         told = next((one for one in rounds if one.status.value in _FAILED), rounds[-1])
         times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
-        return RunRecord(time.time(), self._device, told.status.value, round(statistics.median(times_s), 4))
-
-    @property
-    def _known(self) -> Mapping[str, Sequence[RunRecord]]:
-        if self._records is None:
-            self._records = {} if self._path is None else _read(self._path)
-        return self._records
-
-    @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        cache.make(path.parent)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return _Record(self._device, told.status.value, round(statistics.median(times_s), 4))
 
 
-_FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
-
-
-def _read(path: Path) -> dict[str, list[RunRecord]]:
+def _read(path: Path) -> dict[str, list[_Record]]:
     """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
     try:
         told: Any = json.loads(path.read_bytes())
-        return {str(test): [RunRecord(*fields) for fields in rows] for test, rows in told["tests"].items() if rows}
+        return {str(test): [_Record(*fields) for fields in rows] for test, rows in told["tests"].items() if rows}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-
-
-def _bounded(known: Mapping[str, list[RunRecord]]) -> dict[str, list[RunRecord]]:
-    oldest_s = time.time() - _AGE_S
-    young = {test: [one for one in records if one.time_s >= oldest_s] for test, records in known.items()}
-    kept = sorted((test for test in young if young[test]), key=lambda test: -young[test][-1].time_s)[:_TESTS]
-    return {test: young[test][-_RECORDS:] for test in kept}
 
 
 def _drop_old_roots(folder: Path) -> None:
@@ -153,34 +132,23 @@ def narrow(
     """Return those of ``tests`` that ``--changed``, ``--last-failed`` and ``--shard`` leave, and a sentence about them.
 
     Raises:
-        ValueError: an option has nothing to go by; the message is for users.
+        SelectionError: they leave nothing of some tests, or an option has nothing to go by.
     """
+    chosen, note, why = tests, "", ""
     if options.changed:
         files = _changed_files(options.root, options.changed)
         affected = {one.file.name for one in collected if _depends(one, files)}
-        tests = [test for test in tests if test.file in affected]
+        chosen = [test for test in tests if test.file in affected]
+        why = f"no test's file, nor a module that one imports, differs from {options.changed}"
     if options.last_failed:
-        tests = [test for test in tests if history.failed(test)]
-    return _part(options, tests, *options.shard) if options.shard else (tests, "")
-
-
-def why_none(options: RunOptions) -> str:
-    """Say why :func:`narrow` leaves nothing to run."""
+        chosen = [test for test in chosen if history.failed(test)]
+        why = "none of these tests failed when it last ran"
     if options.shard:
-        return "this part has no tests; divide by fewer"
-    if options.last_failed:
-        return "none of these tests failed when it last ran"
-    return f"no test's file, nor a module that one imports, differs from {options.changed}"
-
-
-def arrange(
-    options: RunOptions, files: Sequence[TestFile], tests: Sequence[TestName]
-) -> tuple[Sequence[TestFile], Sequence[TestName]]:
-    """Return files and tests in the order in which they run."""
-    if (seed := options.random_order) is not None:
-        files = sorted(files, key=lambda file: _random(seed, file.name))
-        tests = sorted(tests, key=lambda test: (_random(seed, f"{test.file}::{test.cls}"), _random(seed, test.id)))
-    return files, tests
+        chosen, note = _part(options, chosen, *options.shard)
+        why = "this part has no tests; divide by fewer"
+    if tests and not chosen:
+        raise SelectionError(f"nothing selected: {why}")
+    return chosen, note
 
 
 def _part(options: RunOptions, tests: Sequence[TestName], part: int, parts: int) -> tuple[list[TestName], str]:
@@ -197,11 +165,6 @@ def _part(options: RunOptions, tests: Sequence[TestName], part: int, parts: int)
 def _depends(collected: Collected, files: frozenset[Path]) -> bool:
     paths = {str(collected.file.path), *collected.imported}
     return bool(collected.error) or any(Path(path).resolve() in files for path in paths)
-
-
-def _random(seed: int, name: str) -> bytes:
-    """A number for ``name`` that depends on nothing else, so that a selection keeps the order of the whole."""
-    return hashlib.sha256(f"{seed}:{name}".encode()).digest()
 
 
 def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]]:
@@ -229,7 +192,7 @@ def _read_times(path: str) -> dict[str, float]:
     """Return the seconds of each test in a file that ``--json`` wrote, by id; of several results the last.
 
     Raises:
-        ValueError: the file cannot be read, or holds no result.
+        SelectionError: the file cannot be read, or holds no result.
     """
     times: dict[str, float] = {}
     try:
@@ -239,9 +202,9 @@ def _read_times(path: str) -> dict[str, float]:
                 if event.get("event") == "result" and event["method"] and event["status"] != "skipped":
                     times[event["test"]] = float(event["duration_s"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"got --times {path}, which is no file that --json wrote: {error}") from None
+        raise SelectionError(f"got --times {path}, which is no file that --json wrote: {error}") from None
     if not times:
-        raise ValueError(f"got --times {path}, which holds no result of a test")
+        raise SelectionError(f"got --times {path}, which holds no result of a test")
     return times
 
 
@@ -249,19 +212,11 @@ def _changed_files(folder: Path, revision: str) -> frozenset[Path]:
     """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or gone.
 
     Raises:
-        ValueError: git cannot tell, for a reason that the message has.
+        SelectionError: git cannot tell, for a reason that the message has.
     """
     top = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n"))
-    if revision.startswith("-"):
-        raise ValueError(f"got --changed {revision}, which is no revision")
-    try:
-        _git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
-    except ValueError:
-        advice = "write --changed=REV, and patterns apart from it"
-        if _git(top, "rev-parse", "--is-shallow-repository").strip() == "true":
-            advice = "this clone is shallow and may lack it; fetch more of it first: git fetch --unshallow"
-        raise ValueError(f"git knows no revision {revision!r}; {advice}") from None
-    differing = _git(top, "diff", "--name-only", "--no-renames", "-z", revision, "--")
+    commit = _git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").split()[-1]
+    differing = _git(top, "diff", "--name-only", "--no-renames", "-z", commit, "--")
     new = _git(top, "ls-files", "--others", "--exclude-standard", "-z")
     return frozenset((top / name).resolve() for name in f"{differing}{new}".split("\0") if name)
 
@@ -270,8 +225,8 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except OSError as error:
-        raise ValueError(f"--changed asks git, which cannot be run: {error}") from error
+        raise SelectionError(f"--changed asks git, which cannot be run: {error}") from error
     if done.returncode:
-        said = os.fsdecode(done.stderr).strip().removeprefix("fatal: ") or f"exit code {done.returncode}"
-        raise ValueError(f"--changed asks git, which says of {folder}: {said}")
+        asked, said = " ".join(arguments), os.fsdecode(done.stderr).strip()
+        raise SelectionError(f"--changed asks git, which fails in {folder} at 'git {asked}': {said}")
     return os.fsdecode(done.stdout)

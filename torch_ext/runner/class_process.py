@@ -1,6 +1,6 @@
-"""The class process: runs the parent half of one class's tests and tells the supervisor how each ended.
-
-Runs in a child of the module's zygote, beside the ranks. It asks the zygote for ranks and never forks them itself.
+"""What runs in children of a module's zygote: :func:`collect` names its tests, as unittest finds them, and :func:`main`
+is the class process. That runs the parent half of one class's tests and reports to the supervisor how each ended. It
+asks the zygote for ranks and never forks them itself.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import sys
 import traceback
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from torch_ext.results import Problem, Raised, RanksFailed, Remark, Status
-from torch_ext.runner.collect import find_tests
+from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.messages import (
     Body,
@@ -27,7 +27,9 @@ from torch_ext.runner.messages import (
     ClassLeft,
     ClassOrder,
     ClassSkipped,
+    CollectOrder,
     TestEnded,
+    TestNames,
     TestStarted,
 )
 from torch_ext.world import _os, child, files, provider, verdict, wording
@@ -37,10 +39,87 @@ from torch_ext.world.exits import ExitFunctions, UnfinishedWorkError
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
-from torch_ext.world.settings import TIMEOUT_DEFAULT, timeout_of
+from torch_ext.world.settings import TIMEOUT_DEFAULT, hosts_of, timeout_of
 from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
-__all__ = ["main"]
+__all__ = ["collect", "main"]
+
+# Ranks of its tests are threads of one process.
+_THREADED = "MultiThreadedTestCase"
+
+
+def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
+    """Return the tests of ``module``, which is loaded, in unittest's order, each with the name of its class.
+
+    Its ``load_tests`` function, if it has one, is honored. Of several classes that call themselves the same, each one
+    that the module knows by another name goes by that.
+    """
+    found = sys.modules[module]
+    tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(found)))
+    names = _class_names({type(test) for test in tests}, vars(found))
+    return [(names[type(test)], test) for test in tests]
+
+
+def _class_names(classes: Collection[type], known: Mapping[str, object]) -> dict[type, str]:
+    """Return the name of each class.
+
+    >>> one, other = type("TestA", (), {}), type("TestA", (), {})
+    >>> names = _class_names([one, other], {"TestA": one, "TestB": other})
+    >>> names[one], names[other]
+    ('TestA', 'TestB')
+    """
+    shared = Counter(cls.__name__ for cls in classes)
+    bound = {value: name for name, value in known.items() if isinstance(value, type)}
+    return {cls: cls.__name__ if shared[cls.__name__] == 1 else bound.get(cls, cls.__name__) for cls in classes}
+
+
+def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    for each in suite:
+        if isinstance(each, unittest.TestSuite):
+            yield from _flatten(each)
+        else:
+            yield each
+
+
+def needs_of(test: unittest.TestCase) -> Needs:
+    """Return what ``test`` asks for, by its class's ``world_size`` and by the decorators of its method.
+
+    >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
+    >>> needs_of(case("test_b"))
+    Needs(world_size=3, processes=3, devices=0, alone=False, hosts=1)
+    """
+    method = getattr(type(test), test._testMethodName, None)
+    required = _count(getattr(method, "_required_world_size", 0))
+    try:
+        ranks = required or _count(getattr(test, "world_size", 0))
+    except Exception:  # a property of the project's own, which may want what only a rank has
+        ranks = 0
+    threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
+    devices = max(required, _count(getattr(method, "_required_devices", 0)))
+    alone = getattr(test, "alone", False) is True or getattr(method, "alone", False) is True
+    return Needs(ranks, 1 if threads else max(1, ranks), devices, alone, 1 if threads else hosts_of(test))
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def collect(order: CollectOrder, descriptors: Sequence[int]) -> int:
+    """Target of a child: send the names of every test.
+
+    Descriptors: the channel to the supervisor, a pipe for stacks.
+    """
+    faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
+    provider.never_start_ranks()
+    # A load_tests function may name one twice, which runs once.
+    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(order.module)}.values())
+    names = tuple((cls, test._testMethodName) for cls, test in tests)
+    accelerator = sys.modules.get("torch_ext.accelerator")  # loaded by tests that ask for a device
+    device = accelerator.device_type() if accelerator is not None else ""
+    needs = tuple(needs_of(test) for _, test in tests)
+    Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
+    return 0
+
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
@@ -175,7 +254,7 @@ def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Suite(unittest.TestSuite):
-    """Tells a result which test unittest is at: a class may run a test several times, or run others beside it."""
+    """Reports to a result where each test begins and ends: a class may run one several times, or others beside it."""
 
     def __init__(self, result: _ClassResult) -> None:
         super().__init__()
@@ -231,7 +310,7 @@ class _ClassResult(unittest.TestResult):
             self._channel.send(event)
 
     def tell_of_body(self, begins: bool) -> None:
-        """Tell the supervisor that ranks have the test's time limit to themselves until the body is over."""
+        """Report the begin and end of the body: between them, ranks have the whole time limit of the test."""
         if _os.getpid() == self._pid and _has_ranks(self._planned):
             self.tell(Body(begins))
 

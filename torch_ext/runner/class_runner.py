@@ -1,35 +1,39 @@
 """Supervises the class processes of one class: starts one, follows it, replaces it if it dies, until every test has its
-result.
+result. :class:`ClassChild` is one such process: its events, its output, its limits, its end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import selectors
+import signal
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
 
-from torch_ext.results import (
-    Began,
-    Died,
-    Over,
-    Problem,
-    Remark,
-    Sink,
-    Stalled,
-    Status,
-    TestName,
-    TestResult,
-    raised,
+from torch_ext.results import Began, Died, Over, Problem, Remark, Sink, Stalled, Status, TestName, TestResult, raised
+from torch_ext.runner.loop import Pause, Task
+from torch_ext.runner.messages import (
+    Body,
+    ClassEnded,
+    ClassFailed,
+    ClassLeft,
+    ClassOrder,
+    ClassSkipped,
+    TestEnded,
+    TestStarted,
 )
-from torch_ext.runner.class_child import ClassChild
-from torch_ext.runner.loop import Task
-from torch_ext.runner.messages import ClassEnded, ClassFailed, ClassLeft, ClassSkipped, TestEnded, TestStarted
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
-from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Notice
-from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.files import read_stacks
+from torch_ext.world.protocol import STACK_SIGNAL, Notice
+from torch_ext.world.settings import Patience
+from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.wording import printable
 
 __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
 
@@ -95,7 +99,7 @@ def what_next(facts: ClassFacts, exited: Died) -> Next:
 
 
 class ClassRunner:
-    """Runs one batch. Every planned test gets one result: its own, or that of the process that died under it."""
+    """Runs one batch. Every planned test gets one result: its own, or the death of its process."""
 
     def __init__(
         self,
@@ -115,6 +119,8 @@ class ClassRunner:
         self._failed = False
         self._class_is_over = False
         self._may_lose_zygote = True  # once more without having ended a test
+        self._running, self._began_s = "", 0.0  # the test, and since when
+        self._last: ClassEnded | ClassLeft | None = None
 
     def run(self) -> Task[bool]:
         """A task that runs the batch, and returns whether the run goes on after it."""
@@ -134,38 +140,45 @@ class ClassRunner:
         return self._failed and self._options.failfast
 
     def _run_one_process(self) -> Task[None]:
-        zygote = self._zygote = yield from self._zygotes.of_class(self._batch)
-        before, module = len(self._left), self._zygotes.module_of(self._batch.file)
-        with ClassChild(module, zygote, self._batch, tuple(self._left), self._options, self._place) as process:
-            running, began_s = "", 0.0
-            last: ClassEnded | ClassLeft | None = None
+        batch, place, options = self._batch, self._place, self._options
+        zygote = self._zygote = yield from self._zygotes.of_class(batch)
+        module, argv = self._zygotes.module_of(batch.file), (str(batch.file.path),)
+        order = ClassOrder(
+            module, batch.cls, tuple(self._left), place.environment, argv, place.scratch, options.failfast
+        )
+        self._running, self._last, before = "", None, len(self._left)
+        with ClassChild(order, zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
-                if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
-                    process.end_broken(f"told of {event.method}(), which it was not to run")
-                elif isinstance(event, TestStarted):
-                    if event.method != running:
-                        running, began_s = event.method, _os.monotonic()
-                        self._sink(Began(self._name(running)))
-                elif isinstance(event, Notice):
-                    self._sink(Stalled(self._name(running), event.text))
-                elif isinstance(event, TestEnded):
-                    running = ""
-                    self._may_lose_zygote = True
-                    self._test_ended(event, process)
-                elif isinstance(event, ClassFailed):
-                    self._report(self._class, Status.FAILED, (event.problem,), process)
-                    self._class_is_over = True
-                elif isinstance(event, ClassSkipped):
-                    for method in self._take_all():
-                        self._report(self._name(method), Status.SKIPPED, reason=event.reason)
-                elif isinstance(event, (ClassEnded, ClassLeft)):
-                    last = event
-            ran_s = _os.monotonic() - began_s
-            self._process_ended(process, running, ran_s, last, before)
+                self._hear(event, process)
+            self._process_ended(process, before)
 
-    def _process_ended(
-        self, process: ClassChild, running: str, ran_s: float, last: ClassEnded | ClassLeft | None, before: int
-    ) -> None:
+    def _hear(self, event: Any, process: ClassChild) -> None:
+        if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
+            process.end_broken(f"told of {event.method}(), which it was not to run")
+        elif isinstance(event, TestStarted):
+            if event.method != self._running:
+                self._running, self._began_s = event.method, _os.monotonic()
+                self._sink(Began(self._name(event.method)))
+        elif isinstance(event, Notice):
+            self._sink(Stalled(self._name(self._running), event.text))
+        elif isinstance(event, TestEnded):
+            self._running, self._may_lose_zygote = "", True
+            self._left.remove(event.method)
+            test, problems = self._name(event.method), event.problems
+            result = TestResult(test, event.status, event.duration_s, problems, event.reason, ranks=event.ranks)
+            self._report(result, process.new_output(event.printed_bytes))
+        elif isinstance(event, ClassFailed):
+            self._fail(self._class, event.problem, process)
+            self._class_is_over = True
+        elif isinstance(event, ClassSkipped):
+            skipped, self._left = self._left, []
+            for method in skipped:
+                self._report(TestResult(self._name(method), Status.SKIPPED, 0.0, reason=event.reason))
+        elif isinstance(event, (ClassEnded, ClassLeft)):
+            self._last = event
+
+    def _process_ended(self, process: ClassChild, before: int) -> None:
+        running = self._running
         if running:
             self._left.remove(running)
         left = 0 if self._class_is_over or self._stop else len(self._left)
@@ -174,11 +187,12 @@ class ClassRunner:
         when = " after its last test" if not left and not running else when
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
         death = None if process.ended_well else exited
-        following = what_next(ClassFacts(bool(running), ended, left, last, death, process.lost_zygote), exited)
+        facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
+        following = what_next(facts, exited)
         if following.test is not None:
-            self._report(self._name(running), Status.FAILED, (following.test,), process, duration_s=ran_s)
+            self._fail(self._name(running), following.test, process, _os.monotonic() - self._began_s)
         if following.cls is not None:
-            self._report(self._class, Status.FAILED, (following.cls,), process)
+            self._fail(self._class, following.cls, process)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
         if not following.go_on:
@@ -192,25 +206,8 @@ class ClassRunner:
             self._file_failed(problem)
         self._may_lose_zygote = False
 
-    def _test_ended(self, event: TestEnded, process: ClassChild) -> None:
-        self._left.remove(event.method)
-        self._report(
-            self._name(event.method),
-            event.status,
-            event.problems,
-            process,
-            reason=event.reason,
-            duration_s=event.duration_s,
-            ranks=event.ranks,
-            printed_bytes=event.printed_bytes,
-        )
-
-    def _take_all(self) -> list[str]:
-        taken, self._left = self._left, []
-        return taken
-
     def _file_failed(self, problem: Problem) -> None:
-        self._report(TestName(self._batch.file.name), Status.FAILED, (problem,))
+        self._fail(TestName(self._batch.file.name), problem)
         self._class_is_over = True
 
     def _name(self, method: str) -> TestName:
@@ -220,25 +217,292 @@ class ClassRunner:
     def _class(self) -> TestName:
         return TestName(self._batch.file.name, self._batch.cls)
 
-    def _report(
-        self,
-        test: TestName,
-        status: Status,
-        problems: tuple[Problem, ...] = (),
-        process: ClassChild | None = None,
-        reason: str = "",
-        duration_s: float = 0.0,
-        ranks: tuple[Outcome, ...] = (),
-        printed_bytes: int | None = None,
+    def _fail(
+        self, test: TestName, problem: Problem, process: ClassChild | None = None, duration_s: float = 0.0
     ) -> None:
-        failed = status.counted is Status.FAILED
+        output = process.new_output() if process else ""
+        self._report(TestResult(test, Status.FAILED, duration_s, (problem,)), output)
+
+    def _report(self, result: TestResult, output: str = "") -> None:
+        failed = result.status.counted is Status.FAILED
         self._failed = self._failed or failed
-        output = process.new_output(printed_bytes) if process else ""
-        said, shown = _announcements(output), output if failed else ""
-        self._sink(TestResult(test, status, duration_s, problems, reason, said, shown, ranks))
+        self._sink(replace(result, warnings=_announcements(output), output=output if failed else ""))
 
 
 def _announcements(output: str) -> tuple[str, ...]:
     """Return what the harness itself said to the user."""
     lines = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
     return tuple(line.removeprefix(wording.PREFIX) for line in lines)
+
+
+# How much longer than the test's limit its parent half, which ends the ranks at the limit, may take until it counts as
+# hung itself; the same for a test without ranks, whose limit only the supervisor knows; and how long what comes before,
+# between and after the tests of a class may take unless --timeout says so, in seconds.
+_MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
+# Nobody else can tell that a process was stopped by a signal, so that is looked for much earlier than the margin ends.
+_STOPPED_S = 5.0
+# How long a zygote may take to end a child.
+_KILL_S = 5.0
+
+_EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestEnded, TestStarted)
+
+
+class ClassChild:
+    """A class process that obeys ``order``.
+
+    Attributes:
+        lost_zygote: the process ended because its zygote did.
+
+    Raises:
+        ZygoteDiedError: the zygote is gone.
+    """
+
+    def __init__(self, order: ClassOrder, zygote: ZygoteClient, place: Place, options: RunOptions) -> None:
+        self.lost_zygote = False
+        self._zygote = zygote
+        self._hung: str | None = None  # the stacks, if it was ended because it hung
+        self._stopped = ""  # which process had been stopped by a signal, in words
+        self._broke = ""  # the junk that it has written into its channel, in words
+        self._test: TestStarted | None = None
+        self._fixture_s = options.timeout_s or _FIXTURE_S
+        self._allow(self._fixture_s)
+        self._events, theirs = channel_pair()
+        self._stacks, stacks_writer = os.pipe()
+        self._output = _Shown() if options.show_output else _Kept()
+        descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
+        theirs.close()
+        try:
+            self._child: Child = zygote.start(
+                "torch_ext.runner.class_process:main", order, descriptors, place.environment
+            )
+        except BaseException:
+            self._close_own()
+            raise
+        finally:
+            close_all(descriptors)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._events, selectors.EVENT_READ)
+        self._selector.register(self._child, selectors.EVENT_READ)
+        for reader in self._output.readers():
+            self._selector.register(reader, selectors.EVENT_READ)
+
+    def __enter__(self) -> ClassChild:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.close()
+        self._selector.close()
+        self._close_own()
+
+    def _close_own(self) -> None:
+        self._events.close()
+        os.close(self._stacks)
+        self._output.close()
+
+    def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
+        now_s = _os.monotonic()
+        self._patience: Patience | None = Patience(limit_s, now_s, **more)
+        self._look_for_stopped_s = now_s + stopped_s
+
+    def next_event(self) -> Task[Any]:
+        """A task that returns the next event; None when the process has ended and no event is left."""
+        while True:
+            if not self._events.closed and self._events.poll():
+                event = self._receive()
+                if isinstance(event, Body):
+                    self._allow_body(event.begins)
+                elif event is not None:
+                    return event
+                continue
+            if self._child.ended is not None or self.lost_zygote:
+                self._output.pass_on()
+                return None
+            yield from self._wait()
+
+    def _receive(self) -> Any:
+        """Return an event that has come; None if the process can say nothing more."""
+        try:
+            event, descriptors = self._events.receive()
+            close_all(descriptors)
+            if not isinstance(event, _EVENTS):
+                raise self._events.refuse(f"a {type(event).__name__}, which is no message of a test class,")
+        except ChannelClosedError as error:
+            self._selector.unregister(self._events)
+            self._events.close()
+            if isinstance(error, ChannelBrokenError):
+                self.end_broken(str(error))
+            return None
+        if isinstance(event, TestStarted):
+            self._test = event
+            self._allow(event.timeout_s + _ALONE_S)
+        elif not isinstance(event, (Body, Notice)):
+            self._allow(self._fixture_s)
+        return event
+
+    def end_broken(self, what: str) -> None:
+        """End the process, which said ``what``, words that follow a subject: nothing more that it says counts."""
+        self._broke = f"{what}, and was ended. {WRITE_TO_OWN}"
+        self._child.send_signal(signal.SIGKILL)
+        self._allow(_KILL_S)
+
+    def _allow_body(self, begins: bool) -> None:
+        limit_s = self._test.timeout_s if self._test is not None else self._fixture_s
+        if begins:
+            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, more_s=0.0)
+        else:
+            self._allow(limit_s + _ALONE_S)
+
+    def _wait(self) -> Task[None]:
+        if self._patience is None:
+            self._end_zygote()
+            return
+        now_s = _os.monotonic()
+        stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
+        if stopped or (
+            now_s >= self._patience.look_s and self._patience.is_over(now_s, _os.computed_s(self._child.pid))
+        ):
+            yield from self._end(stopped or self._who_is_stopped())
+            return
+        yield from self._pump(min(self._patience.look_s, self._look_for_stopped_s))
+
+    def _who_is_stopped(self) -> str:
+        self._look_for_stopped_s = float("inf")
+        if self._zygote.pid and _os.is_stopped(self._zygote.pid):
+            return "its zygote"
+        return "the process" if _os.is_stopped(self._child.pid) else ""
+
+    def _end(self, stopped: str) -> Task[None]:
+        """Find out where the process hangs, and have its zygote end it; if that is stopped too, end both."""
+        self._stopped = stopped
+        self._hung = ""
+        if not stopped:
+            self._child.send_signal(STACK_SIGNAL)
+            self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
+        self._child.send_signal(signal.SIGKILL)
+        end_s = _os.monotonic() + _KILL_S
+        while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
+            yield from self._pump(end_s)
+        self._patience = None
+
+    def _end_zygote(self) -> None:
+        """The zygote does not answer: end it, and with it the process."""
+        self._zygote.kill()
+        self.lost_zygote = True
+
+    def _pump(self, until_s: float) -> Task[None]:
+        yield Pause(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._child:
+                try:
+                    self._child.take_in()
+                except ZygoteDiedError:
+                    self.lost_zygote = True
+                    self._selector.unregister(self._child)
+            elif key.fileobj is not self._events and not self._output.pass_on():
+                self._selector.unregister(key.fileobj)
+
+    def death(self, what: str, when: str = "") -> Died:
+        """Say how the process ended.
+
+        Args:
+            what: the process, in words.
+            when: when, in words that follow the verb.
+        """
+        if self._broke:
+            return Died(f"{what} {self._broke}")
+        if self._stopped:
+            return Died(
+                f"{what} hung{when} until it was killed: {self._stopped} had been stopped by a signal (SIGSTOP)."
+            )
+        if self._hung is not None:
+            return Died(f"{what} hung{when} until it was killed; it was here:", self._hung)
+        if self.lost_zygote or self._child.ended is None:
+            return Died(f"{what} ended{when} because its zygote was killed.")
+        code = self._child.ended.exit_code
+        how = f"was killed by {_os.signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        return Died(f"{what} {how}{when}.")
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the process exited by itself, with code 0."""
+        ended = self._child.ended
+        clean = self._hung is None and not self._broke and not self.lost_zygote
+        return clean and ended is not None and ended.exit_code == 0
+
+    def new_output(self, to: int | None = None) -> str:
+        """Return what the process has printed since the last call, unless it was shown as it came.
+
+        Args:
+            to: up to this position in all that it has printed, in bytes; None: up to now.
+        """
+        return wording.trim_stacks(self._output.new(to))
+
+
+class _Kept:
+    """What a process prints, in a file without a name."""
+
+    def __init__(self) -> None:
+        self._file = _os.unnamed_file()
+        self._read_to = 0
+
+    def writers(self) -> list[int]:
+        return [os.dup(self._file.fileno()) for _ in range(2)]
+
+    def readers(self) -> list[int]:
+        return []
+
+    def pass_on(self) -> bool:
+        return False
+
+    def new(self, to: int | None) -> str:
+        if to is None:
+            to = os.fstat(self._file.fileno()).st_size
+        # By position: a writer moves the one that it shares with this file.
+        text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
+        self._read_to += len(text)
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Shown:
+    """What a process prints, shown line by line as it comes, without what a terminal would obey."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._line = b""
+
+    def writers(self) -> list[int]:
+        writer, self._writer = self._writer, -1
+        return [os.dup(writer), writer]
+
+    def readers(self) -> list[int]:
+        return [self._reader]
+
+    def pass_on(self) -> bool:
+        """Show what has arrived; a line without an end waits for it. Return whether more may come."""
+        while True:
+            try:
+                part = os.read(self._reader, 1 << 16)
+            except BlockingIOError:
+                return True
+            *lines, self._line = (self._line + part).split(b"\n")
+            if not part:
+                return False
+            for line in lines:
+                self._show(line)
+
+    def _show(self, line: bytes) -> None:
+        print(printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
+
+    def new(self, to: int | None) -> str:
+        return ""
+
+    def close(self) -> None:
+        if self._line:
+            self._show(self._line)
+        os.close(self._reader)
+        if self._writer >= 0:
+            os.close(self._writer)

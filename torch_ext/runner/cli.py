@@ -19,50 +19,31 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 from torch_ext.compat import untested_torch
 from torch_ext.results import OutputError, RunEnded, SetupError, Status
-from torch_ext.runner.arguments import parse, parse_for_file, write_out
+from torch_ext.runner.arguments import parse
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.selection import SelectionError
-from torch_ext.runner.steps import (
-    Chosen,
-    Executor,
-    FoundFiles,
-    Judge,
-    Upstream,
-    choose,
-    find,
-    import_files,
-    name,
-    resolve,
-    schedule,
-)
+from torch_ext.runner.steps import Chosen, Executor, Judge, Upstream, choose, name, schedule, select
 
 __all__ = ["INTERRUPTED", "main", "main_for_file"]
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _BY_SIGNAL = 128
-# What to do where the runner itself gets no more of something.
-_FEWER = "or run fewer classes at once (-j 1)"
-_EXHAUSTED = {
-    errno.EMFILE: f"let it open more files (ulimit -n), {_FEWER}",
-    errno.ENFILE: f"close programs that have many files open, {_FEWER}",
-    errno.EAGAIN: f"let it start more processes (ulimit -u), {_FEWER}",
-    errno.ENOMEM: f"give it more memory (ulimit -v), {_FEWER}",
-}
+# The runner itself gets no more files, processes or memory.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
-    """Run the command with ``argv`` (default: the arguments of this process) and return its exit code.
+    """Run the command and return its exit code.
 
     Args:
+        argv: default: the arguments of this process.
         upstream: how files of a PyTorch checkout run; None: ``--upstream`` is refused.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    return _exit_code(lambda: _carry_out(find(parse(arguments), upstream)))
+    return _exit_code(lambda: _carry_out(parse(arguments), upstream))
 
 
 def main_for_file(
@@ -75,18 +56,18 @@ def main_for_file(
     Args:
         path: the file; it need not be called ``test_*.py``.
         argv: arguments behind the file's name, in unittest's spellings; default: those of this process.
-        load_device: called with the argument of ``--device``, or an empty string, before this process is forked. A
-            RuntimeError of its is a usage error.
+        load_device: called with the device type that was asked for, or an empty string, before this process is forked.
+            If it raises a RuntimeError, that is a usage error.
     """
     arguments = sys.argv[1:] if argv is None else argv
 
     def run_file() -> int:
-        options = parse_for_file(Path(path).resolve(), arguments)
+        options = parse(arguments, Path(path).resolve())
         try:
             load_device(options.device)
         except RuntimeError as error:
             raise SetupError(str(error)) from error
-        return _carry_out(find(options))
+        return _carry_out(options)
 
     return _exit_code(run_file)
 
@@ -104,9 +85,9 @@ def _exit_code(command: Callable[[], int]) -> int:
     try:
         code = command()
         return interrupted() if code == INTERRUPTED else code
-    except SystemExit as ending:  # argparse, which has printed what it has to say
-        return OK if not ending.code else USAGE
-    except (SelectionError, SetupError) as error:
+    except SystemExit:  # --help, --version and --show-config have printed their text
+        return OK
+    except SetupError as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -121,7 +102,8 @@ def _exit_code(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _EXHAUSTED:
             raise
-        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {_EXHAUSTED[error.errno]}")
+        advice = "raise it (ulimit -n, -u or -v), or run fewer classes at once (-j 1)"
+        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {advice}")
     finally:
         interrupts.give_back()
 
@@ -169,27 +151,23 @@ def _usage_error(text: str) -> int:
     return USAGE
 
 
-def _open_executor(options: RunOptions) -> Executor:
-    # Not imported above: a list of cached names starts no process, and must not pay for what does.
-    return cast(Executor, importlib.import_module("torch_ext.runner.execute").open_executor(options))
-
-
-def _carry_out(found: FoundFiles) -> int:
-    """Take the steps of a command whose test files are found; see ``steps``."""
+def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
+    """Take the steps of a command; see ``steps``."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def executor() -> Executor:
-            return stack.enter_context(contextlib.closing(_open_executor(found.options)))
+            # Not imported above: a list of cached names starts no process, and must not pay for what does.
+            execute = importlib.import_module("torch_ext.runner.execute")
+            opened: Executor = stack.enter_context(contextlib.closing(execute.open_executor(request.options)))
+            return opened
 
-        _warn(untested_torch(), *found.warnings)  # before any process starts, which would say the first as well
-        named = name(resolve(found), executor)
-        _warn(found.names.refused)
-        if not found.options.list_only:
-            named = import_files(named, executor)
-        chosen = choose(named)
-        _warn(*chosen.warnings)
-        return _list(chosen) if found.options.list_only else _run(chosen, executor)
+        request = select(options, upstream)
+        _warn(untested_torch())  # before any process starts, which would say it as well
+        collected = name(request, executor)
+        chosen = choose(request, collected)
+        _warn(request.names.refused, *chosen.warnings)
+        return _list(chosen) if options.list_only else _run(chosen, executor)
 
 
 def _warn(*sentences: str) -> None:
@@ -198,34 +176,33 @@ def _warn(*sentences: str) -> None:
 
 
 def _list(chosen: Chosen) -> int:
-    tests, names = schedule(chosen).tests, chosen.request.found.names
-    if path := chosen.options.json:
-        from torch_ext.runner.reporters.base import ReportFile  # on use: most lists are no JSON
+    from torch_ext.runner.reporters.base import ReportFile
+    from torch_ext.world.wording import printable
+
+    tests, path = schedule(chosen).tests, chosen.request.options.json
+    lines = [printable(test.id) for test in tests]
+    if path:
         from torch_ext.runner.reporters.jsonlines import describe_test
 
-        file = ReportFile(path, "the list")
-        file.write("".join(json.dumps(describe_test(test, chosen.needs.get(test))) + "\n" for test in tests))
-        file.close()
-    else:
-        from torch_ext.world.wording import printable
-
-        write_out("".join(f"{printable(test.id)}\n" for test in tests))
+        lines = [json.dumps(describe_test(test, chosen.needs.get(test))) for test in tests]
+    file = ReportFile(path or "-", "the list")
+    file.write("".join(f"{line}\n" for line in lines))
+    file.close()
     for failure in chosen.failures:
-        from torch_ext.runner.reporters.failure import describe_failure  # on use: most lists have none to describe
+        from torch_ext.runner.reporters.text import describe_failure  # on use: most lists have none to describe
 
         said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
         _complain(f"{failure.test.id}{said}")
-    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}{names.told(chosen.cached)}")
+    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}{chosen.request.names.told(chosen.cached)}")
     return FAILED if any(failure.problems for failure in chosen.failures) else OK
 
 
 def _judge(chosen: Chosen) -> Judge | None:
-    found, options = chosen.request.found, chosen.options
-    if found.upstream is None:
+    request, options = chosen.request, chosen.request.options
+    if request.upstream is None:
         return None
     surroundings = {"device": chosen.device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
-    paths = [file.path for file in chosen.request.files]
-    judge = found.upstream.judge(paths, options.differences, surroundings)
+    judge = request.upstream.judge([file.path for file in request.files], options.differences, surroundings)
     _warn(judge.told)
     return judge
 
@@ -234,7 +211,7 @@ def _run(chosen: Chosen, executor: Callable[[], Executor]) -> int:
     from torch_ext.runner.reporters.make import Reporters  # on use: a list pays for none of them
     from torch_ext.runner.rounds import Rounds
 
-    options, history, judge = chosen.options, chosen.request.history, _judge(chosen)
+    options, history, judge = chosen.request.options, chosen.request.history, _judge(chosen)
     plan = schedule(chosen)
     reporters = Reporters(plan, options, chosen.needs, history.expected_s, [chosen.note] if chosen.note else [])
     rounds = Rounds(plan, options, reporters, judge)

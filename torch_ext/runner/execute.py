@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import itertools
 import os
-import selectors
 import shutil
 import tempfile
 from collections import deque
@@ -16,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from torch_ext import machine_memory
 from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Loop, Pause, Task, run_alone
+from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.messages import CollectOrder, TestNames
-from torch_ext.runner.names import Collected
+from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
@@ -42,8 +39,8 @@ from torch_ext.world.tree import (
 
 __all__ = ["RunExecutor", "open_executor"]
 
-# After how many seconds without news another file's import begins beside those that go on, so that some that hang block
-# no others.
+# After how many seconds without a named file another import begins beside the running ones: an import that hangs blocks
+# no other.
 _NEWS_S = 2.0
 # Interval of ticks, by which views show the time, in seconds.
 _TICK_S = 0.25
@@ -67,48 +64,41 @@ class RunExecutor:
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
         """See :class:`Executor`. As many files as there are cores are imported side by side, more while they hang."""
-        waiting, at_once = deque(files), os.cpu_count() or 1
-        loading: list[TestFile] = []
-        while waiting or loading:
-            while waiting and len(loading) < at_once:
-                loading.append(waiting.popleft())
-                with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
-                    self._zygotes.begin(loading[-1])
-            ready = self._next_loaded(loading)
-            at_once += not ready
-            for file in ready:
-                loading.remove(file)
-                yield run_alone(self._collect(file))
-                if self._options.list_only:
-                    self._zygotes.forget(file)
+        waiting, at_once, news_s = deque(files), os.cpu_count() or 1, _os.monotonic()
+        found: list[Collected] = []
+        loop = Loop(lambda: None, _NEWS_S)
+        try:
+            while waiting or loop:
+                while waiting and len(loop) < at_once:
+                    loop.add(self._collect(waiting.popleft(), found))
+                if loop and not found:
+                    loop.turn()
+                if found:
+                    news_s = _os.monotonic()
+                elif _os.monotonic() - news_s > _NEWS_S:
+                    at_once, news_s = at_once + 1, _os.monotonic()
+                yield from found
+                found.clear()
+        finally:
+            loop.close()
 
-    def _next_loaded(self, loading: Sequence[TestFile]) -> list[TestFile]:
-        """Wait for news; return the files whose import has ended in some way."""
-        zygotes = {file: self._zygotes.known(file) for file in loading}
-        if ready := [file for file, zygote in zygotes.items() if zygote is None or zygote.imported is not None]:
-            return ready
-        with selectors.DefaultSelector() as selector:
-            for file, zygote in zygotes.items():
-                if zygote is not None:
-                    selector.register(zygote, selectors.EVENT_READ, file)
-            look_s = min(zygote.look_s for zygote in zygotes.values() if zygote is not None)
-            selector.select(max(0.0, min(_NEWS_S, look_s - _os.monotonic())))
-        return [file for file, zygote in zygotes.items() if zygote and (zygote.channel.poll() or zygote.check())]
-
-    def _collect(self, file: TestFile) -> Task[Collected]:
+    def _collect(self, file: TestFile, found: list[Collected]) -> Task[None]:
+        """A task that imports ``file`` and adds its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
             told = yield from self._names(zygote, self._zygotes.module_of(file))
         except LoadError as error:
-            self._zygotes.forget(file)
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
-            return Collected(file, error=str(error), left=left)
+            collected = Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
+            collected = Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
+        else:
+            tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
+            imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
+            collected = Collected(file, tests, imported, needs=told.needs, device=told.device)
+        if collected.error or self._options.list_only:
             self._zygotes.forget(file)
-            return Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
-        tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
-        imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
-        return Collected(file, tests, imported, needs=told.needs, device=told.device)
+        found.append(collected)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
@@ -116,7 +106,9 @@ class RunExecutor:
         stacks, stacks_writer = os.pipe()
         descriptors = [theirs.fileno(), stacks_writer]
         try:
-            child = zygote.start("torch_ext.runner.collect:main", CollectOrder(module), descriptors, self.environment)
+            child = zygote.start(
+                "torch_ext.runner.class_process:collect", CollectOrder(module), descriptors, self.environment
+            )
         except BaseException:
             close_all([stacks])
             raise
@@ -146,15 +138,13 @@ class RunExecutor:
         packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
-        in_order = self._options.random_order is not None
         at_once = (self._options.jobs or slots.number) if packs else 1
-        queue = Queue(plan, Packed(at_once, in_order=in_order, strict=not packs), slots)
-        planned = {file.name: tuple(batches) for file, batches in itertools.groupby(plan, lambda batch: batch.file)}
+        queue = Queue(plan, Packed(at_once, strict=not packs), slots)
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:
             while not queue.over:
                 for file in queue.files_to_open():
-                    loop.add(self._open(file, planned[file.name], queue))
+                    loop.add(self._open(file, queue))
                 while not self._stops and (batch := queue.start()) is not None:
                     loop.add(self._run_class(batch, queue, machine, sink, packs))
                 for file in queue.files_done():
@@ -167,10 +157,10 @@ class RunExecutor:
             self._stops = False
             loop.close()
 
-    def _open(self, file: TestFile, batches: Sequence[Batch], queue: Queue) -> Task[None]:
+    def _open(self, file: TestFile, queue: Queue) -> Task[None]:
         with contextlib.suppress(LoadError, ZygoteDiedError):  # each class that needs the file reports it
             yield from self._zygotes.of_file(file)
-        queue.loaded(file, batches)
+        queue.loaded(file)
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
         place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)

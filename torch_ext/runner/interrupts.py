@@ -25,7 +25,7 @@ class Interrupts:
     all. A signal that the process ignores it goes on ignoring, as under nohup.
 
     Args:
-        once: after the first interrupt, take no other: whoever cleans up is left in peace.
+        once: after the first interrupt, ignore more while the process cleans up.
         signals: which to take.
 
     Attributes:
@@ -39,7 +39,7 @@ class Interrupts:
         self._waiting = False
         self._over = False
         self._before: dict[int, Any] = {}
-        with contextlib.suppress(ValueError):  # not on the main thread: nobody interrupts it
+        with contextlib.suppress(ValueError):  # not on the main thread, where no signal arrives
             for number in signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._take)
@@ -47,7 +47,7 @@ class Interrupts:
         self._outer, _current = _current, self
 
     def leave_to_parent(self) -> None:
-        """In a child that was forked meanwhile: all but SIGINT, which children see to, mean what they meant before."""
+        """In a forked child, restore the handlers of all signals but SIGINT, which children handle themselves."""
         for number, before in self._before.items():
             if number != signal.SIGINT:
                 signal.signal(number, before)
@@ -77,10 +77,7 @@ class Interrupts:
                 self._take(self.number, None)
 
     def give_back(self) -> None:
-        """Put the handlers back that were there before; after an interrupt that was to be the only one, ignore more.
-
-        Else one more would end a process by the signal that is about to leave with a code of its own.
-        """
+        """Restore the handlers. After a one-shot interrupt, ignore more signals so that we exit with our own code."""
         global _current
         _current = self._outer
         for number, before in self._before.items():

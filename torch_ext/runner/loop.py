@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ext.world import _os
 
-__all__ = ["Loop", "Pause", "Task", "run_alone"]
+__all__ = ["Loop", "Pause", "Task"]
 
 T = TypeVar("T")
 
@@ -105,17 +105,3 @@ def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> li
             for number in key.data:
                 ready[number] = True
     return ready
-
-
-def run_alone(task: Task[T]) -> T:
-    """Run ``task`` to its end and return what it returns, or raise what it raises."""
-    try:
-        while True:
-            wait = next(task)
-            left_s = wait.end_s - _os.monotonic()
-            _readable([wait.files], max(0.0, left_s))
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    finally:
-        task.close()

@@ -34,8 +34,8 @@ __all__ = [
     "TestStarted",
 ]
 
-# Frames of the process that sends these messages, hidden on both sides: what a class process prints is read where none
-# of its own modules is loaded.
+# Frames of the process that sends these messages, hidden on both sides: the supervisor reads the output of a class
+# process and has loaded none of its modules.
 wording.hide(r"/runner/class_process\.py", "main", outwards=True)
 wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
 wording.hide(r"/runner/interrupts\.py", "_take")

@@ -1,16 +1,16 @@
-"""The tests of each file, kept in a cache so that a list needs neither torch nor a test module.
+"""The test files below a root, and the tests of each, in a cache so that a list needs neither torch nor a test module.
 
 Note [Cached names]
 ~~~~~~~~~~~~~~~~~~~
-Only an import tells the tests of a file. The key of a cached answer is content: the file's own and that of each project
+Only an import shows the tests of a file. The key of a cached answer is content: the file's own and that of each project
 file that it imported, with the versions of torch, Python and torch_ext, the device, and the variables that torch's test
 utilities read. Tests that a file makes from anything else, such as a data file, may have changed under the same key. So
 a list says that its names are cached, and a run uses them only to leave out files without a selected test: it imports
 the others, and plans by what they hold then.
 
 Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
-that cannot be read or written costs time, never an error; a file that failed to import has no entry. Nor are names used
-that somebody else could have written; see Note [Trusted folders].
+that cannot be read or written costs time, never an error; a file that failed to import has no entry. Names that
+another user could have written are not used; see Note [Trusted folders].
 """
 
 from __future__ import annotations
@@ -20,19 +20,83 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch_ext
 from torch_ext import cache
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import TestFile
 
-__all__ = ["Collected", "NameCache", "collect_names", "surroundings"]
+__all__ = [
+    "Collected",
+    "NameCache",
+    "TestFile",
+    "collect_names",
+    "describe",
+    "find_test_files",
+    "holds_tests",
+    "surroundings",
+]
+
+_OURS = ("test_*.py",)
+
+
+@dataclass(frozen=True, slots=True)
+class TestFile:
+    """One test file.
+
+    Attributes:
+        name: path below the root with forward slashes, such as ``distributed/fsdp/test_a.py``; the first part of an id.
+        path: absolute path.
+        module: the dotted name that unittest and pytest give it, such as ``test.distributed.fsdp.test_a``.
+        import_root: the folder that must be on ``sys.path`` for ``module`` to be importable.
+    """
+
+    __test__ = False
+
+    name: str
+    path: Path
+    module: str
+    import_root: Path
+
+
+def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
+    """Return every file below ``root`` whose name is ``like`` one of these, sorted by name.
+
+    Hidden folders and ``__pycache__`` are left out, and so is the folder ``leave_out`` right below the root.
+    """
+    root = root.resolve()
+    found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
+    return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
+
+
+def holds_tests(folder: Path) -> bool:
+    """Whether a ``test_*.py`` lies anywhere below ``folder``."""
+    return next(_walk(folder, _OURS), None) is not None
+
+
+def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in names if any(fnmatchcase(name, pattern) for pattern in like))
+
+
+def describe(path: Path, root: Path) -> TestFile:
+    """Describe the file ``path``, which lies below ``root``; both are absolute and resolved.
+
+    The import root is the nearest folder above the file that is no package, so a root that is itself a package
+    (``test/`` with an ``__init__.py``) is part of the module's name.
+    """
+    parts, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        parts.append(folder.name)
+        folder = folder.parent
+    return TestFile(path.relative_to(root).as_posix(), path, ".".join(reversed(parts)), folder)
+
 
 _NAMES = "names"  # the folder below the cache's
 # Devices that a file may count while it is imported.
@@ -112,8 +176,8 @@ class NameCache:
                 return None
             if any(self._digest(path) != digest for path, digest in entry["digests"].items()):
                 return None
-            tests = tuple(_test_name(file, pair) for pair in entry["tests"])
-            needs = tuple(_needs(counts) for counts in entry["needs"])
+            tests = tuple(TestName(file.name, cls, method) for cls, method in entry["tests"])
+            needs = tuple(Needs(*counts) for counts in entry["needs"])
             return Collected(file, tests, tuple(entry["digests"]), cached=True, needs=needs)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
@@ -131,7 +195,7 @@ class NameCache:
                 "surroundings": self._surroundings,
                 "digests": {path: self._digest(path) for path in sorted(code)},
                 "tests": [(test.cls, test.method) for test in collected.tests],
-                "needs": [tuple(map(int, astuple(each))) for each in collected.needs],
+                "needs": [astuple(each) for each in collected.needs],
             }
             cache.write(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
@@ -153,20 +217,6 @@ class NameCache:
             with suppress(OSError):
                 self._digests[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         return self._digests[path]
-
-
-def _test_name(file: TestFile, pair: Any) -> TestName:
-    cls, method = pair
-    if not (isinstance(cls, str) and isinstance(method, str)):
-        raise TypeError(f"got {pair!r}, expected the names of a class and a method")
-    return TestName(file.name, cls, method)
-
-
-def _needs(counts: Any) -> Needs:
-    if not all(type(count) is int for count in counts):
-        raise TypeError(f"got {counts!r}, expected numbers")
-    world_size, processes, devices, alone, hosts = counts
-    return Needs(world_size, processes, devices, bool(alone), hosts)
 
 
 def collect_names(

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch_ext
 from torch_ext.machine_memory import bytes_of
 
-__all__ = ["REMOVED", "TABLE", "Row", "RunOptions", "default_root"]
+__all__ = ["TABLE", "Row", "RunOptions", "default_root"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,10 @@ class RunOptions:
     Attributes:
         root: absolute folder that holds the suites; ``typed_root`` is the argument of ``--root``, if it was given.
         shard: ``(I, N)``: the I-th of N parts, from 1.
-        random_order: the seed; None: the order of the files.
         verbosity: -1 quiet, 0 one line a class, 1 one line a test.
         json: a file; ``-`` is stdout.
-        jobs: the most classes that run at a time; 0: as many as there are slots for; None: likewise, or one where
-            output is shown as it comes or files are not ours.
+        jobs: the most classes that run at a time; None: as many as there are slots for, or one where output is shown as
+            it comes or files are not ours.
         harness: with ``upstream``, modules that a zygote loads before each file, the first one in the root too.
         script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
         command: how this runner was started, as a user would type it.
@@ -48,7 +47,6 @@ class RunOptions:
     last_failed: bool = False
     shard: tuple[int, int] | None = None
     times: str = ""
-    random_order: int | None = None
     verbosity: int = 0
     failfast: bool = False
     reruns: int = 0
@@ -83,8 +81,8 @@ class RunOptions:
     def packs(self) -> bool:
         """Whether classes run side by side.
 
-        Unless that is asked for, not with ``show_output``, where nobody could tell whose line it is, and not with
-        ``upstream``, whose files were written to run one after another.
+        By default not with ``show_output``, since its lines name no class, and not with ``upstream``, whose files were
+        written to run one after another.
         """
         if self.jobs is None:
             return not self.show_output and (not self.upstream or self.slots is not None)
@@ -99,21 +97,12 @@ class RunOptions:
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the run: the user's, with what the command line adds."""
         environment = dict(os.environ)
-        if self.device:
-            environment["TORCH_EXT_DEVICE"] = self.device
-        if self.timeout_s is not None:
-            environment["TORCH_EXT_TIMEOUT"] = str(self.timeout_s)
-        if self.races or (self.upstream and not environment.get("TORCH_EXT_RACES")):
-            # The races of upstream's own tests are not ours to mend.
-            environment["TORCH_EXT_RACES"] = self.races or "off"
-        if self.schedule:
-            environment["TORCH_EXT_SCHEDULE"] = self.schedule
-        if self.memory_bytes is not None:
-            environment["TORCH_EXT_SIM_MEMORY"] = str(self.memory_bytes)
-        if self.start_method != "fork":
-            environment["TORCH_EXT_START_METHOD"] = self.start_method
-        if self.show_output:
-            environment["TORCH_EXT_SHOW_OUTPUT"] = "1"
+        for row in TABLE:
+            value = getattr(self, row.field)
+            if row.variable and value != getattr(RunOptions, row.field):
+                environment[row.variable] = "1" if value is True else str(value)
+        if self.upstream and not self.races:  # the races of upstream's own tests are not ours to mend
+            environment["TORCH_EXT_RACES"] = "off"
         if self.cuda_as_sim:
             from torch_ext.cuda_as_sim.words import environment_as_sim
 
@@ -151,10 +140,6 @@ def _count(least: int) -> Callable[[str], int]:
     return count
 
 
-def _jobs(text: str) -> int:
-    return 0 if text == "auto" else _count(1)(text)
-
-
 def _cluster(text: str) -> str:
     """Read ``ADDRESS`` or ``local:N``.
 
@@ -164,8 +149,6 @@ def _cluster(text: str) -> str:
     local, _, number = text.partition(":")
     if local == "local":
         _count(1)(number)
-    if not text.strip():
-        raise ValueError("got an empty address, expected local:N, auto, or host:port of a Ray cluster")
     return text
 
 
@@ -193,12 +176,6 @@ def _schedule(text: str) -> str:
     return f"random:{seed or 0}" if kind == "random" else kind
 
 
-def _device(text: str) -> str:
-    if not text.strip():
-        raise ValueError("got an empty device type, expected one such as cpu")
-    return text
-
-
 @dataclass(frozen=True)
 class Row:
     """How an option is typed.
@@ -210,10 +187,9 @@ class Row:
         help: what it does, in a few words.
         metavar: what stands for its value; empty: it takes none, and sets ``const``.
         read: makes the value of the text. Raises ValueError, with words for users.
-        const: what it sets without a value; with a ``metavar`` too, the value may be left out.
+        const: what it sets if it takes no value.
         many: it takes several values, and may be given again.
-        key: its name in the configuration if not that of the flag; ``-``: it stands in none.
-        variable: the environment variable with the same meaning; the code that obeys it reads it.
+        variable: the environment variable with the same meaning.
         choices: the values that it takes; empty: any that ``read`` can read.
         alone: ``python test_file.py`` has it too.
     """
@@ -226,75 +202,43 @@ class Row:
     read: Callable[[str], object] = str
     const: object = True
     many: bool = False
-    key: str = ""
     variable: str = ""
     choices: tuple[str, ...] = ()
     alone: bool = True
 
     @property
     def name(self) -> str:
-        """The key of the configuration; empty if it has none.
-
-        >>> Row("start_method", ("--start-method",), "", "").name
-        'start-method'
-        """
-        return "" if self.key == "-" else self.key or self.flags[-1].lstrip("-")
-
-    def value_of(self, text: str) -> object:
-        """Return the value that ``text`` means.
-
-        >>> next(row for row in TABLE if row.field == "schedule").value_of("random:7")
-        'random:7'
-
-        Raises:
-            ValueError: the option cannot have it.
-        """
-        if self.choices and text not in self.choices:
-            raise ValueError(f"got {text!r}, expected one of {', '.join(self.choices)}")
-        return self.read(text)
+        """The key of the configuration: the long flag without its dashes."""
+        return self.flags[-1].lstrip("-")
 
 
-# Options of earlier releases, and what does their work.
-_KEEP = "was removed; to keep ranks for all tests of a class, derive it from MultiProcContinuousTest (docs/running.md)"
-REMOVED = {
-    "reuse": _KEEP,
-    "audit-order": _KEEP,
-    "completion": "was removed; evaluate what register-python-argcomplete torch_ext prints (docs/running.md)",
-    "coverage": "was removed; count the results that --json writes (docs/events.md)",
-    "durations": "was removed; sort the results that --json writes by their duration_s (docs/events.md)",
-    "failed-first": "was removed; run --last-failed, then everything",
-    "history": "was removed; keep what --json writes of each run (docs/events.md)",
-    "seed": "was removed; write --schedule random:SEED",
-    "until-failure": "was removed; write --repeat N --failfast",
-}
-
-_WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "what is told", "more"
+_WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "reports", "more"
 _FILE = "FILE"
 
 TABLE: tuple[Row, ...] = (
     Row("include", ("-i", "--include"), _WHICH, "run these only; the same as a bare PATTERN", "PATTERN", many=True,
         alone=False),
     Row("exclude", ("-x", "--exclude"), _WHICH, "do not run these", "PATTERN", many=True, alone=False),
-    Row("keywords", ("-k",), _WHICH, "of these, run tests whose name fits WORDS: a part of it, a glob, or several with "
-        "and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True, key="keywords"),
-    Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time", key="-"),
+    Row("keywords", ("-k", "--keywords"), _WHICH, "of these, run tests whose name fits WORDS: a part of it, "
+        "a glob, or several with and/or/not, whatever their case; given twice, either may fit", "WORDS", many=True),
+    Row("last_failed", ("--last-failed",), _WHICH, "of these, run what failed last time"),
     Row("changed", ("--changed",), _WHICH, "of these, run tests whose file, or a module that it imports, differs from "
-        "REV in git (default: HEAD)", "REV", const="HEAD", key="-", alone=False),
-    Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard, key="-"),
+        "REV in git, such as HEAD", "REV", alone=False),
+    Row("shard", ("--shard",), _WHICH, "run the I-th of N parts of about equal time", "I/N", _shard),
     Row("times", ("--times",), _WHICH, "the times by which --shard divides: what --json wrote of an earlier run, the "
         "same FILE for every part", _FILE),
     Row("typed_root", ("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False),
     Row("upstream", ("--upstream",), _WHICH, "run these unmodified test files, or folders of them, of a PyTorch "
-        "checkout on our harness", "PATH", many=True, key="-", alone=False),
+        "checkout on our harness", "PATH", many=True, alone=False),
     Row("cuda_as_sim", ("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated accelerator and "
-        "its backend", key="-", alone=False),
+        "its backend", alone=False),
     Row("differences", ("--differences",), _WHICH, "with --upstream: a list of known differences, besides our own",
-        _FILE, many=True, key="-", alone=False),
+        _FILE, many=True, alone=False),
     Row("device", ("--device",), _HOW, "device type to test, such as cpu (default: the best that this machine has)",
-        "TYPE", _device, variable="TORCH_EXT_DEVICE"),
+        "TYPE", variable="TORCH_EXT_DEVICE"),
     Row("timeout_s", ("--timeout",), _HOW, "time limit of one test, in place of the tests' own", "SECONDS", _seconds,
         variable="TORCH_EXT_TIMEOUT"),
-    Row("races", ("--races",), _HOW, "what becomes of races between streams on the simulated device (default: error; "
+    Row("races", ("--races",), _HOW, "how to treat races between streams on the simulated device (default: error; "
         "off with --upstream)", "WHAT",
         choices=("error", "report", "off"), variable="TORCH_EXT_RACES"),
     Row("schedule", ("--schedule",), _HOW, "when results on the simulated device are seen by those that may not have "
@@ -304,8 +248,8 @@ TABLE: tuple[Row, ...] = (
         bytes_of, variable="TORCH_EXT_SIM_MEMORY"),
     Row("start_method", ("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"),
-    Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time; auto: as many as there are slots for "
-        "(default: auto, or 1 with --show-output or --upstream)", "N", _jobs),
+    Row("jobs", ("-j", "--jobs"), _HOW, "run at most N classes at a time (default: as many as there are slots for, or "
+        "1 with --show-output or --upstream)", "N", _count(1)),
     Row("slots", ("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's devices, or four for "
         "each core)", "N", _count(1)),
     Row("cluster", ("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster of N on this "
@@ -314,19 +258,17 @@ TABLE: tuple[Row, ...] = (
     Row("reruns", ("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it passes then, it "
         "is flaky, not passed", "N", _count(0)),
     Row("fail_on_flaky", ("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"),
-    Row("repeat", ("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N", _count(1), key="-"),
-    Row("random_order", ("--random-order",), _HOW, "run files, their classes and their tests in a random order; the "
-        "report begins with its SEED", "SEED", _count(0), const=-1),
+    Row("repeat", ("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N", _count(1)),
     Row("verbosity", ("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
     Row("verbosity", ("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
     Row("show_output", ("--show-output",), _SHOWN, "show what ranks print, as it comes",
         variable="TORCH_EXT_SHOW_OUTPUT"),
-    Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none", key="-"),
-    Row("json", ("--json",), _SHOWN, "write what happens to FILE (default: stdout), one JSON object a line; with "
-        "--list, the tests and their needs", _FILE, const="-"),
+    Row("list_only", ("--list",), _SHOWN, "print the ids of the tests and run none"),
+    Row("json", ("--json",), _SHOWN, "write what happens to FILE (- is stdout), one JSON object a line; with --list, "
+        "the tests and their needs", _FILE),
     Row("junit", ("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE),
     Row("html", ("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE),
     Row("trace", ("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev", _FILE),
     Row("github", ("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"),
-    Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from", key="-"),
+    Row("show_config", ("--show-config",), _MORE, "show the value of each option and where it comes from"),
 )  # fmt: skip

@@ -5,9 +5,9 @@ Note [Neighbours]
 Several classes run at once, of one run or of several in one checkout. None of them may meet another by accident, so
 each has
 
-- a zygote of its own, so that one that a rank stops or kills costs no other class a test, and a process that is left
+- a private zygote, so that one that a rank stops or kills costs no other class a test, and a process that is left
   behind is charged to the class that left it;
-- ranks, a parent half and a process group of its own;
+- ranks, a parent half and a process group;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
 - ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
   ``dist_utils``);
@@ -47,20 +47,16 @@ class Place(NamedTuple):
     Attributes:
         environment: of its processes.
         scratch: a folder for its short-lived files.
-        opened: a descriptor of the folder, where its path is too long.
         add_client: returns the descriptor on which its class process asks for ranks, which a zygote starts here.
     """
 
     environment: dict[str, str]
     scratch: str
-    opened: int = -1
     add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
 
     def leave(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.opened >= 0:
-            os.close(self.opened)
 
 
 class Machine:
@@ -89,18 +85,16 @@ class Machine:
         """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
         os.makedirs(self._scratch, 0o700, exist_ok=True)  # a test may have removed it
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
-        environment, opened = dict(self._environment), -1
+        environment = dict(self._environment)
         if packed:
-            environment["TMPDIR"] = own = os.path.join(folder, "t")
+            own = os.path.join(folder, "t")
             os.mkdir(own)
-            if len(os.fsencode(own)) > _LONGEST_TMPDIR >= len(os.fsencode(tempfile.gettempdir())):
-                opened = os.open(folder, os.O_RDONLY)
-                short = f"/proc/{os.getpid()}/fd/{opened}/t"
-                environment["TMPDIR"] = short if os.path.isdir(short) else tempfile.gettempdir()
+            if len(os.fsencode(own)) <= _LONGEST_TMPDIR:
+                environment["TMPDIR"] = own
             environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
         if packed and self._devices.number:
             environment[self._devices.variable] = ",".join(self._names_of(slots))
-        return Place(environment, folder, opened)
+        return Place(environment, folder)
 
     def _names_of(self, slots: Sequence[int]) -> list[str]:
         """The devices of ``slots``, as the variable spells them: the user may have narrowed them down already."""

@@ -19,10 +19,10 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
+from torch_ext.results import Event, Remark, RunEnded, Stalled, Status, TestName, TestResult
+
 if TYPE_CHECKING:
-    from torch_ext.results import Event, TestName, TestResult
-    from torch_ext.runner.discovery import TestFile
-    from torch_ext.runner.names import Collected
+    from torch_ext.runner.names import Collected, TestFile
     from torch_ext.runner.options import RunOptions
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
@@ -37,7 +37,7 @@ _UNITTEST = ("_unittest_", "_xunit_", "unittest_", "xunit_", "request")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "run distributed tests in processes of their own, as many at a time as their ranks fit into N slots"
+    text = "run distributed tests in fresh processes, as many at a time as their ranks fit into N slots"
     parser.getgroup("torch_ext").addoption("--slots", metavar="N|auto|off", default="", help=text)
     parser.addini("torch_ext_slots", f"{text}; off by default", default=_OFF)
 
@@ -152,8 +152,7 @@ class _Run:
     """Runs ``items`` and reports each under its own name. A reporter of the runner's events."""
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
-        from torch_ext.results import TestName
-        from torch_ext.runner.discovery import describe
+        from torch_ext.runner.names import describe
 
         self._session = session
         self._files: dict[Path, TestFile] = {}
@@ -175,7 +174,6 @@ class _Run:
 
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
-        from torch_ext.results import RunEnded
         from torch_ext.runner.execute import open_executor
         from torch_ext.runner.reporters.make import InOrder
         from torch_ext.runner.schedule import make_plan
@@ -207,15 +205,13 @@ class _Run:
 
     def __call__(self, event: Event) -> None:
         """Report a result as pytest reports those of tests that it has run itself."""
-        from torch_ext.results import Stalled, TestResult
-
         if isinstance(event, Stalled):
             self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
         if not isinstance(event, TestResult):
             return
         item = self._left.pop(event.test, None)
         if item is None:
-            from torch_ext.runner.reporters.failure import describe_failure
+            from torch_ext.runner.reporters.text import describe_failure
 
             self._report_error(event.test.id, describe_failure(event))
         else:
@@ -236,8 +232,7 @@ class _Run:
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
-        from torch_ext.results import Status
-        from torch_ext.runner.reporters.failure import describe_failure
+        from torch_ext.runner.reporters.text import describe_failure
 
         path, line, _ = item.location
         if result.status is Status.SKIPPED:
@@ -264,8 +259,6 @@ class _Run:
 
     def _report_missing(self) -> None:
         """A test that was to run and has no result has not passed."""
-        from torch_ext.results import Remark, Status, TestResult
-
         for test, item in list(self._left.items()):
             missing = Remark("The test did not run: its class or file ended before it began.")
             self._report(item, TestResult(test, Status.FAILED, 0.0, (missing,)))

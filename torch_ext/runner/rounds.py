@@ -2,10 +2,10 @@
 
 Note [Reruns]
 ~~~~~~~~~~~~~
-A test that failed runs again when its round is through, in a class process and ranks of its own. If it passes then, it
-is flaky: not passed, for the same code has failed, and no failure. What is skipped when it runs again has told nothing,
-so its failure stands. A class that failed before all its tests had run runs again as far as they have not: it is flaky
-if it does not fail then. A file that cannot be imported is not loaded again.
+A test that failed runs again when its round is through, in a new class process with new ranks. If it passes then, it is
+flaky: not passed, for the same code has failed, and no failure. A skip in the second run proves nothing, so the failure
+stands. A class that failed as a whole does not run again, and neither does a file that cannot be
+imported.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Rounds:
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
-        self._classes_again: list[TestName] = []
-        self._failed: set[TestName] = set()  # since a plan was begun
 
     @property
     def progress(self) -> Tally:
@@ -57,27 +55,17 @@ class Rounds:
     def _numbered(self, result: TestResult) -> TestResult:
         earlier = self._earlier.get(result.test, ())
         failed = result.status.counted is Status.FAILED
-        left = self._left_of(result.test)
-        again = failed and bool(result.test.method or left) and len(earlier) < self._options.reruns
+        again = failed and bool(result.test.method) and len(earlier) < self._options.reruns
         attempt = len(earlier) + 1
         if earlier and result.status is Status.SKIPPED:
             result, earlier = replace(earlier[-1], warnings=result.warnings), earlier[:-1]
         elif earlier and not failed:
             result = replace(result, status=Status.FLAKY)
         result = replace(result, round=self._round, attempt=attempt, again=again, earlier=earlier)
-        if failed:
-            self._failed.add(result.test)
         if again:
             self._earlier[result.test] = (*earlier, replace(result, earlier=()))
-            self._again += [result.test] if result.test.method else left
-            self._classes_again += [] if result.test.method else [result.test]
+            self._again.append(result.test)
         return result
-
-    def _left_of(self, test: TestName) -> list[TestName]:
-        """If ``test`` is a class, return those of its tests that have no result."""
-        if not test.cls or test.method:
-            return []
-        return [one for one in self.progress.missing() if (one.file, one.cls) == (test.file, test.cls)]
 
     def run(self, runner: Callable[[], Executor]) -> None:
         """Run every round. An interrupt passes through."""
@@ -103,11 +91,7 @@ class Rounds:
             runner().run(plan, self.take)
             while self._again:
                 tests, self._again = self._again, []
-                classes, self._classes_again = self._classes_again, []
-                self._failed.clear()
                 runner().run(self._part(tests), self.take)
-                for each in (one for one in classes if one not in self._failed):
-                    self.take(TestResult(each, Status.PASSED, 0.0))
             if not self._options.failfast or any(one.status.counted is Status.FAILED for one in self.progress.results):
                 return
             plan = self._part(self.progress.missing())

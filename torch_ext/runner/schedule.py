@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import TestFile
 
 __all__ = ["Batch", "Need", "Packed", "Plan", "Queue", "Slots", "cores", "make_plan", "slots_of"]
 
@@ -94,6 +94,8 @@ def make_plan(
     """Group ``tests`` by file, in the order of ``files``, then by class and test, in the order given.
 
     Args:
+        files: those of the tests, in the order in which they run.
+        tests: each in the order of its class.
         needs: what each test needs, as far as that is known; the rest needs one rank.
         expected_s: how long a test takes, in seconds; by default the same for all.
 
@@ -147,8 +149,6 @@ class Slots:
     """
 
     def __init__(self, number: int) -> None:
-        if number < 1:
-            raise ValueError(f"got {number} slots, expected at least 1")
         self.number = number
         self._free = list(range(number))
 
@@ -181,20 +181,16 @@ class Packed:
 
     Args:
         at_once: the most classes that run at a time.
-        in_order: prefer the first in the plan to the longest.
         strict: begin classes in the order of the plan and no other, even if one of them is not ready.
     """
 
-    def __init__(self, at_once: int, *, in_order: bool = False, strict: bool = False) -> None:
-        if at_once < 1:
-            raise ValueError(f"got {at_once} classes at once, expected at least 1")
+    def __init__(self, at_once: int, *, strict: bool = False) -> None:
         self._at_once = at_once
-        self._in_order = in_order
         self.strict = strict
 
     def order(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return ``batches`` in the order in which they should become ready: their files are imported in it."""
-        return list(batches) if self.strict else sorted(batches, key=self._rank)
+        return list(batches) if self.strict else sorted(batches, key=lambda one: (one.need.alone, -one.expected_s))
 
     def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
         """Return which of ``ready`` begins now, with ``free`` of ``slots``; None to wait for one of ``running``."""
@@ -206,10 +202,6 @@ class Packed:
             if slots_of(batch.need, slots) <= free:
                 return batch
         return None
-
-    def _rank(self, batch: Batch) -> tuple[bool, float]:
-        """What comes first is least. Equals stay in the order of the plan."""
-        return batch.need.alone, 0.0 if self._in_order else -batch.expected_s
 
 
 # How many files are open beyond those whose classes run. An open file has a process that has imported it.
@@ -245,9 +237,8 @@ class Queue:
             opened.append(self._files[name])
         return opened
 
-    def loaded(self, file: TestFile, batches: Sequence[Batch]) -> None:
-        """``file`` is imported, and ``batches`` are its classes."""
-        self._waiting[file.name] = self._policy.order(batches)
+    def loaded(self, file: TestFile) -> None:
+        """The import of ``file`` has ended."""
         self._ready[file.name] = None
 
     def start(self) -> Batch | None:

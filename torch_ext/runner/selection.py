@@ -1,4 +1,4 @@
-"""Which tests the patterns of a command line mean. Pure: neither disk nor imports.
+"""Which tests the patterns and keywords of a command line mean. Pure: neither disk nor imports.
 
 Note [Patterns]
 ~~~~~~~~~~~~~~~
@@ -17,21 +17,24 @@ wins over shorter ones.
 
 from __future__ import annotations
 
+import ast
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torch_ext.results import TestName
-from torch_ext.runner.keywords import nearest, spellings
+from torch_ext.results import SetupError, TestName
 
 __all__ = [
     "PatternTarget",
     "Selected",
     "Selection",
     "SelectionError",
-    "fitting_tests",
+    "advice",
+    "keyword_filter",
     "resolve",
     "select_files",
     "select_tests",
@@ -40,8 +43,8 @@ __all__ = [
 _Parts = tuple[str, ...]
 
 
-class SelectionError(ValueError):
-    """A pattern means nothing. The message has the pattern and the nearest names."""
+class SelectionError(SetupError):
+    """A pattern or keyword means nothing. The message has it and the nearest names."""
 
 
 class _Reading(NamedTuple):
@@ -81,16 +84,11 @@ class Selection:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Selected:
-    """The tests that were selected, and those files among the unimportable ones that could hold selected tests.
-
-    ``unseen`` are patterns that fit no test that is known, and could mean one in such a file, each with advice.
-    """
+class Selected(NamedTuple):
+    """The tests that were selected, and those files among the unimportable ones that could hold selected tests."""
 
     tests: tuple[TestName, ...]
     broken: tuple[str, ...]
-    unseen: tuple[tuple[str, str], ...] = ()
 
 
 def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> PatternTarget:
@@ -223,38 +221,16 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
         SelectionError: a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
-    by_file: dict[str, list[TestName]] = {}
-    for test in tests:
-        by_file.setdefault(test.file, []).append(test)
-    unseen: list[tuple[str, str]] = []
     for target in (*selection.include, *selection.exclude):
-        near = tests if len(target.files) > 1 else [test for file in target.files for test in by_file.get(file, ())]
-        if not _explained(target, selection, near, broken):
+        if not _explained(target, selection, tests, broken):
             raise _unmatched(target, selection.files, tests)
-        if target.names and target.files.intersection(broken) and not any(map(target.matches, tests)):
-            unseen.append((target.text, _advice(target, selection.files, tests)))
     suspects = tuple(file for file in broken if _suspect(file, selection.include, tests))
-    return Selected(fitting_tests(selection, tests), suspects, tuple(unseen))
+    chosen = [test for test in tests if not selection.include or _any_matches(selection.include, test)]
+    return Selected(tuple(test for test in chosen if not _any_matches(selection.exclude, test)), suspects)
 
 
-def fitting_tests(selection: Selection, tests: Sequence[TestName]) -> tuple[TestName, ...]:
-    """Return those of ``tests`` that ``selection`` selects, which may be none."""
-    include, exclude = (_by_file(targets, selection.files) for targets in (selection.include, selection.exclude))
-    chosen = [test for test in tests if not selection.include or _any_matches(include, test)]
-    return tuple(test for test in chosen if not _any_matches(exclude, test))
-
-
-def _by_file(targets: Sequence[PatternTarget], files: Sequence[str]) -> dict[str, list[PatternTarget]]:
-    """The targets that say something about each file, so that thousands of ids are not tried on every test."""
-    found: dict[str, list[PatternTarget]] = {file: [] for file in files}
-    for target in targets:
-        for file in target.files & found.keys():
-            found[file].append(target)
-    return found
-
-
-def _any_matches(targets: Mapping[str, Sequence[PatternTarget]], test: TestName) -> bool:
-    return any(target.matches(test) for target in targets.get(test.file, ()))
+def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:
+    return any(target.matches(test) for target in targets)
 
 
 def _explained(target: PatternTarget, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:
@@ -273,10 +249,99 @@ def _suspect(file: str, include: Sequence[PatternTarget], tests: Sequence[TestNa
 
 
 def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
-    advice = _advice(target, files, tests) or "nothing resembles it; --list shows every test"
-    return SelectionError(f"{target.text!r} matches no folder, module, class or test; {advice}")
+    near = advice(target.text, _names(files, tests)) or "; nothing resembles it, --list shows every test"
+    return SelectionError(f"{target.text!r} matches no folder, module, class or test{near}")
 
 
-def _advice(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> str:
-    near = nearest(target.text, spellings(files, tests))
-    return f"nearest: {', '.join(near)}" if near else ""
+_OPERATORS = frozenset({"and", "or", "not", "(", ")"})
+
+
+def keyword_filter(expressions: Sequence[str]) -> Callable[[TestName], bool]:
+    """Return a function that tells whether a test fits one of ``expressions``; none at all lets every test through.
+
+    Words are joined by ``and``, ``or``, ``not`` and parentheses. A word fits as a substring of the id or of unittest's
+    dotted name, and with ``*``, ``?`` or ``[`` as a glob over either of them, the class or the method. Case does not
+    matter.
+
+    Raises:
+        SelectionError: an expression is incomplete.
+
+    >>> fits = keyword_filter(["TestA and not slow", "test_[xy]"])
+    >>> [fits(TestName("test_m.py", "TestA", method)) for method in ("test_1", "test_slow", "test_x")]
+    [True, False, True]
+    """
+    filters = [_expression(text) for text in expressions]
+    return lambda test: not filters or any(fits(test) for fits in filters)
+
+
+def _expression(text: str) -> Callable[[TestName], bool]:
+    """Have Python evaluate ``text``, with a number in the place of each word."""
+    tokens = re.findall(r"[()]|[^\s()]+", text)
+    words = [token for token in tokens if token not in _OPERATORS]
+    numbers = itertools.count()
+    source = " ".join(token if token in _OPERATORS else f"fits[{next(numbers)}]" for token in tokens)
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, RecursionError, MemoryError):
+        tree = None
+    if tree is None or any(isinstance(node, (ast.Call, ast.Tuple)) for node in ast.walk(tree)):
+        raise SelectionError(f"got -k {text!r}, expected names joined by 'and', 'or', 'not' and parentheses")
+    code = compile(tree, "-k", "eval")
+    return lambda test: bool(eval(code, {"fits": [_contains(word.lower(), test) for word in words]}))
+
+
+def _contains(word: str, test: TestName) -> bool:
+    if not any(sign in word for sign in "*?["):
+        return word in test.id.lower() or word in test.dotted.lower()
+    return any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
+
+
+# Below this ratio a suggestion has more letters wrong than right.
+_CUTOFF = 0.6
+
+
+def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
+    """Return one accepted spelling of every folder, file, class and test, in that order.
+
+    >>> _names(["a/b/test_c.py"], [TestName("a/b/test_c.py", "TestD", "test_e")])
+    ['a', 'a/b', 'a/b/test_c.py', 'TestD', 'TestD.test_e']
+    """
+    files, tests = sorted(files), list(tests)
+    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
+    classes = dict.fromkeys(test.cls for test in tests)
+    return [*sorted(folders), *files, *classes, *dict.fromkeys(f"{test.cls}.{test.method}" for test in tests)]
+
+
+def advice(text: str, names: Iterable[str]) -> str:
+    """Return the end of a message that gives the five of ``names`` that resemble ``text`` most; empty if none does.
+
+    Two names are alike as a whole or in their last parts, whatever their case.
+
+    >>> advice("distributed/fspd", ["distributed/fsdp", "distributed/rpc", "TestInput"])
+    '; nearest: distributed/fsdp, distributed/rpc'
+    >>> advice("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
+    '; nearest: TestInput, TestInput.test_words'
+    """
+    scored = [(score, name) for name in names if (score := _likeness(text, name)) >= _CUTOFF]
+    near = [name for _, name in sorted(scored, key=lambda pair: -pair[0])[:5]]
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+def _likeness(text: str, name: str) -> float:
+    return max(map(_ratio, _views(text), _views(name)))
+
+
+def _views(name: str) -> tuple[str, str]:
+    """The whole name and its last part, in one spelling."""
+    whole = name.lower().removesuffix(".py").rstrip("/").replace("::", ".").replace("/", ".")
+    return whole, whole.rpartition(".")[2]
+
+
+def _ratio(one: str, other: str) -> float:
+    from difflib import SequenceMatcher
+
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    # Both bounds are cheap, and nearly every name of a large suite falls at one of them.
+    if matcher.real_quick_ratio() < _CUTOFF or matcher.quick_ratio() < _CUTOFF:
+        return 0.0
+    return matcher.ratio()

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 
 from torch_ext.results import SetupError
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Pause, Task
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 from torch_ext.world import _os, provider
@@ -54,6 +54,7 @@ class RunZygotes:
         self._scratch = scratch
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
         self.copies = False
+        self._ahead = (_REWRITING,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
         self._copies: dict[tuple[str, str], ZygoteCopy] = {}
@@ -61,24 +62,6 @@ class RunZygotes:
     def module_of(self, file: TestFile) -> str:
         """Return the name under which the file's tests are found in its zygote."""
         return "__main__" if self._options.script else file.module
-
-    def known(self, file: TestFile) -> ModuleZygote | None:
-        """Return the zygote that loads or has loaded ``file``, if there is one."""
-        return self._of_files.get(file.name)
-
-    def begin(self, file: TestFile) -> None:
-        """Have the file's zygote load in the background.
-
-        Raises:
-            ZygoteDiedError: the root of all zygotes is gone.
-        """
-        if self._options.script or file.name in self._of_files:
-            return
-        root = self._ready_root(file)
-        argv = (str(file.path),)
-        first = (*self._ahead(), *self._options.harness) if self._options.upstream else ()
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
-        self._of_files[file.name] = root.load(order, self.limit_s)
 
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:
@@ -89,17 +72,12 @@ class RunZygotes:
             raise SetupError(own_message(trace) or f"the zygote cannot load what it needs\n{trace}") from None
         return root
 
-    def _ahead(self) -> tuple[str, ...]:
-        return (_REWRITING,) if self._options.cuda_as_sim else ()
-
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        bridge = self._options.harness[:1]
-        preload = (*self._ahead(), *_PRELOAD, *bridge) if self._options.upstream else _PRELOAD
         # Here, and not by each file's own zygote: most files of a run need them.
-        preparation = Preparation(tuple(path), (*preload, *first_uses(str(file.path))))
+        preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
         with held():
-            self._root = start_root(preparation, self._scratch, self._environment)
+            self._root = start_root(Preparation(tuple(path), preload), self._scratch, self._environment)
         return self._root
 
     def root(self, file: TestFile) -> ZygoteClient:
@@ -128,12 +106,18 @@ class RunZygotes:
         if self._options.script:
             return self._own()
         while True:
-            self.begin(file)
-            zygote = self._of_files[file.name]  # another task may have replaced it since the last look
+            if (zygote := self._of_files.get(file.name)) is None:  # or another task has dropped it since the last look
+                zygote = self._of_files[file.name] = self._load(file)
             if zygote.channel.poll() or zygote.check():
                 zygote.wait_loaded()
                 return zygote
             yield Pause((zygote.channel,), zygote.look_s)
+
+    def _load(self, file: TestFile) -> ModuleZygote:
+        """Have a new zygote load ``file`` in the background."""
+        first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
+        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
+        return self._ready_root(file).load(order, self.limit_s)
 
     def of_class(self, batch: Batch) -> Task[ZygoteClient]:
         """A task that returns the zygote of a class, which waits while the file is imported. See Note [Neighbours].

@@ -102,7 +102,7 @@ def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path)
     (tmp_path / "helpers.py").write_text("def the_device(x):\n    return x.device if x.is_cuda else None\n")
     known = tmp_path / "known.json"
     known.write_text(json.dumps([{"test": "test_cuda.py::TestCuda::test_fails*", "reason": "it asks for no device"}]))
-    done = run("--upstream", str(file), "--cuda-as-sim", "--json", "--differences", str(known))
+    done = run("--upstream", str(file), "--cuda-as-sim", "--json", "-", "--differences", str(known))
     told = [json.loads(line) for line in done.stdout.splitlines()]
     results = [one for one in told if one["event"] == "result"]
     assert (told[-1]["passed"], told[-1]["failed"]) == (3, 0), done.stderr  # a known difference counts as passed

@@ -18,7 +18,7 @@ MODULES = [
 
 
 def test_there_are_examples() -> None:
-    runner = {f"torch_ext.runner.{name}" for name in ("keywords", "selection")}
+    runner = {f"torch_ext.runner.{name}" for name in ("options", "selection")}
     world = {f"torch_ext.world.{name}" for name in ("_os", "outcome", "wording")}
     assert runner | world <= set(MODULES)
 

@@ -33,7 +33,7 @@ _OF_THE_PACKAGE = {
     "runner": "world results cache compat.untested_torch machine_memory cuda_as_sim.words",
     "upstream": "accelerator world results compat unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory sim",
-    "__main__": "runner program sim.command unbuilt upstream.judge",
+    "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
 LAYERS: dict[str, frozenset[str]] = {

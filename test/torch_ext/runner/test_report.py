@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from torch_ext.results import Remark, RunEnded, Status, TestName, TestResult
-from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.failure import rerun_command
-from torch_ext.runner.reporters.text import StyledWriter, TextReporter
+from torch_ext.runner.reporters.text import StyledWriter, TextReporter, rerun_command
 from torch_ext.runner.schedule import make_plan
 
 FILE = TestFile("fsdp/test_a.py", Path("/root/fsdp/test_a.py"), "fsdp.test_a", Path("/root"))

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.simulate import Span, lower_bound, makespan, simulate
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.discovery import TestFile
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine
 from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Queue, Slots, make_plan, slots_of
 from torch_ext.world.protocol import Devices
@@ -90,38 +90,26 @@ def test_the_longest_goes_first_and_what_does_not_fit_waits() -> None:
     ]  # fmt: skip
 
 
-def test_an_order_that_was_asked_for_is_kept() -> None:
-    spans = simulate(plan([(1, 4, 0), (5, 4, 0), (3, 4, 1)]), Packed(9, in_order=True), 4)
-    assert [span.batch.cls for span in spans] == ["C0_0", "C1_0", "C2_0"]
-
-
 def test_few_files_are_open_at_a_time_and_each_once() -> None:
     queue = Queue(plan([(1, 4, where) for where in range(9)]), Packed(1), Slots(4))
     opened = queue.files_to_open()
     assert len(opened) == 2 and queue.files_to_open() == []
     for each in opened:
-        queue.loaded(each, [batch for batch in plan([(1, 4, where) for where in range(9)]) if batch.file == each])
+        queue.loaded(each)
     batch = queue.start()
     assert batch is not None and queue.start() is None and len(queue.files_to_open()) == 1
     queue.ended(batch)
     assert queue.files_done() == [batch.file] and queue.files_done() == []
 
 
-def test_a_file_that_turns_out_to_be_empty_is_done() -> None:
-    queue = Queue(plan([(1, 1, 0)]), Packed(1, strict=True), Slots(1))
-    (opened,) = queue.files_to_open()
-    queue.loaded(opened, ())
-    assert queue.start() is None and queue.files_done() == [opened] and queue.over
-
-
 def test_a_serial_run_waits_for_a_file_that_loads_late() -> None:
     queue = Queue(plan([(1, 1, 0), (1, 1, 1)]), Packed(1, strict=True), Slots(4))
     first, second = queue.files_to_open()
-    (batch,) = plan([(1, 1, 1)])
-    queue.loaded(second, [batch])
+    queue.loaded(second)
     assert queue.start() is None
-    queue.loaded(first, ())
-    assert queue.files_done() == [first] and queue.start() == batch
+    queue.loaded(first)
+    batch = queue.start()
+    assert batch is not None and batch.file == first
 
 
 def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
@@ -131,23 +119,38 @@ def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
     assert [(batch.need, batch.expected_s) for batch in made] == [(Need(4, True), 4.0), (Need(1), 2.0)]
 
 
-@pytest.mark.parametrize("length", [20, 55, 90])
-def test_two_classes_never_share_a_temporary_folder(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose path is too long for the address of a socket is reached by a shorter one."""
+@pytest.mark.parametrize("length", [20, 55])
+def test_two_classes_share_no_temporary_folder_unless_a_private_one_is_too_long_for_a_socket(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tempfile.mkdtemp(dir="/tmp", prefix="t")
     try:
         parent = os.path.join(base, "x" * (length - len(base) - 1))
         os.mkdir(parent)
         monkeypatch.setattr(tempfile, "tempdir", parent)
-        machine = Machine(os.path.join(parent, "torch_ext-12345678"), {}, Devices(0, ""))
+        machine = Machine(os.path.join(parent, "torch_ext-12345678"), {"TMPDIR": parent}, Devices(0, ""))
         places = [machine.place([slot], packed=True) for slot in (0, 1)]
-        folders = [place.environment["TMPDIR"] for place in places]
-        for name, folder in enumerate(folders):
-            Path(folder, str(name)).touch()
-        assert [os.listdir(folder) for folder in folders] == [["0"], ["1"]]
-        assert length > 73 or all(len(folder) <= 73 for folder in folders)
+        folders = {place.environment["TMPDIR"] for place in places}
+        assert len(folders) == 2 if length == 20 else folders == {parent}
         for place in places:
             place.leave()
-        assert not any(os.path.exists(folder) for folder in folders)
+        assert [os.path.exists(folder) for folder in folders] == [length != 20] * len(folders)
     finally:
         shutil.rmtree(base)
+
+
+def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
+    order = ["b A 1", "a B 2", "b C 1", "a A 1", "b A 2", "a B 1", "b A 1"]
+    tests = [TestName(f"{name}.py", cls, method) for name, cls, method in map(str.split, order)]
+    files = [file("a"), file("b"), file("empty")]
+    made = make_plan(files, tests)
+    assert [(batch.file, batch.cls) for batch in made] == [
+        (files[0], "B"), (files[0], "A"), (files[1], "A"), (files[1], "C")
+    ]  # fmt: skip
+    expected = ["a.py::B::2", "a.py::B::1", "a.py::A::1", "b.py::A::1", "b.py::A::2", "b.py::C::1"]
+    assert [test.id for test in made.tests] == expected
+
+
+def test_a_test_of_an_unknown_file_is_not_dropped_in_silence() -> None:
+    with pytest.raises(AssertionError, match=r"a\.py::A::test"):
+        make_plan([file("b")], [TestName("a.py", "A", "test")])

@@ -26,8 +26,7 @@ from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, 
 from torch_ext.runner.cluster.hosts import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, said_in_a_line
 from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, Told
-from torch_ext.runner.discovery import TestFile
-from torch_ext.runner.names import Collected
+from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Packed, Plan
 from torch_ext.world.wording import PREFIX
@@ -91,8 +90,7 @@ class ClusterExecutor:
         if plan.batches:
             folder = _folder_of(self._options.root, [batch.file for batch in plan])
             self._machines.connect(_runtime_environment(folder))
-            batches = Packed(1, in_order=self._options.random_order is not None).order(plan.batches)
-            _ClusterRun(self._options, self._machines, folder, sink).run(batches)
+            _ClusterRun(self._options, self._machines, folder, sink).run(Packed(1).order(plan.batches))
 
     def close(self) -> None:
         """Let go of the cluster, and end it if it is our own. Idempotent."""
@@ -137,23 +135,21 @@ class _ClusterRun:
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has as many machines as a class asks for; end the class if not."""
-        wanted, there, had = job.batch.need.hosts, self._machines.number, self._machines.most
-        asks = f"the class asks for {wanted} hosts"
+        wanted, there = job.batch.need.hosts, self._machines.number
         if wanted <= max(1, there):
             return True
-        if wanted <= had:
-            left = f"only {there} {'is' if there == 1 else 'are'} left"
-            self._end(job, f"{asks}, and of the cluster's {had} machines {left}")
+        told = f"the class asks for {wanted} hosts, and the cluster has {there} machine{'s' * (there != 1)}"
+        if wanted <= self._machines.most:
+            self._end(job, f"{told} left")
             return False
-        has = f"the cluster has {had} machine{'s' * (had != 1)}"
         for test in job.left:
-            reason = f"{asks}, and {has}; without --cluster, this machine stands for all of them"
+            reason = f"{told}; without --cluster, this machine stands for all of them"
             self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         self._sink(Over(job.cls))
         return False
 
     def _begins(self, job: _Job) -> bool:
-        """Run ``job`` if Ray has found a place for it; return whether it has. Host 0 waits for the others."""
+        """Run ``job`` if Ray has found a place for it; return whether it has. Host 0 begins last."""
         job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
         if strange := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)

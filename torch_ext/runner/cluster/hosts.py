@@ -197,7 +197,7 @@ class Spread(Share):
     def __init__(self, names: Sequence[str], environment: Mapping[str, str], *more: Any) -> None:
         super().__init__(*more)
         self._names = [f"host {number} ({name})" for number, name in enumerate(names)]
-        self._origin = dict(environment), os.getcwd()
+        self._origin = dict(environment)
         self._clients: list[Channel] = []
         self._shift_s: dict[int, float] = {}  # from a host's clock to ours
 
@@ -252,7 +252,7 @@ class Spread(Share):
         for host, orders in of_host.items():
             share = replace(request, orders=tuple(orders), spares=min(request.spares, len(orders)))
             if host:
-                self.send(host, world.number, RankStream.GROUP, (share, *self._origin))
+                self.send(host, world.number, RankStream.GROUP, (share, self._origin))
                 continue
             world.here, theirs = channel_pair()
             try:
@@ -268,7 +268,7 @@ class Spread(Share):
         channel, output, second, stacks, *more = descriptors
         shared = rank.has_page + bool(rank.address)  # no other machine can use these
         close_all([second, *more[:shared]])
-        os.set_blocking(stacks, False)  # stacks that nobody reads must not hold up the others
+        os.set_blocking(stacks, False)  # unread stacks must not block the loop
         numbered: dict[_Stream, Channel | int] = dict(enumerate(more[shared:]))
         files: dict[_Stream, Channel | int] = {
             RankStream.CHANNEL: Channel.from_descriptor(channel),
@@ -329,7 +329,7 @@ class Spread(Share):
             rank.write(line.stream, on_our_clock(line.payload, shift_s))
 
     def _pass_on(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
-        """Tell the parent half what a zygote says of its ranks, once all hosts have started theirs."""
+        """Pass a zygote's message about its ranks on to the parent half, once all hosts have started theirs."""
         told: Started | Ended
         if isinstance(message, Started):
             world.started[host] = message
@@ -391,7 +391,7 @@ class FarRanks(Share):
                 with contextlib.suppress(ChannelClosedError, OSError):
                     world.group.send(line.payload)
 
-    def _start(self, number: int, request: Start, origin: Mapping[str, str], directory: str) -> None:
+    def _start(self, number: int, request: Start, origin: Mapping[str, str]) -> None:
         group, theirs = channel_pair()
         world = self._worlds[number] = _FarWorld(number, group)
         self._callbacks.watch(group, lambda: self._on_group(world))
@@ -400,7 +400,7 @@ class FarRanks(Share):
         for order in request.orders:
             own = self._open_rank(world, order)
             inherited += own
-            moved = self._moved(order.payload, origin, directory)
+            moved = self._moved(order.payload, origin)
             orders.append(replace(order, payload=moved, descriptors=len(own)))
         start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
         with contextlib.suppress(ChannelClosedError):  # then the group's channel ends as well
@@ -426,7 +426,7 @@ class FarRanks(Share):
         world.ranks.append(_Ends(files, self._callbacks, tell, list(files)))
         return inherited
 
-    def _moved(self, rank: RankOrder, origin: Mapping[str, str], directory: str) -> RankOrder:
+    def _moved(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
         """Return the order of a rank for this machine: its environment differs from ours as it does from host 0's."""
         environment, now = dict(self._environment), rank.environment
         for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
@@ -434,10 +434,7 @@ class FarRanks(Share):
                 environment.pop(name, None)
             elif origin.get(name) != now[name]:
                 environment[name] = now[name]
-        here = os.getcwd()
-        own = os.path.normpath(os.path.join(here, os.path.relpath(rank.directory, directory)))
-        place = own if os.path.isdir(own) else here
-        return replace(rank, environment=environment, directory=place, has_page=False, address="")
+        return replace(rank, environment=environment, directory=os.getcwd(), has_page=False, address="")
 
     def _abandon(self, world: _FarWorld) -> None:
         del self._worlds[world.number]

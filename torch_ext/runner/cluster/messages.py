@@ -109,7 +109,7 @@ class Line:
         world: the world, by its number on host 0.
         stream: a connection of rank ``index``, by its number on the other host.
         payload: a message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of
-            ``world/protocol.py``; ``Start`` comes with the environment and folder of the class on host 0.
+            ``world/protocol.py``; ``Start`` comes with the environment of the class on host 0.
     """
 
     number: int

@@ -15,14 +15,14 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from torch_ext.results import Sink
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import FarRanks, Spread
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Leave, Line, RunClass, Settings, Told
-from torch_ext.runner.discovery import TestFile
 from torch_ext.runner.loop import Loop, Pause, Task
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
@@ -112,10 +112,10 @@ class _Supervisor:
         try:
             if order.host:
                 yield from self._join(order, batch, place)
-            elif order.names:
-                yield from self._run_with_others(order, batch, place)
             else:
-                yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order)).run()
+                place = self._spread(order, place) if order.names else place
+                sink = partial(self._tell, order)
+                yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
         finally:
             if share := self._shares.pop(order.number, None):
                 share.close()
@@ -129,13 +129,12 @@ class _Supervisor:
             with contextlib.suppress(ChannelClosedError):
                 self._tell(order, None)
 
-    def _run_with_others(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
-        """Run a class as its host 0."""
+    def _spread(self, order: RunClass, place: Place) -> Place:
+        """Return the place of a class whose host 0 this machine is."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
         self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, self._send)
         self._loop.add(spread.serve())
-        place = place._replace(environment=environment, add_client=spread.add_client)
-        yield from ClassRunner(self._zygotes, place, batch, self._options, self._sink_of(order)).run()
+        return place._replace(environment=environment, add_client=spread.add_client)
 
     def _join(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
         """Run ranks of a class of which another machine is host 0."""
@@ -157,9 +156,6 @@ class _Supervisor:
     def _send(self, line: Line) -> None:
         with contextlib.suppress(ChannelClosedError):
             self._channel.send(line)
-
-    def _sink_of(self, order: RunClass) -> Sink:
-        return lambda event: self._tell(order, event)
 
     def _tell(self, order: RunClass, event: Event | None) -> None:
         self._channel.send(Told(order.number, event, time.monotonic()))

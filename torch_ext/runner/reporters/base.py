@@ -33,46 +33,35 @@ class Tally:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.results: list[TestResult] = []
-        self._lost: list[TestName] = []  # by the rounds before
         self.plan = plan
-        self.waiting: dict[TestName, None] = {}
-        self._batches = {(batch.file.name, batch.cls): batch for batch in plan}
-        self._expect_all()
+        self._earlier: list[TestResult] = []  # of the rounds before
+        self._lost: list[TestName] = []  # by the rounds before
+        self._latest: dict[TestName, TestResult] = {}
+        self._batches = {batch.key: batch for batch in plan}
+        self.waiting = dict.fromkeys(plan.tests)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TestResult):
-            self._add(event)
+            known = self._latest.get(event.test)
+            if known is None or event.attempt > 1 or known.status.counted is not Status.FAILED:
+                self._latest[event.test] = event
+            self.waiting.pop(event.test, None)
         elif isinstance(event, RoundBegan):
-            self._expect_all()
+            self._earlier, self._lost = self.results, self.missing()
+            self._latest, self.waiting = {}, dict.fromkeys(self.plan.tests)
 
-    def _expect_all(self) -> None:
-        self._lost += self.waiting
-        self._places: dict[TestName, int] = {}
-        self._by_batch: dict[tuple[str, str], dict[int, TestResult]] = {}
-        self.waiting = dict.fromkeys(self.plan.tests)
-        self._open = Counter((test.file, test.cls) for test in self.plan.tests)
-
-    def _add(self, result: TestResult) -> None:
-        """Count ``result``, in the place of an earlier attempt at the same test."""
-        place = self._places.get(result.test, -1) if result.attempt > 1 else -1
-        if place < 0:
-            place = len(self.results)
-            self.results.append(result)
-        self.results[place] = result
-        self._places[result.test] = place
-        self._by_batch.setdefault((result.test.file, result.test.cls), {})[place] = result
-        if result.test in self.waiting:
-            del self.waiting[result.test]
-            self._open[result.test.file, result.test.cls] -= 1
+    @property
+    def results(self) -> list[TestResult]:
+        """Those of all rounds so far."""
+        return [*self._earlier, *self._latest.values()]
 
     def batch_of(self, test: TestName) -> Batch | None:
         """The planned class of ``test``; None for a file that could not be imported."""
         return self._batches.get((test.file, test.cls))
 
     def results_of(self, batch: Batch) -> list[TestResult]:
-        """The results of one class in this round so far, that of its ``setUpClass`` included."""
-        return list(self._by_batch.get((batch.file.name, batch.cls), {}).values())
+        """The results of one class in this round so far, its fixtures' failures included."""
+        return [one for test, one in self._latest.items() if (test.file, test.cls) == batch.key]
 
     def missing(self) -> list[TestName]:
         """The planned tests that have no result."""
@@ -80,7 +69,7 @@ class Tally:
 
     def missing_of(self, batch: Batch) -> int:
         """How many tests of one class have no result in this round."""
-        return self._open[batch.file.name, batch.cls]
+        return sum(test in self.waiting for test in batch.tests)
 
     @property
     def passed(self) -> bool:
@@ -112,6 +101,8 @@ class ReportFile:
         self._stream: TextIO | None = None
         if path == "-":
             return
+        if path.endswith(".py"):
+            raise SetupError(f"{what} cannot be written to {path}, which is no place for a report")
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed with the report

@@ -9,13 +9,11 @@ from collections.abc import Iterable
 import torch_ext
 from torch_ext.results import RanksFailed, Status, TestResult
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import ReportFile, Tally, counts
-from torch_ext.runner.reporters.failure import describe_failure, rerun_command
+from torch_ext.runner.reporters.base import COLUMNS, ReportFile, Tally, counts
+from torch_ext.runner.reporters.text import describe_failure, rerun_command
 from torch_ext.world.wording import printable
 
 __all__ = ["write_page"]
-
-_COLUMNS = (Status.PASSED, Status.FAILED, Status.FLAKY, Status.SKIPPED)
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884;
@@ -62,7 +60,7 @@ def write_page(tally: Tally, interrupted: bool, *, options: RunOptions, file: Re
     """Write the page of a run that began at ``start_s``."""
     results = tally.results
     found, missing = counts(results), tally.missing()
-    total = ", ".join(f'<b class="{one.value}">{found[one]} {one.value}</b>' for one in _COLUMNS)
+    total = ", ".join(f'<b class="{one.value}">{found[one]} {one.value}</b>' for one in COLUMNS)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start_s))
     took = f"{time.time() - start_s:.1f} s"
     said = [f"{when}, {took}, on {_text(options.device or 'the best device')}"]
@@ -71,7 +69,7 @@ def write_page(tally: Tally, interrupted: bool, *, options: RunOptions, file: Re
     if missing:
         said.append(f"<b class=failed>{len(missing)} not run</b>, the first of them {_text(missing[0].id)}")
     boxes = "".join(
-        f'<label><input type="checkbox" value="{one.value}" checked> {one.value}</label>' for one in _COLUMNS
+        f'<label><input type="checkbox" value="{one.value}" checked> {one.value}</label>' for one in COLUMNS
     )
     heads = "".join(
         f'<th scope="col"{style}><button data-by="{by}">{word}</button>'

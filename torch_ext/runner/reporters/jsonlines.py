@@ -23,8 +23,8 @@ from torch_ext.results import (
     TestResult,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import ReportFile, Tally, counts
-from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.base import COLUMNS, ReportFile, Tally, counts
+from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Outcome
 
 __all__ = ["VERSION", "JsonReporter", "describe_test"]
@@ -45,7 +45,7 @@ class JsonReporter:
         self._round = 1
         shard = "/".join(map(str, options.shard)) if options.shard else None
         self._write("start", version=VERSION, torch_ext=torch_ext.__version__, root=str(options.root),
-                    device=options.device or None, seed=options.random_order, shard=shard)  # fmt: skip
+                    device=options.device or None, shard=shard)  # fmt: skip
         self._write("plan", tests=[describe_test(test, needs.get(test)) for test in tally.plan.tests])
 
     def __call__(self, event: Event) -> None:
@@ -57,7 +57,7 @@ class JsonReporter:
             self._round = event.number
         elif isinstance(event, RunEnded):
             found = counts(self._tally.results)
-            columns = {one.value: found[one] for one in (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)}
+            columns = {one.value: found[one] for one in COLUMNS}
             not_run = [test.id for test in self._tally.missing()]
             duration_s = round(time.monotonic() - self._start_s, 6)
             self._write("end", interrupted=event.interrupted, **columns, not_run=not_run, duration_s=duration_s)

@@ -13,7 +13,7 @@ from xml.etree.ElementTree import Element, SubElement
 from torch_ext.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally
-from torch_ext.runner.reporters.failure import describe_failure
+from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Ending
 from torch_ext.world.wording import printable
 
@@ -44,9 +44,6 @@ def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: R
         started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc)
         suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
         suite.set("hostname", _clean(platform.node()))
-        if options.random_order is not None:
-            properties = SubElement(suite, "properties")
-            SubElement(properties, "property", name="random-order", value=str(options.random_order))
         suite.extend(found)
         _count(suite, found, skipped=True)
     _count(root, [case for found in cases.values() for case in found], skipped=False)

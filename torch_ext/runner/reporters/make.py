@@ -23,8 +23,7 @@ from torch_ext.results import (
 )
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Reporter, ReportFile, Tally
-from torch_ext.runner.reporters.failure import describe_failure
-from torch_ext.runner.reporters.text import StyledWriter, TextReporter, is_live
+from torch_ext.runner.reporters.text import StyledWriter, TextReporter, describe_failure, is_live
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.schedule import Plan
 
@@ -36,24 +35,13 @@ _Key = tuple[str, str]
 class InOrder:
     """A reporter that hands all events on to another, class after class.
 
-    The first class of the plan that is not over passes through as it happens. Events of the others wait for their turn,
-    or for the end of the run; with ``failures_at_once`` their failures do not. The beginning of a class is reported at
-    once, since it says that the run goes on.
-
-    ``waits`` is called with each failure that has to wait.
+    The first class of the plan that is not over passes through as it happens. Events of later classes wait for their
+    turn, or for the end of the run. A failure is reported at once, and so is the beginning of a class, since it says
+    that the run goes on.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        reporter: Reporter,
-        *,
-        failures_at_once: bool = False,
-        waits: Callable[[TestResult], None] = lambda result: None,
-    ) -> None:
+    def __init__(self, plan: Plan, reporter: Reporter) -> None:
         self._reporter = reporter
-        self._waits = waits
-        self._failures_at_once = failures_at_once
         self._held: dict[_Key, list[Event]] = {}
         self._over: set[_Key] = set()
         self._order = [batch.key for batch in plan]
@@ -61,14 +49,10 @@ class InOrder:
         self._at = 0
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, TestResult):
-            if self._failures_at_once and event.status.counted is Status.FAILED:
-                self._reporter(event)
-            else:
-                self._take(event)
-        elif isinstance(event, Began) and event.test.method:
+        failed = isinstance(event, TestResult) and event.status.counted is Status.FAILED
+        if not failed and isinstance(event, (Began, TestResult)) and event.test.method:
             self._take(event)
-        elif isinstance(event, (Began, Stalled)):
+        elif isinstance(event, (Began, TestResult, Stalled)):
             self._reporter(event)
         elif isinstance(event, Over):
             self._end(event.test)
@@ -80,22 +64,14 @@ class InOrder:
             self._reporter(event)
 
     def _take(self, event: Began | TestResult) -> None:
-        key = self._key(event.test)
+        key = event.test.file, event.test.cls
         self._held.setdefault(key, []).append(event)
         if self._place.get(key, -1) <= self._at:
             self._hand_on(key)
-        elif isinstance(event, TestResult) and event.status.counted is Status.FAILED and not event.again:
-            self._waits(event)
-
-    def _key(self, test: TestName) -> _Key:
-        """The class to which ``test`` belongs; for a file its first class, which its failure precedes."""
-        if test.cls:
-            return test.file, test.cls
-        return next((key for key in self._order if key[0] == test.file), (test.file, ""))
 
     def _end(self, test: TestName) -> None:
-        """Nothing more comes of a class or, with an empty class, of a file: hand on the classes whose turn it is."""
-        self._over.update(key for key in self._order if key[0] == test.file and test.cls in ("", key[1]))
+        """Nothing more comes of a class: hand on the classes whose turn it is."""
+        self._over.add((test.file, test.cls))
         while self._at < len(self._order):
             self._hand_on(self._order[self._at])
             if self._order[self._at] not in self._over:
@@ -187,15 +163,12 @@ class Reporters:
             self._at_end.append(partial(write_page, options=options, file=page, start_s=start_s))
         if options.github:
             self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=StyledWriter(stream)))
-        if (seed := options.random_order) is not None:
-            notes = [*notes, f"Random order of seed {seed}; --random-order={seed} repeats it."]
         live = is_live(stream) and options.verbosity >= 0 and not options.show_output
         text = TextReporter(plan, options, stream, notes, announce=not live)
         running = Running(self.tally, expected_s, time.monotonic())
-        plain = PlainWatch(running, text.writer, often=options.verbosity >= 0)
-        watch = LiveWatch(running, text.writer, stream) if live else plain
-        ordered = InOrder(plan, text, failures_at_once=live, waits=plain.wait)
-        self._all: list[Reporter] = [self.tally, watch, ordered, *files]
+        often = options.verbosity >= 0
+        watch = LiveWatch(running, text.writer) if live else PlainWatch(running, text.writer, often=often)
+        self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
 
     def __call__(self, event: Event) -> None:
         for reporter in self._all:

@@ -4,23 +4,97 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from torch_ext.results import Began, Event, OutputError, RoundBegan, RunEnded, Stalled, Status, TestName, TestResult
-from torch_ext.runner.options import RunOptions
+from torch_ext.results import (
+    Began,
+    Died,
+    Event,
+    OutputError,
+    Problem,
+    Raised,
+    RanksFailed,
+    RoundBegan,
+    RunEnded,
+    Stalled,
+    Status,
+    TestName,
+    TestResult,
+)
+from torch_ext.runner.options import TABLE, RunOptions
 from torch_ext.runner.reporters.base import COLUMNS, Tally, counts
-from torch_ext.runner.reporters.failure import describe_failure, rerun_command
 from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.world.verdict import end_of_output, render
 from torch_ext.world.wording import printable
 
-__all__ = ["StyledWriter", "TextReporter", "is_live"]
+__all__ = ["StyledWriter", "TextReporter", "describe_failure", "is_live", "rerun_command"]
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+
+# What a command that runs a test again repeats.
+_CONDITIONS = {
+    "typed_root", "upstream", "cuda_as_sim", "device", "timeout_s", "races", "schedule", "memory_bytes", "start_method",
+    "cluster",
+}  # fmt: skip
+
+
+def describe_failure(result: TestResult) -> str:
+    """Return what failed in ``result``, then the end of what its parent half printed; empty if there is nothing to say.
+
+    >>> from torch_ext.results import Remark
+    >>> test = TestName("test_a.py", "TestA", "test_b")
+    >>> print(describe_failure(TestResult(test, Status.FAILED, 0.1, (Remark("It is gone."),), output="hello\\n")))
+    It is gone.
+    <BLANKLINE>
+    Output of the parent half:
+        hello
+    """
+    parts = [_describe(problem) for problem in result.problems]
+    if result.status is Status.UNEXPECTED_SUCCESS:
+        parts.append("The test is marked as an expected failure and passed: take the mark away.")
+    if lines := end_of_output(result.output, died=result.died):
+        parts.append("\n".join(["Output of the parent half:", *(f"    {line}".rstrip() for line in lines)]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _describe(problem: Problem) -> str:
+    if isinstance(problem, Raised):
+        return f"in {problem.where}\n{problem.trace}" if problem.where else problem.trace
+    if isinstance(problem, RanksFailed):
+        text = render(problem.report)
+        return f"in {problem.where}\n{text}" if problem.where else text
+    if isinstance(problem, Died):
+        return f"{problem.sentence}\n{problem.stacks.rstrip()}" if problem.stacks else problem.sentence
+    return problem.sentence
+
+
+def rerun_command(options: RunOptions, test: TestName) -> str:
+    """Return what to type to run ``test`` (or its class, or its file) again under the same conditions.
+
+    >>> from pathlib import Path
+    >>> rerun_command(RunOptions(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
+    'python run_test.py -i a/test_b.py::TestC::test_d --device cpu'
+    >>> rerun_command(RunOptions(Path("test"), memory_bytes=1 << 20), TestName("a/test_b.py", "TestC", "test_d"))
+    'python run_test.py -i a/test_b.py::TestC::test_d --memory 1048576'
+    >>> rerun_command(RunOptions(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
+    'python a/test_b.py TestC.test_d'
+    """
+    words = ["python", options.script, ".".join(part for part in (test.cls, test.method) if part)]
+    if not options.script:
+        words = [*options.command.split(), "-i", test.id]
+    for row in TABLE:
+        value = getattr(options, row.field)
+        if row.field in _CONDITIONS and value != getattr(RunOptions, row.field):
+            words += row.flags[-1:]
+            words += map(str, value if isinstance(value, tuple) else [value] if row.metavar else [])
+    return shlex.join(filter(None, words))
 
 
 def is_live(stream: TextIO) -> bool:
@@ -36,7 +110,6 @@ class StyledWriter:
     are spelt out, wherever they come from, so that no test commands the terminal.
 
     Attributes:
-        lines: how many lines have been written.
         guard: makes what is entered around each write, such as what takes a live view aside.
         wrote_s: when a line was written last, by ``time.monotonic``.
 
@@ -49,7 +122,6 @@ class StyledWriter:
         self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.wrote_s = time.monotonic()
         self._console: Console | None = None
-        self.lines = 0
         if stream.isatty():
             from rich.console import Console
 
@@ -65,16 +137,21 @@ class StyledWriter:
 
         # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
         # test's name that was cut or broken cannot be copied.
-        self.lines += 1
         with _told(), self._guarded():
             self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
         text = self._encodable(text)
-        self.lines += text.rstrip("\n").count("\n") + 1
         with _told(), self._guarded():
             self._stream.write(text if text.endswith("\n") else f"{text}\n")
+            self._stream.flush()
+
+    def show(self, text: str) -> None:
+        """Write ``text``, which moves the cursor, if that is possible: the report itself finds out if it is not."""
+        with contextlib.suppress(OSError, ValueError):
+            encoding = self._stream.encoding or "utf-8"
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
 
     def styled(self, text: Text) -> str:
@@ -111,8 +188,6 @@ def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
 
 
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
-# A failure that has scrolled this many lines away is shown again at the end.
-_FAR_LINES = 100
 
 
 class TextReporter:
@@ -133,7 +208,6 @@ class TextReporter:
         self._out = StyledWriter(stream)
         self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
-        self._failed_at: dict[TestName, int] = {}  # the line on which a failure begins
         self._start_s = time.monotonic()
         for note in notes:
             self._out.line(note)
@@ -175,7 +249,6 @@ class TextReporter:
         if result.status is Status.FLAKY:
             self._flaky(result)
         elif result.status.counted is Status.FAILED:
-            self._failed_at[result.test] = self._out.lines
             self._failure(result)
         batch = self._progress.batch_of(result.test)
         if batch is not None and not self._progress.missing_of(batch):
@@ -188,7 +261,6 @@ class TextReporter:
         self._unfinished()
         self._skips()
         self._warnings()
-        self._failures_far_away()
         self._named_again("Flaky:", Status.FLAKY)
         self._named_again("Failed:", Status.FAILED)
         self._not_run(interrupted)
@@ -203,14 +275,14 @@ class TextReporter:
                 self._batch_line(batch)
 
     def _ran(self) -> str:
-        results = [one for one in self._progress.results if one.test.method or one.status is not Status.FLAKY]
-        said = [f"Ran {_tests(sum(bool(result.test.method) for result in results))}"]
-        for one, many in (("file", "files"), ("class", "classes")):
-            of_kind = [each for each in results if not each.test.method and bool(each.test.cls) == (one == "class")]
-            for verb, skipped in (("failed", False), ("skipped", True)):
-                number = sum((each.status is Status.SKIPPED) == skipped for each in of_kind)
-                if number:
-                    said.append(f"{number} {one if number == 1 else many} {verb} as a whole")
+        whole = Counter[tuple[str, str]]()
+        for result in self._progress.results:
+            if not result.test.method:
+                verb = "skipped" if result.status is Status.SKIPPED else "failed"
+                whole["class" if result.test.cls else "file", verb] += 1
+        said = [f"Ran {_tests(len(self._progress.results) - whole.total())}"]
+        for (kind, verb), number in sorted(whole.items(), reverse=True):
+            said.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
         return "; ".join(said)
 
     def _test_line(self, result: TestResult) -> None:
@@ -257,15 +329,6 @@ class TextReporter:
             self._out.line(f"{title}:")
         for text, number in groups:
             self._out.line(f"{number:6}  {text}")
-
-    def _failures_far_away(self) -> None:
-        """Show once more the failures that have scrolled away. More than ten would push each other out."""
-        failed = [result for result in self._progress.results if result.status.counted is Status.FAILED]
-        far = [result for result in failed if self._out.lines - self._failed_at[result.test] > _FAR_LINES]
-        for result in far[:10]:
-            self._failure(result)
-        if len(far) > 10:
-            self._out.line(f"{len(far) - 10} more failures stand above.")
 
     def _named_again(self, title: str, status: Status) -> None:
         named = [result.test.id for result in self._progress.results if result.status.counted is status]

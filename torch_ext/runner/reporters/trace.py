@@ -32,7 +32,7 @@ def write_trace(events: Sequence[tuple[float, Event]], file: ReportFile) -> None
     ]
     title = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "torch_ext"}}
     zero_s = events[0][0] if events else 0.0
-    file.write(json.dumps({"traceEvents": [title, *names, *(_drawn(zero_s, *each) for each in slices)]}) + "\n")
+    file.write(json.dumps({"traceEvents": [title, *names, *(_drawn(zero_s, each) for each in slices)]}) + "\n")
     file.close()
 
 
@@ -46,38 +46,54 @@ _Slice = tuple[int, str, str, float, float, dict[str, Any]]
 
 
 def _slices(events: Sequence[tuple[float, Event]]) -> Iterator[_Slice]:
-    """Yield the slices of classes, tests and ranks. A class takes the lowest row that is free when it begins."""
-    rows: dict[tuple[str, str], int] = {}
-    running: dict[tuple[str, str], tuple[float, float]] = {}  # when a class began, and when its last test ended
-    tests: dict[TestName, float] = {}
-
-    def ended(key: tuple[str, str]) -> Iterator[_Slice]:
-        if key in running:
-            yield (rows[key] * _RANKS, "::".join(key), "class", *running.pop(key), {})
-
+    """Yield the slices of classes, tests and ranks."""
+    classes, tests = _Classes(), dict[TestName, float]()
     for time_s, event in events:
         if isinstance(event, Began) and event.test.method:
             tests[event.test] = time_s
         elif isinstance(event, Began):
-            key = event.test.file, event.test.cls
-            yield from ended(key)
-            taken = {rows[other] for other in running}
-            rows[key] = next(row for row in range(len(taken) + 1) if row not in taken)
-            running[key] = time_s, time_s
+            yield from classes.begin(event.test, time_s)
         elif isinstance(event, TestResult):
-            key = event.test.file, event.test.cls
-            if key in running:
-                running[key] = running[key][0], time_s
+            row = classes.row_of(event.test, time_s)
             if (began_s := tests.pop(event.test, None)) is not None:
-                row = rows.get(key, 0)
                 yield row * _RANKS, event.test.method, "test", began_s, time_s, _said(event)
                 for rank in event.ranks:
                     yield from _of_rank(rank, row)
         elif isinstance(event, Over):
-            yield from ended((event.test.file, event.test.cls))
+            yield from classes.end((event.test.file, event.test.cls))
         elif isinstance(event, RoundBegan):
-            yield from (each for key in list(running) for each in ended(key))
-    yield from (each for key in list(running) for each in ended(key))
+            yield from classes.end_all()
+    yield from classes.end_all()
+
+
+class _Classes:
+    """The classes that run. Each takes the lowest row that is free when it begins."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], int] = {}
+        self._running: dict[tuple[str, str], tuple[float, float]] = {}  # its beginning, and the end of its last test
+
+    def begin(self, cls: TestName, time_s: float) -> Iterator[_Slice]:
+        key = cls.file, cls.cls
+        yield from self.end(key)
+        taken = {self._rows[other] for other in self._running}
+        self._rows[key] = next(row for row in range(len(taken) + 1) if row not in taken)
+        self._running[key] = time_s, time_s
+
+    def row_of(self, test: TestName, time_s: float) -> int:
+        """Return the row of the class of ``test``, which has ended."""
+        key = test.file, test.cls
+        if key in self._running:
+            self._running[key] = self._running[key][0], time_s
+        return self._rows.get(key, 0)
+
+    def end(self, key: tuple[str, str]) -> Iterator[_Slice]:
+        if key in self._running:
+            yield (self._rows[key] * _RANKS, "::".join(key), "class", *self._running.pop(key), {})
+
+    def end_all(self) -> Iterator[_Slice]:
+        for key in list(self._running):
+            yield from self.end(key)
 
 
 def _said(result: TestResult) -> dict[str, Any]:
@@ -89,7 +105,7 @@ def _said(result: TestResult) -> dict[str, Any]:
 
 
 def _of_rank(rank: Outcome, row: int) -> Iterator[_Slice]:
-    """Yield the start, body, rendezvous and teardown of ``rank``, in a row below that of its class."""
+    """Yield the start, body, rendezvous and teardown of ``rank``, in a row below its class."""
     place = row * _RANKS + 1 + min(rank.rank, _RANKS - 2)
     receipt = rank.receipt
     end_s = max(rank.ended_s, receipt.time_s if receipt else 0.0) or time.monotonic()
@@ -103,10 +119,9 @@ def _of_rank(rank: Outcome, row: int) -> Iterator[_Slice]:
     yield place, "teardown", "rank", receipt.time_s, end_s, told
 
 
-def _drawn(
-    zero_s: float, row: int, name: str, kind: str, began_s: float, ended_s: float, told: dict[str, Any]
-) -> dict[str, Any]:
+def _drawn(zero_s: float, drawn: _Slice) -> dict[str, Any]:
+    row, name, kind, *ends, told = drawn
     # Both ends are rounded alike: Perfetto drops a slice that begins before the one in front of it has ended.
-    start_us, end_us = (round((each_s - zero_s) * 1e6) for each_s in (began_s, ended_s))
+    start_us, end_us = (round((each_s - zero_s) * 1e6) for each_s in ends)
     place = {"pid": 1, "tid": row, "ts": start_us, "dur": max(0, end_us - start_us)}
     return {"ph": "X", "name": name, "cat": kind, **place, "args": told}

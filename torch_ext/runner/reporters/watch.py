@@ -1,15 +1,14 @@
-"""Tells what a run does between two lines of its report: a live view on a terminal, a line now and then elsewhere."""
+"""What a run does between two lines of its report: a live view on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
 
-from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult, Tick
+from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, TestName, TestResult, Tick
 from torch_ext.runner.reporters.base import COLUMNS, Tally, counts
 from torch_ext.runner.reporters.text import StyledWriter
 from torch_ext.world.wording import LEFT_BEHIND, printable
@@ -28,13 +27,11 @@ class _Class:
         ranks: the most that one of its tests starts.
         test: the one that runs; None between two.
         since_s: since when.
-        told_s: for how long that test has run when it was last told to be slow.
     """
 
     ranks: int
     since_s: float
     test: TestName | None = None
-    told_s: float = 0.0
 
 
 class Running:
@@ -59,19 +56,15 @@ class Running:
             key = (event.test.file, event.test.cls)
             found = self._classes.setdefault(key, _Class(self._ranks.get(key, 1), now_s))
             if event.test.method:
-                found.test, found.since_s, found.told_s = event.test, now_s, 0.0
+                found.test, found.since_s = event.test, now_s
         elif isinstance(event, TestResult):
             running = self._classes.get((event.test.file, event.test.cls))
             if running is not None and running.test == event.test:
-                running.test, running.since_s, running.told_s = None, now_s, 0.0
+                running.test, running.since_s = None, now_s
         elif isinstance(event, Over):
             self._classes.pop((event.test.file, event.test.cls), None)
         elif isinstance(event, RoundBegan):
             self._began_s = now_s
-
-    @property
-    def has_failed(self) -> bool:
-        return counts(self._tally.results)[Status.FAILED] > 0
 
     def summary(self, now_s: float) -> str:
         """Return how far the run has come, in one line, and how long the rest takes at the pace of this run.
@@ -109,19 +102,6 @@ class Running:
         usual_s = self._recorded_s(running.test) or 0.0
         return now_s - running.since_s >= max(_SLOW_S, _SLOW_FACTOR * usual_s)
 
-    def newly_slow(self, now_s: float) -> list[str]:
-        """Return a sentence for each test that has become slow, and again each time its time has doubled."""
-        told = []
-        for running in self._classes.values():
-            took_s = now_s - running.since_s
-            if running.test is None or not self._is_slow(running, now_s) or took_s < 2 * running.told_s:
-                continue
-            running.told_s = took_s
-            usual_s = self._recorded_s(running.test)
-            usual = f", {usual_s:.1f} s when it last passed" if usual_s is not None else ""
-            told.append(f"slow: {running.test.id} has run for {spell_s(took_s)}{usual}")
-        return told
-
 
 def spell_s(seconds: float) -> str:
     """Return a duration in few characters.
@@ -146,8 +126,8 @@ _REDRAW_S = 0.2
 class PlainWatch:
     """Adds lines to a report that goes to a file or a pipe.
 
-    Tells of each test that has become slow or has left a process behind, of failures whose report waits for its turn,
-    and how far the run has come if nothing has been printed for a while.
+    Reports each test that has left a process behind, and how far the run has come if nothing has been printed for a
+    while.
 
     Args:
         running: knows what is under way.
@@ -164,17 +144,11 @@ class PlainWatch:
         now_s = time.monotonic()
         self._running.take(event, now_s)
         if isinstance(event, Tick):
-            for told in self._running.newly_slow(now_s):
-                self._out.line((told, "yellow"))
             self._tick(now_s)
         elif isinstance(event, TestResult):
             for told in event.warnings:
                 if LEFT_BEHIND in told:
                     self._out.line((f"leak: {event.test.id}: {told}", "yellow"))
-
-    def wait(self, result: TestResult) -> None:
-        """Print a line for a failure whose report waits for its turn."""
-        self._out.line((f"failed: {result.test.id} (more in its turn)", "red"))
 
     def _tick(self, now_s: float) -> None:
         if now_s - self._out.wrote_s > self._silence_s:
@@ -190,9 +164,8 @@ class LiveWatch(PlainWatch):
     report. A line is cut to the width of the terminal; what does not fit its height is left out.
     """
 
-    def __init__(self, running: Running, out: StyledWriter, stream: TextIO) -> None:
+    def __init__(self, running: Running, out: StyledWriter) -> None:
         super().__init__(running, out)
-        self._stream = stream
         self._drawn = 0
         self._next_s = 0.0
         out.guard = self._aside
@@ -218,38 +191,21 @@ class LiveWatch(PlainWatch):
 
     def _erase(self) -> None:
         if self._drawn:
-            self._write(f"\x1b[{self._drawn}F\x1b[J")
+            self._out.show(f"\x1b[{self._drawn}F\x1b[J")
             self._drawn = 0
 
     def _draw(self, now_s: float) -> None:
         from rich.text import Text
 
-        width, height = _size(self._stream)
+        width, height = shutil.get_terminal_size()
         under_way = self._running.under_way(now_s)
         room = max(0, height - 3)
         if len(under_way) > room:
             under_way = [*under_way[: room - 1], f"and {len(under_way) - room + 1} more"] if room else []
         lines = [Text(printable(self._running.summary(now_s)), "bold")]
-        if self._running.has_failed:
-            lines[0].stylize("red")
         lines += [Text(printable(f"  {line}"), "yellow" if line.endswith("  slow") else "dim") for line in under_way]
         for line in lines:
             line.truncate(max(1, width - 1), overflow="ellipsis")
-        self._write("".join(f"{self._out.styled(line)}\n" for line in lines))
+        self._out.show("".join(f"{self._out.styled(line)}\n" for line in lines))
         self._drawn = len(lines)
         self._next_s = now_s + _REDRAW_S
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the report itself finds out, and says so
-            encoding = self._stream.encoding or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
-            self._stream.flush()
-
-
-def _size(stream: TextIO) -> tuple[int, int]:
-    """Return columns and lines of a terminal. One that does not know, and says 0, counts as 80 by 24."""
-    try:
-        width, height = os.get_terminal_size(stream.fileno())
-    except (OSError, ValueError):
-        width, height = 0, 0
-    return width or 80, height or 24
