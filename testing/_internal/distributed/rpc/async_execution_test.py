@@ -118,9 +118,7 @@ class AsyncExecutionTest(RpcAgentTestFixture):
     after that.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init
     def test_result_of_the_future_is_the_answer(self) -> None:

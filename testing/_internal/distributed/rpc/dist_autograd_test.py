@@ -125,9 +125,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     process.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     def _leaves(self, count: int = 2) -> list[Tensor]:
         seeded = torch.Generator().manual_seed(self.rank)
@@ -529,9 +527,7 @@ class CudaDistAutogradTest(RpcAgentTestFixture):
     call.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @dist_init

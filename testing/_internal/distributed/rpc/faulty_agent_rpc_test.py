@@ -57,9 +57,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     exceeding a time limit.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init
     def test_options_are_the_fixtures(self) -> None:
@@ -240,9 +238,7 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
     first.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init(faulty_messages=["CLEANUP_AUTOGRAD_CONTEXT_REQ"], messages_to_delay={})
     def test_context_cleanup_survives_lost_messages(self) -> None:

@@ -32,9 +32,7 @@ class RpcAgentTestFixture(_MixedInLater):
     of each with a test case.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @property
     def init_method(self) -> str:

@@ -62,9 +62,7 @@ class RpcCallTest(RpcAgentTestFixture):
     at once.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     # Functions that can be called, and ways to name the callee.
 
