@@ -15,7 +15,6 @@ from torch_ext.compat import dist_autograd
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
-    poll_until,
     wait_until_owners_and_forks_on_rank,
     wait_until_pending_futures_and_users_flushed,
     worker_name,
@@ -24,6 +23,7 @@ from torch_ext.testing._internal.distributed.rpc import _remote_functions as rem
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
     knows_context,
     multiply,
+    wait_until_forgotten,
 )
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
     default_messages_to_delay,
@@ -248,8 +248,4 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
             for other in others:
                 rpc.rpc_sync(other, multiply, args=(a, b))
                 self.assertTrue(rpc.rpc_sync(other, knows_context, args=(context_id,)))
-        for other in others:
-            poll_until(
-                lambda: not rpc.rpc_sync(other, knows_context, args=(context_id,)),  # noqa: B023
-                f"{other} still has the context",
-            )
+        wait_until_forgotten(others, context_id)
