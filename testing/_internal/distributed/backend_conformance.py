@@ -20,6 +20,7 @@ run all the same, and one that works after all is a failure, so the list stays t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -59,9 +60,7 @@ FEATURES = {
     "coalescing": "several all_reduces in one",
     "barrier": "that nobody leaves before all have come",
     "objects": "all_gather_object and broadcast_object_list",
-    "disagreement is named": "ranks of different sizes are told, with both calls, and "
-    "go "
-    "on",
+    "disagreement is named": "ranks of different sizes get an error with both calls",
 }
 
 
@@ -114,74 +113,38 @@ class BackendConformance:
         """
         self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
 
-    # --- collectives ---
-
     def test_reductions(self) -> None:
-        self._hold_to({
-            "all_reduce": self._all_reduce,
-            "reduce": self._reduce,
-            "reduce_scatter_tensor": self._reduce_scatter,
-        })  # fmt: skip
+        self._hold_to("all_reduce", "reduce", "reduce_scatter_tensor")
 
     def test_all_gather(self) -> None:
-        self._hold_to({
-            "all_gather_into_tensor": self._all_gather_into_tensor,
-            "all_gather_into_tensor in place": self._all_gather_in_place,
-            "all_gather": self._all_gather,
-        })  # fmt: skip
+        self._hold_to(
+            "all_gather_into_tensor", "all_gather_into_tensor in place", "all_gather"
+        )
 
     def test_one_to_all_and_all_to_one(self) -> None:
-        self._hold_to(
-            {
-                "broadcast": self._broadcast,
-                "gather": self._gather,
-                "scatter": self._scatter,
-            }
-        )
+        self._hold_to("broadcast", "gather", "scatter")
 
     def test_all_to_all(self) -> None:
-        self._hold_to(
-            {
-                "all_to_all_single": self._all_to_all,
-                "all_to_all_single with splits": self._all_to_all_splits,
-            }
-        )
+        self._hold_to("all_to_all_single", "all_to_all_single with splits")
 
     def test_layouts(self) -> None:
-        self._hold_to({
-            "lists of unequal sizes": self._unequal_lists,
-            "dense tensors in another order than row-major": self._column_major,
-            "parts of a larger tensor": self._parts,
-        })  # fmt: skip
-
-    # --- transfers, groups, order ---
+        order = "dense tensors in another order than row-major"
+        self._hold_to("lists of unequal sizes", order, "parts of a larger tensor")
 
     def test_transfers(self) -> None:
-        self._hold_to({
-            "send and recv": self._send_and_recv,
-            "messages in order": self._messages,
-            "recv from any rank": self._recv_any,
-            "batch_isend_irecv": self._batch,
-        })  # fmt: skip
+        transfers = ("send and recv", "messages in order", "recv from any rank")
+        self._hold_to(*transfers, "batch_isend_irecv")
 
     def test_groups_and_order(self) -> None:
-        self._hold_to({
-            "groups of some ranks": self._groups,
-            "asynchronous order": self._asynchronous,
-            "futures": self._futures,
-            "barrier": self._barrier,
-            "objects": self._objects,
-            # Last: where a backend refuses it, torch's manager goes on collecting
-            # collectives, which then never run.
-            "coalescing": self._coalescing,
-        })  # fmt: skip
-
-    # --- errors ---
+        order = ("groups of some ranks", "asynchronous order", "futures")
+        # Coalescing is last: where a backend refuses it, torch's manager goes on
+        # collecting collectives, which then never run.
+        self._hold_to(*order, "barrier", "objects", "coalescing")
 
     def test_disagreement_is_named_and_survived(self) -> None:
-        self._hold_to({"disagreement is named": self._disagreement})
+        self._hold_to("disagreement is named")
 
-    # --- features ---
+    # What follows is a method for each feature, under the feature's name.
 
     def _all_reduce(self) -> None:
         for dtype, size in self.grid():
@@ -201,7 +164,7 @@ class BackendConformance:
                 if self.rank == root:
                     self._check(mine, _reduced(rows, op), dtype, size, op)
 
-    def _reduce_scatter(self) -> None:
+    def _reduce_scatter_tensor(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size * self.world_size)
             for op in self.reductions(dtype):
@@ -218,7 +181,7 @@ class BackendConformance:
             dist.all_gather_into_tensor(whole, self._to_device(rows[self.rank]))
             self._check(whole, rows.flatten(), dtype, size)
 
-    def _all_gather_in_place(self) -> None:
+    def _all_gather_into_tensor_in_place(self) -> None:
         for dtype, size in self.grid():
             rows = self._rows(dtype, size)
             whole = self._empty(size * self.world_size, dtype)
@@ -244,11 +207,8 @@ class BackendConformance:
     def _gather(self) -> None:
         for dtype, size, root in self._grid_and_roots():
             rows = self._rows(dtype, size)
-            gathered = (
-                [self._empty(size, dtype) for _ in range(self.world_size)]
-                if self.rank == root
-                else None
-            )
+            is_root = self.rank == root
+            gathered = [self._empty(size, dtype) for _ in rows] if is_root else None
             dist.gather(self._to_device(rows[self.rank]), gathered, root)
             if gathered is not None:
                 self._check(torch.stack(gathered), rows, dtype, size, root)
@@ -256,53 +216,39 @@ class BackendConformance:
     def _scatter(self) -> None:
         for dtype, size, root in self._grid_and_roots():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
-            dist.scatter(
-                out,
-                [self._to_device(row) for row in rows] if self.rank == root else None,
-                root,
-            )
+            is_root = self.rank == root
+            dist.scatter(out, [*self._to_device(rows)] if is_root else None, root)
             self._check(out, rows[self.rank], dtype, size, root)
 
-    def _all_to_all(self) -> None:
+    def _all_to_all_single(self) -> None:
         for dtype, size in self.grid():
-            table = self._rows(dtype, size * self.world_size).view(
-                self.world_size, self.world_size, size
-            )
+            rows = self._rows(dtype, size * self.world_size)
+            table = rows.view(self.world_size, self.world_size, size)
             out = self._empty(size * self.world_size, dtype)
             dist.all_to_all_single(out, self._to_device(table[self.rank].flatten()))
             self._check(out, table[:, self.rank].flatten(), dtype, size)
 
-    def _all_to_all_splits(self) -> None:
-        members = range(self.world_size)
-        counts = [
-            [(sender + 2 * receiver) % 3 for receiver in members] for sender in members
-        ]
-        sent, received = counts[self.rank], [row[self.rank] for row in counts]
+    def _all_to_all_single_with_splits(self) -> None:
+        ranks = torch.arange(self.world_size, device="cpu")
+        counts = (ranks[:, None] + 2 * ranks) % 3  # [sender, receiver]
+        sent, received = counts[self.rank].tolist(), counts[:, self.rank].tolist()
         out = torch.empty(sum(received), 2, device=self.device_type)
         mine = torch.full((sum(sent), 2), float(self.rank), device=self.device_type)
         dist.all_to_all_single(out, mine, received, sent)
-        expected = [
-            float(sender) for sender, count in enumerate(received) for _ in range(count)
-        ]
-        self._check(out[:, 0], torch.tensor(expected), sent, received)
+        expected = ranks.repeat_interleave(counts[:, self.rank])
+        self._check(out[:, 0], expected, sent, received)
 
-    def _unequal_lists(self) -> None:
-        outs = [
-            torch.empty(rank, device=self.device_type)
-            for rank in range(self.world_size)
-        ]
+    def _lists_of_unequal_sizes(self) -> None:
+        outs = [self._full(0.0, rank) for rank in range(self.world_size)]
         dist.all_gather(outs, self._full(float(self.rank), self.rank))
         for rank, out in enumerate(outs):
             self._check(out, torch.full((rank,), float(rank)), "all_gather", rank)
-        out = torch.empty(self.rank, device=self.device_type)
-        dist.reduce_scatter(
-            out, [self._full(1.0, rank) for rank in range(self.world_size)]
-        )
-        self._check(
-            out, torch.full((self.rank,), float(self.world_size)), "reduce_scatter"
-        )
+        out = self._full(0.0, self.rank)
+        dist.reduce_scatter(out, [torch.ones_like(each) for each in outs])
+        expected = torch.full((self.rank,), float(self.world_size))
+        self._check(out, expected, "reduce_scatter")
 
-    def _column_major(self) -> None:
+    def _dense_tensors_in_another_order_than_row_major(self) -> None:
         rows = self._rows(torch.float32, 12)
         mine = self._to_device(rows[self.rank]).view(3, 4).t()
         dist.all_reduce(mine)
@@ -310,7 +256,7 @@ class BackendConformance:
         dist.broadcast(mine, 0)
         self._check(mine, _reduced(rows, OPS.SUM).view(3, 4).t(), "broadcast")
 
-    def _parts(self) -> None:
+    def _parts_of_a_larger_tensor(self) -> None:
         whole = self._full(7.0, 9)
         part = whole[3:6]
         part.fill_(self.rank)
@@ -321,10 +267,7 @@ class BackendConformance:
         self._check(whole[0], torch.tensor(7.0))
 
     def _send_and_recv(self) -> None:
-        after, before = (
-            (self.rank + 1) % self.world_size,
-            (self.rank - 1) % self.world_size,
-        )
+        after, before = self._neighbours
         for dtype, size in self.grid():
             rows, out = self._rows(dtype, size), self._empty(size, dtype)
             work = _started(dist.isend(self._to_device(rows[self.rank]), after))
@@ -332,13 +275,10 @@ class BackendConformance:
             work.wait()
             self._check(out, rows[before], dtype, size)
 
-    def _messages(self) -> None:
+    def _messages_in_order(self) -> None:
         if self.rank == 0:
-            works = [
-                _started(dist.isend(self._full(float(i)), 1, tag=i % 2))
-                for i in range(6)
-            ]
-            for work in works:
+            sends = [dist.isend(self._full(float(i)), 1, tag=i % 2) for i in range(6)]
+            for work in map(_started, sends):
                 work.wait()
         elif self.rank == 1:
             for i in (1, 3, 0, 5, 2, 4):
@@ -346,7 +286,7 @@ class BackendConformance:
                 dist.recv(out, 0, tag=i % 2)
                 self._check(out, torch.full((3,), float(i)), i)
 
-    def _recv_any(self) -> None:
+    def _recv_from_any_rank(self) -> None:
         if self.rank == 0:
             seen = set()
             for _ in range(1, self.world_size):
@@ -359,30 +299,24 @@ class BackendConformance:
         else:
             dist.send(self._full(float(self.rank)), 0, tag=9)
 
-    def _batch(self) -> None:
-        after, before = (
-            (self.rank + 1) % self.world_size,
-            (self.rank - 1) % self.world_size,
-        )
-        out = self._full(-1.0)
-        sent = self._full(float(self.rank))
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)]
-        ):
+    def _batch_isend_irecv(self) -> None:
+        after, before = self._neighbours
+        sent, out = self._full(float(self.rank)), self._full(-1.0)
+        ops = dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)
+        for work in dist.batch_isend_irecv([*ops]):
             work.wait()
         self._check(out, torch.full((3,), float(before)))
 
-    def _groups(self) -> None:
-        pairs = [
-            dist.new_group([first, first + 1]) for first in range(self.world_size - 1)
-        ]
+    def _groups_of_some_ranks(self) -> None:
+        firsts = range(self.world_size - 1)
+        pairs = [dist.new_group([first, first + 1]) for first in firsts]
         for first, pair in enumerate(pairs):
             x = self._full(float(self.rank))
             if self.rank in (first, first + 1):
                 dist.all_reduce(x, group=pair)
                 self._check(x, torch.full((3,), 2.0 * first + 1), first)
 
-    def _asynchronous(self) -> None:
+    def _asynchronous_order(self) -> None:
         tensors = [self._full(float(i)) for i in range(20)]
         works = [_started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
         for work in reversed(works):
@@ -405,14 +339,10 @@ class BackendConformance:
 
     def _barrier(self) -> None:
         store = _get_default_store()
-        store.set(f"came to the barrier: {self.rank}", "")
+        keys = [f"came to the barrier: {rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "")
         dist.barrier()
-        missing = [
-            rank
-            for rank in range(self.world_size)
-            if not store.check([f"came to the barrier: {rank}"])
-        ]
-        if missing:
+        if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             raise AssertionError(f"passed the barrier without ranks {missing}")
 
     def _objects(self) -> None:
@@ -420,35 +350,35 @@ class BackendConformance:
         dist.all_gather_object(gathered, {"rank": self.rank})
         objects = [f"from {self.rank}"]
         dist.broadcast_object_list(objects, 0)
-        if gathered != [
-            {"rank": rank} for rank in range(self.world_size)
-        ] or objects != ["from 0"]:
+        expected = [{"rank": rank} for rank in range(self.world_size)]
+        if (gathered, objects) != (expected, ["from 0"]):
             raise AssertionError(f"got {gathered} and {objects}")
 
-    def _disagreement(self) -> None:
+    def _disagreement_is_named(self) -> None:
         try:
             dist.all_reduce(self._full(1.0, 3 + self.rank % 2))
         except RuntimeError as error:
-            told = str(error)
+            message = str(error)
         else:
-            raise AssertionError("nobody said that the ranks' sizes differ")
+            raise AssertionError("no error although the ranks' sizes differ")
         for part in ("all_reduce", "3", "4", f"rank {self.rank}"):
-            if part not in told:
-                raise AssertionError(f"expected {part!r} in: {told}")
+            if part not in message:
+                raise AssertionError(f"expected {part!r} in: {message}")
         x = self._full(1.0)
         dist.all_reduce(x)
         self._check(x, torch.full((3,), float(self.world_size)), "after a disagreement")
 
-    # --- helpers ---
+    # Helpers.
 
-    def _hold_to(self, features: Mapping[str, Callable[[], None]]) -> None:
-        unknown = {*self.lacks, *self.avoids} - FEATURES.keys()
-        if unknown:
+    def _hold_to(self, *features: str) -> None:
+        """Start the group and check each of the named features."""
+        if unknown := {*self.lacks, *self.avoids} - FEATURES.keys():
             raise ValueError(
                 f"{type(self).__name__} names unknown features: {sorted(unknown)}"
             )
         self.start_group()
-        for name, check in features.items():
+        for name in features:
+            check = getattr(self, f"_{re.sub('[^a-z]', '_', name)}")
             if name in self.avoids:
                 continue
             if name not in self.lacks:
@@ -463,11 +393,13 @@ class BackendConformance:
             )
 
     def _grid_and_roots(self) -> Iterator[tuple[torch.dtype, int, int]]:
-        yield from (
-            (dtype, size, root)
-            for dtype, size in self.grid()
-            for root in range(self.world_size)
-        )
+        for dtype, size in self.grid():
+            yield from ((dtype, size, root) for root in range(self.world_size))
+
+    @property
+    def _neighbours(self) -> tuple[int, int]:
+        """The ranks after and before this one in a ring."""
+        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
 
     def _full(self, value: float, numel: int = 3) -> torch.Tensor:
         return torch.full((numel,), value, device=self.device_type)
@@ -476,11 +408,8 @@ class BackendConformance:
         """What each rank contributes, ``[world_size, numel]`` on the host: 1 to 3, so
         that no product overflows.
         """
-        rows = [
-            (torch.arange(numel, device="cpu") + rank) % 3 + 1
-            for rank in range(self.world_size)
-        ]
-        return torch.stack(rows).to(dtype)
+        ranks = torch.arange(self.world_size, device="cpu")[:, None]
+        return ((torch.arange(numel, device="cpu") + ranks) % 3 + 1).to(dtype)
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device_type, copy=True)

@@ -32,34 +32,12 @@ __all__ = [
 ]
 
 
-def _sync(
-    to: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-) -> Any:
-    return rpc.rpc_sync(to, function, args=args, kwargs=kwargs)
-
-
-def _async(
-    to: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-) -> Any:
-    return rpc.rpc_async(to, function, args=args, kwargs=kwargs).wait()
-
-
-def _remote(
-    to: Any,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-) -> Any:
-    return rpc.remote(to, function, args=args, kwargs=kwargs).to_here()
-
-
-CALL_MODES = {"rpc_sync": _sync, "rpc_async": _async, "remote": _remote}
+# For each way to call: how its result comes here.
+CALL_MODES: dict[str, Callable[[Any], Any]] = {
+    "rpc_sync": lambda result: result,
+    "rpc_async": lambda future: future.wait(),
+    "remote": lambda rref: rref.to_here(),
+}
 
 
 def call(
@@ -68,7 +46,8 @@ def call(
     """Call ``function`` on the worker ``to`` in one of :data:`CALL_MODES`, and return
     its result here.
     """
-    return CALL_MODES[mode](to, function, args, kwargs or None)
+    start = getattr(rpc, mode)
+    return CALL_MODES[mode](start(to, function, args=args, kwargs=kwargs or None))
 
 
 def my_name() -> str:

@@ -14,10 +14,6 @@ from torch.futures import Future
 
 from torch_ext.testing._internal.dist_utils import dist_init
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import (
-    CALL_MODES,
-    call,
-)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
@@ -118,97 +114,45 @@ class AsyncExecutionTest(RpcAgentTestFixture):
     after that.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init
     def test_result_of_the_future_is_the_answer(self) -> None:
         one, two = torch.ones(2), torch.full((2,), 2.0)
-        for mode in CALL_MODES:
-            with self.subTest(mode):
-                self.assertEqual(
-                    call(mode, self.peer(), add_elsewhere, self.peer(2), one, two),
-                    one + two,
-                )
-                self.assertEqual(
-                    call(
-                        mode,
-                        self.peer(),
-                        add_elsewhere_then,
-                        self.peer(2),
-                        one,
-                        two,
-                        two,
-                    ),
-                    one + 2 * two,
-                )
-                through = call(
-                    mode,
-                    self.peer(),
-                    add_through_two,
-                    self.peer(2),
-                    self.peer(3),
-                    one,
-                    two,
-                )
-                self.assertEqual(through, one + two)
-                self.assertEqual(
-                    call(mode, self.peer(), sum_from_many, self.peer(2), one, 5),
-                    one * 10,
-                )
-                self.assertEqual(
-                    call(mode, self.peer(), promise, ("anything", one)),
-                    ("anything", one),
-                )
+        second, third = self.peer(2), self.peer(3)
+        self.check_call(one + two, add_elsewhere, second, one, two)
+        self.check_call(one + 2 * two, add_elsewhere_then, second, one, two, two)
+        self.check_call(one + two, add_through_two, second, third, one, two)
+        self.check_call(one * 10, sum_from_many, second, one, 5)
+        self.check_call(("anything", one), promise, ("anything", one))
 
     @dist_init
     def test_methods_of_every_kind(self) -> None:
         args = (self.peer(2), torch.ones(2), torch.ones(2))
-        for mode in CALL_MODES:
-            for method in (
-                Methods.of_no_one,
-                Methods.of_the_class,
-                Methods().of_the_object,
-            ):
-                with self.subTest(f"{mode} {method}"):
-                    self.assertEqual(
-                        call(mode, self.peer(), method, *args), torch.full((2,), 2.0)
-                    )
+        bound = Methods().of_the_object
+        for method in (Methods.of_no_one, Methods.of_the_class, bound):
+            self.check_call(torch.full((2,), 2.0), method, *args)
 
     @dist_init
     def test_method_through_an_rref(self) -> None:
         rref = rpc.remote(self.peer(), Methods)
-        args = (self.peer(2), torch.ones(2), torch.ones(2))
-        self.assertEqual(rref.rpc_sync().of_the_object(*args), torch.full((2,), 2.0))
-        self.assertEqual(
-            rref.rpc_async().of_the_class(*args).wait(), torch.full((2,), 2.0)
-        )
-        self.assertEqual(
-            rref.remote().of_no_one(*args).to_here(), torch.full((2,), 2.0)
-        )
+        args, two = (self.peer(2), torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
+        self.assertEqual(rref.rpc_sync().of_the_object(*args), two)
+        self.assertEqual(rref.rpc_async().of_the_class(*args).wait(), two)
+        self.assertEqual(rref.remote().of_no_one(*args).to_here(), two)
 
     @dist_init
     def test_errors_before_and_after_the_future(self) -> None:
-        for mode in CALL_MODES:
-            with self.subTest(mode):
-                with self.assertRaisesRegex(
-                    ValueError, "raised before there was a future"
-                ):
-                    call(mode, self.peer(), raise_at_once)
-                with self.assertRaisesRegex(Exception, f"raised after {self.peer(2)}"):
-                    call(mode, self.peer(), promise_that_fails, self.peer(2))
+        before, after = "raised before there was a future", self.peer(2)
+        self.check_call_raises(ValueError, before, raise_at_once)
+        self.check_call_raises(
+            Exception, f"raised after {after}", promise_that_fails, after
+        )
 
     @dist_init
     def test_function_that_returns_no_future_is_an_error(self) -> None:
-        for mode in CALL_MODES:
-            with (
-                self.subTest(mode),
-                self.assertRaisesRegex(
-                    RuntimeError, "must return a torch.futures.Future"
-                ),
-            ):
-                call(mode, self.peer(), no_future)
+        why = "must return a torch.futures.Future"
+        self.check_call_raises(RuntimeError, why, no_future)
 
     @dist_init
     def test_waiting_calls_hold_no_thread_of_the_callee(self) -> None:

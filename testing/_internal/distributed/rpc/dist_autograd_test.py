@@ -4,8 +4,9 @@ backward.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -76,8 +77,13 @@ def knows_context(context_id: int) -> bool:
     return True
 
 
-def _has_forgotten(worker: str, context_id: int) -> bool:
-    return not rpc.rpc_sync(worker, knows_context, args=(context_id,))
+def wait_until_forgotten(workers: Iterable[str], context_id: int) -> None:
+    """Wait until none of ``workers`` has the context any more."""
+    for worker in workers:
+        poll_until(
+            lambda: not rpc.rpc_sync(worker, knows_context, args=(context_id,)),  # noqa: B023  # called at once
+            f"{worker} still has the context",
+        )
 
 
 class FailingBackward(torch.autograd.Function):
@@ -110,24 +116,12 @@ def make_embedding() -> nn.EmbeddingBag:
     return nn.EmbeddingBag(4, 2, mode="sum", sparse=True)
 
 
-def gradients_of(
-    function: Callable[..., Tensor], *leaves: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the gradients of ``function(*leaves).sum()`` by plain autograd, on copies
-    of the leaves.
-    """
-    copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    return torch.autograd.grad(function(*copies).sum(), copies)
-
-
 class DistAutogradTest(RpcAgentTestFixture):
     """Every worker sends work to the next one. The reference is plain autograd in one
     process.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     def _leaves(self, count: int = 2) -> list[Tensor]:
         seeded = torch.Generator().manual_seed(self.rank)
@@ -143,6 +137,17 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(got[leaf], grad)
             self.assertIsNone(leaf.grad, "a distributed gradient went to .grad as well")
 
+    def _check(
+        self, output: Callable[[], Tensor], expected: dict[Tensor, Tensor]
+    ) -> None:
+        """Check the gradients of the sum of ``output()``, in a context."""
+        with dist_autograd.context() as context_id:
+            self._assert_gradients(context_id, output().sum(), expected)
+
+    def _call(self, function: Callable[..., Any], *args: Any, to: int = 1) -> Any:
+        """Call ``function`` on the worker ``to`` places after this one."""
+        return call("rpc_sync", self.peer(to), function, *args)
+
     # Contexts.
 
     @dist_init
@@ -150,14 +155,8 @@ class DistAutogradTest(RpcAgentTestFixture):
         ids = set()
         for _ in range(5):
             with dist_autograd.context() as context_id:
-                self.assertEqual(
-                    context_id >> 48,
-                    self.rank,
-                    msg="the id does not carry the worker's rank",
-                )
-                self.assertEqual(
-                    dist_autograd.current_context()._context_id(), context_id
-                )
+                current = dist_autograd.current_context()._context_id()
+                self.assertEqual((current, context_id >> 48), (context_id, self.rank))
                 ids.add(context_id)
             self.assertFalse(knows_context(context_id))
         self.assertEqual(len(ids), 5)
@@ -165,11 +164,9 @@ class DistAutogradTest(RpcAgentTestFixture):
     @dist_init
     def test_contexts_do_not_nest(self) -> None:
         with dist_autograd.context():
-            with self.assertRaisesRegex(
-                RuntimeError, "Already have an autograd context id"
-            ):
-                with dist_autograd.context():
-                    pass
+            nested = dist_autograd.context()
+            with self.assertRaisesRegex(RuntimeError, "Already have an autograd"):
+                nested.__enter__()
 
     @dist_init
     def test_context_belongs_to_its_thread(self) -> None:
@@ -193,21 +190,12 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_context_is_recorded_where_calls_went_and_cleaned_up_there(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            args = (multiply, (a, b), 1, self.world_size)
-            rpc.rpc_sync(self.peer(), remote.relay, args=args)
-            self.assertEqual(
-                dist_autograd.current_context()._known_worker_ids(),
-                {rpc.get_worker_info(self.peer()).id},
-            )
+            self._call(remote.relay, multiply, (a, b), 1, self.world_size)
+            known = dist_autograd.current_context()._known_worker_ids()
+            self.assertEqual(known, {rpc.get_worker_info(self.peer()).id})
             for distance in (1, 2):
-                self.assertTrue(
-                    rpc.rpc_sync(self.peer(distance), knows_context, args=(context_id,))
-                )
-        for peer in (self.peer(1), self.peer(2)):
-            poll_until(
-                partial(_has_forgotten, peer, context_id),
-                f"{peer} still has the context",
-            )
+                self.assertTrue(self._call(knows_context, context_id, to=distance))
+        wait_until_forgotten((self.peer(1), self.peer(2)), context_id)
 
     @dist_init
     def test_call_without_tensors_that_need_gradients_records_nothing(self) -> None:
@@ -215,62 +203,44 @@ class DistAutogradTest(RpcAgentTestFixture):
             for mode in CALL_MODES:
                 call(mode, self.peer(), multiply, torch.ones(2), torch.ones(2))
             context = dist_autograd.current_context()
-            self.assertEqual(
-                (context._send_functions(), context._recv_functions()), ({}, {})
-            )
+            self.assertEqual(context._send_functions(), {})
+            self.assertEqual(context._recv_functions(), {})
 
     @dist_init
     def test_call_records_one_send_and_one_receive(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context():
-            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
+            product = self._call(multiply, a, b)
             context = dist_autograd.current_context()
-            self.assertEqual(
-                (len(context._send_functions()), len(context._recv_functions())), (1, 1)
-            )
             (send,) = context._send_functions().values()
-            self.assertEqual(
-                len(send.next_functions),
-                2,
-                msg="one edge for each tensor that needs a gradient",
-            )
-            self.assertEqual(
-                product.grad_fn.name(), "torch::distributed::autograd::RecvRpcBackward"
-            )
+            self.assertEqual(len(context._recv_functions()), 1)
+            # One edge for each tensor that needs a gradient.
+            self.assertEqual(len(send.next_functions), 2)
+            self.assertRegex(product.grad_fn.name(), "::RecvRpcBackward$")
             self.assertTrue(product.requires_grad)
 
     @dist_init
     def test_no_graph_across_calls_outside_a_context(self) -> None:
-        a, b = self._leaves()
-        self.assertIsNone(rpc.rpc_sync(self.peer(), torch.mul, args=(a, b)).grad_fn)
+        self.assertIsNone(self._call(torch.mul, *self._leaves()).grad_fn)
 
     # Gradients.
 
     @dist_init
     def test_gradients_in_every_mode(self) -> None:
         a, b = self._leaves()
-        wanted = dict(zip((a, b), gradients_of(torch.mul, a, b), strict=True))
-        for mode in CALL_MODES:
-            for to in (self.peer(), worker_name(self.rank)):
-                for function in (torch.mul, multiply):
-                    with (
-                        self.subTest(f"{mode} {function} to {to}"),
-                        dist_autograd.context() as context_id,
-                    ):
-                        self._assert_gradients(
-                            context_id, call(mode, to, function, a, b).sum(), wanted
-                        )
+        wanted = {a: b.detach(), b: a.detach()}
+        peers, functions = (self.peer(), self.peer(0)), (torch.mul, multiply)
+        for case in itertools.product(CALL_MODES, peers, functions):
+            with self.subTest(case):
+                self._check(partial(call, *case, a, b), wanted)
 
     @dist_init
     def test_gradient_goes_only_to_what_needs_one(self) -> None:
         (a,), constant = self._leaves(1), torch.full((3,), 5.0)
         for mode in CALL_MODES:
-            with self.subTest(mode), dist_autograd.context() as context_id:
-                self._assert_gradients(
-                    context_id,
-                    call(mode, self.peer(), multiply, a, constant).sum(),
-                    {a: constant},
-                )
+            with self.subTest(mode):
+                output = partial(call, mode, self.peer(), multiply, a, constant)
+                self._check(output, {a: constant})
 
     @dist_init
     def test_leaf_on_the_callee_gets_its_gradient_there(self) -> None:
@@ -278,40 +248,27 @@ class DistAutogradTest(RpcAgentTestFixture):
         private.barrier({worker_name(rank) for rank in range(self.world_size)})
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(self.peer(), multiply_by_own_leaf, args=(a,))
+            product = self._call(multiply_by_own_leaf, a)
             factor = torch.full((3,), (self.rank + 1) % self.world_size + 2.0)
             self._assert_gradients(context_id, product.sum(), {a: factor})
-            self.assertEqual(
-                rpc.rpc_sync(self.peer(), gradient_of_leaf, args=(context_id,)),
-                a.detach(),
-            )
+            self.assertEqual(self._call(gradient_of_leaf, context_id), a.detach())
 
     @dist_init
     def test_gradients_through_nested_calls(self) -> None:
         a, b = self._leaves()
-        wanted = dict(zip((a, b), gradients_of(torch.mul, a, b), strict=True))
-        with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(
-                self.peer(), remote.relay, args=(multiply, (a, b), 4, self.world_size)
-            )
-            self._assert_gradients(context_id, product.sum(), wanted)
+        args = (remote.relay, multiply, (a, b), 4, self.world_size)
+        self._check(partial(self._call, *args), {a: b.detach(), b: a.detach()})
 
     @dist_init
     def test_gradients_through_several_round_trips(self) -> None:
         a, b, c = self._leaves(3)
 
-        def once(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-            return ((x * y) * z + x) * y
+        def output() -> Tensor:
+            second = self._call(multiply, self._call(multiply, a, b), c, to=2) + a
+            return torch.as_tensor(self._call(multiply, second, b))
 
-        wanted = dict(zip((a, b, c), gradients_of(once, a, b, c), strict=True))
-        with dist_autograd.context() as context_id:
-            first = rpc.rpc_sync(self.peer(1), multiply, args=(a, b))
-            second = rpc.rpc_sync(self.peer(2), multiply, args=(first, c)) + a
-            self._assert_gradients(
-                context_id,
-                rpc.rpc_sync(self.peer(1), multiply, args=(second, b)).sum(),
-                wanted,
-            )
+        grads = torch.autograd.grad((((a * b) * c + a) * b).sum(), (a, b, c))
+        self._check(output, dict(zip((a, b, c), grads, strict=True)))
 
     @dist_init
     def test_gradients_through_rrefs(self) -> None:
@@ -322,16 +279,14 @@ class DistAutogradTest(RpcAgentTestFixture):
             with self.subTest(to), dist_autograd.context() as context_id:
                 product = rpc.rpc_sync(to, multiply_rref, args=(rref, b))
                 self._assert_gradients(context_id, product.sum(), {b: a})
-                grad = rpc.rpc_sync(
-                    self.peer(), gradient_of_rref, args=(rref, context_id)
-                )
+                grad = self._call(gradient_of_rref, rref, context_id)
                 self.assertEqual(grad, b.detach())
 
     @dist_init
     def test_backward_from_an_rref(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            rref: Any = rpc.RRef(rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum())
+            rref: Any = rpc.RRef(self._call(multiply, a, b).sum())
             rref.backward(context_id)
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], b.detach())
         with self.assertRaisesRegex(
@@ -344,38 +299,31 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_unused_outputs_and_outputs_without_gradient(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            twice, (thrice, detached), indices = rpc.rpc_sync(
-                self.peer(), several_outputs, args=(a,)
-            )
-            self.assertEqual(
-                [t.requires_grad for t in (twice, thrice, detached, indices)],
-                [True, True, False, False],
-            )
+            twice, (thrice, detached), indices = self._call(several_outputs, a)
+            outputs = (twice, thrice, detached, indices)
+            need_grad = [output.requires_grad for output in outputs]
+            self.assertEqual(need_grad, [True, True, False, False])
             self._assert_gradients(context_id, thrice.sum(), {a: torch.full((3,), 3.0)})
 
     @dist_init
     def test_several_roots(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            roots = [
-                call(mode, self.peer(), multiply, a, b).sum() for mode in CALL_MODES
-            ]
-            dist_autograd.backward(context_id, roots)
-            self.assertEqual(
-                dist_autograd.get_gradients(context_id)[a], len(roots) * b.detach()
-            )
+            outputs = [call(mode, self.peer(), multiply, a, b) for mode in CALL_MODES]
+            dist_autograd.backward(context_id, [output.sum() for output in outputs])
+            grad = dist_autograd.get_gradients(context_id)[a]
+            self.assertEqual(grad, len(outputs) * b.detach())
 
     @dist_init
     def test_gradients_of_one_context_accumulate_and_of_two_do_not(self) -> None:
         a, b = self._leaves()
         for _ in range(2):
             with dist_autograd.context() as context_id:
-                loss = rpc.rpc_sync(self.peer(), multiply, args=(a, b)).sum()
+                loss = self._call(multiply, a, b).sum()
                 for times in (1, 2, 3):
                     dist_autograd.backward(context_id, [loss], retain_graph=True)
-                    self.assertEqual(
-                        dist_autograd.get_gradients(context_id)[a], times * b.detach()
-                    )
+                    grad = dist_autograd.get_gradients(context_id)[a]
+                    self.assertEqual(grad, times * b.detach())
 
     @dist_init
     def test_local_gradients_stay_apart(self) -> None:
@@ -383,9 +331,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         (a * b).sum().backward()
         before = a.grad.clone() if a.grad is not None else None
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(
-                context_id, [rpc.rpc_sync(self.peer(), multiply, args=(a, a)).sum()]
-            )
+            dist_autograd.backward(context_id, [self._call(multiply, a, a).sum()])
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], 2 * a.detach())
         self.assertEqual(a.grad, before)
 
@@ -393,28 +339,22 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_sparse_gradients_of_a_remote_embedding(self) -> None:
         rref = rpc.remote(self.peer(), make_embedding)
         with dist_autograd.context() as context_id:
-            loss = rpc.rpc_sync(
-                self.peer(), embed, args=(rref, torch.tensor([1, 3, 3]))
-            ).sum()
+            loss = self._call(embed, rref, torch.tensor([1, 3, 3])).sum()
             dist_autograd.backward(context_id, [loss])
-            grad = rpc.rpc_sync(
-                self.peer(), gradient_of_embedding, args=(rref, context_id)
-            )
+            grad = self._call(gradient_of_embedding, rref, context_id)
         self.assertTrue(grad.is_sparse)
-        self.assertEqual(
-            grad.to_dense(), torch.tensor([[0.0] * 2, [1.0] * 2, [0.0] * 2, [2.0] * 2])
-        )
+        uses = torch.tensor([[0.0], [1.0], [0.0], [2.0]])
+        self.assertEqual(grad.to_dense(), uses.expand(4, 2))
 
     @dist_init
     def test_hooks_on_both_sides_of_a_call_run(self) -> None:
         a, b = self._leaves()
         a.register_hook(lambda grad: grad * 10)
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
+            product = self._call(multiply, a, b)
             product.register_hook(lambda grad: grad + 1)
-            self._assert_gradients(
-                context_id, product.sum(), {a: 20 * b.detach(), b: 2 * a.detach()}
-            )
+            wanted = {a: 20 * b.detach(), b: 2 * a.detach()}
+            self._assert_gradients(context_id, product.sum(), wanted)
 
     @dist_init
     def test_threads_train_in_their_own_contexts(self) -> None:
@@ -423,9 +363,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         def train(key: int) -> None:
             a = torch.full((3,), 1.0, requires_grad=True)
             with dist_autograd.context() as context_id:
-                product = rpc.rpc_sync(
-                    self.peer(), multiply, args=(a, torch.full((3,), float(key)))
-                )
+                product = self._call(multiply, a, torch.full((3,), float(key)))
                 dist_autograd.backward(context_id, [product.sum()])
                 results[key] = dist_autograd.get_gradients(context_id)[a]
 
@@ -434,9 +372,8 @@ class DistAutogradTest(RpcAgentTestFixture):
             thread.start()
         for thread in threads:
             thread.join()
-        self.assertEqual(
-            results, {key: torch.full((3,), float(key)) for key in range(6)}
-        )
+        wanted = {key: torch.full((3,), float(key)) for key in range(6)}
+        self.assertEqual(results, wanted)
 
     # Errors.
 
@@ -454,28 +391,21 @@ class DistAutogradTest(RpcAgentTestFixture):
                     dist_autograd.backward(context_id, roots)
             with self.assertRaises(TypeError):
                 dist_autograd.backward(context_id, None)  # type: ignore[arg-type] # the mistake under test
-        with self.assertRaisesRegex(
-            RuntimeError, "Could not find autograd context with id"
-        ):
+        no_context = "Could not find autograd context with id"
+        with self.assertRaisesRegex(RuntimeError, no_context):
             dist_autograd.backward(context_id, [loss])
-        with self.assertRaisesRegex(
-            RuntimeError, "Could not find autograd context with id"
-        ):
+        with self.assertRaisesRegex(RuntimeError, no_context):
             dist_autograd.get_gradients(context_id)
 
     @dist_init
     def test_error_in_a_remote_backward_names_the_worker(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            result = rpc.rpc_sync(
-                self.peer(),
-                remote.relay,
-                args=(fail_in_backward, (a,), 1, self.world_size),
-            )
+            args = (fail_in_backward, (a,), 1, self.world_size)
+            result = self._call(remote.relay, *args)
             node = rpc.get_worker_info(self.peer(2)).id
-            with self.assertRaisesRegex(
-                RuntimeError, f"Error on Node {node}: .*this backward always fails"
-            ):
+            why = f"Error on Node {node}: .*this backward always fails"
+            with self.assertRaisesRegex(RuntimeError, why):
                 dist_autograd.backward(context_id, [result.sum()])
 
     @dist_init
@@ -483,13 +413,9 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
             with self.assertRaisesRegex(ValueError, "in between"):
-                rpc.rpc_sync(
-                    self.peer(), remote.raise_value_error, args=("in between",)
-                )
-            product = rpc.rpc_sync(self.peer(), multiply, args=(a, b))
-            self._assert_gradients(
-                context_id, product.sum(), {a: b.detach(), b: a.detach()}
-            )
+                self._call(remote.raise_value_error, "in between")
+            product, wanted = self._call(multiply, a, b), {a: b.detach(), b: a.detach()}
+            self._assert_gradients(context_id, product.sum(), wanted)
 
     @dist_init(setup_rpc=False)
     def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
@@ -499,19 +425,14 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
-            product = rpc.rpc_sync(
-                self.peer(),
-                remote.relay,
-                args=(multiply, (a, a), hops, self.world_size),
-            )
+            product = self._call(remote.relay, multiply, (a, a), hops, self.world_size)
             dist.barrier()
             if self.rank == 1:
                 rpc.shutdown(graceful=False)
             else:
-                wait_until_node_failure(1, self.get_shutdown_error_regex())
-                with self.assertRaisesRegex(
-                    RuntimeError, self.get_shutdown_error_regex()
-                ):
+                gone = self.get_shutdown_error_regex()
+                wait_until_node_failure(1, gone)
+                with self.assertRaisesRegex(RuntimeError, gone):
                     dist_autograd.backward(context_id, [product.sum()])
             dist.barrier()  # workers 0 and 2 stay until both have seen the error
         if self.rank != 1:
@@ -529,9 +450,7 @@ class CudaDistAutogradTest(RpcAgentTestFixture):
     call.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @dist_init
@@ -543,13 +462,11 @@ class CudaDistAutogradTest(RpcAgentTestFixture):
         peer_rank = rpc.get_worker_info(self.peer()).id
         for mode in CALL_MODES:
             with self.subTest(mode), dist_autograd.context() as context_id:
-                product = call(
-                    mode, self.peer(), on_device, (a * 2).cpu() * b, peer_rank
-                )
+                args = (on_device, (a * 2).cpu() * b, peer_rank)
+                product = call(mode, self.peer(), *args)
                 dist_autograd.backward(context_id, [(product.to(device) * 5).sum()])
                 grads = dist_autograd.get_gradients(context_id)
-                self.assertEqual(
-                    (grads[a].device, grads[b].device), (a.device, b.device)
-                )
+                devices = (grads[a].device, grads[b].device)
+                self.assertEqual(devices, (a.device, b.device))
                 self.assertEqual(grads[a].cpu(), 30 * b.detach())
                 self.assertEqual(grads[b], 30 * a.detach().cpu())

@@ -68,9 +68,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
     as the reference.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     def _remote_layers(self, requires_grad: bool = True) -> list[rpc.RRef[Layer]]:
         return [

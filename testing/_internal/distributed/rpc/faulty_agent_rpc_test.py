@@ -15,7 +15,6 @@ from torch_ext.compat import dist_autograd
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
-    poll_until,
     wait_until_owners_and_forks_on_rank,
     wait_until_pending_futures_and_users_flushed,
     worker_name,
@@ -24,6 +23,7 @@ from torch_ext.testing._internal.distributed.rpc import _remote_functions as rem
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
     knows_context,
     multiply,
+    wait_until_forgotten,
 )
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
     default_messages_to_delay,
@@ -57,9 +57,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     exceeding a time limit.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init
     def test_options_are_the_fixtures(self) -> None:
@@ -240,9 +238,7 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
     first.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init(faulty_messages=["CLEANUP_AUTOGRAD_CONTEXT_REQ"], messages_to_delay={})
     def test_context_cleanup_survives_lost_messages(self) -> None:
@@ -252,8 +248,4 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
             for other in others:
                 rpc.rpc_sync(other, multiply, args=(a, b))
                 self.assertTrue(rpc.rpc_sync(other, knows_context, args=(context_id,)))
-        for other in others:
-            poll_until(
-                lambda: not rpc.rpc_sync(other, knows_context, args=(context_id,)),  # noqa: B023
-                f"{other} still has the context",
-            )
+        wait_until_forgotten(others, context_id)

@@ -38,9 +38,7 @@ def multiply_elsewhere(to: str, a: Tensor, b: Tensor) -> torch.futures.Future[Te
 class ProfilerTest(RpcAgentTestFixture):
     """Worker 0 profiles; the others serve."""
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @property
     def _way(self) -> str:

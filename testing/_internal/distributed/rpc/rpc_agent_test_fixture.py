@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import rpc
 
 from torch_ext.testing._internal import dist_utils
+from torch_ext.testing._internal.distributed.rpc._remote_functions import (
+    CALL_MODES,
+    call,
+)
 
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
@@ -32,9 +36,7 @@ class RpcAgentTestFixture(_MixedInLater):
     of each with a test case.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 4
+    world_size = 4
 
     @property
     def init_method(self) -> str:
@@ -71,6 +73,40 @@ class RpcAgentTestFixture(_MixedInLater):
     @abstractmethod
     def rpc_backend_options(self) -> RpcBackendOptions:
         """Fresh options for the agent."""
+
+    def check_call(
+        self,
+        expected: Any,
+        function: Callable[..., Any],
+        *args: Any,
+        to: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the result of a call in each of ``CALL_MODES``, by default to the next
+        worker.
+        """
+        for mode in CALL_MODES:
+            with self.subTest(f"{mode}: {function} to {to}"):
+                got = call(mode, to or self.peer(), function, *args, **kwargs)
+                self.assertEqual(got, expected)
+
+    def check_call_raises(
+        self,
+        error: type[Exception],
+        message: str,
+        function: Callable[..., Any],
+        *args: Any,
+        to: Any = None,
+    ) -> list[str]:
+        """Check the error of a call in each of ``CALL_MODES``, and return the whole
+        messages.
+        """
+        messages = []
+        for mode in CALL_MODES:
+            with self.subTest(mode), self.assertRaisesRegex(error, message) as caught:
+                call(mode, to or self.peer(), function, *args)
+            messages.append(str(caught.exception))
+        return messages
 
     def setup_fault_injection(
         self,

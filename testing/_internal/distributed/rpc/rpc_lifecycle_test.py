@@ -31,9 +31,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     :meth:`start_agent`.
     """
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     # Names.
 

@@ -75,9 +75,7 @@ def drop_kept() -> None:
 class RRefTest(RpcAgentTestFixture):
     """Every worker creates values on the next one."""
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     # Creation and ownership.
 

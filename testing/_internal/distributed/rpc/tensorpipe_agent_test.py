@@ -22,9 +22,7 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 
 
 class TensorPipeAgentRpcTest(RpcAgentTestFixture):
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _start(self, **options: Any) -> None:
         """Start with the fixture's rendezvous and these options. No backend is named,

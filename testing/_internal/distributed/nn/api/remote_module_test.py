@@ -58,9 +58,7 @@ def gradients_of(rref: rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
 class RemoteModuleTest(RpcAgentTestFixture):
     """Every worker puts a module on the next one."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def _affine(
         self, scale: float = 2, shift: float = 1, where: str = "{}/cpu"
@@ -209,9 +207,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
 class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
     """A module on one worker, made by a second, used by a third."""
 
-    @property
-    def world_size(self) -> int:
-        return 3
+    world_size = 3
 
     @dist_init
     def test_module_sent_to_another_worker_is_the_same_module(self) -> None:
