@@ -77,6 +77,7 @@ def install(version: str, folder: Path) -> str:
     # pip's cache would keep gigabytes outside the folder.
     return (
         f"{sys.executable} -m venv {folder}/env && pip install -q --no-cache-dir torch=={version} {' '.join(packages)}"
+        " && pip install -q --no-deps -e ."
     )
 
 
@@ -88,8 +89,6 @@ def step(command: str, folder: Path) -> bool:
         **inherited,
         "PATH": os.pathsep.join([str(folder / "env" / "bin"), os.environ.get("PATH", os.defpath)]),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        # The tree itself: an editable install would leave a folder of metadata in it.
-        "PYTHONPATH": str(ROOT),
         "TORCH_EXT_CACHE": str(folder / "cache"),
     }
     shell = f"set -o pipefail; {{ {command}; }} 2>&1 | tee -a {folder / 'log'}"

@@ -10,7 +10,9 @@ With ``--device-rounds`` it compares a test of ours on the simulated accelerator
 with one that makes no group, in turns, and prints the ratios of the medians.
 
 With ``--against``, compares our classes in this tree with those of another checkout. The two take turns, each going
-first in every other round, and what counts is the median over the rounds of the ratio within one.
+first in every other round. Each figure is the median over the rounds of the ratio within one: of the time a test takes,
+and of the processor time that all processes of the row take for each test, start included, which other load on the
+machine changes less.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -134,14 +137,19 @@ def run_row() -> None:
 
 
 def measure(base: str, world_size: int, tests: int, tree: Path = REPOSITORY) -> dict[str, float]:
-    """Return the median, worst and amortized milliseconds per test of one row, with our classes taken from ``tree``."""
+    """Return the median, worst and amortized milliseconds per test of one row, with our classes taken from ``tree``.
+
+    ``processor`` is the processor time of the row's processes, in milliseconds per test.
+    """
     row = json.dumps({"base": base, "world_size": world_size, "tests": tests})
     environment = {**os.environ, ROW_VARIABLE: row, "PYTHONPATH": str(tree), "GLOO_SOCKET_IFNAME": "lo"}
     environment["OPENBLAS_NUM_THREADS"] = "1"
     environment["TORCH_EXT_DEVICE"] = "sim" if base == "ours on sim" else "cpu"
     environment["TORCH_EXT_SPARES"] = "0" if base == "ours, nothing ahead" else "1"
     command = [sys.executable, str(Path(__file__).resolve())]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(done.stderr)
     told = json.loads(done.stdout.splitlines()[-1])
@@ -150,6 +158,7 @@ def measure(base: str, world_size: int, tests: int, tree: Path = REPOSITORY) -> 
         "median": 1e3 * statistics.median(seconds),
         "worst": 1e3 * max(seconds),
         "amortized": 1e3 * told["class"] / len(seconds),
+        "processor": 1e3 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / len(seconds),
     }
 
 
@@ -168,18 +177,21 @@ def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> Non
     for world_size in world_sizes:
         print(f"\nworld size {world_size:<25} {'here':>8} {'there':>8} {'ratio':>8}  ratios of {rounds} rounds")
         for base in ("ours", "ours, nothing ahead", "ours continuous"):
-            kind = "amortized" if base == "ours continuous" else "median"
-            here, there = [], []
+            here: list[dict[str, float]] = []
+            there: list[dict[str, float]] = []
             for number in range(rounds):
                 turns = [(here, REPOSITORY), (there, other)]
                 for found, tree in turns if number % 2 else reversed(turns):
-                    found.append(measure(base, world_size, tests, tree)[kind])
-            ratios = sorted(one / two for one, two in zip(here, there, strict=True))
-            print(
-                f"  {base:<34} {statistics.median(here):8.1f} {statistics.median(there):8.1f} "
-                f"{statistics.median(ratios):8.3f}  {ratios[0]:.3f} to {ratios[-1]:.3f}",
-                flush=True,
-            )
+                    found.append(measure(base, world_size, tests, tree))
+            for kind in ("amortized" if base == "ours continuous" else "median", "processor"):
+                ours, theirs = ([each[kind] for each in found] for found in (here, there))
+                ratios = sorted(one / two for one, two in zip(ours, theirs, strict=True))
+                name = f"{base}, processor time" if kind == "processor" else base
+                print(
+                    f"  {name:<34} {statistics.median(ours):8.1f} {statistics.median(theirs):8.1f} "
+                    f"{statistics.median(ratios):8.3f}  {ratios[0]:.3f} to {ratios[-1]:.3f}",
+                    flush=True,
+                )
 
 
 def compare_devices(world_size: int, tests: int, rounds: int) -> None:

@@ -352,6 +352,8 @@ def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
         return f"; its {outcome.task} was over" if len(absent) == 1 else f"; the {outcome.task} of {who} was over"
     if any("stopped by a signal" in wait.words for wait in outcome.waits):
         return f"; {who} was stopped by a signal"
+    if outcome.ending is Ending.FAILED:
+        return f"; {who} {outcome.describe()}"
     return f"; {who} was {outcome.place}" if outcome.place else ""
 
 

@@ -108,7 +108,14 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_devices(op, given, device);
   for (size_t i = 0; i < count; ++i) {
     auto& argument = (*stack)[first + i];
-    replace_tensors(argument, [](const at::Tensor& tensor) { return moved(tensor, kSim, at::kCPU); });
+    replace_tensors(argument, [](const at::Tensor& tensor) {
+      auto copy = moved(tensor, kSim, at::kCPU);
+      // _sparse_mm_reduce_impl saves what its backward reads only where an argument requires a gradient.
+      if (!copy.is_same(tensor) && tensor.requires_grad()) {
+        copy.set_requires_grad(true);
+      }
+      return copy;
+    });
     if (argument.isDevice() && argument.toDevice().type() == kSim) {
       argument = c10::Device(at::kCPU);
     }

@@ -147,6 +147,16 @@ def test_sparse_gradients_train_as_on_the_host(
     torch.testing.assert_close(trained[1], trained[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reduce", ("sum", "mean", "amax", "amin"))
+def test_reduced_products_have_the_gradients_of_the_host(reduce: str) -> None:
+    gradients = []
+    for device in ("cpu", "sim"):
+        dense = torch.arange(12.0, device=device).reshape(3, 4).requires_grad_()
+        product = torch.sparse.mm(_csr(device), dense, reduce)
+        gradients.append(torch.autograd.grad(product.square().sum(), [dense])[0].cpu())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
+
+
 def test_future_holds_a_sparse_tensor() -> None:
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=["sim:0"])
     future.set_result([_coo("sim").coalesce()])
