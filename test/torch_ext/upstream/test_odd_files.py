@@ -32,7 +32,7 @@ def upstream() -> Upstream:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    "case",
     [
         ("", "argument --upstream: got nothing, as from a variable that is not set"),
         ("nowhere.py", "nowhere.py, which is no Python module; give test files, or folders of them"),
@@ -46,9 +46,9 @@ def test_a_path_that_cannot_be_run(
     upstream: Upstream,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    name: str,
-    sentence: str,
+    case: tuple[str, str],
 ) -> None:
+    name, sentence = case
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "test_a.b.py"):
         Path(file).touch()

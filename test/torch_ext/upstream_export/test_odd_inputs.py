@@ -61,7 +61,7 @@ def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "sentence"),
+    "case",
     [
         ("", 2, "only Python files below testing and test/distributed go upstream"),
         ("..", 2, "'..' is no file, folder or REV.."),
@@ -74,9 +74,8 @@ def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ("test/distributed/empty", 1, "upstream has all of it: there is nothing to send"),
     ],
 )
-def test_what_cannot_be_sent(
-    root: Path, checkout: Path, told: Callable[..., str], what: str, code: int, sentence: str
-) -> None:
+def test_what_cannot_be_sent(root: Path, checkout: Path, told: Callable[..., str], case: tuple[str, int, str]) -> None:
+    what, code, sentence = case
     (root / "test/distributed/empty").mkdir()
     assert sentence in told("--onto", checkout, "--", what, code=code)
 
