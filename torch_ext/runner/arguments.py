@@ -157,7 +157,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
     """Yield the flags that the nearest ``pyproject.toml`` and the environment stand for, the strongest last."""
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
-        if path.is_file() and "tool.torch_ext" in path.read_text(encoding="utf-8", errors="replace"):
+        if os.access(path, os.R_OK) and "tool.torch_ext" in path.read_text(encoding="utf-8", errors="replace"):
             yield str(path), _flags_of(path)
             break
     try:
@@ -176,7 +176,7 @@ def _flags_of(path: Path) -> list[str]:
     else:
         import tomli as tomllib
     try:
-        section = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["torch_ext"]
+        section = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("torch_ext", {})
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from None
     rows = {row.name: row for row in TABLE}

@@ -227,8 +227,7 @@ def _run(chosen: Chosen, executor: Callable[[], Executor]) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if judge is not None and not interrupted:
-        whole = not (options.include or options.exclude or options.keywords or options.shard or options.last_failed)
-        for stale in judge.out_of_date(plan.tests, whole=whole):
+        for stale in judge.out_of_date(plan.tests, whole=not options.narrowed):
             rounds.take(stale)
     history.save(rounds.progress.results)
     reporters(RunEnded(interrupted))

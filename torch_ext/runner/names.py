@@ -229,7 +229,6 @@ def collect_names(
     """Return the tests of every one of ``files``, in their order.
 
     Files whose names are not cached, or all if ``cached`` is not to count, go to ``collect``, whose answers are cached.
-    A file to which it gives no answer counts as one that cannot be imported.
     """
     answers = {file: found for file in files if cached and (found := names.load(file)) is not None}
     unknown = [file for file in files if file not in answers]
@@ -237,8 +236,4 @@ def collect_names(
     for collected in collect(unknown) if unknown else ():
         answers[collected.file] = collected
         names.store(collected, since_ns)
-    return [answers.get(file) or Collected(file, error=_no_answer(file)) for file in files]
-
-
-def _no_answer(file: TestFile) -> str:
-    return f"{file.name}: the process that imports test files ended without naming the tests of this one"
+    return [answers[file] for file in files]

@@ -47,16 +47,20 @@ class Place(NamedTuple):
     Attributes:
         environment: of its processes.
         scratch: a folder for its short-lived files.
+        opened: a descriptor of the folder, where its path is too long.
         add_client: returns the descriptor on which its class process asks for ranks, which a zygote starts here.
     """
 
     environment: dict[str, str]
     scratch: str
+    opened: int = -1
     add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
 
     def leave(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.opened >= 0:
+            os.close(self.opened)
 
 
 class Machine:
@@ -85,16 +89,18 @@ class Machine:
         """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
         os.makedirs(self._scratch, 0o700, exist_ok=True)  # a test may have removed it
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
-        environment = dict(self._environment)
+        environment, opened = dict(self._environment), -1
         if packed:
-            own = os.path.join(folder, "t")
+            environment["TMPDIR"] = own = os.path.join(folder, "t")
             os.mkdir(own)
-            if len(os.fsencode(own)) <= _LONGEST_TMPDIR:
-                environment["TMPDIR"] = own
+            if len(os.fsencode(own)) > _LONGEST_TMPDIR >= len(os.fsencode(tempfile.gettempdir())):
+                opened = os.open(folder, os.O_RDONLY)
+                short = f"/proc/{os.getpid()}/fd/{opened}/t"
+                environment["TMPDIR"] = short if os.path.isdir(short) else tempfile.gettempdir()
             environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
         if packed and self._devices.number:
             environment[self._devices.variable] = ",".join(self._names_of(slots))
-        return Place(environment, folder)
+        return Place(environment, folder, opened)
 
     def _names_of(self, slots: Sequence[int]) -> list[str]:
         """The devices of ``slots``, as the variable spells them: the user may have narrowed them down already."""

@@ -328,6 +328,7 @@ def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[i
     """Return our ends of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
 
     Args:
+        rank: in front of each line of its output.
         show: see ``start_world()``.
         connections: number of pipes of its task.
         shared: descriptors of ours that it inherits too.

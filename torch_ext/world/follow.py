@@ -511,6 +511,7 @@ def start_world(
 
     Args:
         zygote: a command channel to a zygote that has loaded the modules of the tasks.
+        tasks: of the ranks, in their order.
         interpreter: give every rank a fresh interpreter instead of forking it.
         spares: number of processes that the zygote forks ahead for the next call.
         show: also pass the ranks' output through; by default each line with its rank in front.

@@ -33,10 +33,8 @@ class FakeCollector:
             self.asked.append(file.name)
             self.on_collect()
             tests = tuple(TestName(file.name, *name.split(".")) for name in self.layout.get(file.name, ()))
-            if file.name in self.errors:
-                yield Collected(file, tests, error=self.errors[file.name])
-            elif file.name in self.layout:
-                yield Collected(file, tests, (str(file.path), *self.imported))
+            error = self.errors.get(file.name, "" if file.name in self.layout else "it is not in the table")
+            yield Collected(file, tests, () if error else (str(file.path), *self.imported), error=error)
 
 
 class FakeExecutor:

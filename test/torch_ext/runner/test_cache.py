@@ -1,4 +1,4 @@
-"""Which cache folders are used: none that somebody else could have written."""
+"""Which cache folders are used: none that another user could have written."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_sticky_folder_may_stand_above_but_hold_nothing(folder: Path) -> None:
     assert str(folder.parent) in cache.why_not_trusted(folder.parent)
 
 
-def test_folder_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         os.chown(folder, 12345, -1)
     else:

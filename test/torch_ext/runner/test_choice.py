@@ -1,6 +1,6 @@
 """What is chosen, in which order, how often, and what is remembered of it, over an executor without processes.
 
-A failure here means that tests run which nobody asked for or, far worse, that some are left out in silence.
+A failure here means that the run holds other tests than the user asked for or, far worse, lacks some in silence.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CASES = [
     (ClassFacts(False, 3, 0, None), Next(cls=EXITED)),
     (ClassFacts(False, 3, 0, None, KILLED), Next(cls=KILLED)),
     (ClassFacts(False, 3, 0, ENDED, KILLED), Next(cls=KILLED)),
-    # A running test fails with what ended it, and the others go on.
+    # A running test fails with the cause of the end, and the tests after it run.
     (ClassFacts(True, 0, 2, None, KILLED), Next(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, TOLD, KILLED), Next(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, LEFT, KILLED), Next(test=RAISED, go_on=True)),

@@ -1,4 +1,4 @@
-"""What a shell is told that may follow."""
+"""The completions that a shell gets."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:
-    """There the folder ``torch_ext`` is found before the package, and its ``__main__`` is that of the checkout."""
+    """There the folder ``torch_ext`` is found before the package, and its ``__main__`` lies in the checkout."""
     clone = tmp_path / "torch_ext"
     clone.mkdir()
     for name in ("__main__.py", "run_test.py"):

@@ -33,7 +33,7 @@ def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_only_the_first_interrupts_whoever_cleans_up(before: object) -> None:
+def test_after_the_first_interrupt_the_process_cleans_up_in_peace(before: object) -> None:
     interrupts = Interrupts(once=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) 
     assert interrupts.number == signal.SIGTERM
     signal.raise_signal(signal.SIGINT)
     interrupts.give_back()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it is about to leave with a code of its own"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it is about to leave with its own exit code"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

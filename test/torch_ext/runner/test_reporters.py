@@ -121,7 +121,7 @@ class Ran:
 
 
 def run(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run the command on ``folder``, with a cache of its own."""
+    """Run the command on ``folder``, with its own cache."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(folder / "cache"), **extra}
     command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", "cpu", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=200)

@@ -1,4 +1,4 @@
-"""What is told while tests run: a live view on a terminal, lines in a pipe; the report stays whole."""
+"""Output while tests run: a live view on a terminal, lines in a pipe; the report stays whole."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def run_subtests(
     Args:
         cls_inst: the test case.
         subtest_config: the values of each keyword argument of ``test_fn``.
-        test_args, test_kwargs: passed to every call.
+        test_fn: the body of a subtest.
+        *test_args: passed to every call.
+        **test_kwargs: passed to every call.
 
     Raises:
         ValueError: there is no combination.
@@ -177,10 +179,9 @@ def create_tcp_store(
     jit_class: bool = False,
     use_libuv: bool = True,
 ) -> Any:
-    """Return a TCP store on a free port, which ``store.port`` tells.
+    """Return a TCP store with the arguments of ``dist.TCPStore``, on a free port: its attribute ``port``.
 
-    Args:
-        jit_class: return the TorchScript class instead. It needs a port number, so one is reserved first.
+    ``jit_class`` returns the TorchScript class instead. It needs a port number, so one is reserved first.
     """
     if jit_class:
         import torch

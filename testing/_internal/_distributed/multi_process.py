@@ -53,6 +53,8 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
     A zygote that was lost since the last test is replaced, once.
 
     Args:
+        module: the name under which zygotes import the test file.
+        ranks: the tasks, in the order of ranks.
         test: id of the test that they run first.
         hosts: on how many hosts they run; see Note [Several hosts].
 

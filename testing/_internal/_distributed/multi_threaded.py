@@ -182,6 +182,7 @@ def spawn_threads_and_init_comms(
     Use it with or without arguments.
 
     Args:
+        func: the test method, when used without arguments.
         timeout: seconds after which a rank that has not ended fails the test.
         world_size: the number of threads.
 

@@ -143,7 +143,8 @@ def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
     Args:
         cls: the test class.
         devices: how many devices the test needs.
-        args, kwargs: for ``_run``.
+        *args: for ``_run``.
+        **kwargs: for ``_run``.
 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.

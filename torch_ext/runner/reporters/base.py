@@ -13,7 +13,7 @@ from typing import TextIO
 from torch_ext.results import Event, OutputError, RoundBegan, SetupError, Status, TestName, TestResult
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["COLUMNS", "ReportFile", "Reporter", "Tally", "counts"]
+__all__ = ["COLUMNS", "ReportFile", "Reporter", "Tally", "counts", "writing"]
 
 COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
@@ -85,6 +85,17 @@ class Tally:
 Reporter = Callable[[Event], None]
 
 
+@contextmanager
+def writing(failure: str) -> Iterator[None]:
+    """Raise an OSError of the block as an OutputError that begins with ``failure``, unless the reader has left."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{failure}: {os.strerror(error.errno or 0)}") from error
+
+
 class ReportFile:
     """Opens ``path`` at once, so that a run does not end with a report that cannot be written, nor leave an older one.
 
@@ -97,26 +108,26 @@ class ReportFile:
     """
 
     def __init__(self, path: str, what: str) -> None:
-        self._path, self._what = path, what
+        self._failure = f"{what} cannot be written to {'stdout' if path == '-' else path}"
         self._stream: TextIO | None = None
         if path == "-":
             return
         if path.endswith(".py"):
-            raise SetupError(f"{what} cannot be written to {path}, which is no place for a report")
+            raise SetupError(f"{self._failure}, which is no place for a report")
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed with the report
         except OSError as error:
-            raise SetupError(f"{what} cannot be written to {path}: {os.strerror(error.errno or 0)}") from error
+            raise SetupError(f"{self._failure}: {os.strerror(error.errno or 0)}") from error
 
     def write(self, text: str) -> None:
         """Write ``text``, and have the system know it at once.
 
         Raises:
             OutputError: the file takes no more.
-            BrokenPipeError: stdout's reader has left.
+            BrokenPipeError: the reader has left.
         """
-        with self._told():
+        with writing(self._failure):
             stream = sys.stdout if self._stream is None else self._stream
             stream.write(text)
             stream.flush()
@@ -124,16 +135,5 @@ class ReportFile:
     def close(self) -> None:
         """Close the file. Raises as :meth:`write`."""
         if self._stream is not None:
-            with self._told():
+            with writing(self._failure):
                 self._stream.close()
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if self._stream is None and isinstance(error, BrokenPipeError):
-                raise
-            reason = os.strerror(error.errno or 0)
-            place = "stdout" if self._stream is None else self._path
-            raise OutputError(f"{self._what} cannot be written to {place}: {reason}") from error

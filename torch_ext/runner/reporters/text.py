@@ -14,7 +14,6 @@ from torch_ext.results import (
     Began,
     Died,
     Event,
-    OutputError,
     Problem,
     Raised,
     RanksFailed,
@@ -26,7 +25,7 @@ from torch_ext.results import (
     TestResult,
 )
 from torch_ext.runner.options import TABLE, RunOptions
-from torch_ext.runner.reporters.base import COLUMNS, Tally, counts
+from torch_ext.runner.reporters.base import COLUMNS, Tally, counts, writing
 from torch_ext.runner.schedule import Batch, Plan
 from torch_ext.world.verdict import end_of_output, render
 from torch_ext.world.wording import printable
@@ -137,13 +136,13 @@ class StyledWriter:
 
         # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
         # test's name that was cut or broken cannot be copied.
-        with _told(), self._guarded():
+        with self._guarded():
             self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
         text = self._encodable(text)
-        with _told(), self._guarded():
+        with self._guarded():
             self._stream.write(text if text.endswith("\n") else f"{text}\n")
             self._stream.flush()
 
@@ -165,22 +164,12 @@ class StyledWriter:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         self.wrote_s = time.monotonic()
-        with self.guard():
+        with writing("the report cannot be written"), self.guard():
             yield
 
     def _encodable(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
         return printable(text).encode(encoding, "backslashreplace").decode(encoding)
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"the report cannot be written: {error}") from error
 
 
 def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
