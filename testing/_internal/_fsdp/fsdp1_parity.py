@@ -33,19 +33,12 @@ _LEARNING_RATE = 1e-2
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of a training run.
+    """The precision of a training run."""
 
-    Attributes:
-        mixed: FSDP's mixed precision, or ``None``.
-        pure_fp16: parameters, inputs and loss are float16.
-        scale_gradients: scale the loss with a :class:`ShardedGradScaler`.
-        scaler_kwargs: for the scaler's constructor.
-    """
-
-    mixed: MixedPrecision | None = None
-    pure_fp16: bool = False
-    scale_gradients: bool = False
-    scaler_kwargs: dict[str, Any] = field(default_factory=dict)
+    mixed: MixedPrecision | None  # FSDP's
+    pure_fp16: bool  # of parameters, inputs and loss
+    scale_gradients: bool  # by a ShardedGradScaler
+    scaler_kwargs: dict[str, Any] | None
 
     @property
     def mixed_type(self) -> torch.dtype | None:
@@ -59,14 +52,8 @@ class Trainer:
     """Trains ``model``, which wraps the test model, by SGD with momentum. Adam would
     hide a wrong scale.
 
-    Args:
-        case: the test case, for its assertions.
-        model: FSDP, DDP or a similar wrapper of an :class:`FSDPTestModel`.
-        autocast: compute forward and loss under autocast.
-        lr: learning rate.
-        offloads: FSDP keeps the parameters in host memory.
-        save_model: after each step, save the state, zero the model and load the state.
-        precision: of the run.
+    With ``save_model``, each step ends by saving the state, zeroing the model and
+    loading the state.
     """
 
     def __init__(
@@ -87,7 +74,10 @@ class Trainer:
         self.loss_device = next(model.parameters()).device
         # with momentum, each step depends on all gradients so far
         self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        scaler_kwargs = {"device": device.get_devtype().type, **precision.scaler_kwargs}
+        scaler_kwargs = {
+            "device": device.get_devtype().type,
+            **(precision.scaler_kwargs or {}),
+        }
         self.scaler = ShardedGradScaler(
             enabled=precision.scale_gradients, **scaler_kwargs
         )
@@ -100,10 +90,7 @@ class Trainer:
             ValueError: ``num_steps`` is below 1.
         """
         if num_steps < 1:
-            raise ValueError(
-                f"got num_steps={num_steps}, expected at least 1: there would be no "
-                "loss to return"
-            )
+            raise ValueError(f"got num_steps={num_steps}, expected at least 1")
         for _ in range(num_steps):
             loss = self._step()
         if isinstance(self.model, FSDP):
@@ -159,15 +146,12 @@ class Trainer:
         return strategy not in private.NO_RESHARD_AFTER_FORWARD_STRATEGIES
 
     def _check_loss_type(self, loss: torch.Tensor) -> None:
+        expected = torch.float32  # in which autocast computes losses too
         if self.precision.pure_fp16:
-            self.case.assertEqual(loss.dtype, torch.float16)
+            expected = torch.float16
         elif self.is_fsdp:
-            self.case.assertEqual(
-                loss.dtype, self.precision.mixed_type or torch.float32
-            )
-        else:
-            # Parameters are float32, and autocast computes losses in float32.
-            self.case.assertEqual(loss.dtype, torch.float32)
+            expected = self.precision.mixed_type or expected
+        self.case.assertEqual(loss.dtype, expected)
 
     def _save_and_load(self) -> None:
         state = {
@@ -203,12 +187,6 @@ class ParityCheck:
     fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Train both models and compare losses, parameters and their devices.
-
-        Raises:
-            AssertionError: FSDP differs.
-            ValueError: the mode wraps nothing, or building the model failed.
-        """
         if self.fsdp_init_mode == FSDPInitMode.NO_FSDP:
             raise ValueError(
                 "got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no "
@@ -319,12 +297,8 @@ class ParityCheck:
                 full,
                 list(reference.parameters()),
                 exact_device=True,
-                msg=_explain("FSDP did not match the reference"),
+                msg=lambda text: f"FSDP did not match the reference: {text}",
             )
-
-
-def _explain(reason: str) -> Callable[[str], str]:
-    return lambda difference: f"{reason}: {difference}"
 
 
 def _ddp(model: nn.Module) -> DDP:
@@ -342,11 +316,8 @@ def check_ddp_parity(
     """Check that training with FSDP ends with DDP's parameters and input gradients, and
     moves parameters. Collective.
 
-    Args:
-        case: the test case, for its assertions.
-        make: builds the model, equal in each call; it may wrap submodules with the
-            function it is given.
-        train: trains a model and returns the gradients of its inputs.
+    ``make`` builds the model, equal in each call, and may wrap submodules with its
+    argument. ``train`` returns the gradients of its inputs.
     """
     ddp_model = DDP(make(lambda module: module).to(device.compute_device()))
     fsdp_model = _wrap(make(_wrap))

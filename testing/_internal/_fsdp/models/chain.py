@@ -25,12 +25,7 @@ class Chain(nn.Module):
 
     Its six parameters have 12, 4, 12, 3, 6 and 2 elements. As one flat parameter over
     two ranks, each rank holds several, and they share ``b.weight``. All instances of a
-    seed are equal. Shapes: ``(N, 3)`` to ``(N, 2)``.
-
-    Args:
-        wrap: wraps each layer.
-        device: where the layers are made.
-        seed: of the weights.
+    seed are equal. ``wrap`` wraps each layer. Shapes: ``(N, 3)`` to ``(N, 2)``.
     """
 
     LAYERS = ("a", "b", "c")

@@ -119,9 +119,6 @@ class MixtureOfExperts(NestedWrappedModule):
     ) -> nn.Module:
         """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
         not the root.
-
-        Raises:
-            ValueError: the mode is not a :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
