@@ -79,25 +79,15 @@ class _Gather:
 
 @dataclass(frozen=True)
 class HookCheck:
-    """One weight to check.
+    """One weight to check."""
 
-    Attributes:
-        name: of the parameter, for messages.
-        local: this rank's shard, unpadded.
-        whole: the same weight, unsharded.
-        module: the module that owns the parameter.
-        mesh: the 1D mesh over which it is sharded.
-        policy: FSDP's mixed precision.
-        values: returns the plain tensors to compare in place of a tensor.
-        tolerances: ``(rtol, atol)`` of that comparison.
-    """
-
-    name: str
-    local: torch.Tensor
-    whole: torch.Tensor
-    module: nn.Module
-    mesh: DeviceMesh
+    name: str  # of the parameter, for messages
+    local: torch.Tensor  # this rank's shard, unpadded
+    whole: torch.Tensor  # the same weight, unsharded
+    module: nn.Module  # that owns the parameter
+    mesh: DeviceMesh  # 1D, over which the weight is sharded
     policy: MixedPrecisionPolicy
+    # Returns the plain tensors to compare, within (rtol, atol).
     values: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     tolerances: tuple[float | None, float | None]
 
@@ -345,11 +335,8 @@ class HookCheck:
         found = self._error(
             POST, f"is not equal after the round trip of {when}. {remedy}"
         )
-        whole = (
-            self.whole
-            if self.whole.dtype == self._dtype
-            else self.whole.to(self._dtype)
-        )
+        same = self.whole.dtype == self._dtype
+        whole = self.whole if same else self.whole.to(self._dtype)
         check_close(
             self.values(unsharded),
             self.values(whole.detach()),
@@ -409,18 +396,13 @@ class HookCheck:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         return inner_tensors(tensor)
-    except (
-        ContractError
-    ):  # it has no __tensor_flatten__; the test class overrides values()
+    except ContractError:  # without __tensor_flatten__, where values() is overridden
         return []
 
 
 def _advice(error: Exception) -> str:
-    return (
-        " Decorate the hook with torch.no_grad()."
-        if "leaf Variable" in str(error)
-        else ""
-    )
+    is_leaf = "leaf Variable" in str(error)
+    return " Decorate the hook with torch.no_grad()." if is_leaf else ""
 
 
 def _kind(value: object) -> str:

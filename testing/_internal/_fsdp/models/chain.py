@@ -61,14 +61,9 @@ class Chain(nn.Module):
         rows.
         """
         generator = torch.Generator().manual_seed(100 + step)
-        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(
-            device
-        )
-        return (
-            rows
-            if rank is None
-            else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
-        )
+        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator)
+        own = rows if rank is None else rows.split(ROWS_PER_RANK)[rank]
+        return own.to(device)
 
 
 def own_slices(
@@ -103,10 +98,6 @@ def shards_of(
     """Return the elements of each tensor that ``rank`` holds if all are sharded as one,
     flat.
     """
-    slices = own_slices(
-        {name: tensor.numel() for name, tensor in tensors.items()}, rank, world_size
-    )
-    return {
-        name: tensor.detach().reshape(-1)[slices[name]]
-        for name, tensor in tensors.items()
-    }
+    numels = {name: tensor.numel() for name, tensor in tensors.items()}
+    slices = own_slices(numels, rank, world_size)
+    return {n: tensor.detach().flatten()[slices[n]] for n, tensor in tensors.items()}

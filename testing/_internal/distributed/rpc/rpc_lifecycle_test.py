@@ -133,8 +133,8 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             self.assertEqual(gathered, {worker_name(r): (r, turn) for r in ranks})
 
     @dist_init
-    def test_barrier_of_some_workers_leaves_the_others_alone(self) -> None:
-        """Worker 2 comes to no barrier until the other two have passed theirs."""
+    def test_barrier_of_some_workers_does_not_wait_for_the_rest(self) -> None:
+        """Worker 2 reaches no barrier until workers 0 and 1 have passed theirs."""
         if self.rank == 2:
             remote.pass_gate(None)
         else:
@@ -145,7 +145,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self._check_barrier(3, set(range(self.world_size)))
 
     @dist_init
-    def test_nobody_passes_a_barrier_before_the_last_has_come(self) -> None:
+    def test_no_worker_passes_a_barrier_before_the_last_arrives(self) -> None:
         for turn in range(self.world_size):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)
 
@@ -187,7 +187,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             rpc.shutdown()
 
     @dist_init(setup_rpc=False)
-    def test_local_shutdown_waits_for_nobody(self) -> None:
+    def test_local_shutdown_does_not_wait(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
         dist.barrier()
