@@ -27,11 +27,7 @@ from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.fsdp1_parity import (
-    ParityCheck,
-    Precision,
-    Trainer,
-)
+from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Trainer
 from torch_ext.testing._internal._fsdp.models.base import (
     DEVICEInitMode,
     FSDPInitMode,
@@ -231,23 +227,18 @@ class FSDPTestMixin(SubtestMixin):
         other models are cast to ``mixed_precision.param_dtype``. With ``save_model``,
         each step ends by saving the state, zeroing the model and loading the state.
         """
-        precision = Precision(
-            mixed_precision,
-            use_pure_fp16,
-            enable_sharded_grad_scaler,
-            sharded_grad_scaler_kwargs,
-        )
-        offloads = fsdp_cpu_offload is not None and fsdp_cpu_offload.offload_params
-        trainer = Trainer(
+        return Trainer(
             self,
             model,
-            autocast=autocast,
-            lr=lr,
-            offloads=offloads,
-            save_model=save_model,
-            precision=precision,
-        )
-        return trainer.train(num_steps)
+            autocast,
+            lr,
+            fsdp_cpu_offload,
+            save_model,
+            mixed_precision,
+            enable_sharded_grad_scaler,
+            use_pure_fp16,
+            sharded_grad_scaler_kwargs,
+        ).train(num_steps)
 
     def _test_fsdp_parity(
         self,
@@ -303,13 +294,11 @@ class FSDPTestMixin(SubtestMixin):
             ref_init_fn=ref_init_fn,
             num_iters=num_iters,
             save_model=save_model,
-            cpu_offload=cpu_offload,
-            precision=Precision(
-                mixed_precision,
-                use_pure_fp16,
-                enable_sharded_grad_scaler,
-                sharded_grad_scaler_kwargs,
-            ),
+            use_pure_fp16=use_pure_fp16,
+            scaling={
+                "enable_sharded_grad_scaler": enable_sharded_grad_scaler,
+                "sharded_grad_scaler_kwargs": sharded_grad_scaler_kwargs,
+            },
             init_kwargs=dict(init_kwargs or {}),
             fsdp_kwargs=constructor_kwargs,
         ).run()

@@ -162,7 +162,7 @@ def effective_reduce_dtype(
     ``original`` under ``policy``.
 
     Without ``policy.reduce_dtype`` it is the type of the computation, or since torch
-    2.15 that of the parameters; see the documentation of ``MixedPrecisionPolicy``.
+    2.15 the type of the parameters; see the documentation of ``MixedPrecisionPolicy``.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype

@@ -42,7 +42,7 @@ class StreamOrder:
     """Finds marked moments of a program that may overlap, because no wait orders their
     streams.
 
-    Use it within :meth:`watching`. Each mark writes a cell of its own on the current
+    Use it within :meth:`watching`. Each mark writes its cell on the current
     stream and reads those of earlier marks there. A read that races with a write shows
     two moments that nothing orders.
 

@@ -112,7 +112,7 @@ def run_subtests_with_tally(
     **kwargs: Any,
 ) -> SubtestTally:
     """Run ``test_fn`` over the grid ``config`` as ``run_subtests`` does; a subtest that
-    skips does not stop the others.
+    skips does not stop the rest.
 
     Rank 0 reports what was skipped through ``case.announce``. All ranks must skip the
     same subtests. While subtests run, the tally is ``case.subtest_tally``.

@@ -96,7 +96,7 @@ class WatchedUnits:
     def run_step(self, number: int) -> None:
         """Run forward and backward, and mark what an optimizer would come after."""
         self.phase = f"{number} forward"
-        # A leaf of its own for each step: hooks stay on a tensor.
+        # A new leaf in each step: hooks stay on a tensor.
         loss = self.model(self._rows.detach().requires_grad_()).sum()
         self.phase = f"{number} backward"
         loss.backward()

@@ -46,16 +46,11 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 NUM_EM_ROW = 2
-D_SPARSE = 3
-D_DENSE = 2
-D_HID = 3
-D_OUT = 1
+D_DENSE, D_SPARSE, D_HID, D_OUT = 2, 3, 3, 1
 NUM_TRAINERS = 4
-# The remote worker and the master have the ranks after the trainers'.
+TRAINER_RANKS = [*range(NUM_TRAINERS)]
+REMOTE_WORKER_RANK, MASTER_RANK = NUM_TRAINERS, NUM_TRAINERS + 1
 WORLD_SIZE = NUM_TRAINERS + 2
-TRAINER_RANKS = list(range(NUM_TRAINERS))
-REMOTE_WORKER_RANK = NUM_TRAINERS
-MASTER_RANK = NUM_TRAINERS + 1
 
 _T = TypeVar("_T")
 
@@ -426,7 +421,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master may be connected before the others have left init_process_group,
+        # The master may be connected before its peers have left init_process_group,
         # and a trainer that is still in it would find no default group when the master
         # calls.
         dist.barrier()

@@ -25,7 +25,7 @@ def together(step: Callable[[], _Result]) -> _Result:
     """Run ``step`` on every rank and return its result. If it fails on one rank, fail
     on all.
 
-    A rank that failed alone would leave the others in their next collective until the
+    A rank that failed alone would leave its peers in their next collective until the
     time limit. Collective over the default group; ``step`` itself must not communicate.
 
     Raises:

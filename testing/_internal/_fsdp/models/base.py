@@ -76,8 +76,8 @@ class FSDPTestModel(nn.Module, ABC):
 
     @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of ``loss``, and any gradient reduction that the
-        wrapper does not do.
+        """Run the backward pass, and any gradient reduction that the wrapper does not
+        do.
         """
 
     @staticmethod

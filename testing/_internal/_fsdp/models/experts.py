@@ -135,5 +135,5 @@ class MixtureOfExperts(NestedWrappedModule):
 
 
 def _own_group() -> dist.ProcessGroup:
-    # Each rank creates a different group, so it must not wait for the others.
+    # Each rank creates a different group, so it must not wait for its peers.
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)

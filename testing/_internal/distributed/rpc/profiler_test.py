@@ -38,7 +38,7 @@ def multiply_elsewhere(to: str, a: Tensor, b: Tensor) -> torch.futures.Future[Te
 
 
 class ProfilerTest(RpcAgentTestFixture):
-    """Worker 0 profiles; the others serve."""
+    """Each worker profiles its calls of the next one."""
 
     world_size = 3
 

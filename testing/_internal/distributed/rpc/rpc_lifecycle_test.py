@@ -154,8 +154,8 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         is the last.
         """
         if self.rank == late:
-            # A barrier that waits passes however long this is. Without one, the others
-            # are through long before.
+            # A barrier that waits passes however long this is. Without one, the peers
+            # pass long before.
             time.sleep(0.1)
         rpc.rpc_sync(worker_name(0), remote.note_arrival, args=(turn, self.rank))
         private.barrier({worker_name(rank) for rank in ranks})
@@ -193,7 +193,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         dist.barrier()
         if self.rank == 0:
             rpc.shutdown(graceful=False)
-        dist.barrier()  # worker 0 has left; the others have not started to
+        dist.barrier()  # worker 0 has left; its peers have not started to
         if self.rank != 0:
             rpc.shutdown(graceful=False)
 

@@ -209,8 +209,8 @@ class RRefTest(RpcAgentTestFixture):
         """A call gives up after the proxy's limit, or after the default one. A limit of
         zero is none.
 
-        The faulty agent shows the same of ``remote``: here the value that nobody waits
-        for would leak.
+        ``FaultyAgentRpcTest`` covers ``remote``: here a value without a waiter would
+        leak.
         """
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(5,))
         # So that its type is known.
