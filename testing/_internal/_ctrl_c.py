@@ -1,10 +1,9 @@
 """Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library
 only.
 
-The runner takes interrupts over when ``run_tests()`` calls it, but most of the time
-until then goes into imports, of torch and of whatever else the file needs. An interrupt
-among them would print a traceback of where it came. Once :func:`install` has been
-called it ends the process as it does later: in one word, with code 130.
+The runner handles interrupts from ``run_tests()`` on. Most of the time before goes into
+imports, where an interrupt would print a traceback. After :func:`install` it prints one
+word and ends the process with code 130, as it does later.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ _INTERRUPTED = 130
 
 
 def install() -> None:
-    """Take uncaught interrupts over if the program is a file that was started by
-    itself. Idempotent.
-    """
+    """Handle uncaught interrupts if the program is a script. Idempotent."""
     main = sys.modules.get("__main__")
     is_script = (
         main is not None and main.__spec__ is None and getattr(main, "__file__", None)

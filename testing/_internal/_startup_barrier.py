@@ -1,5 +1,5 @@
-"""A barrier before ``init_rpc`` that names the worker which never got there. Runs in
-the rank; imports torch only.
+"""A barrier before ``init_rpc`` that names a worker which never arrived. Runs in the
+rank; imports torch only.
 
 ``init_rpc`` is a rendezvous: a worker in it waits for all others until a time limit,
 even if one of them failed long ago. This barrier fails at once instead, with the name
@@ -28,15 +28,11 @@ class PeerFailedError(RuntimeError):
 def startup_barrier(
     path: str, name: str, names: list[str], timeout: timedelta
 ) -> Iterator[None]:
-    """Set worker ``name`` up in the ``with`` block, then wait until every worker has
-    finished its own block.
+    """Set worker ``name`` up in the ``with`` block, then wait until each of ``names``
+    has finished its own block.
 
-    Args:
-        path: a file that all workers can reach and that nothing else uses. The last
-            worker removes it when it ends.
-        name: this worker.
-        names: all workers, this one included.
-        timeout: how long to wait for each peer.
+    ``path`` is a file that all workers can reach and that nothing else uses. The last
+    worker removes it when it ends.
 
     Raises:
         PeerFailedError: another worker's block raised, or that worker was not ready

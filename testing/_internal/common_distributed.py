@@ -81,8 +81,8 @@ __all__ = [
     "with_timeout",
 ]
 
-if told := untested_torch():
-    warnings.warn(told, UntestedTorchWarning, stacklevel=2)
+if message := untested_torch():
+    warnings.warn(message, UntestedTorchWarning, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:

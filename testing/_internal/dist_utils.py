@@ -80,17 +80,11 @@ def dist_init(
     Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef
     that outlives the body is an error at shutdown. If the body raises, the agent is not
     shut down: the connection breaks when the rank ends, so that the peers do not wait
-    for an answer.
+    for an answer. With ``setup_rpc=False`` the body starts and stops the agent. With
+    ``clean_shutdown=False`` a worker leaves without waiting for the work of its peers.
 
-    Args:
-        old_test_method: the test, if the decorator is used without arguments.
-        setup_rpc: start and stop the agent. With False this is up to the body.
-        clean_shutdown: at the end wait until every worker has finished its work,
-            instead of leaving at once.
-        faulty_messages: message types that the faulty agent drops at first; None keeps
-            the fixture's choice.
-        messages_to_delay: seconds by which the faulty agent delays message types; None
-            keeps the fixture's choice.
+    The faulty agent drops the first messages of the types ``faulty_messages``, and
+    delays those of ``messages_to_delay`` by seconds; None keeps the fixture's choice.
 
     Raises (in the test):
         PeerFailedError: another worker failed before it could join.
@@ -223,14 +217,10 @@ _TIMEOUT_ERRORS = dict.fromkeys(_SHUTDOWN_ERRORS, "RPC ran for more than")
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
     """Return a pattern for the errors that a call may raise if the callee has shut
-    down.
-
-    Args:
-        rpc_backend: a member of ``rpc.BackendType``, or its name.
+    down. ``rpc_backend`` is a member of ``rpc.BackendType``, or its name.
     """
-    return "|".join(
-        f"({pattern})" for pattern in _SHUTDOWN_ERRORS[_known_backend(rpc_backend)]
-    )
+    patterns = _SHUTDOWN_ERRORS[_known_backend(rpc_backend)]
+    return "|".join(f"({pattern})" for pattern in patterns)
 
 
 def get_timeout_error_regex(rpc_backend: Any) -> str:
@@ -243,10 +233,8 @@ def get_timeout_error_regex(rpc_backend: Any) -> str:
 def _known_backend(rpc_backend: Any) -> str:
     name = str(getattr(rpc_backend, "name", rpc_backend))
     if name not in _SHUTDOWN_ERRORS:
-        raise ValueError(
-            f"got RPC backend {name!r}, expected one of "
-            f"{', '.join(sorted(_SHUTDOWN_ERRORS))}"
-        )
+        known = ", ".join(sorted(_SHUTDOWN_ERRORS))
+        raise ValueError(f"got RPC backend {name!r}, expected one of {known}")
     return name
 
 
@@ -284,10 +272,8 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     """
     for _ in _until(timeout):
         counts = private.rref_debug_info()
-        futures, users = (
-            int(counts["num_pending_futures"]),
-            int(counts["num_pending_users"]),
-        )
+        futures = int(counts["num_pending_futures"])
+        users = int(counts["num_pending_users"])
         if futures == users == 0:
             return
     raise ValueError(
@@ -322,8 +308,7 @@ def wait_until_owners_and_forks_on_rank(
             return
     raise ValueError(
         f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} "
-        "forks, "
-        f"expected {num_owners} and {num_forks}"
+        f"forks, expected {num_owners} and {num_forks}"
     )
 
 

@@ -48,16 +48,12 @@ def across_ranks(
     shrinking: if it passes before all examples have run, the test fails; shrinking
     stops before it passes.
 
-    Costs: for each example a pickle, a message and a barrier; for each failure the
-        start of new ranks (about 50 ms);
-    for each example that hangs while shrinking, ``example_timeout_s``.
+    Each example costs a pickle, a message and a barrier; each failure, the start of new
+    ranks (about 50 ms).
 
     ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may go above or
     below. The setting ``deadline`` and the explain phase are off. If the environment
     variable ``CI`` is set, examples are derandomized and the database is not used.
-
-    Args:
-        example_timeout_s: the time limit of one example on all ranks, in seconds.
 
     Raises:
         TypeError: the function was not made by ``@given``.

@@ -27,11 +27,7 @@ from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.fsdp1_parity import (
-    ParityCheck,
-    Precision,
-    Trainer,
-)
+from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Trainer
 from torch_ext.testing._internal._fsdp.models.base import (
     DEVICEInitMode,
     FSDPInitMode,
@@ -151,13 +147,10 @@ class FSDPTestMixin(SubtestMixin):
         cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any
     ) -> None:
         """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed,
-        run, leave the group.
+        run, leave the group. With ``fake_pg=True`` the group does not communicate.
 
         Barriers before and after the test keep a rank that skips at once from closing
         the store while a slower one still joins.
-
-        Args:
-            fake_pg: (keyword) use a group that communicates with nobody.
         """
         self: Any = cls(test_name)
         self.rank, self.file_name = rank, file_name
@@ -229,38 +222,23 @@ class FSDPTestMixin(SubtestMixin):
         the parameters of an FSDP model must be on the host after backward, and after
         forward if the strategy reshards there.
 
-        Args:
-            model: FSDP, DDP or a similar wrapper whose ``module`` is an
-                :class:`FSDPTestModel`.
-            num_steps: at least 1.
-            autocast: run forward under autocast, in the type of ``mixed_precision`` if
-                it has one.
-            lr: learning rate.
-            fsdp_cpu_offload: as given to the constructor of an FSDP model.
-            save_model: save, zero and load the model's state after each step.
-            mixed_precision: as given to the constructor of an FSDP model; the inputs of
-                other models are cast to its ``param_dtype``.
-            enable_sharded_grad_scaler: scale the loss.
-            use_pure_fp16: the model is float16; inputs are cast.
-            sharded_grad_scaler_kwargs: for the scaler's constructor.
+        ``model`` wraps an :class:`FSDPTestModel`, its ``module``. ``fsdp_cpu_offload``
+        and ``mixed_precision`` are those of an FSDP model's constructor; the inputs of
+        other models are cast to ``mixed_precision.param_dtype``. With ``save_model``,
+        each step ends by saving the state, zeroing the model and loading the state.
         """
-        precision = Precision(
-            mixed_precision,
-            use_pure_fp16,
-            enable_sharded_grad_scaler,
-            dict(sharded_grad_scaler_kwargs or {}),
-        )
-        offloads = fsdp_cpu_offload is not None and fsdp_cpu_offload.offload_params
-        trainer = Trainer(
+        return Trainer(
             self,
             model,
-            autocast=autocast,
-            lr=lr,
-            offloads=offloads,
-            save_model=save_model,
-            precision=precision,
-        )
-        return trainer.train(num_steps)
+            autocast,
+            lr,
+            fsdp_cpu_offload,
+            save_model,
+            mixed_precision,
+            enable_sharded_grad_scaler,
+            use_pure_fp16,
+            sharded_grad_scaler_kwargs,
+        ).train(num_steps)
 
     def _test_fsdp_parity(
         self,
@@ -289,23 +267,11 @@ class FSDPTestMixin(SubtestMixin):
         parameters must be on the host before and after training. FSDP must refuse
         offloading with ``DEVICE_AFTER``.
 
-        Args:
-            model_class: the model, built deterministically for both sides.
-            fsdp_init_mode: how FSDP wraps it, not ``NO_FSDP``. If the root is not
-                wrapped, it is wrapped here.
-            device_init_mode: when the FSDP model moves to the device. The reference is
-                always built there.
-            ref_init_fn: wraps the plain model into a data-parallel one with an
-                attribute ``module``.
-            num_iters: training steps on each side.
-            save_model: save, zero and load the FSDP model after each step.
-            cpu_offload, backward_prefetch, sharding_strategy, mixed_precision,
-            forward_prefetch, use_orig_params,
-            fsdp_kwargs: for FSDP's constructor.
-            enable_sharded_grad_scaler: scale losses on both sides.
-            use_pure_fp16: both models are float16, and parameters are not compared.
-            init_kwargs: more arguments for ``model_class.init``.
-            sharded_grad_scaler_kwargs: for the scaler's constructor.
+        Both sides build ``model_class`` deterministically, with ``init_kwargs``. A root
+        that ``fsdp_init_mode`` does not wrap is wrapped here. ``device_init_mode`` is
+        the FSDP model's; the reference is built on the device. ``ref_init_fn`` wraps
+        the plain model into one with an attribute ``module``. Options without another
+        meaning in :meth:`_train_for_several_steps` are for FSDP's constructor.
 
         Raises:
             AssertionError: FSDP differs.
@@ -328,13 +294,11 @@ class FSDPTestMixin(SubtestMixin):
             ref_init_fn=ref_init_fn,
             num_iters=num_iters,
             save_model=save_model,
-            cpu_offload=cpu_offload,
-            precision=Precision(
-                mixed_precision,
-                use_pure_fp16,
-                enable_sharded_grad_scaler,
-                dict(sharded_grad_scaler_kwargs or {}),
-            ),
+            use_pure_fp16=use_pure_fp16,
+            scaling={
+                "enable_sharded_grad_scaler": enable_sharded_grad_scaler,
+                "sharded_grad_scaler_kwargs": sharded_grad_scaler_kwargs,
+            },
             init_kwargs=dict(init_kwargs or {}),
             fsdp_kwargs=constructor_kwargs,
         ).run()
@@ -371,11 +335,9 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
         """Return an empty folder, the same on all ranks, which is removed after the
         run. Collective.
         """
-        folder = [
-            tempfile.mkdtemp(dir=os.path.dirname(self.file_name))
-            if self.rank == 0
-            else ""
-        ]
+        folder = [""]
+        if self.rank == 0:
+            folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name))]
         dist.broadcast_object_list(folder)
         return folder[0]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum, auto
 from functools import partial, wraps
 from typing import Any
 
@@ -15,21 +14,16 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.compat import fsdp as private
 from torch_ext.compat import inductor
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.patches import AttributeSlot, ItemSlot, patched
+from torch_ext.testing._internal._fsdp.patches import AttributeSlot, patched
 
 __all__ = ["compile_backend", "compiled_fsdp_test", "test_compiled_fsdp"]
-
-
-class FullyShardMode(Enum):
-    EAGER = auto()
-    COMPILED_COMPUTE = auto()
 
 
 def compiled_fsdp_test(
     compile_compute_on_module: type | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that runs a test eagerly, then again with each module compiled
-    when it is fully sharded.
+    """Return a decorator that runs a test eagerly, then again with each sharded module
+    compiled, or only those of class ``compile_compute_on_module``.
 
     The test must call ``fully_shard`` as a global of its module. That global and the
     compiler's settings are restored afterwards, even if the test raises.
@@ -37,21 +31,14 @@ def compiled_fsdp_test(
     Inductor generates C++ for the host and the simulated accelerator, and needs Triton
     for GPUs. Accelerators that it does not support compile with ``aot_eager``, which
     runs the same graphs, forward and backward, op by op.
-
-    Args:
-        compile_compute_on_module: compile only instances of this class; ``None``
-            compiles every module.
     """
 
     def decorator(func: Callable[..., Any]) -> Callable[..., None]:
         @wraps(func)
         def wrapper(*args: Any, **kwargs: Any) -> None:
-            for mode in FullyShardMode:
-                if mode is FullyShardMode.EAGER:
-                    func(*args, **kwargs)
-                else:
-                    with _compiling(func, compile_compute_on_module):
-                        func(*args, **kwargs)
+            func(*args, **kwargs)
+            with _compiling(func, compile_compute_on_module):
+                func(*args, **kwargs)
 
         return wrapper
 
@@ -65,21 +52,15 @@ compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
-    # Imported here, because nothing else needs the compiler.
     dynamo = private.dynamo_config
-    slots: list[tuple[AttributeSlot | ItemSlot, Any]] = [
-        (
-            ItemSlot(func.__globals__, fully_shard.__name__),
-            partial(_shard_and_compile, only),
-        ),
-        # The compiler would fork its workers from a rank that has threads.
-        (AttributeSlot(inductor.config, "compile_threads"), 1),
-    ]
-    if hasattr(dynamo, "skip_fsdp_hooks"):
-        slots.append((AttributeSlot(dynamo, "skip_fsdp_hooks"), True))
+    sharding = AttributeSlot(func.__globals__, fully_shard.__name__)
+    threads = AttributeSlot(inductor.config, "compile_threads")
     with ExitStack() as stack:
-        for slot, value in slots:
-            stack.enter_context(patched(slot, value))
+        stack.enter_context(patched(sharding, partial(_shard_and_compile, only)))
+        # The compiler would fork its workers from a rank that has threads.
+        stack.enter_context(patched(threads, 1))
+        if hasattr(dynamo, "skip_fsdp_hooks"):
+            stack.enter_context(patched(AttributeSlot(dynamo, "skip_fsdp_hooks"), True))
         yield
 
 

@@ -30,7 +30,7 @@ __all__ = [
 
 FRONT_DOOR = "torch_ext.testing._internal.common_fsdp"
 
-# The value of each name until somebody assigns it.
+# The value of each name until a test file assigns it.
 DEFAULTS = {
     "DEVICE_TYPE": accelerator.device_type,
     "DEVICE_COUNT": accelerator.device_count,
@@ -73,10 +73,9 @@ def rank_device(rank: int) -> torch.device:
     """Return the device of ``rank``: ranks take the ``DEVICE_COUNT`` devices
     in turn.
     """
-    device = get_devtype()
-    return (
-        torch.device(device.type, rank % device_count()) if is_accelerator() else device
-    )
+    if not is_accelerator():
+        return get_devtype()
+    return torch.device(get_devtype().type, rank % device_count())
 
 
 def compute_device() -> torch.device:

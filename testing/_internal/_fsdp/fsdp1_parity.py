@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,65 +31,38 @@ __all__ = ["check_ddp_parity"]
 _LEARNING_RATE = 1e-2
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The precision of a training run.
-
-    Attributes:
-        mixed: FSDP's mixed precision, or ``None``.
-        pure_fp16: parameters, inputs and loss are float16.
-        scale_gradients: scale the loss with a :class:`ShardedGradScaler`.
-        scaler_kwargs: for the scaler's constructor.
-    """
-
-    mixed: MixedPrecision | None = None
-    pure_fp16: bool = False
-    scale_gradients: bool = False
-    scaler_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def mixed_type(self) -> torch.dtype | None:
-        """The type in which mixed precision computes, or ``None`` if it keeps that of
-        the parameters.
-        """
-        return None if self.mixed is None else self.mixed.param_dtype
-
-
+@dataclass
 class Trainer:
     """Trains ``model``, which wraps the test model, by SGD with momentum. Adam would
     hide a wrong scale.
 
-    Args:
-        case: the test case, for its assertions.
-        model: FSDP, DDP or a similar wrapper of an :class:`FSDPTestModel`.
-        autocast: compute forward and loss under autocast.
-        lr: learning rate.
-        offloads: FSDP keeps the parameters in host memory.
-        save_model: after each step, save the state, zero the model and load the state.
-        precision: of the run.
+    The other fields are arguments of ``FSDPTestMixin._train_for_several_steps``.
     """
 
-    def __init__(
-        self,
-        case: Any,
-        model: nn.Module,
-        *,
-        autocast: bool,
-        lr: float,
-        offloads: bool,
-        save_model: bool,
-        precision: Precision,
-    ) -> None:
-        self.case, self.model, self.precision = case, model, precision
-        self.autocast, self.save_model = autocast, save_model
-        self.is_fsdp = isinstance(model, FSDP)
-        self.offloads = offloads and self.is_fsdp
-        self.loss_device = next(model.parameters()).device
-        # with momentum, each step depends on all gradients so far
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        scaler_kwargs = {"device": device.get_devtype().type, **precision.scaler_kwargs}
+    case: Any
+    model: Any
+    autocast: bool
+    lr: float
+    fsdp_cpu_offload: CPUOffload | None
+    save_model: bool
+    mixed_precision: MixedPrecision | None
+    enable_sharded_grad_scaler: bool
+    use_pure_fp16: bool
+    sharded_grad_scaler_kwargs: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        self.is_fsdp = isinstance(self.model, FSDP)
+        self.offloads = self.is_fsdp and offloads_parameters(self.fsdp_cpu_offload)
+        self.mixed_type = mixed_type(self.mixed_precision)
+        self.loss_device = next(self.model.parameters()).device
+        # With momentum, each step depends on all gradients so far.
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=self.lr, momentum=0.9
+        )
+        options: dict[str, Any] = {"device": device.get_devtype().type}
+        options |= self.sharded_grad_scaler_kwargs or {}
         self.scaler = ShardedGradScaler(
-            enabled=precision.scale_gradients, **scaler_kwargs
+            enabled=self.enable_sharded_grad_scaler, **options
         )
 
     def train(self, num_steps: int) -> torch.Tensor:
@@ -100,13 +73,10 @@ class Trainer:
             ValueError: ``num_steps`` is below 1.
         """
         if num_steps < 1:
-            raise ValueError(
-                f"got num_steps={num_steps}, expected at least 1: there would be no "
-                "loss to return"
-            )
+            raise ValueError(f"got num_steps={num_steps}, expected at least 1")
         for _ in range(num_steps):
             loss = self._step()
-        if isinstance(self.model, FSDP):
+        if self.is_fsdp:
             self.model._assert_state(private.TrainingState.IDLE)
         return loss.detach()
 
@@ -114,7 +84,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = self.scaler.scale(self._loss())
         self._check_loss_type(loss)
-        self._test_model.run_backward(loss)
+        self.model.module.run_backward(loss)
         if self.offloads:
             check_parameters_on_host(self.case, self.model)
         self.scaler.step(self.optimizer)
@@ -123,32 +93,24 @@ class Trainer:
             self._save_and_load()
         return loss
 
-    @property
-    def _test_model(self) -> Any:
-        return self.model.module
-
     def _loss(self) -> torch.Tensor:
-        compute = device.get_devtype()
+        compute, test_model = device.get_devtype(), self.model.module
         with torch.amp.autocast(
-            compute.type, dtype=self.precision.mixed_type, enabled=self.autocast
+            compute.type, dtype=self.mixed_type, enabled=self.autocast
         ):
             # Inputs are on the compute device even if the parameters are offloaded.
-            inputs = self._in_precision(self._test_model.get_input(compute))
+            inputs = self._in_precision(test_model.get_input(compute))
             output = self.model(*inputs)
             if self.offloads and self._reshards_after_forward():
                 check_parameters_on_host(self.case, self.model)
-            return self._test_model.get_loss(inputs, output).to(self.loss_device)
+            return test_model.get_loss(inputs, output).to(self.loss_device)
 
     def _in_precision(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         tensors = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         # Under mixed precision FSDP casts its inputs itself; other wrappers do not.
-        target = (
-            torch.float16
-            if self.precision.pure_fp16
-            else None
-            if self.is_fsdp
-            else self.precision.mixed_type
-        )
+        target = None if self.is_fsdp else self.mixed_type
+        if self.use_pure_fp16:
+            target = torch.float16
         return tuple(
             tensor.to(target) if target and tensor.is_floating_point() else tensor
             for tensor in tensors
@@ -159,15 +121,12 @@ class Trainer:
         return strategy not in private.NO_RESHARD_AFTER_FORWARD_STRATEGIES
 
     def _check_loss_type(self, loss: torch.Tensor) -> None:
-        if self.precision.pure_fp16:
-            self.case.assertEqual(loss.dtype, torch.float16)
+        expected = torch.float32  # in which autocast computes losses too
+        if self.use_pure_fp16:
+            expected = torch.float16
         elif self.is_fsdp:
-            self.case.assertEqual(
-                loss.dtype, self.precision.mixed_type or torch.float32
-            )
-        else:
-            # Parameters are float32, and autocast computes losses in float32.
-            self.case.assertEqual(loss.dtype, torch.float32)
+            expected = self.mixed_type or expected
+        self.case.assertEqual(loss.dtype, expected)
 
     def _save_and_load(self) -> None:
         state = {
@@ -176,6 +135,15 @@ class Trainer:
         # A state that was not saved, or not loaded, then changes the next step.
         _zero_model(self.model)
         self.model.load_state_dict(state)
+
+
+def offloads_parameters(cpu_offload: CPUOffload | None) -> bool:
+    return cpu_offload is not None and cpu_offload.offload_params
+
+
+def mixed_type(mixed: MixedPrecision | None) -> torch.dtype | None:
+    """Return the type in which mixed precision computes; None is the parameters'."""
+    return None if mixed is None else mixed.param_dtype
 
 
 def check_parameters_on_host(case: Any, model: nn.Module) -> None:
@@ -197,27 +165,20 @@ class ParityCheck:
     ref_init_fn: Callable[[nn.Module], nn.Module] | None
     num_iters: int
     save_model: bool
-    cpu_offload: CPUOffload | None
-    precision: Precision
-    init_kwargs: dict[str, Any] = field(default_factory=dict)
-    fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
+    use_pure_fp16: bool
+    scaling: dict[str, Any]  # options of _train_for_several_steps
+    init_kwargs: dict[str, Any]
+    fsdp_kwargs: dict[str, Any]
 
     def run(self) -> None:
-        """Train both models and compare losses, parameters and their devices.
-
-        Raises:
-            AssertionError: FSDP differs.
-            ValueError: the mode wraps nothing, or building the model failed.
-        """
         if self.fsdp_init_mode == FSDPInitMode.NO_FSDP:
             raise ValueError(
                 "got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no "
                 "FSDP model to compare"
             )
         reference = self._reference_model()
-        reference_loss = self._train(
-            reference, autocast=self.precision.mixed_type is not None, save_model=False
-        )
+        autocast = mixed_type(self._mixed_precision) is not None
+        reference_loss = self._train(reference, autocast=autocast, save_model=False)
         sharded = self._fsdp_model()
         if self._offloads and not self._moves_offloaded:
             check_parameters_on_host(self.case, sharded)
@@ -227,8 +188,12 @@ class ParityCheck:
             self._compare(reference, reference_loss, sharded, loss)
 
     @property
+    def _mixed_precision(self) -> MixedPrecision | None:
+        return self.fsdp_kwargs["mixed_precision"]
+
+    @property
     def _offloads(self) -> bool:
-        return self.cpu_offload is not None and self.cpu_offload.offload_params
+        return offloads_parameters(self.fsdp_kwargs["cpu_offload"])
 
     @property
     def _moves_offloaded(self) -> bool:
@@ -255,7 +220,7 @@ class ParityCheck:
             **self.init_kwargs,
         )
         model = (self.ref_init_fn or _ddp)(plain)
-        return model.half() if self.precision.pure_fp16 else model
+        return model.half() if self.use_pure_fp16 else model
 
     def _fsdp_model(self) -> FSDP:
         group = self.case.process_group
@@ -276,7 +241,7 @@ class ParityCheck:
         if not isinstance(model, FSDP):
             # The reference reduces all gradients, so FSDP must manage every parameter.
             model = FSDP(model, group, **device.with_compute_device(self.fsdp_kwargs))
-        if self.precision.pure_fp16:
+        if self.use_pure_fp16:
             model.half()
         if self.device_init_mode == DEVICEInitMode.DEVICE_AFTER:
             model.to(device.device_type())
@@ -290,12 +255,11 @@ class ParityCheck:
             self.num_iters,
             autocast=autocast,
             lr=_LEARNING_RATE,
-            fsdp_cpu_offload=self.cpu_offload,
+            fsdp_cpu_offload=self.fsdp_kwargs["cpu_offload"],
             save_model=save_model,
-            mixed_precision=self.precision.mixed,
-            enable_sharded_grad_scaler=self.precision.scale_gradients,
-            use_pure_fp16=self.precision.pure_fp16,
-            sharded_grad_scaler_kwargs=self.precision.scaler_kwargs,
+            mixed_precision=self._mixed_precision,
+            use_pure_fp16=self.use_pure_fp16,
+            **self.scaling,
         )
 
     def _compare(
@@ -314,17 +278,13 @@ class ParityCheck:
         torch.testing.assert_close(loss, expected, check_dtype=False)
         # In half precision the two optimizers round differently, so only the losses are
         # compared.
-        if self.precision.mixed is None and not self.precision.pure_fp16:
+        if self._mixed_precision is None and not self.use_pure_fp16:
             self.case.assertEqual(
                 full,
                 list(reference.parameters()),
                 exact_device=True,
-                msg=_explain("FSDP did not match the reference"),
+                msg=lambda text: f"FSDP did not match the reference: {text}",
             )
-
-
-def _explain(reason: str) -> Callable[[str], str]:
-    return lambda difference: f"{reason}: {difference}"
 
 
 def _ddp(model: nn.Module) -> DDP:
@@ -342,11 +302,8 @@ def check_ddp_parity(
     """Check that training with FSDP ends with DDP's parameters and input gradients, and
     moves parameters. Collective.
 
-    Args:
-        case: the test case, for its assertions.
-        make: builds the model, equal in each call; it may wrap submodules with the
-            function it is given.
-        train: trains a model and returns the gradients of its inputs.
+    ``make`` builds the model, equal in each call, and may wrap submodules with its
+    argument. ``train`` returns the gradients of its inputs.
     """
     ddp_model = DDP(make(lambda module: module).to(device.compute_device()))
     fsdp_model = _wrap(make(_wrap))

@@ -71,23 +71,16 @@ def check_sharded_parity(
     Not collective: each rank shards its own replicated tensors, with the placements of
     the sharded parameters.
 
-    Args:
-        cls: the test case, for its assertions.
-        replicated_module: has plain tensors, in the same number and order.
-        sharded_module: has DTensor parameters. The same parameters must have gradients,
-            with the parameters' placements.
-        prefixes_to_ignore: substrings to remove from the sharded names, such as those
-            of wrappers.
+    ``cls`` is the test case. ``prefixes_to_ignore`` are substrings to remove from the
+    sharded names, such as wrappers'.
 
     Raises:
         AssertionError: anything differs; or a parameter is sharded twice along
             dimension 0, for which the order of shards in FSDP and in
             ``distribute_tensor`` differs.
     """
-    replicated, sharded = (
-        list(replicated_module.named_parameters()),
-        list(sharded_module.named_parameters()),
-    )
+    replicated = list(replicated_module.named_parameters())
+    sharded = list(sharded_module.named_parameters())
     cls.assertEqual(
         [name for name, _ in replicated],
         [_without(name, prefixes_to_ignore) for name, _ in sharded],
@@ -169,13 +162,12 @@ def effective_reduce_dtype(
     ``original`` under ``policy``.
 
     Without ``policy.reduce_dtype`` it is the type of the computation, or since torch
-    2.15 that of the parameters; see the documentation of ``MixedPrecisionPolicy``.
+    2.15 the type of the parameters; see the documentation of ``MixedPrecisionPolicy``.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
-    follows_parameters = (
-        torch.__version__ >= "2.15"
-    )  # a TorchVersion, which compares as one
+    # torch.__version__ is a TorchVersion, which compares as one.
+    follows_parameters = torch.__version__ >= "2.15"
     return original if follows_parameters else policy.param_dtype or original
 
 
@@ -225,19 +217,11 @@ def check_train_parity(
     """Train both models; compare losses, gradients and parameters in each step, and
     check that parameters change.
 
-    Collective.
-
-    Args:
-        cls: the test case, for its assertions.
-        reference: the unsharded model, a copy of ``sharded`` from before
-            ``fully_shard``.
-        sharded: the model to which ``fully_shard`` was applied.
-        inputs: this rank's input of each step.
-        check: compares gradients and parameters after each backward and at the end;
-            :func:`check_sharded_parity` by default.
-        loss_of: computes the loss from a model and its input; by default the sum of the
-            squared output.
-        tolerance: ``atol`` and ``rtol`` for losses.
+    Collective. ``reference`` is a copy of ``sharded`` from before ``fully_shard``, and
+    ``inputs`` has this rank's input of each step. ``check`` compares gradients and
+    parameters after each backward and at the end, by default with
+    :func:`check_sharded_parity`. ``loss_of`` computes the loss from a model and its
+    input, by default the sum of the squared output. ``tolerance`` is for losses.
     """
     models = (reference, sharded)
     compare = check or functools.partial(check_sharded_parity, cls)

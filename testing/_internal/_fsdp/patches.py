@@ -18,6 +18,7 @@ thread has left.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -57,8 +58,9 @@ REDUCE_SCATTER = _first_present("reduce_scatter_single", "reduce_scatter_tensor"
 
 @dataclass(frozen=True)
 class AttributeSlot:
-    """An attribute of a module or class, read without binding, so that a static method
-    is restored as one.
+    """An attribute of a module or class, or an entry of a dictionary.
+
+    An attribute is read without binding, so that a static method is restored as one.
     """
 
     owner: Any
@@ -69,40 +71,23 @@ class AttributeSlot:
         return id(self.owner), self.name
 
     def read(self) -> Any:
-        # Configuration modules compute their attributes, which are not in their
-        # namespace.
-        return (
-            vars(self.owner)[self.name]
-            if self.name in vars(self.owner)
-            else getattr(self.owner, self.name)
-        )
+        entries = self.owner if isinstance(self.owner, dict) else vars(self.owner)
+        if self.name in entries:
+            return entries[self.name]
+        # Configuration modules compute their attributes.
+        return getattr(self.owner, self.name)
 
     def write(self, value: Any) -> None:
-        setattr(self.owner, self.name, value)
-
-
-@dataclass(frozen=True)
-class ItemSlot:
-    """An entry of a dictionary, such as the globals of a function."""
-
-    owner: dict[str, Any]
-    name: str
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.owner), self.name
-
-    def read(self) -> Any:
-        return self.owner[self.name]
-
-    def write(self, value: Any) -> None:
-        self.owner[self.name] = value
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            setattr(self.owner, self.name, value)
 
 
 @dataclass
 class _Level:
-    """One depth of nested contexts over a slot: how many threads are inside, and what
-    the first of them found.
+    """One depth of nested contexts over a slot: what the first thread found, and how
+    many threads are inside.
     """
 
     before: Any
@@ -115,20 +100,20 @@ class _Registry:
     levels: dict[tuple[int, str], list[_Level]] = field(default_factory=dict)
     here: threading.local = field(default_factory=threading.local)
 
-    def enter(self, slot: AttributeSlot | ItemSlot, replacement: Any) -> None:
+    def enter(self, slot: AttributeSlot, replacement: Any) -> None:
         with self.lock:
-            levels, depth = self.levels.setdefault(slot.key, []), self._depth(slot)
-            if depth == len(levels):
+            levels, depths = self.levels.setdefault(slot.key, []), self._depths()
+            if depths[slot.key] == len(levels):
                 levels.append(_Level(before=slot.read()))
-            levels[depth].threads_inside += 1
+            levels[depths[slot.key]].threads_inside += 1
             slot.write(replacement)
-            self._set_depth(slot, depth + 1)
+            depths[slot.key] += 1
 
-    def leave(self, slot: AttributeSlot | ItemSlot) -> None:
+    def leave(self, slot: AttributeSlot) -> None:
         with self.lock:
-            levels, depth = self.levels[slot.key], self._depth(slot) - 1
-            self._set_depth(slot, depth)
-            levels[depth].threads_inside -= 1
+            levels, depths = self.levels[slot.key], self._depths()
+            depths[slot.key] -= 1
+            levels[depths[slot.key]].threads_inside -= 1
             # A thread that raised may leave an outer level while another is still in an
             # inner one.
             while levels and not levels[-1].threads_inside:
@@ -136,15 +121,9 @@ class _Registry:
             if not levels:
                 del self.levels[slot.key]
 
-    def _depth(self, slot: AttributeSlot | ItemSlot) -> int:
-        return self._depths().get(slot.key, 0)
-
-    def _set_depth(self, slot: AttributeSlot | ItemSlot, depth: int) -> None:
-        self._depths()[slot.key] = depth
-
-    def _depths(self) -> dict[tuple[int, str], int]:
+    def _depths(self) -> Counter[tuple[int, str]]:
         if not hasattr(self.here, "depths"):
-            self.here.depths = {}
+            self.here.depths = Counter()
         return self.here.depths
 
 
@@ -152,7 +131,7 @@ _registry = _Registry()
 
 
 @contextmanager
-def patched(slot: AttributeSlot | ItemSlot, replacement: Any) -> Iterator[None]:
+def patched(slot: AttributeSlot, replacement: Any) -> Iterator[None]:
     """Keep ``replacement`` in ``slot`` while all ranks of the default group run their
     bodies.
 

@@ -68,12 +68,8 @@ def _check_same_names(rank: int, first: _NamedStates, other: _NamedStates) -> No
 def _zero_model(
     model: nn.Module, zero_buffers: bool = False, summon_full: bool = True
 ) -> None:
-    """Zero the parameters of ``model`` in place.
-
-    Args:
-        zero_buffers: zero the buffers too.
-        summon_full: unshard FSDP1 parameters first and write the zeros back. Otherwise
-            zero the shards.
+    """Zero the parameters of ``model`` in place: unsharded ones of FSDP1 with
+    ``summon_full``, else the shards.
     """
     unsharded: AbstractContextManager[Any] = (
         FSDP.summon_full_params(model) if summon_full else nullcontext()
@@ -113,9 +109,6 @@ def _broadcast_state_dict(
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
     """Return copies of the unsharded parameters of ``model``, on the compute device
     even if FSDP offloads them.
-
-    Args:
-        recurse: unshard FSDP submodules too.
     """
     with FSDP.summon_full_params(model, recurse=recurse):
         return [deepcopy(parameter) for parameter in model.parameters()]

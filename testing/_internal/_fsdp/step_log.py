@@ -93,17 +93,9 @@ class StepLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _unit(self, numel: int) -> str:
-        for whole, name in self._units.items():
-            if numel == whole:
-                return name
-        return next(
-            (
-                f"shard of {name}"
-                for whole, name in self._units.items()
-                if 2 * numel == whole
-            ),
-            str(numel),
-        )
+        if 2 * numel in self._units:
+            return f"shard of {self._units[2 * numel]}"
+        return self._units.get(numel, str(numel))
 
     @contextmanager
     def of(self, title: str) -> Iterator[None]:

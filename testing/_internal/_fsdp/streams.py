@@ -1,8 +1,8 @@
-"""The order of work on streams: races, and what may overlap. Asked of the streams'
-clocks, so it never depends on time.
+"""The order of work on streams: races, and which work may overlap. The streams' clocks
+answer, so no result depends on time.
 
-Only the simulated accelerator can tell. Elsewhere :func:`check_races` checks nothing,
-and :class:`StreamOrder` skips.
+Only the simulated accelerator has such clocks. Elsewhere :func:`check_races` checks
+nothing, and :class:`StreamOrder` skips.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch_ext.testing._internal._fsdp import device
 
 __all__ = ["StreamOrder", "check_races"]
 
+_MOST_MARKS = 256
+
 
 def _checker() -> Any:
     """Return the module that finds races on the device under test, or None."""
-    module = (
-        torch.get_device_module(device.get_devtype().type)
-        if device.is_accelerator()
-        else None
-    )
-    return getattr(module, "races", None)
+    if not device.is_accelerator():
+        return None
+    return getattr(torch.get_device_module(device.get_devtype().type), "races", None)
 
 
 def check_races() -> AbstractContextManager[None]:
@@ -40,10 +39,10 @@ def check_races() -> AbstractContextManager[None]:
 
 
 class StreamOrder:
-    """Tells which marked moments of a program may come at the same time, because no
-    wait orders their streams.
+    """Finds marked moments of a program that may overlap, because no wait orders their
+    streams.
 
-    Use it within :meth:`watching`. Each mark writes a cell of its own on the current
+    Use it within :meth:`watching`. Each mark writes its cell on the current
     stream and reads those of earlier marks there. A read that races with a write shows
     two moments that nothing orders.
 
@@ -51,12 +50,7 @@ class StreamOrder:
         names: what was marked, in the order of the calls.
     """
 
-    def __init__(self, most: int = 256) -> None:
-        """
-        Args:
-            most: how many marks there is room for.
-        """
-        self._most = most
+    def __init__(self) -> None:
         self.names: list[str] = []
         self._overlapping: set[tuple[str, str]] = set()
 
@@ -66,14 +60,14 @@ class StreamOrder:
         :func:`check_races`.
 
         Raises:
-            unittest.SkipTest: the device cannot tell.
+            unittest.SkipTest: the device has no race checker.
         """
         self._checker = _checker()
         if self._checker is None:
             raise unittest.SkipTest(
                 "only the simulated accelerator tells which streams wait for each other"
             )
-        self._cells = torch.zeros(self._most, device=device.compute_device())
+        self._cells = torch.zeros(_MOST_MARKS, device=device.compute_device())
         torch.accelerator.synchronize()
         with check_races():
             yield self
@@ -83,12 +77,8 @@ class StreamOrder:
 
         Raises:
             RaceError: the program itself has raced since the last mark.
-            RuntimeError: there is no room for another mark.
+            IndexError: there are too many marks.
         """
-        if len(self.names) == self._most:
-            raise RuntimeError(
-                f"Got more than {self._most} marks; ask StreamOrder for more."
-            )
         if races := self._checker.found():
             raise self._checker.RaceError(races)
         with torch.no_grad():
@@ -104,13 +94,8 @@ class StreamOrder:
         before`` it, or was ``issued after`` it by the host.
 
         Raises:
-            KeyError: nothing of that name was marked.
+            ValueError: nothing of that name was marked.
         """
-        for name in (earlier, later):
-            if name not in self.names:
-                raise KeyError(
-                    f"Got {name!r}, expected one of {sorted(set(self.names))}."
-                )
         if self.names.index(earlier) > self.names.index(later):
             return "issued after"
         return "overlaps" if (earlier, later) in self._overlapping else "comes before"

@@ -91,18 +91,12 @@ class SubtestTally:
         >>> SubtestTally(ran=1, skipped=reasons).summary()
         '2 of 3 subtests skipped: 2 x offload needs an accelerator'
         """
-        skipped = self.skipped.total()
-        parts = (
-            [
-                f"{skipped} of {self.ran + skipped} subtests skipped: "
-                f"{_listed(self.skipped)}"
-            ]
-            if skipped
-            else []
-        )
-        parts += (
-            [f"checks skipped: {_listed(self.unchecked)}"] if self.unchecked else []
-        )
+        parts = []
+        if skipped := self.skipped.total():
+            count = f"{skipped} of {self.ran + skipped}"
+            parts.append(f"{count} subtests skipped: {_listed(self.skipped)}")
+        if self.unchecked:
+            parts.append(f"checks skipped: {_listed(self.unchecked)}")
         return "; ".join(parts)
 
 
@@ -118,7 +112,7 @@ def run_subtests_with_tally(
     **kwargs: Any,
 ) -> SubtestTally:
     """Run ``test_fn`` over the grid ``config`` as ``run_subtests`` does; a subtest that
-    skips does not stop the others.
+    skips does not stop the rest.
 
     Rank 0 reports what was skipped through ``case.announce``. All ranks must skip the
     same subtests. While subtests run, the tally is ``case.subtest_tally``.

@@ -70,7 +70,7 @@ class WatchedUnits:
         """Watch the steps of the body.
 
         Raises:
-            unittest.SkipTest: the device cannot tell what overlaps.
+            unittest.SkipTest: the device has no race checker.
         """
 
         def marking(
@@ -96,7 +96,7 @@ class WatchedUnits:
     def run_step(self, number: int) -> None:
         """Run forward and backward, and mark what an optimizer would come after."""
         self.phase = f"{number} forward"
-        # A leaf of its own for each step: hooks stay on a tensor.
+        # A new leaf in each step: hooks stay on a tensor.
         loss = self.model(self._rows.detach().requires_grad_()).sum()
         self.phase = f"{number} backward"
         loss.backward()
@@ -114,8 +114,7 @@ class WatchedUnits:
 
         Raises:
             AssertionError: two moments relate otherwise; the message shows both lines.
-            KeyError: a moment was not marked.
-            ValueError: a line states no relation.
+            ValueError: a line states no relation, or a moment that was not marked.
         """
         case.assertMultiLineEqual(
             relations, "\n".join(map(self._as_found, relations.splitlines()))

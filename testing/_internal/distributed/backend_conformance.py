@@ -1,4 +1,4 @@
-"""What every c10d backend must do, as tests that anybody can run on theirs.
+"""Conformance tests of c10d backends, to run on a backend of yours.
 
     class TestMyBackend(BackendConformance, DistributedTestBase):
         device_type = "mydevice"
@@ -12,10 +12,10 @@ computed in one process, for every type, reduction and size of the class. Values
 small whole numbers, exact in every type, so results are compared exactly whatever the
 order of reduction.
 
-What a backend does otherwise is data of its class: ``lacks`` names features of
-``FEATURES`` that raise an error or give another result, each with the reason. They are
-run all the same, and one that works after all is a failure, so the list stays true.
-``avoids`` names those that would hang or end the process, which are not run.
+A class lists its backend's exceptions: ``lacks`` names features of ``FEATURES`` that
+raise an error or give another result, each with the reason. The tests run them all the
+same, and one that works is a failure, so the list stays true. ``avoids`` names features
+that would hang or end the process; the tests do not run those.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FEATURES = {
     "asynchronous order": "works that are waited for in the opposite order",
     "futures": "have the result, and callbacks can use it",
     "coalescing": "several all_reduces in one",
-    "barrier": "that nobody leaves before all have come",
+    "barrier": "that no rank passes before all have arrived",
     "objects": "all_gather_object and broadcast_object_list",
     "disagreement is named": "ranks of different sizes get an error with both calls",
 }
@@ -339,7 +339,7 @@ class BackendConformance:
 
     def _barrier(self) -> None:
         store = _get_default_store()
-        keys = [f"came to the barrier: {rank}" for rank in range(self.world_size)]
+        keys = [f"reached the barrier: {rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "")
         dist.barrier()
         if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:

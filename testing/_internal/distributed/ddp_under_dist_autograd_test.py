@@ -46,17 +46,11 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 NUM_EM_ROW = 2
-D_SPARSE = 3
-D_DENSE = 2
-D_HID = 3
-D_OUT = 1
+D_DENSE, D_SPARSE, D_HID, D_OUT = 2, 3, 3, 1
 NUM_TRAINERS = 4
-WORLD_SIZE = (
-    NUM_TRAINERS + 2
-)  # the remote worker and the master come after the trainers
-TRAINER_RANKS = list(range(NUM_TRAINERS))
-REMOTE_WORKER_RANK = NUM_TRAINERS
-MASTER_RANK = NUM_TRAINERS + 1
+TRAINER_RANKS = [*range(NUM_TRAINERS)]
+REMOTE_WORKER_RANK, MASTER_RANK = NUM_TRAINERS, NUM_TRAINERS + 1
+WORLD_SIZE = NUM_TRAINERS + 2
 
 _T = TypeVar("_T")
 
@@ -170,17 +164,8 @@ class RemoteNet(nn.Module):
 
 class HybridModel(nn.Module):
     """``fc2(RemoteNet(fc1(dense) ++ RemoteEM(sparse)))``, where ``fc1`` and ``fc2`` are
-    local.
-
-    Args:
-        remote_em_rref: the :class:`RemoteEM`.
-        remote_net_rref: the :class:`RemoteNet`.
-        process_group_for_ddp: replicate ``fc2`` over this group; None replicates
-            nothing.
-
-    Attributes:
-        ddp_params: parameters that DDP averages.
-        non_ddp_params: the other local parameters.
+    local. DDP replicates ``fc2`` over ``process_group_for_ddp``, if given, and averages
+    ``ddp_params``; ``non_ddp_params`` are the other local parameters.
     """
 
     def __init__(
@@ -207,10 +192,6 @@ class HybridModel(nn.Module):
         sparse = _remote_method(
             RemoteEM.forward, self.remote_em_rref, input.sparse_features
         )
-        if len(sparse) != len(input.dense_features):
-            raise AssertionError(
-                f"got {len(sparse)} embeddings for {len(input.dense_features)} examples"
-            )
         joined = torch.cat((self.fc1(input.dense_features), sparse), dim=1)
         return torch.as_tensor(
             self.fc2(_remote_method(RemoteNet.forward, self.remote_net_rref, joined))
@@ -219,14 +200,8 @@ class HybridModel(nn.Module):
 
 class Trainer:
     """Trains a :class:`HybridModel`. It lives on a trainer, and the master calls its
-    methods.
-
-    Args:
-        remote_em_rref: see :class:`HybridModel`.
-        remote_net_rref: see :class:`HybridModel`.
-        ddp_mode: where to apply DDP. Unless it is ``NONE``, every rank of the world
-            creates the trainers' group.
-        rank: the trainer's rank.
+    methods. Unless ``ddp_mode`` is ``NONE``, every rank of the world creates the
+    trainers' group.
     """
 
     def __init__(
@@ -258,8 +233,7 @@ class Trainer:
         """Destroy the module and the trainers' group, if there is one. The trainer
         cannot be used afterwards.
         """
-        # The module first: see Note [DDP dies before its group] in
-        # ddp_under_dist_autograd_test.
+        # The module first: see Note [DDP dies before its group].
         del self.hybrid_module, self.ddp_params, self.non_ddp_params
         if self.trainer_group is not None:
             dist.destroy_process_group(self.trainer_group)
@@ -271,34 +245,26 @@ class Trainer:
         trainer_has_less_inputs: bool,
         simulate_uneven_inputs: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the local gradients of the last backward: those of ``ddp_params`` and
-        of ``non_ddp_params``.
+        """Return the gradients of the last backward of ``ddp_params`` and of
+        ``non_ddp_params``.
 
-        Args:
-            mini_batch: one step, or two micro-batches if inputs are uneven.
-            trainer_has_less_inputs: stop after the first micro-batch.
-            simulate_uneven_inputs: train under DDP's ``join``, which stands in for the
-                trainers that stopped.
+        With uneven inputs a batch is two steps under DDP's ``join``, and a trainer with
+        less inputs stops after the first.
         """
         join: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         batches = [mini_batch]
         if simulate_uneven_inputs:
             if not isinstance(self.hybrid_module, DistributedDataParallel):
-                raise ValueError(
-                    "uneven inputs need DDP around the whole module: use "
-                    "DdpMode.OUTSIDE"
-                )
-            join, batches = (
-                self.hybrid_module.join(),
-                split_unevenly(mini_batch, trainer_has_less_inputs),
-            )
+                raise ValueError("uneven inputs need DdpMode.OUTSIDE")
+            join = self.hybrid_module.join()
+            batches = split_unevenly(mini_batch, trainer_has_less_inputs)
         grads: dict[Tensor, Tensor] = {}
         with join:
             for batch in batches:
                 grads = self._gradients(batch)
-        return tuple(grads[p] for p in self.ddp_params), tuple(
-            grads[p] for p in self.non_ddp_params
-        )
+        own = (self.ddp_params, self.non_ddp_params)
+        first, second = (tuple(grads[p] for p in parameters) for parameters in own)
+        return first, second
 
     def _gradients(self, batch: FeatureSet) -> dict[Tensor, Tensor]:
         with dist_autograd.context() as context_id:
@@ -354,11 +320,6 @@ def get_training_examples() -> list[FeatureSet]:
         for z in range(NUM_EM_ROW)
     ]
     values, dense, sparse = (torch.tensor(column) for column in zip(*rows, strict=True))
-    if len(rows) % NUM_TRAINERS:
-        raise AssertionError(
-            f"{len(rows)} examples cannot be divided evenly among {NUM_TRAINERS} "
-            "trainers"
-        )
     return FeatureSet(dense, sparse, values).split(len(rows) // NUM_TRAINERS)
 
 
@@ -416,8 +377,7 @@ def set_shutdown_signal() -> None:
 def wait_for_shutdown_signal(
     timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC,
 ) -> None:
-    """Wait for the signal and clear it, so that the next test in this process waits for
-    its own.
+    """Wait for the signal and clear it for the next test in this process.
 
     Raises:
         TimeoutError: no signal within ``timeout_s``; the master failed or forgot this
@@ -461,7 +421,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master may be connected before the others have left init_process_group,
+        # The master may be connected before its peers have left init_process_group,
         # and a trainer that is still in it would find no default group when the master
         # calls.
         dist.barrier()
@@ -502,37 +462,13 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
             for rank, batch in enumerate(examples)
         ]
         for batches, rounds in ((examples, 2), (unequal, 1)):
-            wanted = self._expected_by_trainer(batches, simulate_uneven_inputs)
             for _ in range(rounds):
-                self._train_round(
-                    trainers, batches, ddp_mode, simulate_uneven_inputs, wanted
-                )
+                self._train_round(trainers, batches, ddp_mode, simulate_uneven_inputs)
         self._check_cancelled(examples)
         for trainer in trainers:
             _remote_method(Trainer.destroy_pg, trainer)
         for name in (*map(self.trainer_name, TRAINER_RANKS), self.remote_worker_name()):
             rpc.rpc_sync(name, set_shutdown_signal)
-
-    @staticmethod
-    def _has_less(rank: int, uneven: bool) -> bool:
-        """Whether this trainer is in the first half, which runs out of inputs before
-        the rest.
-        """
-        return uneven and rank < NUM_TRAINERS // 2
-
-    def _expected_by_trainer(
-        self, batches: list[FeatureSet], uneven: bool
-    ) -> list[list[ExpectedGradients]]:
-        """Return, for each trainer, the gradients of each batch that it trains on."""
-        return [
-            [
-                expected_gradients(part)
-                for part in (
-                    split_unevenly(b, self._has_less(r, uneven)) if uneven else [b]
-                )
-            ]
-            for r, b in enumerate(batches)
-        ]
 
     def _train_round(
         self,
@@ -540,49 +476,37 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         batches: list[FeatureSet],
         ddp_mode: DdpMode,
         uneven: bool,
-        wanted: list[list[ExpectedGradients]],
     ) -> None:
+        # With uneven inputs the first half of the trainers runs out first.
+        has_less = [uneven and rank < NUM_TRAINERS // 2 for rank in TRAINER_RANKS]
         futures = [
-            _remote_method_async(
-                Trainer.train_batch,
-                trainer,
-                batch,
-                self._has_less(rank, uneven),
-                uneven,
-            )
-            for rank, (trainer, batch) in enumerate(zip(trainers, batches, strict=True))
+            _remote_method_async(Trainer.train_batch, trainer, batch, less, uneven)
+            for trainer, batch, less in zip(trainers, batches, has_less, strict=True)
+        ]
+        parts = [
+            split_unevenly(batch, less) if uneven else [batch]
+            for batch, less in zip(batches, has_less, strict=True)
         ]
         for rank, future in enumerate(futures):
-            ddp_grads, non_ddp_grads = future.wait()
-            last = len(wanted[rank]) - 1
-            own = wanted[rank][last]
-            averaged = averaged_gradients(
-                [other[last] for other in wanted if len(other) > last]
+            last = len(parts[rank]) - 1
+            peers = [part[last] for part in parts if len(part) > last]
+            averaged = averaged_gradients([*map(expected_gradients, peers)])
+            own = expected_gradients(parts[rank][last])
+            ddp, non_ddp = {
+                DdpMode.NONE: ([], [own.fc1, own.fc2]),
+                DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
+                DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
+            }[ddp_mode]
+            got = (
+                *future.wait(),
+                _remote_method(Trainer.get_remote_grads, trainers[rank]),
             )
-            self._check_gradients(
-                rank, ddp_mode, ddp_grads, non_ddp_grads, own, averaged
-            )
-            remote_grads = _remote_method(Trainer.get_remote_grads, trainers[rank])
-            self._assert_exactly(
-                remote_grads, own.remote, f"remote layers, trainer {rank}"
-            )
-
-    def _check_gradients(
-        self,
-        rank: int,
-        ddp_mode: DdpMode,
-        ddp_grads: Sequence[Tensor],
-        non_ddp_grads: Sequence[Tensor],
-        own: ExpectedGradients,
-        averaged: ExpectedGradients,
-    ) -> None:
-        ddp, non_ddp = {
-            DdpMode.NONE: ([], [own.fc1, own.fc2]),
-            DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
-            DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
-        }[ddp_mode]
-        self._assert_exactly(ddp_grads, ddp, f"layers under DDP, trainer {rank}")
-        self._assert_exactly(non_ddp_grads, non_ddp, f"local layers, trainer {rank}")
+            names = ("layers under DDP", "local layers", "remote layers")
+            for name, grads, wanted in zip(
+                names, got, (ddp, non_ddp, own.remote), strict=True
+            ):
+                message = f"{name}, trainer {rank}"
+                self.assertEqual(list(grads), wanted, message, rtol=0, atol=0)
 
     def _check_cancelled(self, examples: list[FeatureSet]) -> None:
         """Check the reference: its averages cancel, its gradients do not."""
@@ -593,28 +517,13 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
             for own in each:
                 self.assertNotEqual(getattr(own, layer).count_nonzero(), 0)
 
-    def _assert_exactly(
-        self, got: Sequence[Tensor], expected: Sequence[Tensor], what: str
-    ) -> None:
-        self.assertEqual(
-            list(got),
-            list(expected),
-            rtol=0,
-            atol=0,
-            msg=lambda difference: f"{what}: {difference}",
-        )
-
     def _do_test(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool = False) -> None:
         if self.rank == MASTER_RANK:
             self._master_process(ddp_mode, simulate_uneven_inputs)
         elif self.rank == REMOTE_WORKER_RANK:
             self._remote_worker_process(ddp_mode)
-        elif self.rank in TRAINER_RANKS:
-            self._trainer_process(self.rank)
         else:
-            raise AssertionError(
-                f"got rank {self.rank}, expected one below {WORLD_SIZE}"
-            )
+            self._trainer_process(self.rank)
 
     @requires_gloo()
     @dist_init
@@ -646,9 +555,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 
 
 class CommonDdpComparisonTest(RpcAgentTestFixture):
-    """What the comparisons on the host and on an accelerator share: a world of
-    trainers.
-    """
+    """A world of trainers, for comparisons on the host and on an accelerator."""
 
     world_size = NUM_TRAINERS
 
@@ -664,9 +571,9 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _trainers(self, backend: str = "gloo") -> Iterator[None]:
         """Initialise the process group for the body, and seed each trainer by its rank.
 
-        With equal seeds all gradients would be equal, and an average could not be told
-        from no average. The body is one call, so that its locals are gone when it
-        returns: see Note [DDP dies before its group].
+        With equal seeds all gradients would be equal, with or without an average. The
+        body is one call, so that its locals are gone when it returns: see Note [DDP
+        dies before its group].
         """
         initialize_pg(self.pg_init_method, self.rank, self.world_size, backend)
         torch.manual_seed(self.rank)
@@ -689,10 +596,8 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _assert_remote_grad(
         self, remote: RemoteModule, local: nn.Linear, context_id: int
     ) -> None:
-        owner, rref = remote.module_rref.owner(), remote.module_rref
-        grad = rpc.rpc_sync(
-            owner, CommonDdpComparisonTest.get_remote_grads, args=(rref, context_id)
-        )
+        rref, of_layer = remote.module_rref, CommonDdpComparisonTest.get_remote_grads
+        grad = rpc.rpc_sync(rref.owner(), of_layer, args=(rref, context_id))
         self.assertEqual(local.weight.grad, grad)
 
     def _mean_over_trainers(
@@ -704,9 +609,8 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for loss in losses:
             if loss is not None:
-                for total, grad in zip(
-                    totals, torch.autograd.grad(loss, parameters), strict=True
-                ):
+                grads = torch.autograd.grad(loss, parameters)
+                for total, grad in zip(totals, grads, strict=True):
                     total += grad.to_dense() if grad.is_sparse else grad
         return [total / self.world_size for total in totals]
 
@@ -766,16 +670,8 @@ class DdpComparisonTest(CommonDdpComparisonTest):
         parameters = list(ddp_net.parameters())
         self.assertEqual(set(distributed), set(parameters))
         for parameter, mean in zip(parameters, expected, strict=True):
-            self.assertEqual(
-                distributed[parameter],
-                parameter.grad,
-                msg=f"distributed against local, step {step}",
-            )
-            self.assertEqual(
-                parameter.grad,
-                mean,
-                msg=f"local against the trainers' mean, step {step}",
-            )
+            for grad in (distributed[parameter], parameter.grad):
+                self.assertEqual(grad, mean, msg=f"the trainers' mean, step {step}")
 
     @requires_gloo()
     @dist_init
@@ -806,9 +702,7 @@ class DdpComparisonTest(CommonDdpComparisonTest):
             grads = dist_autograd.get_gradients(context_id)
         self.assertEqual(set(grads), {model.weight})
         grad = grads[model.weight]
-        self.assertTrue(
-            grad.is_sparse, "the gradient of a sparse embedding became dense"
-        )
+        self.assertTrue(grad.is_sparse)
         self.assertEqual(grad, model.weight.grad)
         self.assertEqual(grad.to_dense(), expected)
 
@@ -827,13 +721,10 @@ class DdpComparisonTest(CommonDdpComparisonTest):
 
         ddp_layer2(layer1(inputs)).sum().backward()
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(
-                context_id, [ddp_layer2(remote_layer1(inputs)).sum()]
-            )
-            self.assertEqual(
-                layer2.weight.grad,
-                dist_autograd.get_gradients(context_id)[layer2.weight],
-            )
+            loss = ddp_layer2(remote_layer1(inputs)).sum()
+            dist_autograd.backward(context_id, [loss])
+            grad = dist_autograd.get_gradients(context_id)[layer2.weight]
+            self.assertEqual(layer2.weight.grad, grad)
             self._assert_remote_grad(remote_layer1, layer1, context_id)
 
 

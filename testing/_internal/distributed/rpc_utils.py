@@ -115,14 +115,10 @@ def generate_tests(
     module_name: str,
 ) -> dict[str, type]:
     """Return a test class for each suite, by name, that runs the suite over the agent
-    of ``mixin``.
+    whose fixture is ``mixin``. Its name is ``prefix`` and the suite's.
 
-    Args:
-        prefix: prepended to the suite's name to form the class's name.
-        mixin: the fixture of an agent.
-        tests: the suites.
-        module_name: ``__name__`` of the calling module, where ranks find the classes by
-            name. Add the result to its globals.
+    ``module_name`` is ``__name__`` of the calling module, where ranks find the classes
+    by name. Add the result to its globals.
 
     Raises:
         TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is not a

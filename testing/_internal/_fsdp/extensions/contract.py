@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
 from torch_ext.testing._internal._fsdp.extensions.errors import ContractError, together
@@ -36,6 +35,8 @@ _STEPS = 10
 # For tests that vary only the layout: enough to find a weight that is not updated.
 _FEW_STEPS = 3
 _BATCH = 2  # rows of input on each rank
+
+_Tolerances = tuple[float | None, float | None]  # rtol and atol
 
 _LOST = (
     "Its __torch_dispatch__ must wrap the outputs of the operations that FSDP, "
@@ -148,10 +149,8 @@ class FSDPExtensionContract(_FSDPTest):
         """Unsharded weights have ``param_dtype``, shards keep their type, and training
         is close to full precision.
         """
-        policy, tolerances = self._mixed_precision(), self._mixed_tolerances()
-        model = self._check_parity(
-            self.dim, steps=_FEW_STEPS, tolerances=tolerances, mp_policy=policy
-        )
+        policy = self._mixed_precision()
+        model = self._check_parity(self.dim, steps=_FEW_STEPS, mp_policy=policy)
         seen: list[torch.dtype] = []
         for module, _, _ in _parameters(model):
             module.register_forward_pre_hook(
@@ -205,13 +204,8 @@ class FSDPExtensionContract(_FSDPTest):
             together(lambda: self._check_restored(restored, trained))  # noqa: B023  # called at once
             for step in range(2):
                 inputs = self._inputs(dim, step)[self.rank]
-                outputs = [model(inputs) for model in (restored, trained)]
-                self._compare(
-                    outputs[0],
-                    outputs[1],
-                    "the output after loading a state dict",
-                    (0.0, 0.0),
-                )
+                what = "the output after loading a state dict"
+                self._compare(restored(inputs), trained(inputs), what, (0.0, 0.0))
 
     # What follows is not part of the interface.
 
@@ -222,11 +216,10 @@ class FSDPExtensionContract(_FSDPTest):
     def _dims(self) -> list[int]:
         return [self.dim] if self.uneven_dim is None else [self.dim, self.uneven_dim]
 
-    def _tolerances(self) -> tuple[float | None, float | None]:
+    def _tolerances(self, policy: MixedPrecisionPolicy | None = None) -> _Tolerances:
+        if policy is not None and policy.param_dtype is not None:
+            return self.mixed_precision_rtol, self.mixed_precision_atol
         return self.rtol, self.atol
-
-    def _mixed_tolerances(self) -> tuple[float | None, float | None]:
-        return self.mixed_precision_rtol, self.mixed_precision_atol
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
@@ -239,16 +232,11 @@ class FSDPExtensionContract(_FSDPTest):
         """
         torch.manual_seed(seed)
         hidden = 3 * dim if dim % 2 else 4 * dim
-        model = nn.Sequential(
-            *(
-                nn.Sequential(
-                    nn.Linear(dim, hidden, bias=False),
-                    nn.Tanh(),
-                    nn.Linear(hidden, dim, bias=False),
-                )
-                for _ in range(2)
-            )
-        )
+        model = nn.Sequential()
+        for _ in range(2):
+            widen = nn.Linear(dim, hidden, bias=False)
+            narrow = nn.Linear(hidden, dim, bias=False)
+            model.append(nn.Sequential(widen, nn.Tanh(), narrow))
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self._device)
         self.swap_weights(model)
@@ -266,9 +254,7 @@ class FSDPExtensionContract(_FSDPTest):
         unsharded.
         """
         model, reference = self._shard(self._whole(dim), **options), self._whole(dim)
-        self._check_hooks(
-            model, reference, options.get("mp_policy", MixedPrecisionPolicy())
-        )
+        self._check_hooks(model, reference, options.get("mp_policy"))
         return model, reference
 
     def _check_hooks(
@@ -277,10 +263,6 @@ class FSDPExtensionContract(_FSDPTest):
         reference: nn.Module,
         policy: MixedPrecisionPolicy | None = None,
     ) -> None:
-        policy = policy or MixedPrecisionPolicy()
-        tolerances = (
-            self._mixed_tolerances() if policy.param_dtype else self._tolerances()
-        )
         whole = dict(reference.named_parameters())
         for module, name, parameter in _parameters(model):
             HookCheck(
@@ -289,21 +271,17 @@ class FSDPExtensionContract(_FSDPTest):
                 whole=whole[name].detach(),
                 module=module,
                 mesh=_shard_mesh(parameter),
-                policy=policy,
+                policy=policy or MixedPrecisionPolicy(),
                 values=self.values,
-                tolerances=tolerances,
+                tolerances=self._tolerances(policy),
             ).run()
 
     def _check_parity(
-        self,
-        dim: int,
-        *,
-        steps: int = _STEPS,
-        tolerances: tuple[float | None, float | None] | None = None,
-        **options: Any,
+        self, dim: int, *, steps: int = _STEPS, **options: Any
     ) -> nn.Module:
         model, reference = self._sharded(dim, **options)
-        self._train_both(model, reference, dim, tolerances or self._tolerances(), steps)
+        tolerances = self._tolerances(options.get("mp_policy"))
+        self._train_both(model, reference, dim, tolerances, steps)
         return model
 
     def _train_both(
@@ -311,7 +289,7 @@ class FSDPExtensionContract(_FSDPTest):
         model: nn.Module,
         reference: nn.Module,
         dim: int,
-        tolerances: tuple[float | None, float | None],
+        tolerances: _Tolerances,
         steps: int,
     ) -> None:
         optimizers = [self._optimizer(each) for each in (model, reference)]
@@ -353,11 +331,7 @@ class FSDPExtensionContract(_FSDPTest):
     def _check_devices(self, model: nn.Module, kind: str, when: str) -> None:
         def check() -> None:
             for name, parameter in model.named_parameters():
-                shard = (
-                    parameter._local_tensor
-                    if isinstance(parameter, DTensor)
-                    else parameter
-                )
+                shard: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
                 parts = [shard, *inner_tensors(shard)]
                 if any(part.device.type != kind for part in parts):
                     raise ContractError(
@@ -374,7 +348,7 @@ class FSDPExtensionContract(_FSDPTest):
         model: nn.Module,
         reference: nn.Module,
         when: str,
-        tolerances: tuple[float | None, float | None],
+        tolerances: _Tolerances,
     ) -> None:
         whole = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
@@ -407,7 +381,7 @@ class FSDPExtensionContract(_FSDPTest):
         got: torch.Tensor,
         expected: torch.Tensor,
         what: str,
-        tolerances: tuple[float | None, float | None],
+        tolerances: _Tolerances,
     ) -> None:
         complaint = (
             f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. "
@@ -440,11 +414,8 @@ def _require_all_hooks(model: nn.Module) -> None:
 
 def _shard_mesh(parameter: Any) -> DeviceMesh:
     mesh: DeviceMesh = parameter.device_mesh
-    return (
-        mesh
-        if mesh.ndim == 1 or mesh.mesh_dim_names is None
-        else mesh[mesh.mesh_dim_names[-1]]
-    )
+    names = mesh.mesh_dim_names
+    return mesh if mesh.ndim == 1 or names is None else mesh[names[-1]]
 
 
 def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -25,7 +25,7 @@ def together(step: Callable[[], _Result]) -> _Result:
     """Run ``step`` on every rank and return its result. If it fails on one rank, fail
     on all.
 
-    A rank that failed alone would leave the others in their next collective until the
+    A rank that failed alone would leave its peers in their next collective until the
     time limit. Collective over the default group; ``step`` itself must not communicate.
 
     Raises:
@@ -36,16 +36,9 @@ def together(step: Callable[[], _Result]) -> _Result:
     try:
         result = step()
     except Exception as error:
-        failure = (
-            str(error)
-            if isinstance(error, ContractError)
-            else f"{type(error).__name__}: {error}"
-        )
-    failed = torch.tensor(
-        failure is not None,
-        device=device.rank_device(dist.get_rank()),
-        dtype=torch.int32,
-    )
+        kind = "" if isinstance(error, ContractError) else f"{type(error).__name__}: "
+        failure = f"{kind}{error}"
+    failed = torch.tensor(int(failure is not None), device=device.compute_device())
     # Most steps pass, and reducing one number is much cheaper than gathering messages.
     dist.all_reduce(failed)
     if failed.item():

@@ -79,25 +79,15 @@ class _Gather:
 
 @dataclass(frozen=True)
 class HookCheck:
-    """One weight to check.
+    """One weight to check."""
 
-    Attributes:
-        name: of the parameter, for messages.
-        local: this rank's shard, unpadded.
-        whole: the same weight, unsharded.
-        module: the module that owns the parameter.
-        mesh: the 1D mesh over which it is sharded.
-        policy: FSDP's mixed precision.
-        values: returns the plain tensors to compare in place of a tensor.
-        tolerances: ``(rtol, atol)`` of that comparison.
-    """
-
-    name: str
-    local: torch.Tensor
-    whole: torch.Tensor
-    module: nn.Module
-    mesh: DeviceMesh
+    name: str  # of the parameter, for messages
+    local: torch.Tensor  # this rank's shard, unpadded
+    whole: torch.Tensor  # the same weight, unsharded
+    module: nn.Module  # that owns the parameter
+    mesh: DeviceMesh  # 1D, over which the weight is sharded
     policy: MixedPrecisionPolicy
+    # Returns the plain tensors to compare, within (rtol, atol).
     values: Callable[[torch.Tensor], Sequence[torch.Tensor]]
     tolerances: tuple[float | None, float | None]
 
@@ -136,27 +126,22 @@ class HookCheck:
             f"{problem}"
         )
 
+    def _require(self, holds: bool, hook: str, problem: str) -> None:
+        if not holds:
+            raise self._error(hook, problem)
+
     def _call_pre(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         hook = getattr(self.local, PRE)
         count = len(inspect.signature(hook).parameters)
-        if count not in (1, 5):
-            raise self._error(
-                PRE,
-                f"takes {count} arguments, expected 1 (mesh) or 5. Define "
-                f"{_PRE_SIGNATURE}.",
-            )
+        problem = f"takes {count} arguments, expected 1 (mesh) or 5"
+        self._require(count in (1, 5), PRE, f"{problem}. Define {_PRE_SIGNATURE}.")
         stride = torch.empty(self.whole.shape, device="meta").stride()
-        further = (
-            (self.whole.size(), stride, self.module, self.policy) if count == 5 else ()
-        )
+        args = (self.mesh, self.whole.size(), stride, self.module, self.policy)
         with ScribbledEmpty():
-            answer = self._call(hook, PRE, self.mesh, *further)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise self._error(
-                PRE,
-                f"returned {_kind(answer)}, expected a pair. Return "
-                "(all_gather_inputs, metadata).",
-            )
+            answer = self._call(hook, PRE, *args[:count])
+        problem = f"returned {_kind(answer)}, expected a pair. Return "
+        is_pair = isinstance(answer, tuple) and len(answer) == 2
+        self._require(is_pair, PRE, f"{problem}(all_gather_inputs, metadata).")
         inputs, metadata = answer
         self._check_tensors(PRE, inputs, "all_gather_inputs", at_least=1)
         for index, each in enumerate(inputs):
@@ -174,37 +159,22 @@ class HookCheck:
             ) from error
 
     def _check_tensors(self, hook: str, found: Any, what: str, at_least: int) -> None:
-        if not isinstance(found, (tuple, list)):
-            raise self._error(
-                hook,
-                f"returned {_kind(found)} as {what}, expected a tuple. Return "
-                "(tensor,) for one.",
-            )
-        if len(found) < at_least:
-            raise self._error(
-                hook, f"returned no {what}, expected at least {at_least}."
-            )
+        problem = f"returned {_kind(found)} as {what}, expected a tuple. Return "
+        is_list = isinstance(found, (tuple, list))
+        self._require(is_list, hook, f"{problem}(tensor,) for one.")
+        problem = f"returned no {what}, expected at least {at_least}."
+        self._require(len(found) >= at_least, hook, problem)
         for index, each in enumerate(found):
-            if type(each) is not torch.Tensor:
-                raise self._error(
-                    hook,
-                    f"returned {_kind(each)} as {what}[{index}], expected a plain "
-                    "tensor. Return inner tensors.",
-                )
+            problem = f"returned {_kind(each)} as {what}[{index}], expected a plain "
+            is_plain = type(each) is torch.Tensor
+            self._require(is_plain, hook, f"{problem}tensor. Return inner tensors.")
 
     def _check_input(self, index: int, each: torch.Tensor) -> None:
-        if each.device.type != self.local.device.type:
-            raise self._error(
-                PRE,
-                f"returned all_gather_inputs[{index}] on {each.device}, expected "
-                f"{self.local.device}. Move it there.",
-            )
-        if not each.is_contiguous():
-            raise self._error(
-                PRE,
-                f"returned all_gather_inputs[{index}] that is not contiguous. Call "
-                "contiguous().",
-            )
+        returned, wanted = f"returned all_gather_inputs[{index}]", self.local.device
+        problem = f"{returned} on {each.device}, expected {wanted}. Move it there."
+        self._require(each.device.type == wanted.type, PRE, problem)
+        problem = f"{returned} that is not contiguous. Call contiguous()."
+        self._require(each.is_contiguous(), PRE, problem)
 
     def _check_ranks_agree(self, inputs: tuple[torch.Tensor, ...]) -> None:
         """Check what an all-gather requires: the same number of tensors, sizes and
@@ -213,24 +183,15 @@ class HookCheck:
         mine = [(tuple(each.shape), str(each.dtype)) for each in inputs]
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
-        uneven = self.whole.size(0) % self.mesh.size() != 0
-        odd = next(
-            (rank for rank, theirs in enumerate(found) if theirs != found[0]), None
-        )
-        if odd is not None:
-            padded = "x".join(map(str, self._padded_size))
-            remedy = (
-                f"The first dimension shards unevenly: pad the shard to {padded} at "
-                "its end, on every rank."
-                if uneven
-                else "Return the same number of tensors, sizes and types whatever the "
-                "rank."
-            )
-            raise self._error(
-                PRE,
-                f"returned {_sizes(found[odd])} on rank {odd} but {_sizes(found[0])} "
-                f"on rank 0. {remedy}",
-            )
+        padded = "x".join(map(str, self._padded_size))
+        remedy = "Return the same number of tensors, sizes and types whatever the rank."
+        if self.whole.size(0) % self.mesh.size():
+            remedy = "The first dimension shards unevenly: pad the shard to "
+            remedy += f"{padded} at its end, on every rank."
+        for rank, theirs in enumerate(found):
+            problem = f"returned {_sizes(theirs)} on rank {rank} but "
+            problem += f"{_sizes(found[0])} on rank 0. {remedy}"
+            self._require(theirs == found[0], PRE, problem)
         together(lambda: self._check_padded(inputs))
 
     def _check_padded(self, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -238,17 +199,14 @@ class HookCheck:
         # takes the outer size.
         if len(inspect.signature(getattr(self.local, PRE)).parameters) != 5:
             return
-        if self.local.size() != self._padded_size and any(
-            each.size() != self._padded_size for each in inputs
-        ):
-            sizes = [tuple(each.size()) for each in inputs]
-            raise self._error(
-                PRE,
-                f"returned tensors of sizes {sizes}, expected "
-                f"{tuple(self._padded_size)} each, because this rank's "
-                f"shard has {self.local.size(0)} rows. Pad to ceil(outer_size[0] / "
-                "mesh.size()) rows at the end.",
-            )
+        padded, sizes = self._padded_size, [tuple(each.size()) for each in inputs]
+        self._require(
+            self.local.size() == padded or all(size == padded for size in sizes),
+            PRE,
+            f"returned tensors of sizes {sizes}, expected {tuple(padded)} each, "
+            f"because this rank's shard has {self.local.size(0)} rows. Pad to "
+            "ceil(outer_size[0] / mesh.size()) rows at the end.",
+        )
 
     def _gather(self, inputs: tuple[torch.Tensor, ...], metadata: Any) -> _Gather:
         ranks = self.mesh.size()
@@ -274,20 +232,16 @@ class HookCheck:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         with ScribbledEmpty():
             answer = self._call_post(gather.outputs, gather.metadata)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise self._error(
-                POST,
-                f"returned {_kind(answer)} when called without out, expected a pair. "
-                "Return (unsharded tensor, "
-                "tensors whose memory FSDP frees with it).",
-            )
+        self._require(
+            isinstance(answer, tuple) and len(answer) == 2,
+            POST,
+            f"returned {_kind(answer)} when called without out, expected a pair. "
+            "Return (unsharded tensor, tensors whose memory FSDP frees with it).",
+        )
         unsharded, also_freed = answer
-        if not isinstance(unsharded, torch.Tensor):
-            raise self._error(
-                POST,
-                f"returned {_kind(unsharded)} as the unsharded tensor, expected a "
-                "tensor.",
-            )
+        problem = f"returned {_kind(unsharded)} as the unsharded tensor, expected a "
+        is_tensor = isinstance(unsharded, torch.Tensor)
+        self._require(is_tensor, POST, f"{problem}tensor.")
         self._check_tensors(POST, also_freed, "tensors to free", at_least=0)
         return self._in_whole_size(unsharded), tuple(also_freed)
 
@@ -303,31 +257,23 @@ class HookCheck:
 
     def _in_whole_size(self, unsharded: torch.Tensor) -> torch.Tensor:
         size = self.whole.size()
-        if unsharded.dtype != self._dtype:
-            raise self._error(
-                POST,
-                f"returned {unsharded.dtype}, expected param_dtype {self._dtype}. "
-                "Cast the result to param_dtype.",
-            )
-        if (
-            unsharded.ndim != len(size)
-            or unsharded.shape[1:] != size[1:]
-            or unsharded.size(0) < size[0]
-        ):
-            raise self._error(
-                POST,
-                f"returned size {tuple(unsharded.shape)}, expected {tuple(size)} (or "
-                "more rows of padding at the end). "
-                "all_gather_outputs hold the ranks' inputs, concatenated along "
-                "dimension 0.",
-            )
+        self._require(
+            unsharded.dtype == self._dtype,
+            POST,
+            f"returned {unsharded.dtype}, expected param_dtype {self._dtype}. "
+            "Cast the result to param_dtype.",
+        )
+        found = unsharded.shape
+        self._require(
+            len(found) == len(size) and found[1:] == size[1:] and found[0] >= size[0],
+            POST,
+            f"returned size {tuple(found)}, expected {tuple(size)} (or more rows of "
+            "padding at the end). all_gather_outputs hold the ranks' inputs, "
+            "concatenated along dimension 0.",
+        )
         try:
-            return torch.as_strided(
-                unsharded,
-                size,
-                torch.empty(size, device="meta").stride(),
-                storage_offset=0,
-            )
+            stride = torch.empty(size, device="meta").stride()
+            return torch.as_strided(unsharded, size, stride, storage_offset=0)
         except Exception as error:
             raise self._error(
                 POST,
@@ -345,11 +291,8 @@ class HookCheck:
         found = self._error(
             POST, f"is not equal after the round trip of {when}. {remedy}"
         )
-        whole = (
-            self.whole
-            if self.whole.dtype == self._dtype
-            else self.whole.to(self._dtype)
-        )
+        same = self.whole.dtype == self._dtype
+        whole = self.whole if same else self.whole.to(self._dtype)
         check_close(
             self.values(unsharded),
             self.values(whole.detach()),
@@ -361,13 +304,13 @@ class HookCheck:
         self, unsharded: torch.Tensor, freed: Sequence[torch.Tensor]
     ) -> None:
         staying = storage_keys(_parts(unsharded)) - storage_keys(freed)
-        if staying:
-            raise self._error(
-                POST,
-                f"keeps {len(staying)} tensor(s) of the unsharded weight in memory "
-                "after resharding. Return every new "
-                "tensor that the result is made of in the second place of the pair.",
-            )
+        self._require(
+            not staying,
+            POST,
+            f"keeps {len(staying)} tensor(s) of the unsharded weight in memory after "
+            "resharding. Return every new tensor that the result is made of in the "
+            "second place of the pair.",
+        )
 
     def _check_out(
         self,
@@ -396,31 +339,25 @@ class HookCheck:
             ) from None
 
     def _check_version(self, writes: int) -> None:
-        if writes:
-            raise self._error(
-                POST,
-                f"wrote into out {writes} time(s) in sight of autograd, so that "
-                "backward would refuse the weight that "
-                "forward saved. Write under "
-                "torch.autograd._unsafe_preserve_version_counter(out).",
-            )
+        self._require(
+            not writes,
+            POST,
+            f"wrote into out {writes} time(s) in sight of autograd, so that backward "
+            "would refuse the weight that forward saved. Write under "
+            "torch.autograd._unsafe_preserve_version_counter(out).",
+        )
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     try:
         return inner_tensors(tensor)
-    except (
-        ContractError
-    ):  # it has no __tensor_flatten__; the test class overrides values()
+    except ContractError:  # without __tensor_flatten__, where values() is overridden
         return []
 
 
 def _advice(error: Exception) -> str:
-    return (
-        " Decorate the hook with torch.no_grad()."
-        if "leaf Variable" in str(error)
-        else ""
-    )
+    is_leaf = "leaf Variable" in str(error)
+    return " Decorate the hook with torch.no_grad()." if is_leaf else ""
 
 
 def _kind(value: object) -> str:

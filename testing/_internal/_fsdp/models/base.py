@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,8 @@ class FSDPTestModel(nn.Module, ABC):
 
     @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass of ``loss``, and any gradient reduction that the
-        wrapper does not do.
+        """Run the backward pass, and any gradient reduction that the wrapper does not
+        do.
         """
 
     @staticmethod
@@ -107,8 +107,8 @@ def init_by_mode(
     device_init_mode: DEVICEInitMode,
     fsdp_kwargs: dict[str, Any] | None,
 ) -> nn.Module:
-    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if that comes
-    after wrapping.
+    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if
+    ``device_init_mode`` is ``DEVICE_AFTER``.
 
     Raises:
         ValueError: the mode is not a :class:`FSDPInitMode`.
@@ -118,13 +118,8 @@ def init_by_mode(
     if fsdp_init_mode == FSDPInitMode.RECURSIVE:
         model = build(True, dict(fsdp_kwargs or {}))
         return _move_to_device(model, device_init_mode == DEVICEInitMode.DEVICE_AFTER)
-    unsupported_mode(fsdp_init_mode)
-
-
-def unsupported_mode(mode: object) -> NoReturn:
-    """Raise the error for a mode that is not a :class:`FSDPInitMode`."""
     raise ValueError(
-        f"Unsupported FSDP init mode: {mode}. Pass one of "
+        f"Unsupported FSDP init mode: {fsdp_init_mode}. Pass one of "
         f"{', '.join(map(str, FSDPInitMode))}."
     )
 

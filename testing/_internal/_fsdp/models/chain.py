@@ -25,12 +25,7 @@ class Chain(nn.Module):
 
     Its six parameters have 12, 4, 12, 3, 6 and 2 elements. As one flat parameter over
     two ranks, each rank holds several, and they share ``b.weight``. All instances of a
-    seed are equal. Shapes: ``(N, 3)`` to ``(N, 2)``.
-
-    Args:
-        wrap: wraps each layer.
-        device: where the layers are made.
-        seed: of the weights.
+    seed are equal. ``wrap`` wraps each layer. Shapes: ``(N, 3)`` to ``(N, 2)``.
     """
 
     LAYERS = ("a", "b", "c")
@@ -66,14 +61,9 @@ class Chain(nn.Module):
         rows.
         """
         generator = torch.Generator().manual_seed(100 + step)
-        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator).to(
-            device
-        )
-        return (
-            rows
-            if rank is None
-            else rows[ROWS_PER_RANK * rank : ROWS_PER_RANK * (rank + 1)]
-        )
+        rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator)
+        own = rows if rank is None else rows.split(ROWS_PER_RANK)[rank]
+        return own.to(device)
 
 
 def own_slices(
@@ -108,10 +98,6 @@ def shards_of(
     """Return the elements of each tensor that ``rank`` holds if all are sharded as one,
     flat.
     """
-    slices = own_slices(
-        {name: tensor.numel() for name, tensor in tensors.items()}, rank, world_size
-    )
-    return {
-        name: tensor.detach().reshape(-1)[slices[name]]
-        for name, tensor in tensors.items()
-    }
+    numels = {name: tensor.numel() for name, tensor in tensors.items()}
+    slices = own_slices(numels, rank, world_size)
+    return {n: tensor.detach().flatten()[slices[n]] for n, tensor in tensors.items()}

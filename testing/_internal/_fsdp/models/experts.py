@@ -119,9 +119,6 @@ class MixtureOfExperts(NestedWrappedModule):
     ) -> nn.Module:
         """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
         not the root.
-
-        Raises:
-            ValueError: the mode is not a :class:`FSDPInitMode`.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
@@ -138,5 +135,5 @@ class MixtureOfExperts(NestedWrappedModule):
 
 
 def _own_group() -> dist.ProcessGroup:
-    # Each rank creates a different group, so it must not wait for the others.
+    # Each rank creates a different group, so it must not wait for its peers.
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -68,15 +68,7 @@ class NestedWrappedModule(FSDPTestModel):
     first and the last are not.
 
     Shapes: ``(4, 8)`` in and out. The input differs by rank. The loss is the sum of the
-        output.
-
-    Args:
-        group: the process group.
-        wrap_fsdp: wrap the inner layers.
-        device_init_mode: ``DEVICE_BEFORE`` moves each layer to the device before it is
-            wrapped.
-        deterministic: give every instance the same weights.
-        fsdp_kwargs: for every FSDP constructor.
+        output. With ``deterministic`` all instances have the same weights.
     """
 
     def __init__(
@@ -129,11 +121,8 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model. Each class decides what ``RECURSIVE`` wraps; most leave the
-        root to the caller.
-
-        Raises:
-            ValueError: the mode is not a :class:`FSDPInitMode`.
+        """Return the model. Each class decides which modules ``RECURSIVE`` wraps; most
+        leave the root to the caller.
         """
 
         def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:

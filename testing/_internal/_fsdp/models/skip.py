@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp.wrap import wrap
@@ -19,9 +17,9 @@ def _linear() -> nn.Linear:
     return nn.Linear(_WIDTH, _WIDTH, bias=False)
 
 
-def _wrap(module: nn.Module, **kwargs: Any) -> nn.Module:
+def _wrap(module: nn.Module) -> nn.Module:
     """Wrap ``module`` if ``enable_wrap`` is active."""
-    return wrap(module, **device.with_compute_device(kwargs))
+    return wrap(module, **device.with_compute_device({}))
 
 
 class SkipModule(nn.Module):

@@ -111,20 +111,10 @@ class TransformerWithSharedParams(FSDPTestModel):
         add_bn: bool = True,
     ) -> nn.Module | FSDP:
         """Return a transformer. ``RECURSIVE`` wraps its encoder and decoder layers and
-        the root.
+        the root, unless ``fsdp_kwargs`` has another ``auto_wrap_policy``.
 
-        Args:
-            group: the process group. For hybrid sharding a pair, whose first group is
-                the model's.
-            fsdp_init_mode: what to wrap.
-            device_init_mode: when to move to the device.
-            fsdp_kwargs: for FSDP's constructor; an ``auto_wrap_policy`` here replaces
-                the default one.
-            deterministic: the same weights in every instance, and evaluation mode.
-            add_bn: add a batch norm after the target embeddings.
-
-        Raises:
-            ValueError: the mode is not a :class:`FSDPInitMode`.
+        For hybrid sharding ``group`` may be a pair, whose first group is the model's.
+        ``add_bn`` adds a batch norm after the target embeddings.
         """
         own_group = group[0] if isinstance(group, tuple) else group
 

@@ -88,10 +88,7 @@ def build_tree(
     dtype: torch.dtype = _DTYPE,
 ) -> nn.Module:
     """Return the model that ``tree`` describes, on ``device``. The same seed gives the
-    same weights.
-
-    Args:
-        wrap: wraps every part that is to be wrapped, innermost first, and the root.
+    same weights. ``wrap`` wraps the root and each ``wrapped`` part, innermost first.
     """
     torch.manual_seed(seed)
     make = functools.partial(nn.Linear, dtype=dtype)
@@ -128,11 +125,8 @@ def train_tree(
     for each step.
 
     If ranks have equal numbers of rows, averaged gradients are those of the whole
-    batch.
-
-    Args:
-        accumulate: if given, every other step only accumulates gradients, inside this
-            context.
+    batch. If ``accumulate`` is given, every other step only accumulates gradients,
+    inside that context.
     """
     # A wrong scale of gradients changes Adam's steps only through eps, so the default
     # would hide it.

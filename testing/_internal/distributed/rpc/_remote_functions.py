@@ -155,7 +155,7 @@ _arrivals: set[tuple[int, int]] = set()
 
 
 def note_arrival(turn: int, rank: int) -> None:
-    """Note on this worker that ``rank`` has come to the barrier of ``turn``."""
+    """Note on this worker that ``rank`` reached the barrier of ``turn``."""
     _arrivals.add((turn, rank))
 
 

@@ -160,8 +160,8 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         # others.
         count = 3 * rpc.constants.DEFAULT_NUM_WORKER_THREADS
         futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
-        # A call is answered only while a thread is free. Each answer tells how many
-        # calls have arrived.
+        # A call is answered only while a thread is free. Each answer is the number
+        # of calls that have arrived.
         while rpc.rpc_sync(self.peer(), count_waiting) < count:
             pass
         self.assertFalse(any(future.done() for future in futures))

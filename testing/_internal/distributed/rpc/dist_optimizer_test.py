@@ -89,12 +89,8 @@ class DistOptimizerTest(RpcAgentTestFixture):
     def _backward(
         self, layers: list[rpc.RRef[Layer]], x: Tensor, context_id: int
     ) -> None:
-        out = (
-            layers[1]
-            .rpc_async()
-            .forward(layers[0].rpc_async().forward(x).wait())
-            .wait()
-        )
+        hidden = layers[0].rpc_async().forward(x).wait()
+        out = layers[1].rpc_async().forward(hidden).wait()
         dist_autograd.backward(context_id, [out.sum()])
 
     @dist_init
@@ -113,11 +109,8 @@ class DistOptimizerTest(RpcAgentTestFixture):
                     local[1].forward(local[0].forward(x)).sum().backward()
                     reference.step()
                     for there, here in zip(remote, local, strict=True):
-                        self.assertEqual(
-                            there.rpc_sync().value(),
-                            here.value(),
-                            msg=f"{name}, step {step}",
-                        )
+                        value = there.rpc_sync().value()
+                        self.assertEqual(value, here.value(), msg=f"step {step}")
 
     @dist_init
     def test_step_changes_every_parameter(self) -> None:
@@ -135,9 +128,8 @@ class DistOptimizerTest(RpcAgentTestFixture):
         optimizer = self._optimizer(optim.SGD, [used, unused], lr=0.1)
         before = unused.rpc_sync().value()
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(
-                context_id, [used.rpc_sync().forward(torch.ones((3, 2))).sum()]
-            )
+            loss = used.rpc_sync().forward(torch.ones((3, 2))).sum()
+            dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
         self.assertEqual(unused.rpc_sync().value(), before)
 
@@ -161,9 +153,8 @@ class DistOptimizerTest(RpcAgentTestFixture):
         optimizer = self._optimizer(optim.SGD, layers, lr=0.1)
         with dist_autograd.context() as context_id:
             self._backward(layers, torch.ones((3, 2)), context_id)
-        with self.assertRaisesRegex(
-            RuntimeError, "Could not find autograd context with id"
-        ):
+        why = "Could not find autograd context with id"
+        with self.assertRaisesRegex(RuntimeError, why):
             optimizer.step(context_id)
 
     @dist_init

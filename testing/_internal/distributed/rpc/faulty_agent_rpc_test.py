@@ -51,6 +51,16 @@ ANSWER = torch.full((2,), 2.0)
 DELAY_S = 0.4
 LIMIT_S = 0.05
 
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def lost(message: str) -> Callable[..., Any]:
+    return dist_init(faulty_messages=[message], messages_to_delay={})
+
+
+def late(message: str) -> Callable[..., Any]:
+    return dist_init(faulty_messages=[], messages_to_delay={message: DELAY_S})
+
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
     """Messages that torch resends survive loss. Losing any other is an error, and so is
@@ -96,7 +106,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         )
         private.delete_unforked_rrefs()
 
-    @dist_init(faulty_messages=["RREF_USER_DELETE"], messages_to_delay={})
+    @lost("RREF_USER_DELETE")
     def test_lost_goodbye_of_a_user_still_frees_the_value(self) -> None:
         if self.rank != 0:
             return
@@ -108,37 +118,35 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
     # Lost messages that torch does not resend.
 
-    def _test_creation_lost(
-        self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: str
-    ) -> None:
+    def _test_creation_lost(self, call: _Call, to: int) -> None:
         if self.rank != 0:
             return
         function, args = call
-        rref = rpc.remote(to, function, args=args)
+        rref = rpc.remote(worker_name(to), function, args=args)
         wait_until_pending_futures_and_users_flushed()
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
             rref.to_here()
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
-            rpc.rpc_async(to, remote.add_to_rref, args=(rref, 1))
+            rpc.rpc_async(worker_name(to), remote.add_to_rref, args=(rref, 1))
 
-    @dist_init(faulty_messages=["SCRIPT_REMOTE_CALL"], messages_to_delay={})
+    @lost("SCRIPT_REMOTE_CALL")
     def test_lost_creation_by_an_operator(self) -> None:
-        self._test_creation_lost(OPERATOR, worker_name(1))
+        self._test_creation_lost(OPERATOR, 1)
 
-    @dist_init(faulty_messages=["PYTHON_REMOTE_CALL"], messages_to_delay={})
+    @lost("PYTHON_REMOTE_CALL")
     def test_lost_creation_by_a_python_function(self) -> None:
-        self._test_creation_lost(PYTHON, worker_name(1))
+        self._test_creation_lost(PYTHON, 1)
 
-    @dist_init(faulty_messages=["SCRIPT_REMOTE_CALL"], messages_to_delay={})
+    @lost("SCRIPT_REMOTE_CALL")
     def test_lost_creation_by_an_operator_on_this_worker(self) -> None:
-        self._test_creation_lost(OPERATOR, worker_name(0))
+        self._test_creation_lost(OPERATOR, 0)
 
-    @dist_init(faulty_messages=["PYTHON_REMOTE_CALL"], messages_to_delay={})
+    @lost("PYTHON_REMOTE_CALL")
     def test_lost_creation_by_a_python_function_on_this_worker(self) -> None:
-        self._test_creation_lost(PYTHON, worker_name(0))
+        self._test_creation_lost(PYTHON, 0)
 
     # Not PYTHON_CALL, which shutdown needs as well.
-    @dist_init(faulty_messages=["SCRIPT_CALL"], messages_to_delay={})
+    @lost("SCRIPT_CALL")
     def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
         function, args = OPERATOR
         # The agent's message quotes the dropped payload raw, which Python cannot always
@@ -148,19 +156,19 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
     # Late messages.
 
-    def _test_creation_late(
-        self, call: tuple[Callable[..., Any], tuple[Any, ...]], to: int
-    ) -> None:
+    def _times_out(self) -> Any:
+        return self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex())
+
+    def _test_creation_late(self, call: _Call, to: int) -> None:
         if self.rank == 0:
             function, args = call
-            self._check_creation_late(
-                rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S), to
-            )
+            rref = rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S)
+            self._check_creation_late(rref, to)
 
     def _check_creation_late(
         self, rref: rpc.RRef[Any], to: int, owners: int = 1
     ) -> None:
-        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+        with self._times_out():
             rref._get_future().wait()
         wait_until_pending_futures_and_users_flushed()
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
@@ -170,65 +178,61 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             # owner.
             wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
+    @late("SCRIPT_REMOTE_CALL")
     def test_late_creation_by_an_operator(self) -> None:
         self._test_creation_late(OPERATOR, 1)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_REMOTE_CALL": DELAY_S})
+    @late("SCRIPT_REMOTE_CALL")
     def test_late_creation_by_a_scripted_function(self) -> None:
         self._test_creation_late(SCRIPTED, 1)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    @late("PYTHON_REMOTE_CALL")
     def test_late_creation_by_a_python_function(self) -> None:
         self._test_creation_late(PYTHON, 1)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    @late("PYTHON_REMOTE_CALL")
     def test_late_creation_on_this_worker(self) -> None:
         self._test_creation_late(PYTHON, 0)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_REMOTE_CALL": DELAY_S})
+    @late("PYTHON_REMOTE_CALL")
     def test_late_creation_through_a_proxy(self) -> None:
         if self.rank == 0:
             rref = rpc.remote(worker_name(1), remote.Accumulator, args=(2,))
             self.assertEqual(rref.rpc_sync().value(), torch.tensor(2.0))
-            self._check_creation_late(
-                rref.remote(timeout=LIMIT_S).value(), to=1, owners=2
-            )
+            value = rref.remote(timeout=LIMIT_S).value()
+            self._check_creation_late(value, to=1, owners=2)
 
-    @dist_init(
-        faulty_messages=[], messages_to_delay={"SCRIPT_RREF_FETCH_CALL": DELAY_S}
-    )
+    @late("SCRIPT_RREF_FETCH_CALL")
     def test_late_fetch_can_be_tried_again(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
-        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+        with self._times_out():
             rref.to_here(timeout=LIMIT_S)
         self.assertEqual(rref.to_here(), ANSWER)
 
-    def _test_call_late(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+    def _test_call_late(self, call: _Call) -> None:
         function, args = call
         for limit in ({"timeout": LIMIT_S}, {}):
             if not limit:
                 private.set_rpc_timeout(LIMIT_S)
-            with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            with self._times_out():
                 rpc.rpc_sync(self.peer(), function, args=args, **limit)
-            with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
+            with self._times_out():
                 rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
         # No limit at all, although the default is too short.
-        self.assertEqual(
-            rpc.rpc_sync(self.peer(), function, args=args, timeout=0), ANSWER
-        )
+        unlimited = rpc.rpc_sync(self.peer(), function, args=args, timeout=0)
         private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
-        self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
+        by_default = rpc.rpc_sync(self.peer(), function, args=args)
+        self.assertEqual((unlimited, by_default), (ANSWER, ANSWER))
 
-    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_CALL": DELAY_S})
+    @late("SCRIPT_CALL")
     def test_late_call_of_an_operator(self) -> None:
         self._test_call_late(OPERATOR)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"SCRIPT_CALL": DELAY_S})
+    @late("SCRIPT_CALL")
     def test_late_call_of_a_scripted_function(self) -> None:
         self._test_call_late(SCRIPTED)
 
-    @dist_init(faulty_messages=[], messages_to_delay={"PYTHON_CALL": DELAY_S})
+    @late("PYTHON_CALL")
     def test_late_call_of_a_python_function(self) -> None:
         self._test_call_late(PYTHON)
 
@@ -240,7 +244,7 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
 
     world_size = 3
 
-    @dist_init(faulty_messages=["CLEANUP_AUTOGRAD_CONTEXT_REQ"], messages_to_delay={})
+    @lost("CLEANUP_AUTOGRAD_CONTEXT_REQ")
     def test_context_cleanup_survives_lost_messages(self) -> None:
         a, b = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
         others = [self.peer(1), self.peer(2)]

@@ -1,5 +1,5 @@
-"""What the profiler records of calls: the caller's side, with the names of both
-workers, and the callee's, sent back.
+"""The profiler's record of calls: the caller's side, with the names of both workers,
+and the callee's, sent back.
 
 Only the profiler of ``torch.autograd.profiler_legacy`` includes the work of other
 workers in the caller's profile. With the default one (Kineto), torch warns that the
@@ -24,6 +24,8 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
 
+ONES = (torch.ones(3), torch.ones(3))
+
 
 def marked_multiply(a: Tensor, b: Tensor) -> Tensor:
     with profiler.record_function("the worker's own block"):
@@ -36,7 +38,7 @@ def multiply_elsewhere(to: str, a: Tensor, b: Tensor) -> torch.futures.Future[Te
 
 
 class ProfilerTest(RpcAgentTestFixture):
-    """Worker 0 profiles; the others serve."""
+    """Each worker profiles its calls of the next one."""
 
     world_size = 3
 
@@ -53,46 +55,33 @@ class ProfilerTest(RpcAgentTestFixture):
             ):
                 with self.subTest(f"{mode} {name}"):
                     with profiler_legacy.profile() as profile:
-                        call(mode, self.peer(), function, torch.ones(3), torch.ones(3))
+                        call(mode, self.peer(), function, *ONES)
                     events = profile.function_events
                     opening = f"{mode}#{name}{self._way}"
                     own = get_function_event(events, opening)
-                    self.assertEqual(
-                        (own.name, own.node_id, own.is_remote),
-                        (opening, self.rank, False),
-                    )
-                    there = get_function_event(
-                        events, f"{opening}#remote_op: aten::mul"
-                    )
-                    self.assertEqual(
-                        (there.node_id, there.is_remote),
-                        ((self.rank + 1) % self.world_size, True),
-                    )
+                    seen = (own.name, own.node_id, own.is_remote)
+                    self.assertEqual(seen, (opening, self.rank, False))
+                    remote_mul = f"{opening}#remote_op: aten::mul"
+                    there = get_function_event(events, remote_mul)
+                    after = (self.rank + 1) % self.world_size
+                    self.assertEqual((there.node_id, there.is_remote), (after, True))
 
     @dist_init
     def test_remote_shows_the_creation_and_the_fetch(self) -> None:
         # The callee's work is not compared: torch sends it separately from the result,
         # and the profile may end in between.
         with profiler_legacy.profile() as profile:
-            rref = rpc.remote(
-                self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3))
-            )
+            rref = rpc.remote(self.peer(), marked_multiply, args=ONES)
             rref._get_profiling_future().wait()
             rref.to_here()
-        get_function_event(
-            profile.function_events, f"rpc_remote#marked_multiply{self._way}"
-        )
-        get_function_event(
-            profile.function_events,
-            f"to_here#({worker_name(self.rank)})->({self.peer()})",
-        )
+        fetch = f"to_here#({worker_name(self.rank)})->({self.peer()})"
+        for name in (f"rpc_remote#marked_multiply{self._way}", fetch):
+            get_function_event(profile.function_events, name)
 
     @dist_init
     def test_blocks_that_the_callee_names_are_shown_as_its_own(self) -> None:
         with profiler_legacy.profile() as profile:
-            rpc.rpc_sync(
-                self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3))
-            )
+            rpc.rpc_sync(self.peer(), marked_multiply, args=ONES)
         block = get_function_event(profile.function_events, "the worker's own block")
         opening = f"rpc_sync#marked_multiply{self._way}"
         self.assertEqual(block.name, f"{opening}#remote_op: the worker's own block")
@@ -101,40 +90,31 @@ class ProfilerTest(RpcAgentTestFixture):
     @dist_init
     def test_work_that_was_passed_on_shows_the_whole_way(self) -> None:
         with profiler_legacy.profile() as profile:
-            rpc.rpc_sync(
-                self.peer(),
-                multiply_elsewhere,
-                args=(self.peer(2), torch.ones(3), torch.ones(3)),
-            )
+            call("rpc_sync", self.peer(), multiply_elsewhere, self.peer(2), *ONES)
         first = f"rpc_sync#multiply_elsewhere{self._way}"
         second = f"rpc_async#marked_multiply({self.peer()} -> {self.peer(2)})"
-        last = get_function_event(
-            profile.function_events, f"{first}#remote_op: {second}#remote_op: aten::mul"
-        )
+        whole = f"{first}#remote_op: {second}#remote_op: aten::mul"
+        last = get_function_event(profile.function_events, whole)
         self.assertEqual(last.node_id, (self.rank + 2) % self.world_size)
 
     @dist_init
     def test_only_the_calls_of_the_block_are_profiled(self) -> None:
         with profiler_legacy.profile() as profile:
             torch.ones(3)
-        rpc.rpc_sync(self.peer(), marked_multiply, args=(torch.ones(3), torch.ones(3)))
+        rpc.rpc_sync(self.peer(), marked_multiply, args=ONES)
         names = [event.name for event in profile.function_events]
         self.assertIn("aten::ones", names)
         self.assertFalse([name for name in names if "rpc" in name])
 
     @dist_init
     def test_the_backward_of_a_call_is_profiled_on_the_callers_side(self) -> None:
-        a = torch.ones(3, requires_grad=True)
+        a, two = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(
-                self.peer(), marked_multiply, args=(a, torch.full((3,), 2.0))
-            )
+            product = rpc.rpc_sync(self.peer(), marked_multiply, args=(a, two))
             with profiler.profile() as profile:
                 dist_autograd.backward(context_id, [product.sum()])
             for name in ("backward", "RecvRpcBackward", "SendRpcBackward"):
                 get_function_event(
                     profile.function_events, f"torch::distributed::autograd::{name}"
                 )
-            self.assertEqual(
-                dist_autograd.get_gradients(context_id)[a], torch.full((3,), 2.0)
-            )
+            self.assertEqual(dist_autograd.get_gradients(context_id)[a], two)

@@ -1,6 +1,4 @@
-"""What an RPC suite needs to know of its agent, so that one suite serves
-every agent.
-"""
+"""The interface between RPC suites and agents: one suite serves every agent."""
 
 from __future__ import annotations
 
@@ -119,10 +117,7 @@ class RpcAgentTestFixture(_MixedInLater):
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
         """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.
-
-        Args:
-            name: of the worker; ``worker_name`` of its rank by default.
-            options: attributes to set on the fixture's ``rpc_backend_options``.
+        ``options`` are attributes to set on the fixture's ``rpc_backend_options``.
         """
         backend_options = self.rpc_backend_options
         for key, value in options.items():

@@ -43,10 +43,8 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         for rank in range(self.world_size):
             self.assertEqual(rpc.get_worker_info(worker_name(rank)).id, rank)
         infos = private.api._get_current_rpc_agent().get_worker_infos()
-        self.assertEqual(
-            {(info.name, info.id) for info in infos},
-            {(worker_name(r), r) for r in range(self.world_size)},
-        )
+        wanted = {(worker_name(rank), rank) for rank in range(self.world_size)}
+        self.assertEqual({(info.name, info.id) for info in infos}, wanted)
         with self.assertRaisesRegex(RuntimeError, "nobody"):
             rpc.get_worker_info("nobody")
 
@@ -96,20 +94,17 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_options_must_fit_the_backend(self) -> None:
-        with self.assertRaisesRegex(TypeError, "rpc_backend_options"):
-            rpc.init_rpc(
-                worker_name(self.rank),
-                rank=self.rank,
-                world_size=self.world_size,
-                rpc_backend_options="none",
-            )
-        with self.assertRaisesRegex(TypeError, "BackendType"):
-            rpc.init_rpc(
-                worker_name(self.rank),
-                backend="none",
-                rank=self.rank,
-                world_size=self.world_size,
-            )
+        for option, why in (
+            ("rpc_backend_options", "rpc_backend_options"),
+            ("backend", "BackendType"),
+        ):
+            with self.assertRaisesRegex(TypeError, why):
+                rpc.init_rpc(
+                    worker_name(self.rank),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    **{option: "none"},
+                )
 
     @dist_init(setup_rpc=False)
     def test_time_limit_in_the_options_is_the_default_of_calls(self) -> None:
@@ -120,15 +115,11 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init
     def test_process_group_and_agents_meet_apart(self) -> None:
         self.assertNotEqual(self.init_method, self.pg_init_method)
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        initialize_pg(
-            self.pg_init_method, self.rank, self.world_size
-        )  # a second shutdown does nothing
+        for _ in range(2):  # the second call does nothing
+            initialize_pg(self.pg_init_method, self.rank, self.world_size)
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, rpc.get_worker_info().name)
-        self.assertEqual(
-            gathered, [worker_name(rank) for rank in range(self.world_size)]
-        )
+        self.assertEqual(gathered, [*map(worker_name, range(self.world_size))])
         dist.destroy_process_group()
         self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
 
@@ -138,14 +129,12 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_all_gather_collects_by_name(self) -> None:
         for turn in range(3):
             gathered = private.all_gather((self.rank, turn))
-            self.assertEqual(
-                gathered,
-                {worker_name(rank): (rank, turn) for rank in range(self.world_size)},
-            )
+            ranks = range(self.world_size)
+            self.assertEqual(gathered, {worker_name(r): (r, turn) for r in ranks})
 
     @dist_init
-    def test_barrier_of_some_workers_leaves_the_others_alone(self) -> None:
-        """Worker 2 comes to no barrier until the other two have passed theirs."""
+    def test_barrier_of_some_workers_does_not_wait_for_the_rest(self) -> None:
+        """Worker 2 reaches no barrier until workers 0 and 1 have passed theirs."""
         if self.rank == 2:
             remote.pass_gate(None)
         else:
@@ -156,26 +145,22 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self._check_barrier(3, set(range(self.world_size)))
 
     @dist_init
-    def test_nobody_passes_a_barrier_before_the_last_has_come(self) -> None:
+    def test_no_worker_passes_a_barrier_before_the_last_arrives(self) -> None:
         for turn in range(self.world_size):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)
 
     def _check_barrier(self, turn: int, ranks: set[int], late: int = 0) -> None:
-        """Pass a barrier of ``ranks``, all of which worker 0 must know to have come.
-        ``late`` comes last.
+        """Pass a barrier of ``ranks`` and check that all of them reached it. ``late``
+        is the last.
         """
         if self.rank == late:
-            # A barrier that waits passes however long this is. Without one, the others
-            # are through long before.
+            # A barrier that waits passes however long this is. Without one, the peers
+            # pass long before.
             time.sleep(0.1)
         rpc.rpc_sync(worker_name(0), remote.note_arrival, args=(turn, self.rank))
         private.barrier({worker_name(rank) for rank in ranks})
-        come = rpc.rpc_sync(worker_name(0), remote.arrivals, args=(turn,))
-        self.assertEqual(
-            come,
-            ranks,
-            msg=f"ranks that had come when worker {self.rank} passed barrier {turn}",
-        )
+        arrived = rpc.rpc_sync(worker_name(0), remote.arrivals, args=(turn,))
+        self.assertEqual(arrived, ranks, msg=f"ranks at barrier {turn}")
 
     # Shutdown.
 
@@ -184,21 +169,13 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self.start_agent()
         futures = []
         if self.rank == 0:
-            # Worker 1 finishes its own part at once, but must still do what it was
-            # asked to do. Each hop occupies a thread of its worker while it waits for
-            # the next.
-            futures = [
-                rpc.rpc_async(
-                    worker_name(1),
-                    remote.relay,
-                    args=(remote.my_name, (), 5, self.world_size),
-                )
-                for _ in range(4)
-            ]
+            # Worker 1 reaches its shutdown at once, but must still serve these calls.
+            # Each hop occupies a thread of its worker while it waits for the next.
+            to, args = worker_name(1), (remote.my_name, (), 5, self.world_size)
+            futures = [rpc.rpc_async(to, remote.relay, args=args) for _ in range(4)]
         rpc.shutdown()
-        self.assertEqual(
-            [future.value() for future in futures], [worker_name(0)] * len(futures)
-        )
+        for future in futures:
+            self.assertEqual(future.value(), worker_name(0))
 
     @dist_init(setup_rpc=False)
     def test_after_shutdown_calls_are_refused_and_another_is_harmless(self) -> None:
@@ -210,13 +187,13 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             rpc.shutdown()
 
     @dist_init(setup_rpc=False)
-    def test_local_shutdown_waits_for_nobody(self) -> None:
+    def test_local_shutdown_does_not_wait(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
         dist.barrier()
         if self.rank == 0:
             rpc.shutdown(graceful=False)
-        dist.barrier()  # worker 0 has left; the others have not started to
+        dist.barrier()  # worker 0 has left; its peers have not started to
         if self.rank != 0:
             rpc.shutdown(graceful=False)
 
@@ -228,18 +205,13 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         if self.rank == 1:
             rpc.shutdown(graceful=False)
         else:
-            wait_until_node_failure(1, self.get_shutdown_error_regex())
+            gone = self.get_shutdown_error_regex()
+            wait_until_node_failure(1, gone)
             for _ in range(2):
-                with self.assertRaisesRegex(
-                    RuntimeError, self.get_shutdown_error_regex()
-                ):
+                with self.assertRaisesRegex(RuntimeError, gone):
                     rpc.rpc_sync(worker_name(1), remote.my_name)
-            others = worker_name(2 - self.rank)
-            self.assertEqual(
-                rpc.rpc_sync(others, remote.my_name),
-                others,
-                msg="the workers left over lost each other",
-            )
+            left_over = worker_name(2 - self.rank)
+            self.assertEqual(rpc.rpc_sync(left_over, remote.my_name), left_over)
         dist.barrier()
         if self.rank != 1:
             rpc.shutdown(graceful=False)

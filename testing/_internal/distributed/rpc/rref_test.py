@@ -88,10 +88,8 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_owner_and_user_know_who_owns(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
-        self.assertEqual(
-            (rref.owner(), rref.owner_name()),
-            (rpc.get_worker_info(self.peer()), self.peer()),
-        )
+        self.assertEqual(rref.owner(), rpc.get_worker_info(self.peer()))
+        self.assertEqual(rref.owner_name(), self.peer())
         self.assertFalse(rref.is_owner())
         local = rpc.RRef(torch.ones(1))
         self.assertTrue(local.is_owner())
@@ -110,10 +108,8 @@ class RRefTest(RpcAgentTestFixture):
         value = remote.Accumulator(2)
         self.assertIs(rpc.RRef(value).local_value(), value)
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(3,))
-        self.assertEqual(
-            rpc.rpc_sync(self.peer(), value_of_user, args=(rref,)).value(),
-            torch.tensor(3.0),
-        )
+        value = rpc.rpc_sync(self.peer(), value_of_user, args=(rref,))
+        self.assertEqual(value.value(), torch.tensor(3.0))
         with self.assertRaisesRegex(RuntimeError, "can't call localValue"):
             rref.local_value()
 
@@ -126,28 +122,24 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_string_names_owner_and_ids(self) -> None:
         owner, user = rpc.RRef(1), rpc.remote(self.peer(), torch.ones, args=([1],))
+        made_here = f"created_on={self.rank}"
+        unique = rf"GloballyUniqueId\({made_here}, local_id=\d+\)"
+        self.assertRegex(str(owner), rf"^OwnerRRef\({unique}\)$")
         self.assertRegex(
-            str(owner),
-            rf"^OwnerRRef\(GloballyUniqueId\(created_on={self.rank}, local_id=\d+\)\)$",
-        )
-        self.assertRegex(
-            str(user), rf"^UserRRef\(RRefId = .*created_on={self.rank}.*ForkId = .*\)$"
+            str(user), rf"^UserRRef\(RRefId = .*{made_here}.*ForkId = .*\)$"
         )
 
     @dist_init
     def test_type_hint_is_for_interfaces_only(self) -> None:
-        with self.assertRaisesRegex(
-            RuntimeError, "type_hint should only be specified when"
-        ):
+        why = "type_hint should only be specified when"
+        with self.assertRaisesRegex(RuntimeError, why):
             rpc.RRef(1, type_hint=nn.Linear)
 
     @dist_init
     def test_type_of_the_remote_value(self) -> None:
-        self.assertIs(
-            rpc.remote(self.peer(), remote.Accumulator)._get_type(), remote.Accumulator
-        )
-        later = rpc.remote(self.peer(), remote.Accumulator)._get_type(blocking=False)
-        self.assertIs(later.wait(), remote.Accumulator)
+        made = [rpc.remote(self.peer(), remote.Accumulator) for _ in range(2)]
+        self.assertIs(made[0]._get_type(), remote.Accumulator)
+        self.assertIs(made[1]._get_type(blocking=False).wait(), remote.Accumulator)
 
     # Proxies.
 
@@ -157,9 +149,8 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.rpc_sync().add(2), torch.tensor(3.0))
         self.assertEqual(rref.rpc_async().add(3).wait(), torch.tensor(6.0))
         self.assertEqual(rref.remote().add(4).to_here(), torch.tensor(10.0))
-        self.assertEqual(
-            rref.to_here().value(), torch.tensor(10.0), msg="a proxy worked on a copy"
-        )
+        # The owner's object, not a copy.
+        self.assertEqual(rref.to_here().value(), torch.tensor(10.0))
 
     @dist_init
     def test_proxy_of_a_local_reference(self) -> None:
@@ -196,8 +187,8 @@ class RRefTest(RpcAgentTestFixture):
     def _proxy_calls(
         self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float
     ) -> dict[str, Any]:
-        """Return, for each kind of proxy, what calls ``method`` and, but for
-        ``remote``, waits for its result.
+        """Return, for each kind of proxy, a function that calls ``method`` and, except
+        for ``remote``, waits for its result.
         """
         return {
             "rpc_sync": lambda: getattr(rref.rpc_sync(**limit), method)(*args),
@@ -218,13 +209,12 @@ class RRefTest(RpcAgentTestFixture):
         """A call gives up after the proxy's limit, or after the default one. A limit of
         zero is none.
 
-        The faulty agent shows the same of ``remote``: here the value that nobody waits
-        for would leak.
+        ``FaultyAgentRpcTest`` covers ``remote``: here a value without a waiter would
+        leak.
         """
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(5,))
-        self.assertEqual(
-            rref.rpc_sync().value(), torch.tensor(5.0)
-        )  # so that its type is known
+        # So that its type is known.
+        self.assertEqual(rref.rpc_sync().value(), torch.tensor(5.0))
         calls = self._proxy_calls(rref, "value_behind_gate", GATE_S, timeout=LIMIT_S)
         by_default = self._proxy_calls(rref, "value_behind_gate", GATE_S)
         del calls["remote"], by_default["remote"]
@@ -243,28 +233,19 @@ class RRefTest(RpcAgentTestFixture):
         """The type of the object, which a proxy asks for first, comes under its limit
         too.
         """
-        rrefs = [
-            rpc.remote(
-                self.peer(), remote.pass_gate, args=(remote.Accumulator(5), GATE_S)
-            )
-            for _ in range(3)
-        ]
-        calls = {
-            kind: self._proxy_calls(rref, "value", timeout=LIMIT_S)[kind]
-            for kind, rref in zip(
-                ("rpc_sync", "rpc_async", "remote"), rrefs, strict=True
-            )
-        }
-        self._check_time_limit(calls)
+        args, kinds = (
+            (remote.Accumulator(5), GATE_S),
+            ("rpc_sync", "rpc_async", "remote"),
+        )
+        rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
+        calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
+        for kind, by_kind in zip(kinds, calls, strict=True):
+            self._check_time_limit({kind: by_kind[kind]})
         rpc.rpc_sync(self.peer(), remote.open_gate)
         # Proxies of these references stay broken, since torch keeps the first answer to
         # what their type is: docs/findings/proxy_after_its_time_limit.md.
         for rref in rrefs:
-            self.assertEqual(
-                rref.to_here().value(),
-                torch.tensor(5.0),
-                msg="the object did not survive",
-            )
+            self.assertEqual(rref.to_here().value(), torch.tensor(5.0))
 
     # Passing references on.
 
@@ -272,12 +253,8 @@ class RRefTest(RpcAgentTestFixture):
     def test_reference_as_argument_and_as_result(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
         for to in range(self.world_size):
-            self.assertEqual(
-                rpc.rpc_sync(worker_name(to), remote.add_to_rref, args=(rref, to)),
-                torch.full((2,), 1.0 + to),
-            )
-            chained = rpc.remote(worker_name(to), remote.add_to_rref, args=(rref, to))
-            self.assertEqual(chained.to_here(), torch.full((2,), 1.0 + to))
+            wanted = torch.full((2,), 1.0 + to)
+            self.check_call(wanted, remote.add_to_rref, rref, to, to=worker_name(to))
         third = rpc.rpc_sync(self.peer(), rref_to, args=(self.peer(2), 7.0))
         self.assertEqual(third.owner_name(), self.peer(2))
         self.assertEqual(third.to_here(), torch.full((2,), 7.0))
@@ -285,44 +262,31 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_reference_made_by_its_owner_is_shared(self) -> None:
         rref = rpc.rpc_sync(self.peer(), own_rref, args=(torch.ones(2),))
-        self.assertEqual(
-            (rref.owner_name(), rref.to_here()), (self.peer(), torch.ones(2))
-        )
+        self.assertEqual(rref.owner_name(), self.peer())
+        self.assertEqual(rref.to_here(), torch.ones(2))
         mine = rpc.RRef(torch.zeros(2))
-        self.assertEqual(
-            rpc.rpc_sync(self.peer(), remote.add_to_rref, args=(mine, 3)),
-            torch.full((2,), 3.0),
-        )
+        self.check_call(torch.full((2,), 3.0), remote.add_to_rref, mine, 3)
 
     @dist_init
     def test_reference_inside_containers(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
-        nested = rpc.rpc_sync(
-            self.peer(2), own_rref, args=({"list": [rref]},)
-        ).to_here()
-        self.assertEqual(nested["list"][0].to_here(), torch.ones(2))
+        holder = rpc.rpc_sync(self.peer(2), own_rref, args=({"list": [rref]},))
+        self.assertEqual(holder.to_here()["list"][0].to_here(), torch.ones(2))
 
     @dist_init
     def test_reference_forwarded_around_the_ring_stays_the_same(self) -> None:
         mine = rpc.RRef(torch.full((1,), float(self.rank)))
-        hops = 2 * self.world_size
-        back = rpc.rpc_sync(
-            self.peer(), forward_chain, args=(mine, hops, self.world_size)
-        )
+        args = (mine, 2 * self.world_size, self.world_size)
+        back = rpc.rpc_sync(self.peer(), forward_chain, args=args)
         self.assertEqual(back.owner(), rpc.get_worker_info())
-        self.assertIs(
-            back.local_value(),
-            mine.local_value(),
-            msg="the owner got a copy of its own value",
-        )
+        self.assertIs(back.local_value(), mine.local_value())
 
     @dist_init
     def test_reference_of_a_reference(self) -> None:
         outer = rpc.remote(self.peer(), rref_to, args=(self.peer(2), 4.0))
         inner = outer.to_here()
-        self.assertEqual(
-            (outer.owner_name(), inner.owner_name()), (self.peer(), self.peer(2))
-        )
+        owners = (outer.owner_name(), inner.owner_name())
+        self.assertEqual(owners, (self.peer(), self.peer(2)))
         self.assertEqual(inner.to_here(), torch.full((2,), 4.0))
 
     @dist_init
@@ -333,7 +297,7 @@ class RRefTest(RpcAgentTestFixture):
     # Failure.
 
     @dist_init
-    def test_failed_creation_is_told_when_the_value_is_asked_for(self) -> None:
+    def test_failed_creation_raises_when_the_value_is_fetched(self) -> None:
         rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
         for _ in range(2):
             with self.assertRaisesRegex(ValueError, "no value") as caught:
@@ -354,9 +318,8 @@ class RRefTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rref.to_here(timeout=0.05)
         rpc.rpc_sync(self.peer(), remote.open_gate)
-        self.assertEqual(
-            rref.to_here(), 1, msg="the reference did not survive a wait that gave up"
-        )
+        # The reference survives a wait that gave up.
+        self.assertEqual(rref.to_here(), 1)
 
     # The end of the owned value.
 
@@ -393,18 +356,11 @@ class RRefTest(RpcAgentTestFixture):
         """Shut down while another worker still uses a value of this one; a graceful
         shutdown would release it.
         """
-        rpc.init_rpc(
-            worker_name(self.rank),
-            backend=self.rpc_backend,
-            rank=self.rank,
-            world_size=self.world_size,
-            rpc_backend_options=self.rpc_backend_options,
-        )
+        self.start_agent()
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()
-        with mock.patch.object(
-            private.api, "_delete_all_user_and_unforked_owner_rrefs"
-        ):
+        release = "_delete_all_user_and_unforked_owner_rrefs"
+        with mock.patch.object(private.api, release):
             rpc.shutdown()
         del rref
 

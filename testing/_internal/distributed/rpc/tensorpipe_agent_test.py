@@ -25,27 +25,26 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     world_size = 2
 
     def _start(self, **options: Any) -> None:
-        """Start with the fixture's rendezvous and these options. No backend is named,
-        so torch infers it.
+        """Start with the fixture's rendezvous and these options. Torch infers the
+        backend from them.
         """
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,
             world_size=self.world_size,
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(**options),
+            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+                init_method=self.init_method, **options
+            ),
         )
 
     def _test_transport(
         self, transports: list[str] | None, channels: list[str] | None
     ) -> None:
-        self._start(
-            init_method=self.init_method, _transports=transports, _channels=channels
-        )
+        self._start(_transports=transports, _channels=channels)
         for size in (0, 1, 100, 1 << 18):
             tensor = torch.arange(size)
-            self.assertEqual(
-                rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1)), tensor + 1
-            )
+            got = rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1))
+            self.assertEqual(got, tensor + 1)
         rpc.shutdown()
 
     @dist_init(setup_rpc=False)
@@ -64,16 +63,11 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_unknown_transport_is_refused(self) -> None:
         for options in ({"_transports": ["pigeon"]}, {"_channels": ["pigeon"]}):
             with self.assertRaisesRegex(RuntimeError, "pigeon"):
-                self._start(init_method=self.init_method, **options)
+                self._start(**options)
 
     @dist_init(setup_rpc=False)
     def test_number_of_threads(self) -> None:
-        self._start(
-            init_method=self.init_method,
-            num_worker_threads=2,
-            _transports=["uv"],
-            _channels=["basic"],
-        )
+        self._start(num_worker_threads=2, _transports=["uv"], _channels=["basic"])
         info = current_agent().get_debug_info()
         self.assertEqual(int(info["agent.thread_pool_size"]), 2)
         rpc.shutdown()
@@ -93,37 +87,18 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_device_map_to_a_device_that_is_not_there_is_refused(self) -> None:
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=self.init_method,
-            device_maps={
-                self.peer(): {torch.device("cuda", 101): torch.device("cuda", 102)}
-            },
-        )
+        devices = {torch.device("cuda", 101): torch.device("cuda", 102)}
         with self.assertRaisesRegex(ValueError, "invalid indices"):
-            rpc.init_rpc(
-                worker_name(self.rank),
-                rank=self.rank,
-                world_size=self.world_size,
-                rpc_backend_options=options,
-            )
+            self._start(device_maps={self.peer(): devices})
 
     @dist_init(setup_rpc=False)
     def test_device_map_to_an_unknown_worker_is_refused(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=self.init_method,
-            device_maps={"nobody": {torch.device("cpu"): torch.device("cpu")}}
-            if self.rank == 0
-            else None,
-        )
+        devices = {torch.device("cpu"): torch.device("cpu")}
+        maps = {"nobody": devices} if self.rank == 0 else None
         # All workers exchange and check the maps, so all refuse.
         with self.assertRaisesRegex(ValueError, "invalid target node names"):
-            rpc.init_rpc(
-                worker_name(self.rank),
-                rank=self.rank,
-                world_size=self.world_size,
-                rpc_backend_options=options,
-            )
+            self._start(device_maps=maps)
 
     @staticmethod
     def _active_calls() -> int:

@@ -23,7 +23,7 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
 
     With six workers on two cores it takes half the time and a third of the processor
     time of all transports together, because the shared-memory transport polls.
-    ``TensorPipeAgentRpcTest`` covers the others.
+    ``TensorPipeAgentRpcTest`` covers the other transports.
     """
 
     @property
@@ -32,7 +32,7 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
-        # Device memory uses channels of its own, which TensorPipe chooses by device.
+        # Device memory uses other channels, which TensorPipe chooses by device.
         channels = None if accelerator.is_accelerator() else ["basic"]
         return rpc.TensorPipeRpcBackendOptions(
             init_method=self.init_method, _transports=["uv"], _channels=channels

@@ -75,20 +75,17 @@ class RemoteModuleTest(RpcAgentTestFixture):
     @dist_init
     def test_forward_async_gives_a_future(self) -> None:
         module: Any = self._affine()
-        futures = [module.forward_async(torch.full((2,), float(i))) for i in range(5)]
-        self.assertEqual(
-            [future.wait() for future in futures],
-            [torch.full((2,), 2.0 * i + 1) for i in range(5)],
-        )
+        inputs = torch.arange(10.0).view(5, 2)
+        futures = [module.forward_async(row) for row in inputs]
+        self.assertEqual(torch.stack(torch.futures.wait_all(futures)), 2 * inputs + 1)
 
     @dist_init
     def test_every_way_to_name_the_owner(self) -> None:
         rank = rpc.get_worker_info(self.peer()).id
         for where in ("{}", "{}/cpu", f"rank:{rank}/cpu"):
             with self.subTest(where):
-                self.assertEqual(
-                    self._affine(where=where)(torch.ones(1), tell=True)[1], self.peer()
-                )
+                module = self._affine(where=where)
+                self.assertEqual(module(torch.ones(1), tell=True)[1], self.peer())
 
     @dist_init
     def test_module_on_this_worker(self) -> None:
@@ -108,9 +105,8 @@ class RemoteModuleTest(RpcAgentTestFixture):
 
     @dist_init
     def test_what_is_no_module_is_refused_by_the_owner(self) -> None:
-        with self.assertRaisesRegex(
-            ValueError, "returns an instance of <class nn.Module>"
-        ) as caught:
+        why = "returns an instance of <class nn.Module>"
+        with self.assertRaisesRegex(ValueError, why) as caught:
             RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
         self.assertIn(self.peer(), str(caught.exception))
 
@@ -127,15 +123,10 @@ class RemoteModuleTest(RpcAgentTestFixture):
     @dist_init
     def test_parameters_are_the_owners(self) -> None:
         module = self._affine(2, 5)
-        self.assertEqual(
-            [p.to_here().item() for p in module.remote_parameters()], [2, 5]
-        )
-        self.assertEqual(
-            [p.to_here().item() for p in module.remote_parameters(recurse=False)], [2]
-        )
-        self.assertEqual(
-            {p.owner_name() for p in module.remote_parameters()}, {self.peer()}
-        )
+        for recurse, values in ((True, [2, 5]), (False, [2])):
+            parameters = module.remote_parameters(recurse=recurse)
+            self.assertEqual([p.to_here().item() for p in parameters], values)
+            self.assertEqual({p.owner_name() for p in parameters}, {self.peer()})
         self.assertEqual(module.get_module_rref().owner_name(), self.peer())
 
     @dist_init
@@ -143,12 +134,10 @@ class RemoteModuleTest(RpcAgentTestFixture):
         module, x = self._affine(), torch.tensor([1.0, 4.0], requires_grad=True)
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [module(x).sum()])
-            self.assertEqual(
-                dist_autograd.get_gradients(context_id)[x], torch.full((2,), 2.0)
-            )
-            grads = rpc.rpc_sync(
-                self.peer(), gradients_of, args=(module.get_module_rref(), context_id)
-            )
+            own = dist_autograd.get_gradients(context_id)[x]
+            self.assertEqual(own, torch.full((2,), 2.0))
+            args = (module.get_module_rref(), context_id)
+            grads = rpc.rpc_sync(self.peer(), gradients_of, args=args)
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
     @dist_init
@@ -168,26 +157,15 @@ class RemoteModuleTest(RpcAgentTestFixture):
             ("register_parameter", "p", None),
             ("add_module", "m", None),
             ("apply", print),
-            ("cpu",),
-            ("double",),
             ("to", "cpu"),
-            ("state_dict",),
             ("load_state_dict", {}),
-            ("parameters",),
-            ("buffers",),
-            ("children",),
-            ("modules",),
-            ("requires_grad_",),
-            ("zero_grad",),
-            ("share_memory",),
         ]
+        no_arguments = "cpu double state_dict parameters buffers children modules"
+        no_arguments += " requires_grad_ zero_grad share_memory"
+        refused += [(name,) for name in no_arguments.split()]
         for name, *args in refused:
-            with (
-                self.subTest(name),
-                self.assertRaisesRegex(
-                    ValueError, f"``{name}`` not supported for RemoteModule"
-                ),
-            ):
+            why = f"``{name}`` not supported for RemoteModule"
+            with self.subTest(name), self.assertRaisesRegex(ValueError, why):
                 getattr(module, name)(*args)
 
     @dist_init
@@ -213,31 +191,23 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
     def test_module_sent_to_another_worker_is_the_same_module(self) -> None:
         module = RemoteModule(self.peer(1), Affine, args=(self.rank + 2,))
         x = torch.arange(3.0)
-        self.assertEqual(
-            rpc.rpc_sync(self.peer(2), forward_of, args=(module, x)),
-            (self.rank + 2) * x,
-        )
+        wanted = (self.rank + 2) * x
+        self.check_call(wanted, forward_of, module, x, to=self.peer(2))
         back = rpc.rpc_sync(self.peer(2), send_back, args=(module,))
         self.assertEqual(back.get_module_rref().owner_name(), self.peer(1))
-        self.assertEqual(back.forward(x), (self.rank + 2) * x)
-        self.assertIs(
-            type(rpc.rpc_sync(self.peer(1), module_of, args=(back,))),
-            Affine,
-            msg="the owner has no such module",
-        )
+        self.assertEqual(back.forward(x), wanted)
+        on_owner = rpc.rpc_sync(self.peer(1), module_of, args=(back,))
+        self.assertIs(type(on_owner), Affine)
 
     @dist_init
     def test_gradients_through_a_third_worker(self) -> None:
-        module, x = (
-            RemoteModule(self.peer(1), Affine, args=(3,)),
-            torch.ones(2, requires_grad=True),
-        )
+        module = RemoteModule(self.peer(1), Affine, args=(3,))
+        x = torch.ones(2, requires_grad=True)
         with dist_autograd.context() as context_id:
             out = rpc.rpc_sync(self.peer(2), forward_of, args=(module, x))
             dist_autograd.backward(context_id, [out.sum()])
-            self.assertEqual(
-                dist_autograd.get_gradients(context_id)[x], torch.full((2,), 3.0)
-            )
+            grad = dist_autograd.get_gradients(context_id)[x]
+            self.assertEqual(grad, torch.full((2,), 3.0))
 
 
 def send_back(module: RemoteModule) -> RemoteModule:
