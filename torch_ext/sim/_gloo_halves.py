@@ -161,11 +161,9 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 def make_half(
     gloo: Any, store: c10d.Store, make: Make, untold_ranks: Callable[[c10d.Store, int, int], list[int]]
 ) -> Any:
-    """Make the half of ``gloo``, a backend or a wrapper around it.
+    """Make the half of ``gloo``, a backend or a wrapper around it, which uses ``store``.
 
-    Args:
-        store: that of ``gloo``.
-        untold_ranks: returns the global ranks from a store, the rank and their number, where ``gloo`` does not tell.
+    Where ``gloo`` lacks the global ranks of its group, ``untold_ranks(store, rank, size)`` returns them.
     """
     store, rank, options = c10d.PrefixStore(f"{NAME}/", store), gloo.rank(), gloo.options
     ranks = list(options.global_ranks_in_group) or untold_ranks(store, rank, gloo.size())

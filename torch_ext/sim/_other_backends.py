@@ -70,8 +70,7 @@ def serve_gloo(
 ) -> None:
     """Give a group of gloo, as ``_new_process_group_helper`` made it, a backend for ``sim`` tensors.
 
-    Args:
-        wrappers: those that torch put around the group's backends, to compare the ranks' calls.
+    ``wrappers`` are torch's around the group's backends, which compare the calls of the ranks.
     """
     if not is_gloo(group):
         return

@@ -193,8 +193,10 @@ class World:
                 self._take_broken(process, error)
             return
         close_all(descriptors)
-        if process.rank in self._interrupted:
-            return  # a consequence of our signal
+        if process.rank not in self._interrupted:  # else a consequence of our signal
+            self._take_message(process, message)
+
+    def _take_message(self, process: RankProcess, message: object) -> None:
         if isinstance(message, Receipt):
             self._take_receipt(process.rank, message)
         elif isinstance(message, Progress):

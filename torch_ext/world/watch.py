@@ -224,7 +224,7 @@ class Watch:
         hangs: whether the ranks hang; fed by :attr:`Act.LOOK`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword, all but four
         self,
         world_size: int,
         limits: Limits,
@@ -295,11 +295,7 @@ class Watch:
             more_s = min(MORE_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
             self._leaving = Patience(self._deadline_s - now_s, now_s, more_s)
         if self._trouble():
-            if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
-                self._leaving, self._deadline_s = None, float("inf")  # no rank is merely slow
-            if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
-                starved_s = sum(map(self._measures.starved_s, self._alive()))
-                self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
+            self._begin_grace(now_s)
         unsettled = self._unsettled()
         # The peers of a rank that has failed or died wait for it: the grace ends them.
         found = self.hangs.judge(now_s) if unsettled and not self._trouble() else None
@@ -317,6 +313,13 @@ class Watch:
             if self.hangs.look(living, now_s):
                 steps.append(Step(Act.LOOK, living))
         return steps
+
+    def _begin_grace(self, now_s: float) -> None:
+        if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
+            self._leaving, self._deadline_s = None, float("inf")  # no rank is merely slow
+        if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
+            starved_s = sum(map(self._measures.starved_s, self._alive()))
+            self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
 
     def _may_go_on_ending(self, now_s: float) -> bool:
         """Whether the ranks that have missed the deadline are slow rather than hung."""

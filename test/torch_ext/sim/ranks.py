@@ -64,9 +64,7 @@ def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[.
 def run(world_size: int, body: Body, *args: Any, killed: int | None = None, **options: Any) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` ranks of a process group, and wait for them.
 
-    Args:
-        killed: a rank that is meant to be killed by SIGKILL; every other one is meant to pass.
-        options: arguments of ``init_process_group`` that differ from the defaults.
+    SIGKILL must end the rank ``killed``; every other rank must pass. ``options`` go to ``init_process_group``.
 
     Raises:
         AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.

@@ -152,7 +152,7 @@ def begin(one: Operation, group: dist.ProcessGroup, ranks_of: list[int], me: int
     return out, dist.all_to_all_single(out, mine, group=group, async_op=later)
 
 
-def run_program(seed: int, rank: int) -> None:
+def run_program(seed: int, rank: int) -> None:  # noqa: C901
     program = draw_program(seed)
     departure = program.departure
     groups = [dist.new_group(members, backend="simccl") for members in program.groups]

@@ -90,7 +90,7 @@ class _Writer:
         return self._first + len(self.lines) - 1
 
 
-def draw(chance: random.Random, kind: str, number: int, first: int) -> Program:
+def draw(chance: random.Random, kind: str, number: int, first: int) -> Program:  # noqa: C901
     """Return a program whose first line is line ``first`` of its file."""
     size, fault = chance.choice([2, 3, 3, 4]), chance.choice(FAULTS[kind])
     guilty, name = chance.randrange(size), f"drawn_{number}"

@@ -203,7 +203,7 @@ class FSDPTestMixin(SubtestMixin):
     def _check_forward_prefetch(self, fsdp_model: Any, forward_prefetch: Any) -> None:
         self.assertEqual(fsdp_model.forward_prefetch, forward_prefetch)
 
-    def _train_for_several_steps(
+    def _train_for_several_steps(  # noqa: PLR0913
         self,
         model: nn.Module,
         num_steps: int,
@@ -240,7 +240,7 @@ class FSDPTestMixin(SubtestMixin):
             sharded_grad_scaler_kwargs,
         ).train(num_steps)
 
-    def _test_fsdp_parity(
+    def _test_fsdp_parity(  # noqa: PLR0913
         self,
         model_class: type[FSDPTestModel],
         fsdp_init_mode: FSDPInitMode,

@@ -123,11 +123,9 @@ def _is_set(original: Callable[..., bool]) -> Callable[..., bool]:
 def _collective(
     meeting: object, kind: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
 ) -> Iterator[None]:
-    """Around one rank's part of a collective; see Note [Collectives of threads].
+    """Surround one rank's part of a collective of ``kind``, such as ``AllReduce``; see Note [Collectives of threads].
 
-    Args:
-        meeting: one object for all ranks that take part.
-        kind: what it does, such as ``AllReduce``.
+    ``meeting`` is one object for all ranks that take part.
     """
     name = "threaded::" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     devices = sorted({tensor.device.index for tensor in (*reads, *writes) if tensor.device.type == NAME})

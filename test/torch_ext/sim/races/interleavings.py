@@ -90,8 +90,7 @@ FAULTS = {
 def collective(stream: int, lane: int, use: tuple[Use, ...], done: int, own: int) -> list[Step]:
     """An asynchronous collective: its lane takes over from the stream, and records event ``done`` at its end.
 
-    Args:
-        own: an event that nothing else uses.
+    ``own`` is an event that nothing else uses.
     """
     uses = [Use(lane, each.reads, each.writes) for each in use]
     return [Record(stream, own), Wait(lane, own), *uses, Record(lane, done)]
@@ -117,7 +116,7 @@ class Plan:
     # step that allocates -> for a block that had users, how many steps of each were given to it before it was freed
     guards: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901
         owners: dict[int, int] = {}
         pools: dict[int, list[tuple[int, dict[int, int]]]] = {}
         recorded: dict[int, int] = {}
@@ -273,11 +272,10 @@ def whole(view: View) -> View:
     return View(min(view.bytes), 1, (max(view.bytes) + 1 - min(view.bytes),), (1,))
 
 
-def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, int]]:
+def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, int]]:  # noqa: C901
     """Feed a program to the race checker, in the order of its steps, and return the pairs of steps that it reports.
 
-    Args:
-        fault: one of ``FAULTS``, or none.
+    ``fault`` is one of ``FAULTS``, or none.
     """
     plan = Plan(steps)
     trace = _native.RaceTrace()

@@ -117,10 +117,9 @@ def pair(program: Program) -> Program:
 
 
 def add(program: Program, name: str = "", **calls: tuple[str, Callable[..., object] | None]) -> None:
-    """Add a program under ``name``. ``calls`` says what its comments do not.
+    """Add a program under ``name``. ``calls`` adds to its comments.
 
-    Args:
-        calls: for ``earlier`` and ``later`` the operator and the lambda, of one line, that calls it; None: nowhere.
+    It maps ``earlier`` and ``later`` to the operator and the lambda, of one line, that calls it; None: nowhere.
     """
     program.__name__ = name or program.__name__
     lines, first = inspect.getsourcelines(program)

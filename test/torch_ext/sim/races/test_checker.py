@@ -40,7 +40,7 @@ def views(draw: st.DrawFn) -> il.View:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[il.Step]:
+def programs(draw: st.DrawFn) -> list[il.Step]:  # noqa: C901
     """Up to ten steps after two tensors on the first stream, and one of pinned memory, have been allocated."""
     steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
     live = {0: 0, 1: 0}
