@@ -165,7 +165,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
 
-  c10::Stream getStream(c10::Device device) const override { return current_stream(checked_index(device)); }
+  c10::Stream getStream(c10::Device device) const override {
+    if (is_in_bad_fork()) {
+      // Autograd asks while it makes a leaf's accumulator, where an exception ends the process. The operator raises.
+      return c10::Stream(c10::Stream::DEFAULT, device);
+    }
+    return current_stream(checked_index(device));
+  }
   c10::Stream getDefaultStream(c10::Device device) const override { return default_stream(checked_index(device)); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
     return next_stream(checked_index(device), high_priority);

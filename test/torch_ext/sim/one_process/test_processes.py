@@ -30,17 +30,17 @@ def test_import_starts_no_thread_and_initialises_nothing() -> None:
 
 def test_fork_after_first_use_is_refused_and_before_it_is_fine() -> None:
     code = (
-        "import os, sys, torch, torch_ext.sim\n"
-        "if sys.argv[1:] == ['used']: torch.ones(1, device='sim')\n"
+        "import os, torch, torch_ext.sim\n"
+        "a = torch.ones(3, 3, device='cpu')\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    try: torch.ones(1, device='sim')\n"
+        "    try: a.detach().to('sim').requires_grad_().square()\n"
         "    except RuntimeError as error: print(torch.sim._is_in_bad_fork(), error, flush=True); os._exit(3)\n"
         "    os._exit(0)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
     assert _in_fresh_interpreter(code).stdout.split() == ["0"]
-    used = _in_fresh_interpreter(code.replace("sys.argv[1:] == ['used']", "True"))
+    used = _in_fresh_interpreter(code.replace("cpu", "sim"))
     assert "Cannot re-initialize sim in forked subprocess" in used.stdout and used.stdout.split()[-1] == "3"
 
 
