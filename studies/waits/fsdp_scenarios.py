@@ -113,7 +113,7 @@ class TestFSDP1(ScenarioTest):
 
 class TestFSDP2(ScenarioTest):
     def _sharded(self, **options: Any) -> Any:
-        """Layers, each of which is a group of its own."""
+        """Layers, each of which is its own group."""
         layers = Layers().to(get_devtype().type)
         for layer in layers:
             fully_shard(layer, **options)

@@ -93,5 +93,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_report_header(config: pytest.Config) -> str:
     tier = f"tier: {tiers.tier_of(config)} (--tier {', '.join(tiers.TIERS)}; test/torch_ext/tiers.py)"
-    sim = "test/torch_ext/sim needs a process of its own: pytest test/torch_ext/sim"
+    sim = "test/torch_ext/sim needs its own process: pytest test/torch_ext/sim"
     return tier if _asked_for(config) else f"{tier}; {sim}"

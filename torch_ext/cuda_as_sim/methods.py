@@ -1,7 +1,7 @@
 """``x.cuda()`` moves to the simulated accelerator: methods of torch's classes, which rewriting a file cannot reach.
 
 Rewriting does not reach ``torch.autograd.profiler.emit_nvtx``, whose methods call CUDA, nor what a profiler is
-given: a program has ``ProfilerActivity`` under a name of its own, or leaves the profiling to a library.
+given: a program has ``ProfilerActivity`` under its own name, or leaves the profiling to a library.
 A stream has the ``cuda_stream`` that programs give to libraries, as the number that tells it from others.
 """
 

@@ -37,7 +37,7 @@ _DEVICE_FIRST = {
     "Generator", "DeviceMesh", "autocast", "device", "get_device_module", "init_device_mesh", "init_process_group",
     "set_default_device", "to",
 }  # fmt: skip
-# Functions of torch that mean CUDA when nobody says so, how many arguments they have then, and their like that is told.
+# Functions that default to CUDA: name -> (arity of the default form, device-generic replacement).
 _AUTOCAST = {
     "is_autocast_enabled": (0, "is_autocast_enabled"),
     "set_autocast_enabled": (1, "set_autocast_enabled"),

@@ -4,7 +4,7 @@ Note [A value from outside]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 What a user has in the environment is for GPUs, and must not hide simulated devices; what the program puts there chooses
 among them, be it the same text. So a value from outside is taken from the process's environment, where the native half
-looks, before the program begins. ``os.environ`` keeps it, for the program to read. What the value was is told once in a
+looks, before the program begins. ``os.environ`` keeps it, for the program to read. The value is printed once in a
 job: the processes that the job starts find it in their environment, and so know theirs from one that a script has
 exported for them. See also Note [Visible devices] in sim/csrc/device.h.
 """

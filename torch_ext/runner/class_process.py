@@ -126,7 +126,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None
 # Seconds to wait to be killed along with the zygote.
 _END_S = 20.0
 
-# Functions of unittest's, and what of a class or module they call.
+# Functions of unittest, and the methods of a class or module that they call.
 _FIXTURES = {
     "_handleModuleFixture": "setUpModule",
     "_handleModuleTearDown": "tearDownModule",

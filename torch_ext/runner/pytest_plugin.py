@@ -126,7 +126,7 @@ def _runs_in_ranks(item: pytest.Function) -> bool:
 
 
 def _why_inside(item: pytest.Function) -> str:
-    """Return what of pytest's ``item`` needs, in words; empty if nothing."""
+    """Return in words the features of pytest that ``item`` needs; empty if none."""
     for mark in _MARKS:
         if item.get_closest_marker(mark) is not None:
             return f"has the mark {mark!r}"

@@ -124,7 +124,7 @@ def _remember_wrapped(self: Any, backend: Any, gloo_backend: Any) -> None:
 
 
 def global_ranks(store: c10d.Store, rank: int, size: int) -> list[int]:
-    """Return the ranks, in the default group if there is one, of those that make a backend of their own by ``store``.
+    """Return the ranks, in the default group if there is one, of those that make their own backend by ``store``.
     Each of them calls this: nothing else tells.
     """
     store.set(f"global_rank/{rank}", str(dist.get_rank() if dist.is_initialized() else rank))

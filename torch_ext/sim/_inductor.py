@@ -9,7 +9,7 @@ eager device]), so a generated kernel needs neither a stream nor a guard. What d
 are allocated: on the device of the graph, with its index, whichever device is current; and that a kernel is called
 through ``run_generated``, which says what it reads and writes (Note [Kernels] in csrc/kernel.h).
 
-What generated kernels do to memory of the host is told to the race check, in all graphs: :func:`_tell_of_host_code`.
+The race check gets the accesses of generated kernels to host memory, in all graphs: :func:`_tell_of_host_code`.
 
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

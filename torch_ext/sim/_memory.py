@@ -191,7 +191,7 @@ def _record_memory_history(
 def _snapshot(device: object = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """Return the memory of all devices in the format of ``torch.cuda.memory._snapshot``.
 
-    Every block is a segment of its own. A block says beside what CUDA's say which operator allocated it, where one did.
+    Every block is its own segment. A block says beside what CUDA's say which operator allocated it, where one did.
     """
     return _native.memory_snapshot()
 

@@ -1,7 +1,7 @@
 """Builds the native half of the simulator on first use.
 
 Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build that is
-killed leaves nothing that a later one trips over, because it works in a folder of its own that is renamed into place
+killed leaves nothing that a later one trips over, because it works in its own folder that is renamed into place
 when it is complete, under an operating-system lock that dies with its holder. Waiting processes share one build.
 Cost: under a minute on two cores once per key; finding a finished build takes a few milliseconds.
 
@@ -53,7 +53,7 @@ _WIDE = frozenset(
     | {"transport/transport"}
 )
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
-# Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has a cache entry of its own.
+# Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has its own cache entry.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"
 _ERROR_LINES = 40
 

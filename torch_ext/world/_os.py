@@ -186,7 +186,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def lead_process_group() -> None:
-    """Put this process into a process group of its own."""
+    """Put this process into its own process group."""
     with contextlib.suppress(OSError):  # it leads its session
         os.setpgid(0, 0)
 

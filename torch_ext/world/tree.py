@@ -381,7 +381,7 @@ class RootZygote:
         self._ready = True
 
     def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
-        """Load a module, within ``limit_s`` seconds, in a zygote of its own; several may load at once.
+        """Load a module, within ``limit_s`` seconds, in its own zygote; several may load at once.
 
         Raises:
             LoadError: what every zygote needs cannot be loaded.

@@ -21,7 +21,7 @@ from torch_ext.world.outcome import Ending, Mismatch, Outcome, disagreement, ran
 from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
 # Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences, if another rank ended badly for
-# a reason of its own.
+# its own reason.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
@@ -49,7 +49,7 @@ class Verdict:
     Attributes:
         judgement: of the test.
         summary: one line that names the guilty rank of a failure, or the reason of a skip.
-        culprits: ranks that ended badly for a reason of their own, the first one first.
+        culprits: ranks that ended badly for their own reason, the first one first.
         victims: ranks that ended badly because of those.
         collectives: the first collective at which the ranks diverge, in a sentence; empty if there is none.
     """

@@ -17,7 +17,7 @@ says why. A missing prefix shows as a variable without effect in forked ranks; o
 Note [Leftovers]
 ~~~~~~~~~~~~~~~~
 A zygote is the subreaper of its descendants: a process whose parent has ended becomes the zygote's child. Its owner is
-the child of the zygote that started it. Every child of a zygote leads a process group of its own, which the processes
+the child of the zygote that started it. Every child of a zygote leads its own process group, which the processes
 that it starts join, so the group names the owner. A process that has left the group still has ``TORCH_EXT_OWNER`` in
 its environment; one with neither is charged to the child that ended last. A process whose owner still lives stays: the
 processes of a class serve until the class ends. Helpers that end by themselves are no leftovers.

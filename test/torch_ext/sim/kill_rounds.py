@@ -2,7 +2,7 @@
 
     python -m test.torch_ext.sim.kill_rounds [--rounds 1000] [--within-s 1]
 
-Rounds go through all ranks in all of ``PHASES``. Some phases end at a place of their own: there a rank kills itself,
+Rounds go through all ranks in all of ``PHASES``. Some phases end at their own place: there a rank kills itself,
 before its peers have anything of that step. In the others the rank says that it begins something that takes a while,
 and is killed within it, at a moment drawn anew.
 

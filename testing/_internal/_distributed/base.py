@@ -35,7 +35,7 @@ class DistributedTestBase(MultiProcessTestCase):
         return c10d.get_default_backend_for_device(torch.device(device).type)
 
     def create_pg(self, device: str, world_size: int | None = None) -> c10d.ProcessGroup:
-        """Initialize the default group, give each rank a device of its own, and return the group. Collective."""
+        """Initialize the default group, give each rank its own device, and return the group. Collective."""
         size = self.world_size if world_size is None else world_size
         where = meeting_point(self.file_name, size)
         c10d.init_process_group(backend=self.backend(device), world_size=size, rank=self.rank, **where)

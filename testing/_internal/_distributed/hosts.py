@@ -20,7 +20,7 @@ _STORE_S = 300.0
 
 
 def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:
-    """Divide ``tasks`` among ``number`` hosts; return them with what each rank is told, and the store they meet at.
+    """Divide ``tasks`` among ``number`` hosts; return them with each rank's settings, and the store they meet at.
 
     Called in the parent half, which serves the store as long as it holds it.
 

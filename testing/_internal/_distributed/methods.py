@@ -194,7 +194,7 @@ def forget_body() -> None:
 
 
 def body_has_ended() -> bool:
-    """Whether a test method has passed in this rank since the last :func:`forget_body`, whoever called it."""
+    """Whether a test method has passed in this rank since the last :func:`forget_body`, by any caller."""
     return _ended_in == os.getpid()
 
 

@@ -115,7 +115,7 @@ def raise_verdict(
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
-    """Send a traceback to whoever may read it, as upstream does.
+    """Send a traceback through the pipe, as upstream does.
 
     The report takes it from the receipt. Nobody has to read this pipe, so what it cannot hold is cut: a rank that
     blocked here would never hand in its receipt.
@@ -135,7 +135,7 @@ def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 class MultiProcessTestCase(TestCase):
     """A test case whose methods run in ``world_size`` ranks, each a fresh process.
 
-    Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on an instance of its own
+    Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on its own instance
     with its ``rank`` and a ``file_name`` (an empty file, for a rendezvous). The instance that called ``setUp`` has rank
     -1 and waits. A test passes only if every rank says so. When a rank fails or dies, its peers have one second to do
     the same and are then stopped. A test that exceeds its time limit (see ``timeout_of``) fails with the stacks of its

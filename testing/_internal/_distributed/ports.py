@@ -1,4 +1,4 @@
-"""Ports that stay ours between the moment they are found and the moment somebody listens on them."""
+"""Ports that stay reserved between their choice and the bind of their listener."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
 def with_timeout(seconds: float) -> Callable[[_Test], _Test]:
-    """Give one test a time limit of its own, in seconds.
+    """Give one test its own time limit, in seconds.
 
     Raises:
         ValueError: the limit is no finite number above 0.

@@ -465,7 +465,7 @@ void report(void* data, int64_t change, const Totals& totals, c10::DeviceIndex d
   }
 }
 
-// While somebody wants poison, a block that is not held is poisoned throughout, so a request fills at most new memory.
+// While poison is on, a free block is poisoned throughout, so a request fills at most new memory.
 void fill_with_poison(Block& block) {
   if (poison.load(std::memory_order_relaxed) != 0) {
     std::memset(block.data(), kPoisonByte, block.capacity);

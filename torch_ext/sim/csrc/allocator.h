@@ -12,9 +12,8 @@
 // overwritten, here as there.
 //
 // Note [Dangerous blocks]
-// Where somebody knows whether a stream could meet an earlier owner's work that nothing orders before it (the race
-// checker does), such blocks are handed out first, also to smaller requests. So an unsafe free that any reuse could hit
-// is hit, and not only by requests of the same size. A correct program has no such blocks.
+// The race checker knows the blocks on which a stream could meet an earlier owner's unordered work. The allocator hands
+// these out first, also to smaller requests, so any later request shows an unsafe free. A correct program has none.
 //
 // Note [All memory in the arena]
 // A host kernel that works for a device allocates its results and temporaries with torch's host allocator. An override
@@ -84,7 +83,7 @@ struct BlockFacts {
   State state;
 };
 
-// What the profiler is told with every change.
+// The profiler gets these with every change.
 struct Totals {
   size_t allocated; // bytes
   size_t reserved;  // bytes
@@ -152,8 +151,8 @@ class BlockPool {
 // The block, live or idle, whose data contains `pointer`; nullptr for memory that is not of a device.
 Block* block_at(const void* pointer);
 
-// Keeps the blocks that pointers lie in from going back to the host, freed or not: somebody still writes there. They
-// may be handed out again meanwhile, as on a GPU. Memory that is not of a device is left alone.
+// Keeps the blocks that pointers lie in from going back to the host, freed or not, while an operation still writes
+// there. The allocator may hand them out again meanwhile, as on a GPU. Ignores memory of the host.
 class PinnedBlocks {
  public:
   PinnedBlocks() = default;
@@ -186,7 +185,7 @@ void free_on_device(void* data);
 BlockPool& pool_of(c10::DeviceIndex device);
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
 
-// Fill fresh and freed blocks with 0xff bytes, as long as somebody wants it: NaN in every float type, -1 in signed
+// Fills fresh and freed blocks with 0xff bytes while either party has it on: NaN in every float type, -1 in signed
 // integers.
 enum class PoisonFor : uint8_t { kUser, kRaces };
 void set_poison(PoisonFor whom, bool enabled);

@@ -38,7 +38,7 @@ inline size_t reach_of(const at::Tensor& tensor) {
   return static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
 }
 
-// True for tensors without elements or without a storage of their own.
+// True for tensors without elements or without their own storage.
 inline bool is_in_bounds(const at::Tensor& tensor) {
   return tensor.numel() == 0 || !tensor.has_storage() || reach_of(tensor) <= tensor.storage().nbytes();
 }

@@ -10,7 +10,7 @@
 //   - the check that they lie inside their storages (Note [Bounds] in checks.h);
 //   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
 //   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
-//   - whoever observes (kernel_observer.h) or profiles (profiler.h).
+//   - observers (kernel_observer.h) and the profiler (profiler.h).
 //
 // An operator that is written in terms of others on device tensors is no kernel: those it calls are. It checks its
 // devices with `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
@@ -79,7 +79,7 @@ class Kernel {
   // The kernel's work may begin: its inputs are there. Returns the device.
   c10::DeviceIndex launch();
 
-  // Whether somebody wants to know what it reads and writes.
+  // Whether an observer wants its reads and writes.
   bool is_watched() const { return watched_; }
 
   // After `launch`: a result that the kernel has allocated, as memory of the device.
@@ -109,7 +109,7 @@ class Kernel {
   bool watched_;
   int64_t profiled_since_ = 0;       // on the clock of streams; 0: nobody profiles
   std::optional<KernelScope> scope_; // since its launch
-  c10::SmallVector<Use, 6> uses_;    // of tensors, only while somebody watches
+  c10::SmallVector<Use, 6> uses_;    // of tensors, only while watched
 };
 
 // What `tensor` covers. Empty where it has no elements.

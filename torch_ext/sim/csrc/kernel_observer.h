@@ -1,13 +1,13 @@
-// What a tool that watches the devices of this process is told: every kernel with the memory that it reads and writes,
-// everything that orders streams, lanes and the host, and the life of memory.
+// The interface of tools that watch the devices of this process. An observer gets every kernel with the memory that it
+// reads and writes, every edge between streams, lanes and the host, and the life of memory.
 //
-// Nobody watches by default, which costs one compare for each kernel. Tellers call from the thread that does what they
-// tell, with the GIL or without it, and hold none of their own locks unless said otherwise.
+// No observer is set by default, which costs one compare for each kernel. Calls come from the thread that does the
+// work, with the GIL or without it, and the caller holds no lock unless a method says so.
 //
 // Note [Moments]
-// What somebody may wait for is a moment: of a stream, when an event is recorded; of a communication lane, the end of
-// an operation. An observer hands out a moment of its own making and is given it back when a stream or the host has
-// waited for it. Whoever keeps the event or the work keeps the moment. An event that is recorded again has another one.
+// A moment is a point that others may wait for: of a stream, when an event is recorded; of a communication lane, the
+// end of an operation. The observer makes it, and gets it back when a stream or the host has waited for it. The event
+// or the work keeps it. An event that is recorded again has another one.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -49,7 +49,7 @@ struct Launch {
   c10::ArrayRef<Access> accesses;
 };
 
-// Whatever is told of a call has been told when the call returns. Nothing here may raise.
+// A call reports everything before it returns. Nothing here may raise.
 class Observer {
  public:
   virtual ~Observer() = default;
@@ -74,8 +74,8 @@ class Observer {
 
   virtual void handed_out(c10::Stream stream) noexcept = 0;
 
-  // The moment is the operation's end. Of several that are launched as one, each is told, and then that somebody may
-  // wait for all: `joined` makes one moment of theirs.
+  // Returns the moment of the operation's end. For several that are launched as one, `launched` is called for each,
+  // then `joined`, which makes one moment of theirs.
   virtual Moment launched(const Launch& launch) noexcept = 0;
   virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 

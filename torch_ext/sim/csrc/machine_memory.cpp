@@ -142,7 +142,7 @@ void use_memory_page(int descriptor) {
     return;
   }
   page = static_cast<Page*>(memory);
-  // A child has an entry of its own. What it inherited, it cannot use: see is_in_bad_fork.
+  // A child has its own entry. What it inherited, it cannot use: see is_in_bad_fork.
   pthread_atfork(nullptr, nullptr, [] { own = nullptr; });
 }
 

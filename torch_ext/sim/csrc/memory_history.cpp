@@ -336,7 +336,7 @@ const char* name_of(BlockFacts::State state) {
   }
 }
 
-// A block is a segment of its own here.
+// A block is its own segment here.
 py::dict segment_of(c10::DeviceIndex device, const BlockFacts& facts, Frames& frames) {
   const bool live = facts.state == BlockFacts::State::kLive, idle = facts.state == BlockFacts::State::kIdle;
   py::dict block;

@@ -1,5 +1,4 @@
-// An observer that writes down what it is told, for tests and for looking at a program: `torch.sim` has no other use
-// for it.
+// An observer that logs every call, for tests and for looking at a program. `torch.sim` does not use it.
 #include <pybind11/stl.h>
 
 #include <cstddef>

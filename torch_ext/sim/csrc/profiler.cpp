@@ -1,6 +1,6 @@
 #include "profiler.h"
 
-// Without these torch's header is empty, and kineto's want a library of their own.
+// Without these torch's header is empty, and kineto's want their own library.
 #define USE_KINETO
 #define FMT_HEADER_ONLY
 #include <ActivityType.h>

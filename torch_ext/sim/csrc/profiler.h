@@ -1,4 +1,4 @@
-// Device events for torch.profiler: kernels on their streams, operations of process groups on a row of their own.
+// Device events for torch.profiler: kernels on their streams, operations of process groups on their own row.
 //
 // Note [Device time]
 // A kernel of this device runs on the host between its launch and its return, so its device time is the host's time in

@@ -188,7 +188,7 @@ class Launcher : public c10d::Backend {
     }
   }
 
-  // Fails every work that is not over with a RuntimeError for whoever waits for it, and every operation from now on.
+  // Fails every work that is not over, and every operation from now on: their waits raise RuntimeError.
   void abort() override {
     WithoutGil without;
     aborted_ = true;

@@ -9,8 +9,8 @@
 //
 // Note [What a stream waits for]
 // Operations of a process group run elsewhere: on the lane of their group, until all its ranks take part. A stream that
-// is told to wait for one keeps it in a list, and so does an event that is recorded there afterwards, and a stream that
-// waits for that event. The host goes on. It blocks, without the GIL, where the result is due: at the next kernel on
+// waits for one keeps it in a list, and so does an event that is recorded there afterwards, and a stream that waits for
+// that event. The host goes on. It blocks, without the GIL, where the result is due: at the next kernel on
 // such a stream (Note [Kernels] in kernel.h), and where it waits for stream, event or device. Blocking does this rank's
 // part of the operation, so no thread has to; and an operation that has failed raises there, once for each stream or
 // event that waits for it.
@@ -78,7 +78,7 @@ void synchronize_device(c10::DeviceIndex device);
 int64_t busy_until(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
 
-// What a device does besides kernels: `settle` runs, without the GIL, when somebody waits for a whole device. Set once.
+// `settle` runs, without the GIL, in a wait for a whole device: it finishes work besides kernels. Set once.
 void set_settle(void (*settle)());
 
 // Keeps the current stream of the current device busy for `nanoseconds` more. Returns at once.
@@ -87,7 +87,7 @@ void sleep(int64_t nanoseconds);
 struct Event {
   int64_t done_at = 0;    // nanoseconds on the steady clock
   Elsewheres elsewhere{}; // what was not over when it was recorded
-  Moment moment{};        // for whoever observes
+  Moment moment{};        // for the observer
   c10::DeviceIndex device = -1;
 };
 

@@ -268,7 +268,7 @@ void settle(Running& one) noexcept {
   try {
     one.finish(kNoTimeout);
   } catch (...) {
-    return; // whoever waits for it is told
+    return; // its own wait raises the error
   }
 }
 

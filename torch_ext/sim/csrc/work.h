@@ -8,26 +8,26 @@
 // is over all the same.
 //
 // Note [What an operation holds]
-// Its tensors, as NCCL stashes them: until somebody has waited for it or nobody can, and at least until it is over.
+// Its tensors, as NCCL stashes them: until a wait for it has returned or none is possible, and until it is over.
 // A program may free their storages all the same (`resize_(0)`); what the operation writes then lands in memory that is
 // the next owner's, as on a GPU, and never in the host's.
 //
 // Note [When a simccl work is done]
-// As NCCL has it. An operation with `async_op=False` is done when its call returns, whoever called it. An asynchronous
+// As NCCL has it. An operation with `async_op=False` is done when its call returns. An asynchronous
 // one has read its inputs when its call returns and belongs to the lane of its group from then on. `wait`
 // returns at once and makes the current stream wait for it (Note [What a stream waits for] in stream.h); an error that
-// is known by then is raised there, any other where the result is due. The host blocks, and is told of every error,
+// is known by then is raised there, any other where the result is due. The host blocks, and gets every error,
 //
 //   - in `wait` with a time limit, of a barrier, and where TORCH_EXT_SIM_BLOCKING_WAIT=1 or, for programs written for
 //     NCCL, TORCH_NCCL_BLOCKING_WAIT=1 is set when the group is made;
 //   - where it asks which rank a message came from.
 //
-// A future is complete when it is handed out, and whoever waits for it makes their stream wait. So callbacks run on the
+// A future is complete from the start; a wait for it makes the current stream wait. So callbacks run on the
 // thread that adds them: the one that launches, for DDP's hooks, in the same order on all ranks. Torch runs each on a
 // stream that waits for the operation. An operation that is known to have failed has a future that says so.
 //
 // Note [Aborting]
-// `abort` fails a work that is not over with a RuntimeError, for whoever waits for it.
+// `abort` fails a work that is not over: its wait raises RuntimeError.
 //
 // Note [Flight records]
 // Torch's recorder accepts entries from torch's own backends only. Of `simccl` over shared memory it sees nothing. Of
@@ -183,7 +183,7 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class SimWork : public c10d::Work {
  public:
-  // outputs: the device tensors that hold the result. moment: its end, for whoever observes. blocks_host: `wait` does.
+  // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: `wait` does.
   SimWork(
       c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
       c10::DeviceIndex device, Moment moment, bool blocks_host);

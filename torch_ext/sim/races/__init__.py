@@ -10,7 +10,7 @@ is fresh or has been freed holds NaN.
 
 ``TORCH_EXT_RACES`` checks a whole program: ``error`` prints the races at its end and makes its exit code 1, ``report``
 prints them, ``off`` does nothing. Unset, programs are not checked, and the bodies of tests that run on our harness are,
-as with ``error``. What torch is known to get wrong (known.json) fails no test; the user is told.
+as with ``error``. Known races of torch (known.json) fail no test; the summary names them.
 
 ``TORCH_EXT_SCHEDULE`` chooses one of the executions that the edges permit, ``late`` or ``random:7`` with a seed, so
 that the wrong number of a race is seen: see :class:`Schedule`.
@@ -202,8 +202,8 @@ class _Body:
             self._aside += found()
 
     def take(self) -> list[Race]:
-        """Return the races of this body that were found since they were last asked for, without those that are known;
-        the user is told of each of these once. In a rank's thread these are the races that the rank came to last.
+        """Return the races of this body since the last call, and announce each known one once instead. In a rank's
+        thread these are the races whose later access the rank made.
         """
         rank = _native.rank_of_thread()
         with self._lock:
@@ -228,9 +228,9 @@ _bodies: list[_Body] = []  # that are being checked, each within the one before
 @contextlib.contextmanager
 def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``, whatever check of the whole
-    process runs. Races that torch is known to have are told and fail nothing. One body may be within another, as an
-    example is within its test: a race is charged to the innermost one in which its later access is. Each starts
-    anew, so that what an example gets does not depend on those before it.
+    process runs. Known races of torch are announced and fail nothing. One body may be within another, as an
+    example is within its test: a race counts for the innermost one that holds its later access. Each starts anew, so an
+    example does not depend on earlier ones.
 
     Args:
         test: the test, as unittest names it, if it is to say which known races it should have met and has not. A body

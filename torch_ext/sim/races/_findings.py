@@ -17,7 +17,7 @@ from torch_ext.sim import _native
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-# Code that Inductor has generated lies in a folder of its own, below one that TORCHINDUCTOR_CACHE_DIR may name.
+# Code that Inductor has generated lies in its own folder, below one that TORCHINDUCTOR_CACHE_DIR may name.
 _GENERATED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z2-7]{51}\.py$")
 
 

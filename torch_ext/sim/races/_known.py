@@ -12,8 +12,8 @@ Each entry of ``known.json`` has:
 ``reused``, ``pinned``
               what is asked of the memory, each optional, as in :class:`Race`
 
-A test fails for no race that an entry describes, whoever meets it, since the test can do nothing about it; the user is
-told instead. A test that an entry names and that no longer meets it says so too: then the entry can go.
+A race that an entry describes fails no test, since the test can do nothing about it; the summary names it instead. A
+test that an entry names and that no longer meets the race says so: then the entry can go.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ class Schedule:
     """One of all executions that the edges permit.
 
     Attributes:
-        kind: ``early``: results are there at once. ``late``: those of every kernel are there when somebody who is
-            ordered after it looks. ``random``: a kernel is early or late as ``seed`` says.
+        kind: ``early``: results are there at once. ``late``: those of a kernel are there at the first
+            access that is ordered after it. ``random``: a kernel is early or late as ``seed`` says.
     """
 
     kind: str = "early"

@@ -1,4 +1,4 @@
-"""Every device draws from a generator of its own."""
+"""Every device draws from its own generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Finds races in what lanes do, and keeps them until somebody asks. The lanes of a process have clocks, and edges
+// Finds races between lanes, and keeps them until `take`. The lanes of a process have clocks, and edges
 // between them: see the glossary in history.h.
 //
 // Note [Ticks begin late]
@@ -8,7 +8,7 @@
 //
 // Note [Ranks that are threads]
 // Ranks may be threads of one process. What one of them has waited for another one does not know, unless something
-// between the two threads says so: so each is a host lane of its own. Without that, what a race is would depend on
+// between the two threads says so: so each is its own host lane. Without that, what a race is would depend on
 // which thread came first. Two accesses of hosts are no race of streams, whatever their threads do.
 //
 // A thread that is no rank, while there are such ranks, may work for any of them: what one of them knows it knows, and
@@ -61,7 +61,7 @@ class Lanes {
   // The clock of an event that `host` records on `lane` now.
   Clock record(Lane lane, Lane host = kHost);
 
-  // The clock of whoever waits for all that `lane` has been given so far, which gives it nothing.
+  // The clock of a waiter for all work of `lane` so far. Does not end the tick of `lane`.
   Clock so_far(Lane lane);
 
   // `lane` waits for what `clock` was recorded after. Returns whether that orders anything that was not ordered before.
@@ -73,7 +73,7 @@ class Lanes {
   struct State {
     Clock clock;
     bool is_host = false;
-    bool told = true;          // somebody may know of the current tick: see Note [Ticks begin late]
+    bool told = true;          // another lane may know the current tick: see Note [Ticks begin late]
     uint64_t version = 1;      // counts changes of a host's clock
     Lane host = kHost;         // whose clock this lane has joined last,
     uint64_t host_version = 0; // and its version then

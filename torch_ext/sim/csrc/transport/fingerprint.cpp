@@ -141,7 +141,7 @@ std::string shared_device(const std::vector<Said>& ranks) {
       return c10::str(
           earlier->who(), " and ", said.who(), " both use sim:", static_cast<int>(said.print->device), " in ",
           said.print->name,
-          "; give each rank of a group a device of its own with "
+          "; give each rank of a group its own device with "
           "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
           "first use of a device.");
     }

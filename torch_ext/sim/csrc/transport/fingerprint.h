@@ -1,4 +1,5 @@
-// What ranks compare before data moves, and how a difference is told. Pure functions, but for `site_of_call`.
+// Fingerprints, which ranks compare before data moves, and the message for a difference. Pure functions, but for
+// `site_of_call`.
 #pragma once
 
 #include <c10/util/StringUtil.h>

@@ -288,7 +288,7 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
           /*uses_future=*/false);
     }
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return abandoned_ || left->works == 0; }); // gloo has a time limit of its own
+    changed_.wait(lock, [&] { return abandoned_ || left->works == 0; }); // gloo has its own time limit
     if (left->works > 0) {
       throw was_aborted(call);
     }
@@ -337,7 +337,7 @@ at::Tensor envelope_of(const Call& call) {
   return bytes;
 }
 
-// A transfer under way. Has a thread of its own from its start to its end: gloo has none for a transfer, and a peer's
+// A transfer under way. Has its own thread from its start to its end: gloo has none for a transfer, and a peer's
 // send ends only when the receiver has asked for the data.
 class GlooLetter final : public Awaited {
  public:

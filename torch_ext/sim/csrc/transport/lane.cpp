@@ -9,12 +9,12 @@
 //       `---------------------> over       with an error: ranks disagree, a peer has gone, time limit, abort
 //
 //   published   this rank has copied its inputs to its memory and says what it called; peers can take them from there
-//               whatever this rank does next, so nobody depends on when it waits
+//               whatever this rank does next, so no peer depends on when it waits
 //   checked     every peer has published the same number, and all fingerprints agree
-//   sharing     pieces of the result are being reduced, by whoever is there
+//   sharing     ranks that wait reduce pieces of the result
 //
-// A collective leaves a state only while somebody waits for it or polls, on that thread. The collectives of a group end
-// in order, so whoever waits for one does the earlier ones first.
+// A collective leaves a state only in a thread that waits for it or polls. The collectives of a group end in order, so
+// a wait for one does the earlier ones first.
 //
 // Note [Who reduces]
 // Each rank computes the result of a small all-reduce for itself, which saves a second round. The result of a large one
@@ -225,7 +225,7 @@ std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
   return std::nullopt;
 }
 
-// Peers tell nobody that they are past a collective; whoever needs to know looks again after so long.
+// No message says that peers are past a collective: poll at this interval.
 constexpr std::chrono::milliseconds kLookAgain{1};
 
 constexpr uint64_t aligned(uint64_t bytes) {

@@ -27,7 +27,7 @@
 // Note [States of a group]
 //
 //   kNew --> kReady ----> kLeft        the group was destroyed in good order
-//     |         `-------> kAborted     somebody called abort
+//     |         `-------> kAborted     a thread called abort
 //     `----> kRefused                  this rank cannot map a peer's memory: the group takes the other transport
 //
 // A process that dies leaves its state as it is; peers see its pidfd instead.

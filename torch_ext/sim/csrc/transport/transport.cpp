@@ -148,7 +148,7 @@ void Awaited::finish(Milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_over = [this] { return over_; };
   if (timeout == kNoTimeout) {
-    changed_.wait(lock, is_over); // gloo has a time limit of its own
+    changed_.wait(lock, is_over); // gloo has its own time limit
   } else if (!changed_.wait_for(lock, timeout, is_over)) {
     lock.unlock();
     abort(group_->failure(c10::str(what_, " timed out: it was not over after ", timeout.count(), " ms.")));
