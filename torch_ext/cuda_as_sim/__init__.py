@@ -1,5 +1,8 @@
 """Programs that speak of CUDA run on the simulated accelerator: ``torch.cuda``, ``"cuda"`` and ``"nccl"`` mean it.
 
+On builds of torch without GPUs the device is CUDA's, and ``stand_in`` completes what these builds lack, by ``table``.
+On others, files are rewritten:
+
 ``words``    names of devices and backends in text
 ``rewrite``  the syntax tree of a file, see Note [What is rewritten]
 ``loader``   which files are rewritten, and how they are imported or compiled; ``ahead`` installs it in a zygote

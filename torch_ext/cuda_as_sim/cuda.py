@@ -6,11 +6,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from torch_ext.cuda_as_sim import table
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
-from torch_ext.cuda_as_sim.words import DEVICE, FACADE
+from torch_ext.cuda_as_sim.words import FACADE
+from torch_ext.sim import _module as sim
 
 __all__ = ["Refused", "find"]
 
@@ -64,7 +63,6 @@ def find(name: str, submodule: str = "") -> Any:
         return Refused(part)
     if name in table.DOES_NOTHING:
         return _nothing
-    sim = torch.get_device_module(DEVICE)
     for holder in (getattr(sim, part, None) if part else None, sim):
         if hasattr(holder, name):
             return getattr(holder, name)

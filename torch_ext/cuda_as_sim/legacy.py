@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from torch_ext.cuda_as_sim.words import DEVICE, TENSOR_TYPES
+from torch_ext.cuda_as_sim.words import TENSOR_TYPES
+from torch_ext.sim._name import NAME
 
 __all__ = ["TYPES", "dtype_of", "set_default_tensor_type"]
 
@@ -39,25 +40,27 @@ class _TensorType(type):
         if isinstance(shape_or_data, int):
             shape_or_data = (shape_or_data,)
         if isinstance(shape_or_data, torch.Size) or (args and all(isinstance(size, int) for size in args)):
-            return torch.empty(tuple(shape_or_data), dtype=cls.dtype, device=DEVICE)
-        return torch.as_tensor(shape_or_data).to(device=DEVICE, dtype=cls.dtype, copy=True)
+            return torch.empty(tuple(shape_or_data), dtype=cls.dtype, device=NAME)
+        return torch.as_tensor(shape_or_data).to(device=NAME, dtype=cls.dtype, copy=True)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch.Tensor) and instance.device.type == DEVICE and instance.dtype == cls.dtype
+        return isinstance(instance, torch.Tensor) and instance.device.type == NAME and instance.dtype == cls.dtype
 
 
 # Tensor.type() takes a class by its C name, which is the whole of __name__.
 TYPES: dict[str, type] = {
-    name: _TensorType(f"torch.{DEVICE}.{name}", (), {"dtype": _DTYPES[name.removesuffix("Tensor")]})
+    name: _TensorType(f"torch.{NAME}.{name}", (), {"dtype": _DTYPES[name.removesuffix("Tensor")]})
     for name in TENSOR_TYPES
 }
+
+_of_torch = torch.set_default_tensor_type
 
 
 def dtype_of(kind: Any) -> torch.dtype | None:
     """Return the dtype of one of these types or of its name; None for anything else."""
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    found = TYPES.get(name.removeprefix(f"torch.{DEVICE}."))
-    return getattr(found, "dtype", None) if name.startswith(f"torch.{DEVICE}.") else None
+    found = TYPES.get(name.removeprefix(f"torch.{NAME}."))
+    return getattr(found, "dtype", None) if name.startswith(f"torch.{NAME}.") else None
 
 
 def set_default_tensor_type(kind: Any) -> None:
@@ -65,7 +68,7 @@ def set_default_tensor_type(kind: Any) -> None:
     dtype = dtype_of(kind)
     if dtype is None:
         torch.set_default_device(None)
-        torch.set_default_tensor_type(kind)
+        _of_torch(kind)
     else:
         torch.set_default_dtype(dtype)
-        torch.set_default_device(DEVICE)
+        torch.set_default_device(NAME)

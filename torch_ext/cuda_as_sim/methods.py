@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from torch_ext.cuda_as_sim.words import DEVICE, word_as_sim
+from torch_ext.cuda_as_sim.words import word_as_sim
+from torch_ext.sim._name import NAME
 from torch_ext.sim._streams import Stream
 
-__all__ = ["install"]
+__all__ = ["complete", "install"]
 
 
 def install() -> None:
@@ -25,8 +26,13 @@ def install() -> None:
     setattr(torch.nn.utils.rnn.PackedSequence, "cuda", _packed_cuda)  # noqa: B010
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         setattr(storage, "cuda", _storage_cuda)  # noqa: B010
-    setattr(Stream, "cuda_stream", property(_stream_handle))  # noqa: B010
     _let_profilers_see_the_device()
+    complete()
+
+
+def complete() -> None:
+    """Give streams their handles, and let programs that mark ranges for NVIDIA's tools run."""
+    setattr(Stream, "cuda_stream", property(_stream_handle))  # noqa: B010
     marks = torch.autograd.profiler.emit_nvtx
     setattr(marks, "__enter__", _begin_marks)  # noqa: B010
     setattr(marks, "__exit__", _end_marks)  # noqa: B010
@@ -34,9 +40,9 @@ def install() -> None:
 
 def _device(which: Any) -> torch.device:
     if which is None:
-        return torch.device(DEVICE, torch.accelerator.current_device_index())
+        return torch.device(NAME, torch.accelerator.current_device_index())
     if isinstance(which, int):
-        return torch.device(DEVICE, which)
+        return torch.device(NAME, which)
     return torch.device(word_as_sim(str(which)))
 
 

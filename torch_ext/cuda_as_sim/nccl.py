@@ -12,8 +12,6 @@ from torch_ext.sim import _collectives, _native
 
 __all__ = ["ProcessGroupNCCL", "install"]
 
-_TIMEOUT = timedelta(minutes=10)  # NCCL's default
-
 # Methods and attributes of NCCL's class beyond those of every backend.
 _OWN = frozenset(
     {
@@ -44,7 +42,11 @@ class _Kind(type):
         cls, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
     ) -> _native.ProcessGroupSimCCL:
         asked = timeout or (options if isinstance(options, timedelta) else getattr(options, "_timeout", None))
-        return _collectives.own_backend(store, rank, size, asked or _TIMEOUT)
+        ranks = getattr(options, "global_ranks_in_group", None)
+        return _collectives.own_backend(store, rank, size, asked or _collectives.TIMEOUT_OF_NCCL, ranks)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _native.ProcessGroupSimCCL)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -62,6 +64,9 @@ class ProcessGroupNCCL(metaclass=_Kind):
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
             self.config = SimpleNamespace()
-            self._timeout = _TIMEOUT
+            # Torch fills them in for a group; None for a backend that a program makes itself.
+            self.global_ranks_in_group: list[int] | None = None
+            self.group_name = ""
+            self._timeout = _collectives.TIMEOUT_OF_NCCL
 
     NCCLConfig = SimpleNamespace

@@ -18,8 +18,9 @@ from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
 from torch_ext.cuda_as_sim.errors import NeedsCudaError
-from torch_ext.cuda_as_sim.words import DEVICE, LEGACY_KINDS
-from torch_ext.sim import _native
+from torch_ext.cuda_as_sim.words import LEGACY_KINDS
+from torch_ext.sim import _module, _native
+from torch_ext.sim._name import NAME
 
 __all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "OF_SUBMODULES", "REFUSED", "SUBMODULES"]
 
@@ -79,7 +80,7 @@ CONSTANTS: Mapping[str, Any] = {
 
 
 def _device_name(device: Any = None) -> str:
-    return f"{torch.get_device_module(DEVICE).get_device_name(device)}, simulated on the CPU"
+    return f"{_module.get_device_name(device)}, simulated on the CPU"
 
 
 def _none_captures() -> bool:
@@ -121,10 +122,9 @@ class _Properties:
 
 
 def _properties(device: Any = None) -> _Properties:
-    sim = torch.get_device_module(DEVICE)
-    found = sim.get_device_properties(device)
-    with sim.device(device):
-        index = _native.index_among_all(sim.current_device())
+    found = _module.get_device_properties(device)
+    with _module.device(device):
+        index = _native.index_among_all(_module.current_device())
     return _Properties(_device_name(device), found.total_memory, uuid.UUID(int=index), pci_device_id=index)
 
 
@@ -154,10 +154,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_gencode_flags": lambda: "",
     "get_allocator_backend": lambda: "native",
     "is_tf32_supported": lambda: False,
-    "memory_cached": lambda device=None: torch.get_device_module(DEVICE).memory_reserved(device),
-    "max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).max_memory_reserved(device),
-    "reset_max_memory_allocated": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
-    "reset_max_memory_cached": lambda device=None: torch.get_device_module(DEVICE).reset_peak_memory_stats(device),
+    "memory_cached": lambda device=None: _module.memory_reserved(device),
+    "max_memory_cached": lambda device=None: _module.max_memory_reserved(device),
+    "reset_max_memory_allocated": lambda device=None: _module.reset_peak_memory_stats(device),
+    "reset_max_memory_cached": lambda device=None: _module.reset_peak_memory_stats(device),
     "version": _version,
     "is_nccl_available": lambda: True,
     "amp_definitely_not_available": lambda: False,
@@ -169,7 +169,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
     "comm": {name: getattr(comm, name) for name in
              ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")},
-    "nccl": {"is_available": lambda tensors: all(tensor.device.type == DEVICE for tensor in tensors)},
+    "nccl": {"is_available": lambda tensors: all(tensor.device.type == NAME for tensor in tensors)},
 }  # fmt: skip
 
 

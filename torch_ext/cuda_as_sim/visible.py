@@ -11,15 +11,18 @@ exported for them. See also Note [Visible devices] in sim/csrc/device.h.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["VISIBLE", "hide", "record", "record_at_start"]
+__all__ = ["VISIBLE", "hide", "hide_unless_set", "record", "record_at_start"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OUTSIDE = "TORCH_EXT_SIM_VISIBLE_OUTSIDE"  # "=" and the value; empty if there was none
+# env_start and env_end among the fields of /proc/PID/stat behind the name: see proc_pid_stat(5).
+_ENVIRONMENT = slice(47, 49)
 
 
 def record() -> None:
@@ -35,9 +38,29 @@ def record_at_start() -> None:
 
 
 def hide() -> None:
-    """Have a value that is the recorded one hide nothing. Called before the program begins."""
+    """Have a value that is the recorded one hide nothing, be it one that the harness has set."""
     if os.environ.get(_OUTSIDE) == f"={os.environ.get(VISIBLE)}":
         os.unsetenv(VISIBLE)
+
+
+def hide_unless_set() -> None:
+    """Have a value that is the recorded one hide nothing, unless this process has set it: a program that has begun may
+    choose a device by the same text.
+    """
+    if _is_as_at_start():
+        hide()
+
+
+def _is_as_at_start() -> bool:
+    """Whether the variable lies where the kernel has put it: what sets a variable allocates new memory for it."""
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_void_p
+    address = libc.getenv(VISIBLE.encode())
+    try:
+        begin, end = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
+    except (OSError, ValueError):
+        return True
+    return address is None or int(begin) <= address < int(end)
 
 
 def _record(outside: str | None) -> None:

@@ -1,11 +1,12 @@
 """The ``torch.backends`` entry point: torch calls :func:`load` when it has been imported, in every process.
 
 Without ``TORCH_EXT_SIM`` it returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that what
-torchrun starts runs on it. ``TORCH_EXT_SIM=cuda`` makes CUDA mean it, too.
+torchrun starts runs on it. ``TORCH_EXT_SIM=cuda`` makes it CUDA's device: see :mod:`torch_ext.personality`.
 
 Note [A program that has begun]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-When torch calls, the program that imports it has been compiled, with "cuda" in it. So the process starts again, as
+On builds of torch for GPUs, files are rewritten. When torch calls, the program that imports it has been compiled, with
+"cuda" in it. So the process starts again, as
 ``python -m torch_ext.program.main_module PROGRAM``, which rewrites the program's files as they are read. The program's
 statements above its import of torch run twice. Launchers (torchrun, accelerate) do not start again.
 
@@ -23,6 +24,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from torch_ext import personality
+
 __all__ = ["ON", "ON_AS_CUDA", "ask", "flags_of", "hide", "is_strict", "load", "mark_worker", "packages"]
 
 _AGAIN = "torch_ext.program.main_module"
@@ -31,8 +34,8 @@ _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "
 # Flags of Python that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
-_SIM = "TORCH_EXT_SIM"
-ON, ON_AS_CUDA = "1", "cuda"
+_SIM = personality.VARIABLE
+ON, ON_AS_CUDA = "1", personality.AS_CUDA
 _PACKAGES, _STRICT, _WORKER = "TORCH_EXT_SIM_PACKAGES", "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
 
 
@@ -81,13 +84,17 @@ def load() -> None:
         from torch_ext.cuda_as_sim import visible
 
         visible.record_at_start()
-        if is_program:
+        if is_program and not personality.is_cuda():
             _run_again()
-        visible.hide()
+        visible.hide_unless_set()
     if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", ranks)
     import torch_ext.sim  # noqa: F401  # registers the device
 
+    if personality.is_cuda():
+        from torch_ext.cuda_as_sim import stand_in
+
+        stand_in.install()
     is_worker = os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ
     is_below_worker = bool(os.environ.get("TORCH_EXT_SIM_WORKER"))
     if is_worker and not is_below_worker and (is_program or (as_cuda and _main_name() == _AGAIN)):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType
 
+from torch_ext.personality import torch_lacks_cuda
 from torch_ext.program.autoload import packages as packages_asked_for
 from torch_ext.world import wording
 
@@ -36,27 +37,21 @@ wording.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and its settings in a rank.
+    """A program, and its settings in a rank."""
 
-    Attributes:
-        target: a file, a folder or archive with a ``__main__``, or the name of a module.
-        is_module: whether ``target`` names a module.
-        arguments: the program's ``sys.argv[1:]``.
-        path: ``sys.path`` without the entry that belongs to the program.
-        simulated: run on the simulated accelerator.
-        cuda_as_sim: in the program's files, CUDA means the simulated accelerator.
-        packages: packages in which CUDA means it, too.
-        races: the check for races: ``error``, ``report`` or ``off``.
-    """
-
-    target: str
+    target: str  # a file, a folder or archive with a `__main__`, or the name of a module
     is_module: bool = False
-    arguments: tuple[str, ...] = ()
-    path: tuple[str, ...] = ()
-    simulated: bool = True
-    cuda_as_sim: bool = False
-    packages: tuple[str, ...] = ()
-    races: str = "off"
+    arguments: tuple[str, ...] = ()  # the program's `sys.argv[1:]`
+    path: tuple[str, ...] = ()  # `sys.path` without the entry that belongs to the program
+    simulated: bool = True  # run on the simulated accelerator
+    cuda_as_sim: bool = False  # in the program's files, CUDA means the simulated accelerator
+    packages: tuple[str, ...] = ()  # packages in which CUDA means it, too
+    races: str = "off"  # the check for races: `error`, `report` or `off`
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether the program's files are rewritten, because no simulated device can be CUDA's here."""
+        return self.cuda_as_sim and not torch_lacks_cuda()
 
 
 def run_main(program: Program) -> None:
@@ -77,19 +72,19 @@ def run_main(program: Program) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what Python calls
         return
     _put_in_front(os.path.dirname(os.path.realpath(program.target)))
-    _run_file(os.path.abspath(program.target), program.cuda_as_sim)
+    _run_file(os.path.abspath(program.target), program.rewritten)
 
 
-def _run_file(path: str, cuda_as_sim: bool) -> None:
+def _run_file(path: str, rewritten: bool) -> None:
     module = ModuleType("__main__")
     module.__file__, module.__loader__ = path, SourceFileLoader("__main__", path)
     vars(module).update({"__builtins__": __builtins__, "__cached__": None})
     sys.modules["__main__"] = module
-    exec(_code_of(path, cuda_as_sim), vars(module))
+    exec(_code_of(path, rewritten), vars(module))
 
 
-def _code_of(path: str, cuda_as_sim: bool) -> CodeType:
-    if cuda_as_sim:
+def _code_of(path: str, rewritten: bool) -> CodeType:
+    if rewritten:
         from torch_ext.cuda_as_sim.loader import code_of
 
         return code_of(path)

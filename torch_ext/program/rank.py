@@ -89,7 +89,8 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     except OSError:
         if error is not None and not isinstance(error, SystemExit):
             print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
-    _call_exit_functions()
+    with contextlib.suppress(BaseException):  # of a program that passed, the receipt has called them already
+        atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)
 
@@ -114,9 +115,12 @@ def _prepare(program: Program) -> Any:
     from torch_ext.sim import races
 
     if program.cuda_as_sim:
-        from torch_ext.cuda_as_sim import loader, runtime, spawned, visible  # noqa: F401  # replaces Tensor.cuda
+        from torch_ext.cuda_as_sim import visible
 
         visible.record()
+    if program.rewritten:
+        from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda
+
         root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
         spawned.install([root], (loader.HELPERS, *program.packages))
     races.stop()  # a check of the process that has begun with the import
@@ -177,12 +181,6 @@ def _tell(error: BaseException | None) -> None:
             traceback.print_exc()
 
 
-def _call_exit_functions() -> None:
-    """Call the program's ``atexit`` functions. For a program that passed, its receipt has called them already."""
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-
-
 def serve_store(port: int, descriptors: Sequence[int]) -> int:
     """Serve the store that the ranks meet at, until the supervisor closes the channel. Descriptors: it, and the socket.
 
@@ -212,17 +210,11 @@ def serve_store(port: int, descriptors: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's report at the end of its program.
+    """A rank's report at the end of its program."""
 
-    Attributes:
-        exit_code: of the program.
-        groups: the number of process groups that the rank made.
-        uses: the number of uses of a simulated device, see :func:`_uses_of_device`.
-    """
-
-    exit_code: int
-    groups: int
-    uses: int
+    exit_code: int  # of the program
+    groups: int  # the number of process groups that the rank made
+    uses: int  # the number of uses of a simulated device, see :func:`_uses_of_device`
 
 
 # Dtypes of object collectives in flight records: the pickled bytes, and their lengths.

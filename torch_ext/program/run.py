@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext import machine_memory
+from torch_ext import machine_memory, personality
 from torch_ext.cuda_as_sim.words import DEVICE
 from torch_ext.program import autoload, rank
 from torch_ext.program.main_module import Program
@@ -198,6 +198,8 @@ def _run(options: Options) -> int:
     path = search_path()
     autoload.hide()
     before = dict(os.environ)
+    if options.program.cuda_as_sim and not options.program.rewritten:
+        before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
     with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
         world = start_world(
@@ -253,7 +255,7 @@ def _set_environment(options: Options) -> None:
         machine_memory.share()  # now, so that all processes of the run have the same
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if options.program.cuda_as_sim:
+    if options.program.rewritten:
         from torch_ext.cuda_as_sim.words import environment_as_sim
 
         os.environ.update(environment_as_sim(os.environ))
@@ -263,7 +265,7 @@ def _set_environment(options: Options) -> None:
 
 def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
     program = replace(options.program, path=path)
-    if program.cuda_as_sim:
+    if program.rewritten:
         from torch_ext.cuda_as_sim.words import words_as_sim
 
         program = replace(program, arguments=tuple(words_as_sim(program.arguments)))

@@ -46,6 +46,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from torch_ext.personality import AS_CUDA, VARIABLE, torch_lacks_cuda
 from torch_ext.program import autoload
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
@@ -54,17 +55,7 @@ from torch_ext.world.protocol import HiddenFrames, Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
-__all__ = [
-    "connect",
-    "folder",
-    "is_own",
-    "key_of",
-    "main",
-    "search_path",
-    "socket_name",
-    "tell_loaded",
-    "zygote_for",
-]
+__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "socket_name", "tell_loaded", "zygote_for"]
 
 Key = Mapping[str, object]
 
@@ -99,9 +90,11 @@ _SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _preparation(simulated: bool, path: tuple[str, ...]) -> Preparation:
+def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Preparation:
     """Return the modules that a warm zygote loads."""
-    return Preparation(path, (*_LOADED, *(("torch_ext.sim",) if simulated else ())))
+    as_cuda = environment.get(VARIABLE) == AS_CUDA and torch_lacks_cuda()
+    device = ("torch_ext.cuda_as_sim.ahead",) if as_cuda else ("torch_ext.sim",)
+    return Preparation(path, (*_LOADED, *(device if simulated else ())))
 
 
 @contextlib.contextmanager
@@ -115,7 +108,7 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
     with contextlib.ExitStack() as held:
         found = connect(key_of(simulated, path, environment), held)
         if found is None:
-            root = start_root(_preparation(simulated, path), files.folder(), environment)
+            root = start_root(_preparation(simulated, path, environment), files.folder(), environment)
             held.callback(root.close)
             root.wait_ready()
             yield ZygoteClient(root.channel, root.process.pid)
@@ -128,15 +121,10 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
 
 @dataclass(frozen=True)
 class _Welcome:
-    """A server's message to a command, along with a command channel to its zygote.
+    """A server's message to a command, along with a command channel to its zygote."""
 
-    Attributes:
-        hidden_frames: the frames that the zygote's layers leave out of reports.
-        zygote_pid: the zygote, whose state is read if it does not answer.
-    """
-
-    hidden_frames: tuple[HiddenFrames, ...]
-    zygote_pid: int
+    hidden_frames: tuple[HiddenFrames, ...]  # the frames that the zygote's layers leave out of reports
+    zygote_pid: int  # the zygote, whose state is read if it does not answer
 
 
 def search_path() -> tuple[str, ...]:
@@ -296,7 +284,7 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     path = search_path()
     with contextlib.ExitStack() as held:
         listening = held.enter_context(_listen(key_of(simulated, path, os.environ)))
-        root = start_root(_preparation(simulated, path), files.folder(), os.environ)
+        root = start_root(_preparation(simulated, path, os.environ), files.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
         server = _Server(root, listening, held)

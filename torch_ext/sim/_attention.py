@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torch_ext.sim._imports import when_imported
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import KEY, NAME
 
 _FLEX, _DTENSOR = "torch.nn.attention.flex_attention", "torch.distributed.tensor"
 _SDPA = "scaled_dot_product_attention"
@@ -68,9 +68,9 @@ def _allow_dtensors(tensor: ModuleType) -> None:
         with _plain_tensors_are_replicated():
             return whole.decompose(query, key, value, *args, **kwargs)
 
-    _library.impl(_SDPA, sdpa, "AutogradPrivateUse1")
-    _library.impl(_FLASH, _flash, "PrivateUse1")
-    _library.impl(f"{_FLASH}_backward", _flash_backward, "PrivateUse1")
+    _library.impl(_SDPA, sdpa, f"Autograd{KEY}")
+    _library.impl(_FLASH, _flash, KEY)
+    _library.impl(f"{_FLASH}_backward", _flash_backward, KEY)
 
 
 def _in_a_ring(  # noqa: PLR0913 - as torch calls it

@@ -38,10 +38,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
 
 BACKEND = "simccl"
-_PAIR = f"{NAME}:{BACKEND}"
+TIMEOUT_OF_NCCL = timedelta(minutes=10)  # the default of its groups
+# In the configuration of a group whose device tensors are ours; in the personality of CUDA NCCL is a name of ours.
+_PAIRS = {f"{NAME}:{BACKEND}", "cuda:nccl"} if IS_CUDA else {f"{NAME}:{BACKEND}"}
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
 # Where the ranks of a group count, in its store.
 _MADE = "made"
@@ -108,7 +110,8 @@ def _complete_groups() -> None:
             made = helper(*args, **kwargs)
         _groups_made += isinstance(made[0], dist.ProcessGroup)
         if _has_simccl(made[0]):
-            made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+            if BACKEND in c10d._world.pg_backend_config[made[0]]:
+                made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         elif isinstance(made[0], dist.ProcessGroup):
             group, store = made
             _other_backends.serve_gloo(group, store, _for_gloo, wrappers)
@@ -143,7 +146,7 @@ def _names_device(backend: Any) -> bool:
 
 def _has_simccl(group: object) -> bool:
     config = c10d._world.pg_backend_config.get(group, "") if isinstance(group, dist.ProcessGroup) else ""
-    return _PAIR in config.split(",")
+    return not _PAIRS.isdisjoint(config.split(","))
 
 
 def _of_simccl(name: str, original: Any) -> Any:
@@ -218,8 +221,15 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     return _meet(options.store, options.group_rank, global_ranks, timeout)
 
 
-def own_backend(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> _native.ProcessGroupSimCCL:
-    """Make a backend that has no group. Each of the ``size`` ranks of ``store`` makes its own."""
+def own_backend(
+    store: c10d.Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None
+) -> _native.ProcessGroupSimCCL:
+    """Make a backend, each of the ``size`` ranks of ``store`` its own.
+
+    ``ranks``: the global ones of its group, an empty list for all; None if the backend has no group.
+    """
+    if ranks is not None:
+        return _meet(store, rank, list(ranks) or list(range(size)), timeout)
     return _meet(store, rank, _gloo_halves.global_ranks(c10d.PrefixStore(f"{BACKEND}/", store), rank, size), timeout)
 
 

@@ -26,7 +26,9 @@ def register() -> None:
 
 def _register_interface(interfaces: ModuleType) -> None:
     base: Any = interfaces.DeviceInterface
-    sim: Any = torch.get_device_module(NAME)
+    from torch_ext.sim import _module
+
+    sim: Any = _module
 
     class SimInterface(base):
         class Worker:

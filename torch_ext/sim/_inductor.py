@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.compiler.config
-from torch._inductor import codecache, lowering, scheduler, utils
+from torch._inductor import codecache, config, lowering, scheduler, utils
 from torch._inductor.codegen import common
 from torch._inductor.codegen.common import DeviceOpOverrides, register_device_op_overrides
 from torch._inductor.codegen.cpp import CppScheduling
@@ -38,7 +39,7 @@ from torch._inductor.kernel.flex.flex_cpu import lower_cpu
 from torch._inductor.virtualized import V
 
 from torch_ext.sim import _native
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
 
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
 
@@ -65,6 +66,10 @@ class _Calls(PythonWrapperCodegen):
 
     def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
         line: str = super().make_allocation(name, device, *args, **kwargs)
+        if IS_CUDA and device.type == NAME:  # by a function that builds without CUDA lack
+            return re.sub(
+                rf"empty_strided_{NAME}\((.*), (torch\.\w+)\)", rf"empty_strided(\1, device='{device}', dtype=\2)", line
+            )
         return line.replace(f"device='{device.type}'", f"device='{device}'")
 
 
@@ -106,16 +111,16 @@ class _Lines(DeviceOpOverrides):
     """Lines of generated Python."""
 
     def import_get_raw_stream_as(self, name: str) -> str:
-        return f"def {name}(index):\n    return torch.sim.current_stream(index).stream_id\n"
+        return f"def {name}(index):\n    return torch.{NAME}.current_stream(index).stream_id\n"
 
     def set_device(self, device_idx: int) -> str:
-        return f"torch.sim.set_device({device_idx})"
+        return f"torch.{NAME}.set_device({device_idx})"
 
     def synchronize(self) -> str:
-        return "torch.sim.synchronize()"
+        return f"torch.{NAME}.synchronize()"
 
     def device_guard(self, device_idx: int) -> str:
-        return f"torch.sim.device({device_idx})"
+        return f"torch.{NAME}.device({device_idx})"
 
 
 def _generate_cpp() -> None:
@@ -194,6 +199,15 @@ def _tag_cache() -> None:
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
 
+def _take_cudas_place() -> None:
+    """Generate C++ for CUDA: torch would generate Triton's code, and lines that builds without CUDA cannot run."""
+    common.register_backend_for_device(NAME, Scheduling, SimWrapperCodegen, CppWrapperCodegen, WrapperFxCodegen)
+    utils.GPU_TYPES.remove(NAME)
+    config.online_softmax = False
+
+
+if IS_CUDA:
+    _take_cudas_place()
 register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
 _lower_flex_attention()

@@ -1,7 +1,15 @@
-"""The name of the simulated accelerator's device type, for every other file of this package."""
+"""The name of the simulated accelerator's device type, for every other file of this package: see Note [Two
+personalities] in build.py.
+"""
 
 from __future__ import annotations
 
-__all__ = ["NAME"]
+from torch_ext import personality
 
-NAME = "sim"
+__all__ = ["IS_CUDA", "KEY", "NAME"]
+
+# Whether the device of this process is CUDA's, as far as torch and programs can tell.
+IS_CUDA = personality.is_cuda()
+NAME = "cuda" if IS_CUDA else "sim"
+# Of the dispatcher, and of DeviceType.
+KEY = "CUDA" if IS_CUDA else "PrivateUse1"

@@ -19,6 +19,7 @@ imported the simulator.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _gloo_halves
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import KEY, NAME
 
 __all__ = ["join_threads_and_fakes", "reduce_sparse_tensors", "serve_gloo"]
 
@@ -99,7 +100,9 @@ def _by_name() -> str:
 def reduce_sparse_tensors() -> None:
     """Give ``c10d::allreduce_``, to which ``dist.all_reduce`` leads, a kernel for sparse tensors of the device."""
     library = torch.library.Library("c10d", "IMPL")
-    library.impl("allreduce_", _all_reduce, "SparsePrivateUse1")
+    with warnings.catch_warnings():  # torch has a kernel for CUDA, which refuses in other words
+        warnings.simplefilter("ignore", UserWarning)
+        library.impl("allreduce_", _all_reduce, f"Sparse{KEY}")
     _libraries.append(library)  # its kernels go with it
 
 

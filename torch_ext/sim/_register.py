@@ -13,7 +13,7 @@ from torch.utils import backend_registration
 
 from torch_ext import machine_memory
 from torch_ext.sim import build
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
 
 _NATIVE = "torch_ext.sim._native"
 
@@ -29,7 +29,8 @@ def register() -> None:
         return
     # Before the name is taken: a process whose build fails must be left as it was.
     library = str(build.ensure_built(verbose=True))
-    _claim_name()
+    if not IS_CUDA:
+        _claim_name()
     _load_native(library)
     from torch_ext.sim import (
         _attention,
@@ -46,8 +47,9 @@ def register() -> None:
 
     atexit.register(_native.before_finalization)  # first of ours, so that it runs last
     _count_memory()
-    torch._register_device_module(NAME, _module)
-    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    if not IS_CUDA:
+        torch._register_device_module(NAME, _module)
+        backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _collectives.register()
     _comm.register()
     _dynamo.register()

@@ -8,9 +8,9 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._devices import Device, current_device, index_of
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import KEY, NAME
 
-_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+_DEVICE_TYPE = int(getattr(torch._C._autograd.DeviceType, KEY).value)
 _NANOSECONDS_PER_CYCLE = 1
 
 

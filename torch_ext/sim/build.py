@@ -10,6 +10,13 @@ Note [Two units]
 Nearly all of a compiler's time goes into torch's headers, so the sources are compiled as two units, one for each of two
 cores, and every header is read once in each. The sources of a unit share its anonymous namespaces: a name that two of
 them define is a compile error.
+
+Note [Two personalities]
+~~~~~~~~~~~~~~~~~~~~~~~~
+One source makes two devices. ``sim`` is torch's PrivateUse1 device: it stands beside a real GPU, and no program takes
+it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so, on builds of torch without CUDA's kernels.
+A process has one of them. They have builds of their own, and Python knows the choice as
+``_name.IS_CUDA``.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ext import cache
+from torch_ext.personality import is_cuda
 
 __all__ = [
     "BuildError",
@@ -134,7 +142,7 @@ def _family_key() -> str:
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     texts = (f"{path.relative_to(_SOURCES)}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
-    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags())
+    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags(), *_personality_flags())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
@@ -167,6 +175,11 @@ def _rpc_flags() -> tuple[str, ...]:
     import torch
 
     return ("-DSIM_HAS_RPC",) if hasattr(torch._C, "_rpc_init") else ()
+
+
+def _personality_flags() -> tuple[str, ...]:
+    """See Note [Two personalities]."""
+    return ("-DSIM_IS_CUDA",) if is_cuda() else ()
 
 
 def _digest(*parts: str) -> str:
@@ -274,7 +287,9 @@ def _ninja_file(compiler: _Compiler, names: list[str]) -> str:
     includes = [*of_torch, *of_kineto, sysconfig.get_paths()["include"]]
     libraries = cpp_extension.library_paths()
     sanitizer = _sanitizer_flags()
-    flags = " ".join([*_FLAGS, *_rpc_flags(), *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)])
+    flags = " ".join(
+        [*_FLAGS, *_rpc_flags(), *_personality_flags(), *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)]
+    )
     link = " ".join([*sanitizer, *(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)])
     lines = [
         "rule compile",

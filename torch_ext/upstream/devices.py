@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
+from torch_ext.personality import is_cuda
 
 __all__ = ["count_again", "install", "with_device_under_test"]
 
@@ -61,7 +62,14 @@ def _cycles_per_ms(device: str = "") -> float:
 
 def _teach_dtensor_base(base: Any) -> None:
     base.backend = property(_backends)
-    base.init_pg = _with_own_backend(base.init_pg)
+    init_pg = base.init_pg
+
+    @functools.wraps(init_pg)
+    def wrapper(self: Any, eager_init: Any = False, backend: str | None = None) -> None:
+        if not _init_on_own_backend(self, str(backend or self.backend), eager_init=bool(eager_init)):
+            init_pg(self, eager_init, backend)
+
+    base.init_pg = wrapper
 
 
 def _backends(case: Any) -> str:
@@ -71,31 +79,21 @@ def _backends(case: Any) -> str:
     return own if device == accelerator.HOST else f"{accelerator.HOST}:{host},{device}:{own}"
 
 
-def _with_own_backend(init_pg: Callable[..., None]) -> Callable[..., None]:
-    """Return a ``DTensorTestBase.init_pg`` that also accepts backends with the one of the device under test."""
-
-    @functools.wraps(init_pg)
-    def wrapper(self: Any, eager_init: Any = False, backend: str | None = None) -> None:
-        wanted = str(backend or self.backend)
-        if not _names_own_backend(wanted):
-            init_pg(self, eager_init, backend)
-            return
-        if accelerator.device_count() < self.world_size:
-            accelerator.request_devices(self.world_size)
-        accelerator.set_device_index(self.rank)
-        dist.init_process_group(
-            backend=wanted,
-            world_size=self.world_size,
-            rank=self.rank,
-            init_method=f"file://{self.file_name}",
-            device_id=torch.device(accelerator.device_type(), self.rank) if eager_init else None,
-        )
-
-    return wrapper
-
-
-def _names_own_backend(backend: str) -> bool:
-    return accelerator.backend() in (part.rpartition(":")[2] for part in backend.split(","))
+def _init_on_own_backend(case: Any, backend: str, *, eager_init: bool = False) -> bool:
+    """Make the group of ``case`` if ``backend`` names the one of the device under test; return whether it does."""
+    if accelerator.backend() not in (part.rpartition(":")[2] for part in backend.split(",")):
+        return False
+    if accelerator.device_count() < case.world_size:
+        accelerator.request_devices(case.world_size)
+    accelerator.set_device_index(case.rank)
+    dist.init_process_group(
+        backend=backend,
+        world_size=case.world_size,
+        rank=case.rank,
+        init_method=f"file://{case.file_name}",
+        device_id=torch.device(accelerator.device_type(), case.rank) if eager_init else None,
+    )
+    return True
 
 
 def _teach_sharded_base(module: Any) -> None:
@@ -106,13 +104,8 @@ def _teach_sharded_base(module: Any) -> None:
     @functools.wraps(init_pg)
     def wrapper(self: Any, backend: str = "") -> None:
         wanted = _backend_of(backend)
-        if not _names_own_backend(wanted):
+        if not _init_on_own_backend(self, wanted):
             init_pg(self, wanted)
-            return
-        accelerator.set_device_index(self.rank)
-        dist.init_process_group(
-            backend=wanted, world_size=self.world_size, rank=self.rank, init_method=f"file://{self.file_name}"
-        )
 
     module.ShardedTensorTestBase.init_pg = wrapper
 
@@ -140,9 +133,13 @@ def _with_comms(func: Any = None, init_rpc: bool = True, backend: str = "") -> A
 def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:
     own = accelerator.device_type()
     in_slot = [base for base in bases if base.device_type == _SLOT]
-    # Where CUDA means the device under test, torch's base for CUDA is for that device as well. It uses the device while
-    # the file is imported, after which no fork can.
-    bases[:] = [base for base in bases if base.device_type != own or base in in_slot]
+    if in_slot:
+        # Where CUDA means the device under test, torch's base for CUDA is for that device as well.
+        bases[:] = [base for base in bases if base.device_type != own or base in in_slot]
+    elif is_cuda():
+        for base in bases:
+            if base.device_type == own:
+                base.setUpClass = classmethod(_name_primary_device)
 
     def name_slot(name: str) -> None:
         for base in in_slot:
@@ -159,6 +156,12 @@ def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:
         name_slot(own)
 
     return wrapper
+
+
+def _name_primary_device(cls: Any) -> None:
+    """What torch's base for CUDA learns of the device. Its own way uses the device, after which no process can fork."""
+    cls.no_magma, cls.no_cudnn, cls.cudnn_version = True, True, None
+    cls.primary_device = f"{accelerator.device_type()}:{accelerator.device_module().current_device()}"
 
 
 def with_device_under_test(only_for: str | Sequence[str] | None, device: str) -> tuple[str, ...] | None:

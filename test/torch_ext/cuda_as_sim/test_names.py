@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from test.torch_ext.interpreter import python
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import importlib
 import sys
@@ -30,6 +27,6 @@ print(tried)
 
 
 def test_every_public_name_has_a_meaning() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=REPOSITORY, capture_output=True, text=True)
+    done = python("-c", PROGRAM)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 150

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from test.torch_ext.interpreter import RUN_TEST, python
 
 FILE = """
 import os
@@ -91,9 +89,7 @@ if __name__ == "__main__":
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TORCH_EXT_DEVICE"}
-    command = [sys.executable, str(REPOSITORY / "run_test.py"), *arguments]
-    return subprocess.run(command, env={**environment, "BACKEND": "nccl"}, capture_output=True, text=True, timeout=600)
+    return python(RUN_TEST, *arguments, BACKEND="nccl", TORCH_EXT_DEVICE=None)
 
 
 def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path) -> None:
@@ -153,6 +149,6 @@ def test_a_file_that_asks_about_devices_or_uses_one_while_it_is_loaded_has_ranks
     uses.write_text(ON_LOADING.format(when_loaded="X = torch.ones(2).cuda()"))
     done = run("--upstream", str(asks), str(uses), "--cuda-as-sim")
     assert "2 passed, 0 failed, 0 skipped" in done.stdout, done
-    said = "cannot fork: it has used a device, sim, which its children then cannot use; every rank gets a fresh"
+    said = "cannot fork: it has used a device, cuda, which its children then cannot use; every rank gets a fresh"
     told = done.stdout + done.stderr
     assert told.count(said) == 1 and f"the zygote of test_uses {said}" in told

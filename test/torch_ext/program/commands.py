@@ -15,28 +15,13 @@ from pathlib import Path
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.world.faults import processes_where
+from test.torch_ext.world.faults import MARK, marked_processes
 from torch_ext.world import _os
-
-__all__ = [
-    "EXAMPLE",
-    "MARK",
-    "Ended",
-    "alive_with",
-    "eventually",
-    "launched",
-    "run",
-    "serving",
-    "start",
-    "torchrun",
-    "with_entry_point",
-]
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
 # Far above what any of them takes, on a machine that does other things too.
 _LIMIT_S = 240.0
-MARK = "TEST_OF_PROGRAMS"
 
 
 @dataclass(frozen=True)
@@ -109,8 +94,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def alive_with(mark: str) -> list[str]:
     """Return the command lines of processes that were started with ``mark`` in their environment."""
-    found = processes_where(lambda variable: variable == f"{MARK}={mark}".encode())
-    return [command for command in found.values() if command]  # a process that is ending has none
+    return [command for command in marked_processes(mark).values() if command]  # a process that is ending has none
 
 
 def torchrun(*words: str, folder: Path, **more: str) -> Ended:

@@ -57,7 +57,7 @@ torch.cuda.memory._dump_snapshot(f"snapshot{rank}.pickle")
 torch.cuda.memory._record_memory_history(None)
 assert torch.cuda.nccl.is_available([x]) and not torch.cuda.nccl.is_available([torch.ones(1)])
 torch.cuda.cudart().cudaProfilerStart()
-for call in (torch.cuda.jiterator._create_jit_fn, torch.cuda.utilization):
+for call in (lambda: torch.cuda.jiterator._create_jit_fn('code')(x), torch.cuda.utilization):
     try:
         call()
     except NotImplementedError as error:
@@ -87,6 +87,7 @@ with torch.cuda.stream(side):
 assert side.cuda_stream != 0
 
 # Several devices in one process.
+import torch.cuda.comm
 parallel = nn.DataParallel(nn.Linear(4, 2).cuda(), device_ids=[rank, 1 - rank])
 plain = nn.Linear(4, 2).cuda()
 plain.load_state_dict(parallel.module.state_dict())
@@ -161,4 +162,4 @@ def test_children_that_are_spawned_use_the_simulated_device(tmp_path: Path) -> N
     ended = run("-n 1 --cuda-as-sim", SPAWNING, folder=tmp_path, TORCH_EXT_SIM_DEVICES="2")
     assert ended.code == 0, ended.err
     told = sorted(line.partition("child ")[2] for line in ended.out.splitlines() if "child " in line)
-    assert told == ["0 [2.0, 2.0] sim:0", "1 [2.0, 2.0] sim:1"]
+    assert told == ["0 [2.0, 2.0] cuda:0", "1 [2.0, 2.0] cuda:1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.house.source import CHECKOUT
+from test.torch_ext.interpreter import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start, with_entry_point
 from torch_ext.program.run import main
 

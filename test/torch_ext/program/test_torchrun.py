@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import EXAMPLE, Ended, torchrun
+from test.torch_ext.interpreter import python
+from test.torch_ext.program.commands import EXAMPLE, torchrun
 
 _NAMES_CUDA = """
 import os, torch, torch.distributed as dist
@@ -32,19 +30,9 @@ def test_two_agents_train_on_sim(tmp_path: Path) -> None:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         endpoint = ("--rdzv-endpoint", f"127.0.0.1:{held.getsockname()[1]}", str(EXAMPLE))
-        ended: list[Ended] = []
-        agents = [
-            threading.Thread(
-                target=lambda: ended.append(
-                    torchrun(*meeting, *endpoint, folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
-                )
-            )
-            for _ in range(2)
-        ]
-        for agent in agents:
-            agent.start()
-        for agent in agents:
-            agent.join()
+        sim = {"TORCH_EXT_SIM": "1", "TORCH_EXT_SIM_STRICT": "1"}
+        with ThreadPoolExecutor(2) as agents:
+            ended = list(agents.map(lambda _: torchrun(*meeting, *endpoint, folder=tmp_path, **sim), range(2)))
     assert [each.code for each in ended] == [0, 0], ended
     assert sum("step 4: loss" in each.out for each in ended) >= 1
 
@@ -64,5 +52,6 @@ def test_cuda_means_sim_in_the_workers_and_a_fake_is_said(tmp_path: Path) -> Non
 
 def test_the_entry_point_does_nothing_unless_asked() -> None:
     program = "import sys; from torch_ext.program.autoload import load; load(); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
     assert not any(name in done.stdout for name in ("'torch'", "torch_ext.sim", "torch_ext.world", "argparse"))

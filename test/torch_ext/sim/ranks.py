@@ -64,7 +64,8 @@ def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[.
 def run(world_size: int, body: Body, *args: Any, killed: int | None = None, **options: Any) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` ranks of a process group, and wait for them.
 
-    SIGKILL must end the rank ``killed``; every other rank must pass. ``options`` go to ``init_process_group``.
+    SIGKILL must end the rank ``killed``; every other rank must pass. ``options`` go to ``init_process_group``, but for
+    ``bound``, which binds the group to the devices of its ranks.
 
     Raises:
         AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.
@@ -112,6 +113,8 @@ def _in_group(
     warnings.filterwarnings("error", module=r"(test\.)?torch_ext\.")
     sim = torch.get_device_module("sim")
     sim.set_device(rank % sim.device_count())
+    if options.pop("bound", False):
+        options["device_id"] = torch.device("sim", rank)
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group(
         **{"rank": rank, "world_size": world_size, "store": store, "timeout": GROUP_TIMEOUT, **options}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from test.torch_ext.interpreter import python
 from torch_ext.sim import build
 
 
@@ -36,56 +37,40 @@ def _compiler(folder: Path, body: str) -> Path:
     return path
 
 
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_EXT_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert build.cache_root() == Path("/somewhere/torch_ext")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert build.cache_root() == Path("/home/me/.cache/torch_ext")
-
-
 def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext build"):
         build.ensure_built()
 
 
-def _command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch_ext", *arguments], capture_output=True, text=True, check=False, timeout=120,
-        env={**os.environ, **environment},
-    )  # fmt: skip
-
-
 def test_the_command_says_in_one_line_what_is_missing(cache: Path) -> None:
-    finished = _command("build", CXX="no-such-compiler")
+    finished = python("-m", "torch_ext", "build", CXX="no-such-compiler")
     assert finished.returncode == 1 and not finished.stdout
     (told,) = finished.stderr.splitlines()
     assert told.startswith("error: ") and "apt install g++" in told
 
 
 def test_the_command_shows_the_compilers_words_and_no_traceback(cache: Path, tmp_path: Path) -> None:
-    finished = _command("build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
+    finished = python("-m", "torch_ext", "build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
     assert finished.returncode == 1 and not finished.stdout
     assert "\nerror: Building the simulated accelerator failed" in finished.stderr
     assert "error: no such thing" in finished.stderr and "Traceback" not in finished.stderr
 
 
 def test_the_command_shows_where_the_build_is() -> None:
-    finished = _command("build")
+    finished = python("-m", "torch_ext", "build")
     assert finished.returncode == 0 and finished.stdout == f"{build.ensure_built()}\n"
 
 
 def test_the_command_takes_no_arguments_behind_build() -> None:
-    finished = _command("build", "-v")
+    finished = python("-m", "torch_ext", "build", "-v")
     assert finished.returncode == 2 and finished.stderr == "error: build takes no arguments, but got: -v\n"
 
 
 @pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])
 def test_importing_the_package_registers_whatever_the_program(argv: list[str]) -> None:
     code = f"import sys; sys.argv[:] = {argv!r}; import torch, torch_ext.sim; print(torch.sim.device_count() > 0)"
-    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    finished = python("-c", code)
     assert finished.stdout == "True\n", finished.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import unittest
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.interpreter import python
 from torch_ext.sim import faults
 from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiThreadedTestCase
 from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
@@ -25,10 +24,7 @@ class _OnSim(BackendConformance):
     device_type = "sim"
     backend_name = "simccl"
     transport: ClassVar[str]
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        return 3
+    world_size = 3  # type: ignore[assignment]
 
     def setUp(self) -> None:
         self.addCleanup(os.environ.pop, TRANSPORT, None)  # type: ignore[attr-defined]  # mixed into a test case
@@ -48,6 +44,7 @@ class TestSimcclOverGloo(_OnSim, DistributedTestBase):
 class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
+    world_size = 3  # type: ignore[assignment]
     sizes = (1, 13, 1 << 20)  # it reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
     lacks = {"coalescing": "gloo has none"}
@@ -55,10 +52,6 @@ class TestGloo(BackendConformance, DistributedTestBase):
         "lists of unequal sizes": "ends the process, or mixes up bytes",
         "disagreement is named": "ends the process, or mixes up bytes",
     }
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        return 3
 
     def reductions(self, dtype: torch.dtype) -> list[Any]:
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG]
@@ -69,6 +62,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
 class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
     device_type = "cpu"
     backend_name = "threaded"
+    world_size = 3  # type: ignore[assignment]
     lacks = {
         "reduce": "not written",
         "send and recv": "there are no transfers",
@@ -81,10 +75,6 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         "recv from any rank": "likewise",
         "disagreement is named": "tells one rank while the others wait",
     }
-
-    @property
-    def world_size(self) -> int:  # type: ignore[override]
-        return 3
 
     def setUp(self) -> None:
         super().setUp()
@@ -129,9 +119,7 @@ def _run_out_of_tree(
 ) -> subprocess.CompletedProcess[str]:
     file = folder / "test_mine.py"
     file.write_text(OUT_OF_TREE.replace("BACKEND", backend).replace("LACKS", lacks))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "TORCH_EXT_DEVICE": "cpu"}
-    command = [sys.executable, str(file), f"TestMine.{test}"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
 
 
 def test_suite_runs_on_a_backend_of_somebody_elses(tmp_path: Path) -> None:

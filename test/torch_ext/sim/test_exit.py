@@ -7,14 +7,13 @@ Note [Threads at exit] (``csrc/finalization.cpp``) lets it finish.
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from test.torch_ext.interpreter import python
 
 SIM = "import atexit, os, signal, sys, threading, time\nimport torch\nimport torch_ext.sim\n"
 BACKWARD = """
@@ -51,14 +50,26 @@ end_late()
 UNMENDED = "from torch_ext.sim import _native\natexit.unregister(_native.before_finalization)\n"
 ABORTED = "terminate called without an active exception"
 
-# What ends the program after its backward, the exit code, and what is printed.
-ENDS: dict[str, tuple[str, int, str]] = {
-    "at its end": ("", 0, ""),
-    "sys.exit": ("sys.exit(3)", 3, ""),
-    "an exception": ("raise ValueError('mine')", 1, "ValueError: mine"),
-    "Ctrl-C": ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
-    "several devices": ("[backward(f'sim:{index}') for index in range(4)]", 0, ""),
-    "an exception in backward": (
+
+def ends(text: str, code: int = 0, shown: str = "") -> tuple[str, int, str]:
+    return text, code, shown
+
+
+IN_THREADS = """
+def train():
+    while True: backward()
+sys.setswitchinterval(1e-4)
+for _ in range(3): threading.Thread(target=train, daemon=True).start()
+time.sleep(0.2)
+"""
+# What ends the program after its backward, its exit code, and what is printed.
+ENDS = {
+    "at its end": ends(""),
+    "sys.exit": ends("sys.exit(3)", 3, ""),
+    "an exception": ends("raise ValueError('mine')", 1, "ValueError: mine"),
+    "Ctrl-C": ends("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+    "several devices": ends("[backward(f'sim:{index}') for index in range(4)]"),
+    "an exception in backward": ends(
         """
 def fail(grad): raise ValueError("in backward")
 a = torch.ones(3, device="sim:1", requires_grad=True)
@@ -69,8 +80,7 @@ b.sum().backward()
         1,
         "ValueError: in backward",
     ),
-    "reentrant backward, in threads of their own": (
-        """
+    "reentrant backward, in threads of their own": ends("""
 class Deep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, depth):
@@ -84,44 +94,13 @@ class Deep(torch.autograd.Function):
                 Deep.apply(x, ctx.depth - 1).sum().backward()
         return grad, None
 Deep.apply(torch.ones(1, device="sim", requires_grad=True), 80).sum().backward()
-""",
-        0,
-        "",
-    ),
-    "exit functions": (
-        "atexit.register(print, 'later', flush=True)",
-        0,
-        "later\nearlier\n",
-    ),
-    "daemon threads in a backward": (
-        """
-def train():
-    while True: backward()
-sys.setswitchinterval(1e-4)
-for _ in range(3): threading.Thread(target=train, daemon=True).start()
-time.sleep(0.2)
-""",
-        0,
-        "",
-    ),
-    "daemon threads that know no device": (
-        """
-def train():
-    while True: backward("cpu")
-sys.setswitchinterval(1e-4)
-for _ in range(3): threading.Thread(target=train, daemon=True).start()
-time.sleep(0.2)
-""",
-        0,
-        "",
-    ),
-    "exit functions called twice": (
-        "from torch_ext.sim import _native\n_native.before_finalization()\nbackward()",
-        0,
-        "",
-    ),
-    "anomaly mode": ("with torch.autograd.detect_anomaly(): backward()", 0, ""),
-    "a default device": ("torch.set_default_device('sim:2'); backward()", 0, ""),
+"""),
+    "exit functions": ends("atexit.register(print, 'later', flush=True)", 0, "later\nearlier\n"),
+    "daemon threads in a backward": ends(IN_THREADS),
+    "daemon threads that know no device": ends(IN_THREADS.replace("backward()", "backward('cpu')")),
+    "exit functions called twice": ends("from torch_ext.sim import _native\n_native.before_finalization()\nbackward()"),
+    "anomaly mode": ends("with torch.autograd.detect_anomaly(): backward()"),
+    "a default device": ends("torch.set_default_device('sim:2'); backward()"),
 }
 # Registered before the simulator: this function runs after its own.
 EARLIER = """
@@ -158,34 +137,28 @@ model(torch.ones(2, 3, device="sim")).sum().backward()
 dist.destroy_process_group()
 """
 WORK = "def work():" + LATE.replace("\n", "\n    ") + "\n"
-PYTHON = (sys.executable,)
-# The program and what starts it.
+# The program, and the options with which Python starts it.
 WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "script": (SIM + BACKWARD + LATE, PYTHON),
-    "by a variable": (BACKWARD + LATE, PYTHON),
+    "script": (SIM + BACKWARD + LATE, ()),
+    "by a variable": (BACKWARD + LATE, ()),
     "torchrun": (
         SIM + BACKWARD + DDP + LATE,
-        (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     ),
-    "torch_ext run": (BACKWARD + DDP + LATE, (*PYTHON, "-m", "torch_ext", "run", "-n", "2")),
-    "forked": (SIM + BACKWARD + FORKED, PYTHON),
-    "spawned": (SIM + BACKWARD + WORK + MAIN + SPAWNED, PYTHON),
+    "torch_ext run": (BACKWARD + DDP + LATE, ("-m", "torch_ext", "run", "-n", "2")),
+    "forked": (SIM + BACKWARD + FORKED, ()),
+    "spawned": (SIM + BACKWARD + WORK + MAIN + SPAWNED, ()),
     "pytest": (
         SIM + BACKWARD + WORK + "def test_backward():\n    work()\n",
-        (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+        ("-m", "pytest", "-q", "-p", "no:cacheprovider"),
     ),
 }
 
 
-def run(program: str, folder: Path, command: tuple[str, ...] = PYTHON) -> tuple[int, str]:
-    file = folder / "test_program.py"
-    file.write_text(program, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if "import torch_ext" not in program and command == PYTHON:
-        environment["TORCH_EXT_SIM"] = "1"
-    done = subprocess.run(
-        [*command, str(file)], env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=600
-    )
+def run(program: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[int, str]:
+    (folder / "test_program.py").write_text(program, encoding="utf-8")
+    by_variable = {} if "import torch_ext" in program or options else {"TORCH_EXT_SIM": "1"}
+    done = python(*options, "test_program.py", folder=folder, OMP_NUM_THREADS="1", **by_variable)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -200,7 +173,8 @@ def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_ends_well_however_it_was_started(way: str, tmp_path: Path) -> None:
-    code, output = run(WAYS[way][0], tmp_path, WAYS[way][1])
+    text, options = WAYS[way]
+    code, output = run(text, tmp_path, options)
     assert (code, ABORTED in output) == (0, False), output
 
 
@@ -212,8 +186,8 @@ FINALIZED = [way for way in WAYS if way != "torch_ext run"]
     "way", [pytest.param(way, marks=() if way == "script" else pytest.mark.long) for way in FINALIZED]
 )
 def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
-    text, command = WAYS[way]
-    code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, command)
+    text, options = WAYS[way]
+    code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, options)
     # Of the process itself, of its child, or of a worker of torchrun's, which tells the exit code of that.
     assert code in (-signal.SIGABRT, signal.SIGABRT) or "SIGABRT" in output, output
     assert ABORTED in output or "Fatal Python error: PyEval_SaveThread" in output, output
@@ -233,13 +207,13 @@ def test_the_exit_function_starts_no_threads(tmp_path: Path) -> None:
 def test_many_programs_under_load(way: str, tmp_path: Path) -> None:
     """500 scripts, and 60 of each other way, eight at a time. Threads are late by chance only, as in real programs."""
     times = 500 if way == "script" else 60
-    text, command = WAYS[way]
+    text, options = WAYS[way]
     text = text.replace("end_late()\n", "backward()\n")
 
     def once(number: int) -> tuple[int, str]:
         folder = tmp_path / str(number)
         folder.mkdir()
-        return run(text, folder, command)
+        return run(text, folder, options)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         ended = list(pool.map(once, range(times)))

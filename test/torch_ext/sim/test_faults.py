@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
 
@@ -53,7 +52,10 @@ def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str
     ranks.leave()
 
 
-def _own_timeouts(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_time_limit_is_the_groups_or_what_wait_is_told(rank: int, world_size: int) -> None:
+    # The default group's limit is the one of all ranks that wait for rank 0 here.
+    assert ranks.SHORT < ranks.GROUP_TIMEOUT
     brief = dist.new_group(timeout=ranks.SHORT)
     changed = dist.new_group()
     waited = dist.new_group()
@@ -75,12 +77,6 @@ def _own_timeouts(rank: int, world_size: int) -> None:
     ranks.leave()
 
 
-def test_time_limit_is_the_groups_or_what_wait_is_told() -> None:
-    # The default group's limit is the one of all ranks that wait for rank 0 here.
-    assert ranks.SHORT < ranks.GROUP_TIMEOUT
-    ranks.run(2, _own_timeouts)
-
-
 # Works of rank 0 that cannot end, because rank 1 stays away.
 PENDING: dict[str, Callable[[], Any]] = {
     "recv": lambda: dist.irecv(full(), 1),
@@ -90,29 +86,6 @@ PENDING: dict[str, Callable[[], Any]] = {
     "reduce_scatter": lambda: dist.reduce_scatter(full(), [full(), full()], async_op=True),
     "all_to_all": lambda: dist.all_to_all([full(), full()], [full(), full()], async_op=True),
 }
-
-
-def _abort(rank: int, world_size: int, name: str) -> None:
-    if rank == 0:
-        work, group = PENDING[name](), c10d._get_default_group()
-        waiter = _Waiter(work)
-        waiter.start_and_block()
-        group.abort()
-        waiter.join()
-        assert isinstance(waiter.error, RuntimeError) and "was aborted" in str(waiter.error), waiter.error
-        assert work.is_completed() and not work.is_success()
-        with pytest.raises(RuntimeError, match="was aborted"):
-            work.get_future().wait()
-        with pytest.raises(RuntimeError, match="Make a new one"):
-            dist.all_reduce(full())
-        del work, group, waiter
-        kept = store()
-        dist.destroy_process_group()
-        gc.collect()  # the group goes, and does not wait for what was given up
-        kept.set("seen", "yes")
-    else:
-        store().wait(["seen"])
-    ranks.leave()
 
 
 class _Waiter(threading.Thread):
@@ -141,7 +114,25 @@ class _Waiter(threading.Thread):
 
 
 @pytest.mark.parametrize("name", PENDING)
-def test_abort_ends_what_is_pending(name: str) -> None:
-    # A time limit beyond the tests' deadline: nothing but the abort can end the wait.
-    assert timedelta(seconds=ranks.DEADLINE_S) < timedelta(hours=1)
-    ranks.run(2, _abort, name, timeout=timedelta(hours=1))
+@ranks.world_of(2, timeout=timedelta(hours=1))  # beyond the tests' deadline: nothing but the abort can end the wait
+def test_abort_ends_what_is_pending(rank: int, world_size: int, name: str) -> None:
+    if rank == 0:
+        work, group = PENDING[name](), c10d._get_default_group()
+        waiter = _Waiter(work)
+        waiter.start_and_block()
+        group.abort()
+        waiter.join()
+        assert isinstance(waiter.error, RuntimeError) and "was aborted" in str(waiter.error), waiter.error
+        assert work.is_completed() and not work.is_success()
+        with pytest.raises(RuntimeError, match="was aborted"):
+            work.get_future().wait()
+        with pytest.raises(RuntimeError, match="Make a new one"):
+            dist.all_reduce(full())
+        del work, group, waiter
+        kept = store()
+        dist.destroy_process_group()
+        gc.collect()  # the group goes, and does not wait for what was given up
+        kept.set("seen", "yes")
+    else:
+        store().wait(["seen"])
+    ranks.leave()

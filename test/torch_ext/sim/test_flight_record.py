@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional  # here, so that ranks need not load it
 from torch.distributed import distributed_c10d as c10d
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from torch_ext.sim import _native
 from torch_ext.sim._flight_record import translate

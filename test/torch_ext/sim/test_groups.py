@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
 SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
-
-
-def _rejoin(rank: int, world_size: int, body: Callable[[int, int], None], store: str, **options: Any) -> None:
-    """Run ``body`` in a default group made anew with ``options``, which may depend on the rank."""
-    dist.destroy_process_group()
-    made = {name: value(rank) if callable(value) else value for name, value in options.items()}
-    dist.init_process_group(rank=rank, world_size=world_size, store=dist.FileStore(store, world_size), **made)
-    body(rank, world_size)
 
 
 def _one_life(rank: int, world_size: int, life: int, path: str) -> None:
@@ -63,11 +53,8 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
     assert objects == ["from 1"]
 
 
-def _bound_device(rank: int) -> torch.device:
-    return torch.device("sim", rank)
-
-
-def _check_split_of_some(rank: int, world_size: int) -> None:
+@ranks.world_of(4, bound=True)  # torch splits no others
+def test_split_of_some(rank: int, world_size: int) -> None:
     outer = dist.split_group(split_ranks=[[0, 3]])
     # What the others get differs from release to release, but is no group.
     assert isinstance(outer, dist.ProcessGroup) == (rank in (0, 3))
@@ -78,7 +65,8 @@ def _check_split_of_some(rank: int, world_size: int) -> None:
     dist.barrier()  # on the bound device, without an argument
 
 
-def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
+@ranks.world_of(4, bound=True)
+def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)  # ranks 2 and 3 never hear of it
 
@@ -97,27 +85,14 @@ def _check_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 
 
-@pytest.mark.parametrize("body", [_check_split_of_some, _check_split_after_unlike_histories])
-def test_split_groups(body: Callable[[int, int], None], tmp_path: Path) -> None:
-    # Torch splits device-bound groups only.
-    ranks.run(4, _rejoin_bound, body, str(tmp_path / "store"))
-
-
-def _rejoin_bound(rank: int, world_size: int, body: Callable[[int, int], None], store: str) -> None:
-    _rejoin(rank, world_size, body, store, device_id=_bound_device)
-
-
-def _check_bound(rank: int, world_size: int) -> None:
+@ranks.world_of(2, bound=True)
+def test_group_bound_to_a_device_serves_that_device_alone(rank: int, world_size: int) -> None:
     assert str(dist.get_backend_config()) == "sim:simccl" and dist.get_backend() == "simccl"
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, rank)
     assert gathered == list(range(world_size))
-
-
-def test_group_bound_to_a_device_serves_that_device_alone(tmp_path: Path) -> None:
-    ranks.run(2, _rejoin_bound, _check_bound, str(tmp_path / "store"))
 
 
 # --- futures ---
@@ -262,19 +237,15 @@ def test_barrier_of_a_group_is_on_the_device(rank: int, world_size: int) -> None
     assert group._get_backend(torch.device("sim"))._get_sequence_number_for_group() == 3
 
 
-def _check_contract(rank: int, world_size: int) -> None:
+@ranks.world_of(2)
+def test_detail_mode_finds_ranks_that_call_differently(rank: int, world_size: int, tmp_path: Path) -> None:
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
+    dist.init_process_group(rank=rank, world_size=world_size, store=store)
     x = torch.ones(2, device="sim")
     dist.all_reduce(x)
     assert x.tolist() == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="mismatch between collectives"):
         dist.all_reduce(torch.ones(2 + rank, device="sim"))
     ranks.leave()
-
-
-def _rejoin_in_detail(rank: int, world_size: int, store: str) -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    _rejoin(rank, world_size, _check_contract, store)
-
-
-def test_detail_mode_finds_ranks_that_call_differently(tmp_path: Path) -> None:
-    ranks.run(2, _rejoin_in_detail, str(tmp_path / "store"))

@@ -5,14 +5,12 @@ The caps here are small: no test comes near the machine's own bound.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.interpreter import python
 from torch_ext import machine_memory
 
 MIB = 1 << 20
@@ -37,18 +35,8 @@ def child(text):
 
 def run(text: str, folder: Path, cap: int = 16 * MIB, **variables: str) -> str:
     (folder / "prelude.py").write_text(PRELUDE, encoding="utf-8")
-    file = folder / "program.py"
-    file.write_text("from prelude import *\nfrom prelude import _native\n" + text, encoding="utf-8")
-    environment = {**os.environ, "TORCH_EXT_SIM_MACHINE_MEMORY": str(cap), **variables}
-    done = subprocess.run(
-        [sys.executable, str(file)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    (folder / "program.py").write_text("from prelude import *\nfrom prelude import _native\n" + text, encoding="utf-8")
+    done = python("program.py", folder=folder, **{"TORCH_EXT_SIM_MACHINE_MEMORY": str(cap), **variables})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -118,18 +106,9 @@ print(fill(16), len(held))
     assert run(text, tmp_path).splitlines() == ["16", "None 16"]
 
 
-def test_ranks_without_a_common_process_get_equal_parts(tmp_path: Path) -> None:
-    variables = {"LOCAL_WORLD_SIZE": "4", "TORCH_EXT_SIM_MEMORY_PAGE": ""}
-    text = "print(_native.machine_memory()[0])"
-    environment = {**os.environ, **variables}
-    environment.pop("TORCH_EXT_SIM_MACHINE_MEMORY", None)
-    done = subprocess.run(
-        [sys.executable, "-c", "from torch_ext.sim import _native\n" + text],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_ranks_without_a_common_process_get_equal_parts() -> None:
+    variables = {"LOCAL_WORLD_SIZE": "4", "TORCH_EXT_SIM_MEMORY_PAGE": "", "TORCH_EXT_SIM_MACHINE_MEMORY": None}
+    done = python("-c", "from torch_ext.sim import _native\nprint(_native.machine_memory()[0])", **variables)
     assert 0 < int(done.stdout) <= 0.2 * machine_memory.available_bytes() * 1.5
 
 

@@ -15,14 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import full, store
 
 SIM = torch.get_device_module("sim")
-
-
-def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
-    return torch.full((numel,), value, device="sim")
 
 
 # --- gloo ---
@@ -31,19 +27,19 @@ def _x(value: float = 1.0, numel: int = 3) -> torch.Tensor:
 def _check_gloo(rank: int, world_size: int, config: str) -> None:
     assert dist.get_backend() == "gloo" or ":" in config
     assert str(dist.get_backend_config()) == (config if ":" in config else "cpu:gloo,cuda:gloo")
-    x, parts = _x(rank + 1.0), [_x() for _ in range(world_size)]
+    x, parts = full(rank + 1.0), [full() for _ in range(world_size)]
     dist.all_reduce(x)
     dist.all_gather(parts, x * (rank + 1))
     assert x.tolist() == [3.0] * 3 and [part[0].item() for part in parts] == [3.0, 6.0]
     dist.barrier()
     if rank == 0:
-        dist.send(_x(5.0), 1)
+        dist.send(full(5.0), 1)
     else:
         dist.recv(x, 0)
         assert x.tolist() == [5.0] * 3
-    again = _x(rank + 1.0)
+    again = full(rank + 1.0)
     dist.all_reduce(again, group=dist.new_group())
-    assert functional.all_reduce(_x(), "sum", dist.group.WORLD).tolist() == [2.0] * 3
+    assert functional.all_reduce(full(), "sum", dist.group.WORLD).tolist() == [2.0] * 3
     mesh = init_device_mesh("sim", (world_size,), mesh_dim_names=("dp",))
     assert functional.all_reduce(again, "sum", mesh.get_group()).tolist() == [6.0] * 3
     if "cpu" in str(dist.get_backend_config()):
@@ -67,21 +63,20 @@ def test_detail_mode_finds_a_device_call_against_a_host_call(rank: int, world_si
     group = dist.new_group(backend="gloo")
     with pytest.raises(RuntimeError, match=r"Detected mismatch(.|\n)*OpType=(REDUCE|BARRIER)"):
         if rank == 0:
-            dist.reduce(_x(), 0, group=group)
+            dist.reduce(full(), 0, group=group)
         else:
             cast(Any, group)._get_backend(torch.device("cpu")).barrier().wait()
     ranks.leave()
 
 
 def _own_gloo(rank: int, world_size: int, name: str) -> Any:
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, rank, world_size, timeout=ranks.GROUP_TIMEOUT)
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store()), rank, world_size, timeout=ranks.GROUP_TIMEOUT)
 
 
 @ranks.world_of(2, backend="cpu:gloo")
 def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -> None:
     gloo = _own_gloo(rank, world_size, "own")
-    x, host, parts = _x(rank + 1.0), torch.full((3,), rank + 1.0), [[_x() for _ in range(world_size)]]
+    x, host, parts = full(rank + 1.0), torch.full((3,), rank + 1.0), [[full() for _ in range(world_size)]]
     gloo.allreduce([x]).wait()
     gloo.allreduce(host).wait()
     gloo.allgather(parts, [x * (rank + 1)]).wait()
@@ -92,7 +87,7 @@ def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -
     future = gloo.reduce([x], options).get_future()
     assert future.wait()[0].device.type == "sim" and (rank == 0 or x.tolist() == [6.0] * 3)
     if rank == 0:
-        gloo.send([_x(5.0)], 1, 0).wait()
+        gloo.send([full(5.0)], 1, 0).wait()
     else:
         gloo.recv([x], 0, 0).wait()
         assert x.tolist() == [5.0] * 3
@@ -109,10 +104,10 @@ def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -
 @ranks.world_of(2, backend="cpu:gloo")
 def test_wrapper_around_an_own_backend_compares_calls_of_both_halves(rank: int, world_size: int) -> None:
     gloo = _own_gloo(rank, world_size, "own")
-    store = dist.PrefixStore("wrapper", dist.distributed_c10d._get_default_store())
-    wrapper = dist.distributed_c10d._create_process_group_wrapper(gloo, "own", store, rank, world_size)
+    meeting = dist.PrefixStore("wrapper", store())
+    wrapper = dist.distributed_c10d._create_process_group_wrapper(gloo, "own", meeting, rank, world_size)
     del gloo
-    x, host = _x(rank + 1.0), torch.ones(3)
+    x, host = full(rank + 1.0), torch.ones(3)
     works = [wrapper.allreduce([x]) for _ in range(3)]
     for work in works:
         work.wait()
@@ -150,7 +145,7 @@ def test_group_of_gloo_reduces_sparse_gradients(rank: int, world_size: int) -> N
 @ranks.world_of(2, backend="gloo")
 def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
     SIM.set_device(0)
-    x = _x()
+    x = full()
     dist.all_reduce(x)
     assert x.device == torch.device("sim", 0) and x.tolist() == [2.0] * 3
 
@@ -158,7 +153,7 @@ def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
 @ranks.world_of(2, backend="cpu:gloo")
 def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type sim"):
-        dist.all_reduce(_x())
+        dist.all_reduce(full())
 
 
 # --- the fake group ---
@@ -168,12 +163,12 @@ def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank: int, worl
 def test_fake_group_takes_device_tensors(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    x, whole = _x(), _x(numel=12)
+    x, whole = full(), full(numel=12)
     dist.all_reduce(x)
     dist.all_gather_into_tensor(whole, x)
     dist.reduce_scatter_tensor(x, whole)
     dist.broadcast(x, 0)
-    dist.all_to_all_single(_x(numel=4), _x(numel=4))
+    dist.all_to_all_single(full(numel=4), full(numel=4))
     dist.barrier()
     half = dist.new_group([0, 1])
     dist.all_reduce(x, group=half)

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
 SIM = torch.get_device_module("sim")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 
 Maps = dict[Any, Any]
@@ -18,8 +17,8 @@ Maps = dict[Any, Any]
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 
-def _join(rank: int, store: str, maps: Maps, **more: Any) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=60, **more)
+def _join(rank: int, folder: Path, maps: Maps, **more: Any) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'store'}", rpc_timeout=60, **more)
     for to, map_ in maps.items():
         options.set_device_map(to, map_)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
@@ -30,9 +29,10 @@ def _swap(x: torch.Tensor, y: torch.Tensor, where: str) -> tuple[torch.Tensor, t
     return (x * 2).view(2, 2).t(), y + 1, torch.full((3,), 7.0, device="sim:0")
 
 
-def _check_calls(rank: int, world_size: int, store: str) -> None:
+@ranks.world_of(2)
+def test_device_tensors_follow_the_map_and_results_its_reverse(rank: int, world_size: int, tmp_path: Path) -> None:
     other = f"worker{1 - rank}"
-    _join(rank, store, {other: {"sim:0": "sim:1", 1: 0}})
+    _join(rank, tmp_path, {other: {"sim:0": "sim:1", 1: 0}})
     x = torch.arange(4.0, device="sim:0", requires_grad=True)
     doubled, host, full = rpc.rpc_sync(other, _swap, (x.detach(), torch.zeros(2), "sim:1"))
     assert [str(each.device) for each in (doubled, host, full)] == ["sim:0", "cpu", "sim:1"]
@@ -51,18 +51,17 @@ def _check_calls(rank: int, world_size: int, store: str) -> None:
     rpc.shutdown()
 
 
-def test_device_tensors_follow_the_map_and_results_its_reverse(tmp_path: Path) -> None:
-    ranks.run(2, _check_calls, str(tmp_path / "store"))
-
-
 def _on_host(x: torch.Tensor) -> torch.Tensor:
     assert x.device == torch.device("sim:1")
     return x + 1
 
 
-def _check_one_way(rank: int, world_size: int, store: str) -> None:
+@ranks.world_of(2)
+def test_maps_of_one_side_and_devices_outside_them(rank: int, world_size: int, tmp_path: Path) -> None:
     """Only rank 0 has a map, from the host, and lets its worker use a device that no map names."""
-    _join(rank, store, {"worker1": {"cpu": "sim:1"}} if rank == 0 else {}, devices=["sim:1", "sim:2"] if rank else None)
+    _join(
+        rank, tmp_path, {"worker1": {"cpu": "sim:1"}} if rank == 0 else {}, devices=["sim:1", "sim:2"] if rank else None
+    )
     if rank == 0:
         answer = rpc.rpc_sync("worker1", _on_host, (torch.zeros(2),))
         assert answer.tolist() == [1, 1] and answer.is_cpu
@@ -76,18 +75,11 @@ def _check_one_way(rank: int, world_size: int, store: str) -> None:
     rpc.shutdown()
 
 
-def test_maps_of_one_side_and_devices_outside_them(tmp_path: Path) -> None:
-    ranks.run(2, _check_one_way, str(tmp_path / "store"))
-
-
-def _check_refused(rank: int, world_size: int, store: str) -> None:
+@ranks.world_of(2)
+def test_device_that_does_not_exist_is_refused_on_every_rank(rank: int, world_size: int, tmp_path: Path) -> None:
     other = f"worker{1 - rank}"
     with pytest.raises(ValueError, match="has target devices with invalid indices in its device map"):
-        _join(rank, store, {other: {"sim:0": f"sim:{torch.get_device_module('sim').device_count()}"}})
-
-
-def test_device_that_does_not_exist_is_refused_on_every_rank(tmp_path: Path) -> None:
-    ranks.run(2, _check_refused, str(tmp_path / "store"))
+        _join(rank, tmp_path, {other: {"sim:0": f"sim:{torch.get_device_module('sim').device_count()}"}})
 
 
 def test_group_of_no_fixed_size_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import faults

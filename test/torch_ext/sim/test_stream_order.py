@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,36 +17,21 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
-from test.torch_ext.sim.waits_told import Page
 from torch_ext.world import threads
+from torch_ext.world.operations import WaitPage, waits_of_threads
 
 SIM: Any = torch.get_device_module("sim")
 
 
-def _reduce(x: torch.Tensor) -> Any:
-    work = dist.all_reduce(x, async_op=True)
+def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
+    work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
     return work
 
 
 # --- wait ---
-
-
-@ranks.world_of(2)
-def test_wait_returns_at_once_and_reads_get_the_result(rank: int, world_size: int) -> None:
-    x = full()
-    if rank == 0:
-        work = _reduce(x)
-        work.wait()
-        assert not work.is_completed()
-        store().set("go", "")
-    else:
-        store().wait(["go"])
-        _reduce(x).wait()
-    assert x.tolist() == [2.0] * 3
 
 
 @ranks.world_of(2)
@@ -62,21 +48,6 @@ def test_receives_do_not_block_the_host_either(rank: int, world_size: int) -> No
         dist.send(full(6.0), 0)
 
 
-# What needs the result of an all-reduce of ones that the current stream waits for.
-_NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "kernel": lambda x: (x + 1).cpu() - 1,
-    "kernel in place": lambda x: x.mul_(1),
-    "read": lambda x: x.tolist(),
-    "copy that does not block": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
-    "kernel on a stream that waits": lambda x: _on_another_stream(x),
-    "stream": lambda x: SIM.current_stream().synchronize(),
-    "device": lambda x: SIM.synchronize(),
-    "event": lambda x: _event().synchronize(),
-    "collective": lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
-    "growing": lambda x: x.resize_(10_000),
-}
-
-
 def _event() -> Any:
     event = SIM.Event()
     event.record()
@@ -90,13 +61,31 @@ def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
+# What needs the result of an all-reduce of ones that the current stream waits for.
+_NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "kernel": lambda x: x + 1 - 1,
+    "kernel in place": lambda x: x.mul_(1),
+    "read": lambda x: x.tolist(),
+    "copy that does not block": lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
+    "kernel on a stream that waits": _on_another_stream,
+    "stream": lambda x: SIM.current_stream().synchronize(),
+    "device": lambda x: SIM.synchronize(),
+    "event": lambda x: _event().synchronize(),
+    "collective": lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
+    "growing": lambda x: x.resize_(10_000),
+}
+
+
 @ranks.world_of(2)
-def test_whatever_comes_next_on_the_stream_waits_without_the_gil(rank: int, world_size: int) -> None:
+def test_a_wait_returns_at_once_and_whatever_comes_next_on_the_stream_waits_without_the_gil(
+    rank: int, world_size: int
+) -> None:
     for number, (name, need) in enumerate(_NEEDS.items()):
         x = full()
         if rank == 0:
             work = _reduce(x)
             work.wait()
+            assert not work.is_completed(), name
             teller = threading.Timer(0.05, store().set, (f"go {number}", ""))  # needs the GIL while this thread blocks
             teller.start()
             result = need(x)
@@ -179,8 +168,7 @@ def test_blocking_wait_blocks_the_host(rank: int, world_size: int, name: str) ->
     group = dist.new_group()
     x = full()
     if rank == 0:
-        work = dist.all_reduce(x, group=group, async_op=True)
-        assert work is not None
+        work = _reduce(x, group)
         threading.Timer(0.05, store().set, ("go", "")).start()
         work.wait()
         assert work.is_completed()
@@ -203,28 +191,16 @@ def test_a_barrier_blocks_the_host(rank: int, world_size: int) -> None:
 # --- errors ---
 
 
-_DUE: dict[str, Callable[[torch.Tensor], object]] = {
-    "kernel": lambda x: x + 1,
-    "read": lambda x: x.tolist(),
-    "stream": lambda x: SIM.current_stream().synchronize(),
-    "device": lambda x: SIM.synchronize(),
-    "event": lambda x: _event().synchronize(),
-    "another stream": lambda x: _on_another_stream(x),
-}
-
-
-@pytest.mark.parametrize("name", _DUE)
+@pytest.mark.parametrize("name", ["kernel", "kernel on a stream that waits", "read", "stream", "device", "event"])
 @ranks.world_of(2)
 def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_size: int, name: str) -> None:
     group = dist.new_group(timeout=ranks.SHORT)
     dist.barrier(group=group)
     if rank == 0:
         x = full()
-        work = dist.all_reduce(x, group=group, async_op=True)
-        assert work is not None
-        work.wait()
+        _reduce(x, group).wait()
         with pytest.raises(RuntimeError, match=r"all_reduce at .*test_stream_order.py:\d+ timed out: .*for rank 1"):
-            _DUE[name](x)
+            _NEEDS[name](x)
         store().set("seen", "")
     else:
         store().wait(["seen"])
@@ -237,7 +213,8 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
         store().wait(["seen"])
         dist.all_reduce(full())
         return
-    page = Page()
+    page = WaitPage()
+    os.environ["TORCH_EXT_WAIT_PAGE"] = str(page.descriptor)
 
     def read() -> None:
         x = full()
@@ -246,18 +223,18 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
 
     reading = threading.Thread(target=read)
     reading.start()
-    told = page.only_entry(reading)
-    assert page.version == 2
-    assert (told.peer, told.number, told.operation) == (1, 1, "all_reduce")
-    assert told.group == c10d._get_default_group().group_name and told.thread == reading.native_id
+    while not (entries := waits_of_threads()):
+        assert reading.is_alive()
+    (told,) = entries.values()
+    words = rf"#1 all_reduce in group {c10d._get_default_group().group_name}, called at {re.escape(__file__)}:\d+"
+    assert re.fullmatch(words, told.wait.words) and told.wait.peers == (1,) and told.tid == reading.native_id
     assert 0 < told.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
-    assert Path(told.site.rpartition(":")[0]) == Path(__file__)
     # Its frame is in x.tolist(), which is no operation.
     (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)
     assert task.operation is not None and task.operation.limit_s == told.until_s
     store().set("seen", "")
     reading.join()
-    assert not page.entries()
+    assert page.waits() == ()
 
 
 # --- futures and hooks ---
@@ -398,19 +375,11 @@ def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end(rank: int, wo
 @ranks.world_of(2)
 def test_several_threads_may_wait_on_one_stream(rank: int, world_size: int) -> None:
     works = [(x, _reduce(x)) for x in (full(float(i)) for i in range(40))]
-    errors: list[BaseException] = []
 
-    def read(mine: list[tuple[torch.Tensor, Any]], start: int) -> None:
-        try:
-            for number, (x, work) in enumerate(mine):
-                work.wait()
-                assert x.tolist() == [2.0 * (start + 4 * number)] * 3
-        except BaseException as error:
-            errors.append(error)
+    def read(start: int) -> None:
+        for number, (x, work) in enumerate(works[start::4]):
+            work.wait()
+            assert x.tolist() == [2.0 * (start + 4 * number)] * 3
 
-    threads = [threading.Thread(target=read, args=(works[start::4], start)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-import torch_ext.sim  # noqa: F401 - registers the device
+from test.torch_ext.interpreter import python
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
@@ -32,10 +31,10 @@ def _transport(group: dist.ProcessGroup | None = None) -> str:
 # --- which one ---
 
 
-def _check_kind(rank: int, world_size: int, kind: str) -> None:
-    assert _transport() == kind
+def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup | None = None) -> None:
+    assert _transport(group) == kind
     x = full()
-    dist.all_reduce(x)
+    dist.all_reduce(x, group=group)
     assert x.tolist() == [world_size] * 3
 
 
@@ -51,15 +50,7 @@ def test_transport_is_shared_memory_unless_gloo_is_asked_for(
 def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_size: int) -> None:
     if rank == 1:
         os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # as a rank on another machine would
-    group = dist.new_group(backend="simccl")
-    _check_kind_of(group, world_size)
-
-
-def _check_kind_of(group: dist.ProcessGroup, world_size: int) -> None:
-    assert _transport(group) == "gloo"
-    x = full()
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [world_size] * 3
+    _check_kind(rank, world_size, "gloo", dist.new_group(backend="simccl"))
 
 
 @ranks.world_of(2)
@@ -204,30 +195,24 @@ def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank: int, world_
 
 @ranks.world_of(1)
 def test_ranks_may_be_threads_of_one_process(rank: int, world_size: int) -> None:
-    from datetime import timedelta
+    store = dist.HashStore()
 
-    store, results = dist.HashStore(), [0.0] * 3
-
-    def member(r: int) -> None:
+    def member(r: int) -> float:
         SIM.set_device(r)
         backend = _native.ProcessGroupSimCCL(store, r, [0, 1, 2], timedelta(seconds=30))
         x = torch.full((4,), float(r), device=f"sim:{r}")
         backend.allreduce([x]).wait()
-        results[r] = x.sum().item()
+        return x.sum().item()
 
-    members = [threading.Thread(target=member, args=(r,)) for r in range(3)]
-    for one in members:
-        one.start()
-    for one in members:
-        one.join()
-    assert results == [12.0] * 3
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(member, range(3))) == [12.0] * 3
 
 
 def test_peers_of_a_killed_rank_are_told_whenever_it_dies(request: pytest.FixtureRequest) -> None:
     is_long = request.config.getoption("--long", default=False)
     rounds = "1000" if is_long else "12"
     within = ["--within-s", "1"] if is_long else []  # on a machine that does nothing else
-    command = [sys.executable, "-m", "test.torch_ext.sim.kill_rounds", "--rounds", rounds, *within]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60 + 2 * int(rounds), check=False)
+    words = ("-m", "test.torch_ext.sim.kill_rounds", "--rounds", rounds, *within)
+    finished = python(*words, timeout_s=60 + 2 * int(rounds))
     assert finished.returncode == 0, finished.stderr
     assert f"{rounds} rounds" in finished.stdout

@@ -1,4 +1,6 @@
-// Autocast: torch keeps the lists of operators for each policy, a device registers them under its own key.
+// Autocast: torch keeps the lists of operators for each policy, a device registers them under its own key. Those of
+// CUDA are in every build of torch.
+#ifndef SIM_IS_CUDA
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -46,3 +48,4 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 } // namespace torch_ext::sim::autocast_policies
+#endif

@@ -99,6 +99,16 @@ py::object storage_over(const py::handle& host_storage, c10::DeviceIndex index) 
           /*resizable=*/false));
 }
 
+// --- storages, which torch makes and resizes for CUDA in code that builds without CUDA lack ---
+
+py::object new_storage(size_t nbytes, c10::DeviceIndex index) {
+  ensure_initialized();
+  CurrentDevice current(checked_index(index));
+  return to_python(
+      c10::make_intrusive<c10::StorageImpl>(
+          c10::StorageImpl::use_byte_size_t(), nbytes, device_allocator(), /*resizable=*/true));
+}
+
 } // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -136,6 +146,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("shared_host_storage", &shared_host_storage);
   m.def("move_to_shared", &move_to_shared);
   m.def("storage_over", &storage_over);
+  m.def("new_storage", &new_storage);
+  m.def("resize_storage", [](const py::handle& storage, size_t nbytes) {
+    resize_bytes(*storage_from(storage).unsafeGetStorageImpl(), nbytes);
+  });
   bind_memory_history(m);
   bind_pinned_memory(m);
   bind_simccl(m);

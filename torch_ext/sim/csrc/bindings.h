@@ -1,9 +1,15 @@
 // What the native module consists of, file by file: each function is called once, when the library loads.
 #pragma once
 
+#include <c10/core/StorageImpl.h>
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+
 namespace torch_ext::sim {
+
+// Gives `storage` new memory of `nbytes` and keeps what fits; 0 frees it.
+void resize_bytes(c10::StorageImpl& storage, size_t nbytes); // memory_ops.cpp
 
 void install_guard();            // stream.cpp
 void install_hooks();            // memory_ops.cpp

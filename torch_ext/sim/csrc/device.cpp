@@ -94,8 +94,9 @@ void initialize_slow() {
   std::lock_guard<std::mutex> lock(mutex);
   TORCH_CHECK(
       !bad_fork,
-      "Cannot re-initialize sim in forked subprocess. To use sim with multiprocessing, you must use the 'spawn' start "
-      "method, or fork before the parent uses a sim device.");
+      "Cannot re-initialize " SIM_TITLE " in forked subprocess. To use " SIM_TITLE
+      " with multiprocessing, you must use the "
+      "'spawn' start method, or fork before the parent uses a device.");
   if (initialized) {
     return;
   }
@@ -104,8 +105,8 @@ void initialize_slow() {
       devices.all > 0, kCountVariable, "=", std::getenv(kCountVariable),
       ": expected a whole number of devices from 1 to ", static_cast<int>(kMaxDevices), ".");
   TORCH_CHECK(
-      devices.visible > 0, "sim error: no device is visible: the program set ", kVisible, "='", std::getenv(kVisible),
-      "', which names none of the ", devices.all, " devices 0 to ", devices.all - 1, ".");
+      devices.visible > 0, SIM_TITLE " error: no device is visible: the program set ", kVisible, "='",
+      std::getenv(kVisible), "', which names none of the ", devices.all, " devices 0 to ", devices.all - 1, ".");
   pthread_atfork(nullptr, nullptr, mark_child);
   frozen = devices;
   frozen_count = devices.visible;
@@ -155,15 +156,16 @@ c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   const int count = device_count();
   const int hidden = device_count_of_all() - count;
   TORCH_CHECK(
-      index >= 0 && index < count, "sim error: invalid device ordinal: got sim:", static_cast<int>(index),
-      ", expected one of the ", count, " devices sim:0 to sim:", count - 1, ". ",
+      index >= 0 && index < count, SIM_TITLE " error: invalid device ordinal: got " SIM_NAME ":",
+      static_cast<int>(index), ", expected one of the ", count, " devices " SIM_NAME ":0 to " SIM_NAME ":", count - 1,
+      ". ",
       hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
                  : c10::str("Set ", kCountVariable, " before the first use to have more."));
   return index;
 }
 
 c10::DeviceIndex checked_index(c10::Device device) {
-  TORCH_CHECK(device.type() == kSim, "Expected a sim device, but got ", device, ".");
+  TORCH_CHECK(device.type() == kSim, "Expected a " SIM_NAME " device, but got ", device, ".");
   return checked_index(device.index());
 }
 

@@ -19,9 +19,28 @@
 
 #include <c10/core/Device.h>
 
+// See Note [Two personalities] in build.py.
+#ifdef SIM_IS_CUDA
+#define SIM_KEY CUDA
+#define SIM_SPARSE_KEY SparseCUDA
+#define SIM_SPARSE_CSR_KEY SparseCsrCUDA
+#define SIM_NESTED_KEY NestedTensorCUDA
+#define SIM_NAME "cuda"
+#define SIM_TITLE "CUDA"
+#define SIM_BACKEND "nccl"
+#else
+#define SIM_KEY PrivateUse1
+#define SIM_SPARSE_KEY SparsePrivateUse1
+#define SIM_SPARSE_CSR_KEY SparseCsrPrivateUse1
+#define SIM_NESTED_KEY NestedTensorPrivateUse1
+#define SIM_NAME "sim"
+#define SIM_TITLE "sim" // in messages
+#define SIM_BACKEND "simccl"
+#endif
+
 namespace torch_ext::sim {
 
-constexpr c10::DeviceType kSim = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
 // The number of devices that the program sees, which is that of all unless it chose some: TORCH_EXT_SIM_DEVICES if it

@@ -90,9 +90,9 @@ class Call {
 
 void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "The operator '", toString(op.operator_name()), "' is not implemented for the device sim:",
+      false, "The operator '", toString(op.operator_name()), "' is not implemented for the device " SIM_NAME ":",
       static_cast<int>(device), ": it has no host kernel that could serve it. Move its inputs to the host with .cpu() ",
-      "or register a kernel for PrivateUse1.");
+      "or register a kernel for " C10_STRINGIZE(SIM_KEY) ".");
 }
 
 bool is_sparse(const c10::IValue& value) {
@@ -171,13 +171,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,
 // and with it results equal the host's bit for bit.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   for (const char* name :
        {"addr", "mish_backward", "mse_loss", "native_group_norm", "native_layer_norm", "silu_backward",
         "smooth_l1_loss"}) {

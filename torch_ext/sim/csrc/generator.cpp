@@ -31,7 +31,7 @@ uint64_t mix(uint64_t value) {
 }
 
 GeneratorImpl::GeneratorImpl(c10::DeviceIndex device)
-    : c10::GeneratorImpl(c10::Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+    : c10::GeneratorImpl(c10::Device(kSim, device), c10::DispatchKeySet(c10::DispatchKey::SIM_KEY)) {}
 
 void GeneratorImpl::set_current_seed(uint64_t seed) {
   *state_ = {seed, 0};
@@ -60,7 +60,7 @@ void GeneratorImpl::set_state(const c10::TensorImpl& state) {
       state.device_type() == c10::DeviceType::CPU && state.dtype() == caffe2::TypeMeta::Make<uint8_t>(),
       "RNG state must be a torch.ByteTensor on the host.");
   TORCH_CHECK(
-      state.numel() == kStateBytes && state.is_contiguous(), "RNG state of a sim device has ", kStateBytes,
+      state.numel() == kStateBytes && state.is_contiguous(), "RNG state of a " SIM_NAME " device has ", kStateBytes,
       " bytes (seed and offset), but got ", state.numel(), ".");
   std::array<uint64_t, 2> parts{};
   std::memcpy(parts.data(), state.data(), kStateBytes);
@@ -77,7 +77,8 @@ c10::intrusive_ptr<c10::TensorImpl> GeneratorImpl::get_state() const {
 
 void GeneratorImpl::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) {
   auto* other = dynamic_cast<GeneratorImpl*>(state.get());
-  TORCH_CHECK_TYPE(other != nullptr, "Expected a generator of a sim device, but got one of ", state->device(), ".");
+  TORCH_CHECK_TYPE(
+      other != nullptr, "Expected a generator of a " SIM_NAME " device, but got one of ", state->device(), ".");
   state_ = other->state_;
 }
 
@@ -109,8 +110,9 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
   }();
   const auto index = device == -1 ? current_device() : device;
   TORCH_CHECK(
-      index >= 0 && index < device_count(), "sim error: invalid device ordinal: there is no generator for sim:",
-      static_cast<int>(index), " among ", static_cast<int>(device_count()), " devices.");
+      index >= 0 && index < device_count(),
+      SIM_TITLE " error: invalid device ordinal: there is no generator for " SIM_NAME ":", static_cast<int>(index),
+      " among ", static_cast<int>(device_count()), " devices.");
   return generators->at(static_cast<size_t>(index));
 }
 
@@ -118,7 +120,7 @@ at::Generator host_generator(const std::optional<at::Generator>& given, c10::Dev
   const bool own = given.has_value() && given->defined();
   at::Generator source = own ? *given : default_generator(device);
   TORCH_CHECK(
-      source.device() == c10::Device(kSim, device), "Expected a 'sim:", static_cast<int>(device),
+      source.device() == c10::Device(kSim, device), "Expected a '" SIM_NAME ":", static_cast<int>(device),
       "' generator device but found '", source.device(), "'.");
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* impl = static_cast<GeneratorImpl*>(source.unsafeGetGeneratorImpl());

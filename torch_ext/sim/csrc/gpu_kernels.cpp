@@ -22,8 +22,17 @@
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
+
+#ifdef SIM_IS_CUDA
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <string>
+#endif
 
 #include <array>
 #include <cstdint>
@@ -33,6 +42,7 @@
 #include <vector>
 
 #include "alias.h"
+#include "device.h"
 #include "kernel.h"
 
 namespace torch_ext::sim {
@@ -230,7 +240,7 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
   m.impl("batch_norm_elemt", TORCH_FN(normalize));
   m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
@@ -322,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
@@ -346,7 +356,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("native_dropout", TORCH_FN(native_dropout));
 }
 
@@ -401,6 +411,56 @@ int64_t fused_sdp_choice(
   return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
 }
 
+#ifdef SIM_IS_CUDA
+using ConvolutionGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+ConvolutionGrads convolution_backward_with_sizes(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& weight,
+    at::OptionalIntArrayRef /*bias_sizes*/, c10::IntArrayRef stride, c10::IntArrayRef padding,
+    c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> output_mask) {
+  return convolution_backward(
+      grad_output, input, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask);
+}
+
+bool no_ctc_loss(
+    const at::Tensor& /*log_probs*/, const at::Tensor& /*targets*/, c10::IntArrayRef /*input_lengths*/,
+    c10::IntArrayRef /*target_lengths*/, int64_t /*blank*/) {
+  return false;
+}
+
+bool no_ctc_loss_of_tensors(
+    const at::Tensor& /*log_probs*/, const at::Tensor& /*targets*/, const at::Tensor& /*input_lengths*/,
+    const at::Tensor& /*target_lengths*/, int64_t /*blank*/) {
+  return false;
+}
+
+// Of the sizes of `tensor`, without its memory: Dynamo asks with tensors that have none.
+at::Tensor sizes_on_host(const at::Tensor& tensor) {
+  return at::from_blob(nullptr, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+}
+
+int64_t choice_by_sizes(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  const bool has_mask = mask.has_value() && mask->defined();
+  bool is_unknown = enable_gqa || (has_mask && mask->requires_grad());
+  for (const auto& tensor : {query, key, value, has_mask ? *mask : query}) {
+    is_unknown = is_unknown || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.is_nested();
+  }
+  if (is_unknown) {
+    return kSdpMath;
+  }
+  // Dynamo's modes would see the call, with tensors that they do not know.
+  const c10::impl::ExcludeDispatchKeyGuard unseen(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const int64_t host_choice = at::_fused_sdp_choice(
+      sizes_on_host(query), sizes_on_host(key), sizes_on_host(value),
+      has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt, dropout, is_causal, scale, enable_gqa);
+  return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
+}
+#endif
+
 using AttentionResult = std::tuple<
     at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -411,18 +471,18 @@ AttentionResult attention(
   kernel.reads(query).reads(key).reads(value).reads(bias).launch();
   auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
       on_host(query), on_host(key), on_host(value), dropout, is_causal, optional_on_host(bias), scale);
-  // The host kernel draws no random numbers (it takes no dropout) and has no ragged batches, so the places for them
-  // hold empty tensors.
-  const auto none = [&query] { return at::empty({0}, query.options().dtype(at::kLong)); };
+  // The host kernel draws no random numbers (it takes no dropout) and has no ragged batches: the places for them hold
+  // tensors of the shapes that torch's meta kernel gives, which compiled code checks.
+  const auto none = [&query](c10::IntArrayRef size) { return at::zeros(size, query.options().dtype(at::kLong)); };
   return {
       kernel.result(std::move(output)),
-      kernel.result(std::move(logsumexp)),
-      none(),
-      none(),
+      kernel.result(logsumexp.contiguous()),
+      none({0}),
+      none({0}),
       query.sym_size(2),
       key.sym_size(2),
-      none(),
-      none(),
+      none({}),
+      none({}),
       at::empty({0}, query.options())};
 }
 
@@ -445,9 +505,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+#ifdef SIM_IS_CUDA
+  m.impl("convolution", TORCH_FN(convolution));
+  m.impl("convolution_backward", TORCH_FN(convolution_backward_with_sizes));
+  // cuDNN and MIOpen are asked for their own form of it on CUDA alone.
+  for (const std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
+    m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
+    m.impl((name + ".Tensor").c_str(), TORCH_FN(no_ctc_loss_of_tensors));
+  }
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choice_by_sizes);
+#else
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+#endif
   m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
   m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));

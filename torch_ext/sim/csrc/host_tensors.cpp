@@ -19,8 +19,8 @@ namespace torch_ext::sim {
 
 at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(
-      tensor.device().type() == kSim, "simccl works on sim tensors, but got a tensor on ", tensor.device(),
-      ". Use a group with a backend for that device, such as 'cpu:gloo,sim:simccl'.");
+      tensor.device().type() == kSim, "simccl works on " SIM_NAME " tensors, but got a tensor on ", tensor.device(),
+      ". Use a group with a backend for that device, such as 'cpu:gloo," SIM_NAME ":simccl'.");
   TORCH_CHECK(tensor.layout() == at::kStrided, "simccl works on dense tensors, but got layout ", tensor.layout(), ".");
   check_bounds(name, tensor);
   at::Tensor alias = host_alias(tensor.is_conj() ? tensor.conj() : tensor);

@@ -237,7 +237,8 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.operator_name();
   TORCH_CHECK_NOT_IMPLEMENTED(
       op.hasKernelForDispatchKey(kNestedOnHost), "The operator '", toString(name),
-      "' is not implemented for nested tensors of the strided layout, neither on the device sim nor on the host. Make ",
+      "' is not implemented for nested tensors of the strided layout, neither on the device " SIM_NAME
+      " nor on the host. Make ",
       "them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
   if (std::find(kDirect.begin(), kDirect.end(), name.name) != kDirect.end()) {
     run_direct(op, stack);
@@ -248,37 +249,37 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, SIM_SPARSE_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
 }
 
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, SIM_SPARSE_CSR_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
 }
 
-TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, SIM_NESTED_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
 }
 
-TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_KEY, m) {
   run_code_of_host<c10::DispatchKey::SparseCPU>(
       m,
       {"_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty.memory_format", "empty_like",
        "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
        "sparse_resize_", "sparse_resize_and_clear_", "copy_", "copy_sparse_to_sparse_"});
-  run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SparsePrivateUse1);
+  run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SIM_SPARSE_KEY);
 }
 
-TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_CSR_KEY, m) {
   run_code_of_host<c10::DispatchKey::SparseCsrCPU>(
       m,
       {"empty.memory_format", "empty_like", "sparse_dim", "dense_dim", "_nnz", "crow_indices", "col_indices",
        "ccol_indices", "row_indices", "values", "copy_"});
-  run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SparseCsrPrivateUse1);
+  run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SIM_SPARSE_CSR_KEY);
 }
 
 // Those that have a decomposition, too, which is for dense tensors and goes before a fallback.
-TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_NESTED_KEY, m) {
   for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(kNestedOnHost)) {
     if (name.getNamespace() == "aten") {
       m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
@@ -288,7 +289,7 @@ TORCH_LIBRARY_IMPL(aten, NestedTensorPrivateUse1, m) {
 
 // What makes sparse and nested tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is
 // asked for.
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   run_code_of_host<c10::DispatchKey::CPU>(
       m, {"_embedding_bag_backward", "_nested_from_padded", "_nested_tensor_from_mask", "_nested_view_from_buffer"});
   for (const char* name :

@@ -275,10 +275,11 @@ std::string list_of(const std::vector<std::pair<std::string, Held>>& held) {
 std::string message_of_machine(size_t nbytes) {
   const auto memory = machine_memory();
   if (memory.cap == 0) {
-    return c10::str("sim out of memory: the machine's, not the device's. The host refused ", readable(nbytes), ".");
+    return c10::str(
+        SIM_TITLE " out of memory: the machine's, not the device's. The host refused ", readable(nbytes), ".");
   }
   return c10::str(
-      "sim out of memory: the machine's, not the device's. Tried to allocate ", readable(nbytes),
+      SIM_TITLE " out of memory: the machine's, not the device's. Tried to allocate ", readable(nbytes),
       ". The processes of this run hold ", readable(memory.run), " on simulated devices together, this one ",
       readable(memory.process), "; they may hold ", readable(memory.cap),
       ", by default 80 % of what the machine or its cgroup had available when the run began.");
@@ -307,13 +308,13 @@ void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
       held.empty() ? " " : "\n", "Free tensors, use fewer ranks, or bound each device with --memory SIZE. ",
       "TORCH_EXT_SIM_MACHINE_MEMORY=BYTES sets another cap.", advice);
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "sim out of memory. Tried to allocate ", readable(nbytes),
-      ". Device sim:", static_cast<int>(pool.device()), " has a total capacity of ", readable(limit), " of which ",
-      readable(left), " is free.", allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(),
-      " Of the memory in use ", readable(allocated), " is allocated by tensors, and ",
-      readable(reserved > allocated ? reserved - allocated : 0), " is reserved but unallocated.",
-      held.empty() ? "" : "\nAllocated by tensors, most first:", list_of(held), held.empty() ? " " : "\n",
-      "Free tensors, or raise the capacity with torch.sim.set_memory_limit.", advice);
+      OutOfMemoryError, false, SIM_TITLE " out of memory. Tried to allocate ", readable(nbytes),
+      ". Device " SIM_NAME ":", static_cast<int>(pool.device()), " has a total capacity of ", readable(limit),
+      " of which ", readable(left), " is free.",
+      allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(), " Of the memory in use ",
+      readable(allocated), " is allocated by tensors, and ", readable(reserved > allocated ? reserved - allocated : 0),
+      " is reserved but unallocated.", held.empty() ? "" : "\nAllocated by tensors, most first:", list_of(held),
+      held.empty() ? " " : "\n", "Free tensors, or raise the capacity with torch.sim.set_memory_limit.", advice);
   std::abort(); // the check above always throws
 }
 

@@ -3,6 +3,7 @@
 // device-neutral code asks an accelerator.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
@@ -19,7 +20,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "alias.h"
@@ -35,13 +38,14 @@
 namespace torch_ext::sim {
 namespace {
 
-constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::SIM_KEY);
 
 void check_factory(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      layout.value_or(c10::kStrided) == c10::kStrided, "Only strided tensors can be made on a sim device, but got ",
-      layout.value_or(c10::kStrided), ".");
-  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a sim tensor was asked for.");
+      layout.value_or(c10::kStrided) == c10::kStrided,
+      "Only strided tensors can be made on a " SIM_NAME " device, but got ", layout.value_or(c10::kStrided), ".");
+  TORCH_CHECK(
+      !pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a " SIM_NAME " tensor was asked for.");
 }
 
 c10::DeviceIndex target(std::optional<c10::Device> device) {
@@ -72,7 +76,8 @@ at::Tensor efficient_zeros(
   return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
-// Gives `storage` new memory of `nbytes` and keeps what fits; 0 frees it.
+} // namespace
+
 void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
   const auto device = storage.device();
@@ -86,6 +91,8 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
   storage.set_nbytes(nbytes);
 }
+
+namespace {
 
 // Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
 void grow_storage(const at::Tensor& tensor) {
@@ -270,7 +277,20 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   device_allocator()->recordStream(self.storage().data_ptr(), stream);
 }
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+#ifdef SIM_IS_CUDA
+at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (!self.is_same(source)) {
+    copy_from(source, self, non_blocking);
+  }
+  return self;
+}
+
+using HooksInterface = at::CUDAHooksInterface;
+#else
+using HooksInterface = at::PrivateUse1HooksInterface;
+#endif
+
+struct Hooks final : HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
   bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return is_initialized(); }
@@ -294,17 +314,26 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Device getDeviceFromPtr(void* data) const override {
     const auto device = device_of_pointer(data);
-    TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a sim device.");
+    TORCH_CHECK(device.has_value(), "The pointer ", data, " is not memory of a " SIM_NAME " device.");
     return {kSim, *device};
   }
+#ifdef SIM_IS_CUDA
+  bool hasCUDA() const override { return true; }
+  c10::DeviceIndex current_device() const override { return sim::current_device(); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return device_allocator(); }
+  int getNumGPUs() const override { return device_count(); }
+  void deviceSynchronize(c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
+  std::string showConfig() const override { return "simulated on the host"; }
+#else
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     resize_bytes(*storage.unsafeGetStorageImpl(), nbytes);
   }
+#endif
 };
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("_efficientzerotensor", TORCH_FN(efficient_zeros));
@@ -319,6 +348,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_strided));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("set_", TORCH_FN(set_empty));
+#ifdef SIM_IS_CUDA
+  m.impl("copy_", TORCH_FN(copy_into)); // torch's does not come to `_copy_from`
+#endif
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
@@ -335,8 +367,17 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
+#ifdef SIM_IS_CUDA
+// Torch makes the hooks of a build without CUDA once, before any code of ours runs. They have no members, so that
+// others can take their place.
+void install_hooks() {
+  static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface) && sizeof(Hooks) == sizeof(void*));
+  new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
+}
+#else
 void install_hooks() {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
 }
+#endif
 
 } // namespace torch_ext::sim

@@ -360,7 +360,7 @@ class SimCCL final : public Launcher {
   // Copied by torch for each group that is split off.
   struct SimOptions final : c10d::Backend::Options {
     explicit SimOptions(std::chrono::milliseconds timeout, bool any_device)
-        : c10d::Backend::Options("simccl", timeout), any_device(any_device) {}
+        : c10d::Backend::Options(SIM_BACKEND, timeout), any_device(any_device) {}
     const bool any_device;
   };
 
@@ -378,7 +378,7 @@ class SimCCL final : public Launcher {
     init();
   }
 
-  const std::string getBackendName() const override { return "simccl"; }
+  const std::string getBackendName() const override { return SIM_BACKEND; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   std::string transport_kind() const { return transport_->kind(); }
   void setTimeout(std::chrono::milliseconds timeout) override {

@@ -123,7 +123,7 @@ StreamTable& table_of(c10::DeviceIndex device) {
 Track& track_of(c10::Stream stream) {
   const auto index = checked_index(stream.device());
   const auto id = stream.id();
-  TORCH_CHECK(id >= 0 && id < kStreamCount, "sim:", static_cast<int>(index), " has no stream with id ", id, ".");
+  TORCH_CHECK(id >= 0 && id < kStreamCount, SIM_NAME ":", static_cast<int>(index), " has no stream with id ", id, ".");
   return table_of(index).tracks[static_cast<size_t>(id)];
 }
 
@@ -220,8 +220,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(is_done(*start) && is_done(*end), "Both events must be completed before calculating elapsed time.");
     TORCH_CHECK(
         start->device == end->device,
-        "Both events must be recorded on one device before calculating elapsed time, but ", "one was recorded on sim:",
-        static_cast<int>(start->device), " and the other on sim:", static_cast<int>(end->device), ".");
+        "Both events must be recorded on one device before calculating elapsed time, but ",
+        "one was recorded on " SIM_NAME ":", static_cast<int>(start->device), " and the other on " SIM_NAME ":",
+        static_cast<int>(end->device), ".");
     return static_cast<double>(ended_at(*end) - ended_at(*start)) / kNanosecondsPerMillisecond;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -402,8 +403,8 @@ void tell_host_blocks(std::string_view what) {
   if (C10_LIKELY(sync_debug() == SyncDebug::kOff)) {
     return;
   }
-  TORCH_CHECK(sync_debug() != SyncDebug::kError, "called a synchronizing sim operation: ", what);
-  TORCH_WARN("called a synchronizing sim operation: ", what);
+  TORCH_CHECK(sync_debug() != SyncDebug::kError, "called a synchronizing " SIM_TITLE " operation: ", what);
+  TORCH_WARN("called a synchronizing " SIM_TITLE " operation: ", what);
 }
 
 } // namespace torch_ext::sim

@@ -13,7 +13,7 @@ from torch import Tensor
 import torch_ext.sim  # noqa: F401 - registers the device
 
 __all__ = [
-    "ASKED_ABOUT", "COLLECTIVES", "HAND_WRITTEN", "HOST_READS", "NO_HOST_READS", "PROGRAMS", "WITHOUT_ELEMENTS", "make",
+    "ASKED_ABOUT", "CALLS", "COLLECTIVES", "HAND_WRITTEN", "HOST_READS", "NO_HOST_READS", "WITHOUT_ELEMENTS", "make",
 ]  # fmt: skip
 
 SIM: Any = torch.get_device_module("sim")
@@ -103,7 +103,7 @@ def _direct(name: str) -> Callable[[], Call]:
 HAND_WRITTEN = {**{name: _direct(name) for name in ARGUMENTS}, **_FORMED}
 
 # Kernels that touch no elements: they make memory or views of it, or answer questions about sizes.
-WITHOUT_ELEMENTS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+WITHOUT_ELEMENTS: dict[str, Callable[[], Call]] = {
     "aten::_fused_sdp_choice": lambda: (ATEN._fused_sdp_choice, tuple(make(1, 1, 4, 8) for _ in range(3))),
     "aten::_has_compatible_shallow_copy_type": lambda: (ATEN._has_compatible_shallow_copy_type, (make(3), make(3))),
     "aten::_nested_view_from_buffer": lambda: (_nested_view, (make(4),)),
@@ -223,6 +223,14 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "data-dependent size": lambda x, y: (x.nonzero(), torch.masked_select(x, y > 0)),
     "conjugate": lambda x, y: (torch.complex(x, y).conj().resolve_conj(),),
 }  # fmt: skip
+
+
+def _on_two(program: Callable[..., Any]) -> Callable[[], Call]:
+    return lambda: (program, (make(4, 4), make(4, 4)))
+
+
+# Kernels and operators alike.
+CALLS = {**HAND_WRITTEN, **{name: _on_two(program) for name, program in PROGRAMS.items()}}
 
 
 # Programs on four numbers for whose end the host waits, and such for which it does not.

@@ -8,39 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Draw from the device's own generator, for some samples at least. A call that did draw is compared by shapes, types and
-# devices; one that did not, by values. An operator that is not named here may not draw.
-RANDOM = frozenset(
-    {
-        "bernoulli",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "multinomial",
-        "nn.functional.alpha_dropout",
-        "nn.functional.dropout",
-        "nn.functional.dropout2d",
-        "nn.functional.dropout3d",
-        "nn.functional.feature_alpha_dropout.with_train",
-        "nn.functional.fractional_max_pool2d",
-        "nn.functional.fractional_max_pool3d",
-        "nn.functional.multi_head_attention_forward",
-        "nn.functional.rrelu",
-        "nn.functional.scaled_dot_product_attention",
-        "normal",
-        "normal.in_place",
-        "normal.number_mean",
-        "pca_lowrank",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "svd_lowrank",
-        "uniform",
-    }
-)
+# The host draws for some values alone, here for negative ones; a device's generator moves on for all.
+RANDOM_BY_VALUE = frozenset({"nn.functional.rrelu"})
 
 # Values of memory that nothing has written.
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
@@ -79,28 +48,6 @@ GPU_ONLY = frozenset(
         "nn.functional.batch_norm.without_cudnn",
         "torch.ops.aten._efficient_attention_forward",
         "torch.ops.aten._flash_attention_forward",
-    }
-)
-
-# Have floating-point arguments, such as running statistics, by which the host does not differentiate either: where it
-# says so, only gradients of the input are compared.
-CONSTANT_ARGUMENTS = frozenset(
-    {
-        "_batch_norm_with_update",
-        "_native_batch_norm_legit",
-        "linalg.pinv",
-        "native_batch_norm",
-        "nn.functional.batch_norm",
-        "nn.functional.binary_cross_entropy",
-        "nn.functional.binary_cross_entropy_with_logits",
-        "nn.functional.cross_entropy",
-        "nn.functional.instance_norm",
-        "nn.functional.linear_cross_entropy",
-        "nn.functional.linear_cross_entropy.chunked",
-        "nn.functional.linear_cross_entropy.chunked_none",
-        "nn.functional.multi_margin_loss",
-        "nn.functional.nll_loss",
-        "nn.functional.soft_margin_loss",
     }
 )
 

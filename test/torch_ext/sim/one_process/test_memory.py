@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM = torch.get_device_module("sim")
 
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.cuda import _memory_viz
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM: Any = torch.get_device_module("sim")
 DEVICE = "sim:3"
 
@@ -38,20 +36,15 @@ def _make(count: int = 1 << 16) -> Tensor:
     return torch.ones(count, device=DEVICE)
 
 
-def _block_of(tensor: Tensor) -> dict[str, Any]:
-    found = [
-        block
-        for segment in SIM.memory_snapshot()
-        for block in segment["blocks"]
-        if block["address"] == tensor.data_ptr()
-    ]
-    assert len(found) == 1
-    return found[0]
+def _block_at(address: int) -> dict[str, Any]:
+    blocks = [block for segment in SIM.memory_snapshot() for block in segment["blocks"]]
+    (found,) = (block for block in blocks if block["address"] == address)
+    return found
 
 
 def test_live_blocks_say_who_allocated_them_while_somebody_records(recording: None) -> None:
     tensor = _make(100)
-    block = _block_of(tensor)
+    block = _block_at(tensor.data_ptr())
     assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 512, 400)
     assert block["frames"][0]["name"] == "_make" and block["frames"][0]["filename"].endswith("test_memory_history.py")
     assert isinstance(block["frames"][0]["line"], int)
@@ -59,7 +52,7 @@ def test_live_blocks_say_who_allocated_them_while_somebody_records(recording: No
 
 def test_without_recording_there_are_blocks_and_no_stacks() -> None:
     tensor = _make(100)
-    assert _block_of(tensor)["frames"] == []
+    assert _block_at(tensor.data_ptr())["frames"] == []
     assert SIM.memory._snapshot()["device_traces"] == [[] for _ in range(SIM.device_count())]
 
 
@@ -67,7 +60,7 @@ def test_freed_blocks_are_kept_and_have_no_owner(recording: None) -> None:
     tensor = _make(3000)
     address = tensor.data_ptr()
     del tensor
-    (block,) = [b for s in SIM.memory_snapshot() for b in s["blocks"] if b["address"] == address]
+    block = _block_at(address)
     assert block["state"] == "inactive" and block["frames"] == []
 
 
@@ -79,8 +72,7 @@ def test_a_block_that_a_stream_still_uses_awaits_its_end() -> None:
         tensor.record_stream(busy)
     try:
         del tensor
-        (block,) = [b for s in SIM.memory_snapshot() for b in s["blocks"] if b["address"] == address]
-        assert block["state"] == "active_awaiting_free"
+        assert _block_at(address)["state"] == "active_awaiting_free"
     finally:
         busy.synchronize()
 
@@ -123,10 +115,10 @@ def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
     try:
         SIM.memory._record_memory_history("state")
         tensor = _make(10)
-        assert _block_of(tensor)["frames"] and not SIM.memory._snapshot()["device_traces"][3]
+        assert _block_at(tensor.data_ptr())["frames"] and not SIM.memory._snapshot()["device_traces"][3]
         SIM.memory._record_memory_history("all", context=None)
         tensor = _make(10)
-        assert not _block_of(tensor)["frames"] and SIM.memory._snapshot()["device_traces"][3]
+        assert not _block_at(tensor.data_ptr())["frames"] and SIM.memory._snapshot()["device_traces"][3]
     finally:
         SIM.memory._record_memory_history(None)
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM = torch.get_device_module("sim")
 
 

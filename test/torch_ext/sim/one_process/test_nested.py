@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torch_ext.sim  # noqa: F401  # registers the device
-
 
 @pytest.fixture(autouse=True)
 def _of_a_prototype() -> Iterator[None]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-import torch_ext.sim  # noqa: F401 - registers the device
 
 SIM = torch.get_device_module("sim")
 BYTES = 4 * 3_001  # an odd size, so that no other test's blocks fit
@@ -83,15 +81,12 @@ def test_views_record_the_memory_that_they_look_at() -> None:
 def test_threads_share_pools_without_losing_a_byte() -> None:
     before = SIM.memory_allocated(2)
 
-    def churn() -> None:
+    def churn(thread: int) -> None:
         for size in range(1, 300):
             held = [torch.empty(size * 100, dtype=torch.uint8, device="sim:2") for _ in range(3)]
             held[1].record_stream(SIM.default_stream(2))
 
-    threads = [threading.Thread(target=churn) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(churn, range(4)))
     assert SIM.memory_allocated(2) == before
     assert SIM.memory_stats(2)["active_bytes.all.current"] == before

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
-
-def _in_fresh_interpreter(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
+from test.torch_ext.interpreter import python
 
 
 def test_import_starts_no_thread_and_initialises_nothing() -> None:
@@ -24,7 +14,7 @@ def test_import_starts_no_thread_and_initialises_nothing() -> None:
         "torch.manual_seed(1); torch.sim.device_count(); torch.sim.is_available()\n"
         "print(len(os.listdir('/proc/self/task')), torch.sim.is_initialized(), torch.sim._is_in_bad_fork())"
     )
-    done = _in_fresh_interpreter(code, OPENBLAS_NUM_THREADS="1")
+    done = python("-c", code, OPENBLAS_NUM_THREADS="1")
     assert done.stdout.split() == ["1", "False", "False"], done.stderr
 
 
@@ -39,8 +29,8 @@ def test_fork_after_first_use_is_refused_and_before_it_is_fine() -> None:
         "    os._exit(0)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    assert _in_fresh_interpreter(code).stdout.split() == ["0"]
-    used = _in_fresh_interpreter(code.replace("cpu", "sim"))
+    assert python("-c", code).stdout.split() == ["0"]
+    used = python("-c", code.replace("cpu", "sim"))
     assert "Cannot re-initialize sim in forked subprocess" in used.stdout and used.stdout.split()[-1] == "3"
 
 
@@ -50,9 +40,9 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
         "os.environ['TORCH_EXT_SIM_DEVICES'] = '7'\n"
         "torch.ones(1, device='sim:6'); os.environ['TORCH_EXT_SIM_DEVICES'] = '2'; print(torch.sim.device_count())"
     )
-    assert _in_fresh_interpreter(code).stdout.split() == ["7"]
+    assert python("-c", code).stdout.split() == ["7"]
     use = "import torch, torch_ext.sim; torch.ones(1, device='sim')"
-    bad = _in_fresh_interpreter(use, TORCH_EXT_SIM_DEVICES="many")
+    bad = python("-c", use, TORCH_EXT_SIM_DEVICES="many")
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
 
 
@@ -63,8 +53,8 @@ def test_devices_can_be_requested_until_the_first_use() -> None:
         "if torch.sim.device_count() == 6: torch.ones(1, device='sim:5')\n"
         "torch.ones(1, device='sim:0'); torch.sim.request_devices(9); print(torch.sim.device_count())"
     )
-    assert _in_fresh_interpreter(ask).stdout.split() == ["6", "6"]
-    assert _in_fresh_interpreter(ask, TORCH_EXT_SIM_DEVICES="3").stdout.split() == ["3", "3"]
+    assert python("-c", ask).stdout.split() == ["6", "6"]
+    assert python("-c", ask, TORCH_EXT_SIM_DEVICES="3").stdout.split() == ["3", "3"]
     for count in (0, 65):
         with pytest.raises(ValueError, match=f"from 1 to 64, got {count}"):
             torch.sim.request_devices(count)

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM: Any = torch.get_device_module("sim")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 

@@ -9,8 +9,6 @@ import pickle
 import torch
 from torch import nn
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 
 def test_save_load_and_map_location() -> None:
     buffer = io.BytesIO()

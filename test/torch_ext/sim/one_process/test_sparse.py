@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _INDICES, _VALUES = ((0, 1, 1), (2, 0, 0)), (3.0, 4.0, 5.0)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM = torch.get_device_module("sim")
 
 

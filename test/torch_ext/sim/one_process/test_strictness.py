@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import torch_ext.sim  # noqa: F401 - registers the device
-
 SIM = torch.get_device_module("sim")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -35,10 +36,7 @@ class Stage:
     def pinned(self, *sizes: int) -> torch.Tensor:
         return torch.ones(sizes or (256,)).pin_memory()
 
-    @contextlib.contextmanager
-    def on(self, stream: torch.Stream) -> Iterator[None]:
-        with SIM.stream(stream):
-            yield
+    on = staticmethod(SIM.stream)
 
     def within(self, stream: torch.Stream, call: Callable[[], object]) -> None:
         with SIM.stream(stream):
@@ -91,7 +89,7 @@ def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
         pair.program(stage, fixed)
     finally:
         found = races.stop()
-    file = inspect.getsourcefile(pair.program)
+    file = inspect.getsourcefile(inspect.unwrap(pair.program))
     places = []
     for race in found:
         sides = {"earlier": race.earlier, "later": race.later}
@@ -106,22 +104,37 @@ def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
     return places
 
 
-def pair(program: Program) -> Program:
+def rows(table: Mapping[str, Any], *accesses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a decorator that adds a program for each row of ``table``: the decorated one, given the row's values too.
+
+    ``accesses`` says which of ``earlier`` and ``later`` the first values of a row are, in the place of a comment: the
+    operator, and the lambda, of one line, that calls it. Where there is none (None), the access has no line.
+    """
+
+    def make(form: Callable[..., None]) -> Callable[..., None]:
+        for name, row in table.items():
+            values = row if isinstance(row, tuple) else (row,)
+            calls = dict(zip(accesses, values, strict=False))
+            given = [*(call for _, call in calls.values() if call), *values[len(calls) :]]
+            program = functools.wraps(form)(functools.partial(_called, form, given))
+            program.__name__ = name
+            pair(program, **calls)
+        return form
+
+    return make
+
+
+def _called(form: Callable[..., None], given: list[Any], on: Stage, fixed: bool) -> None:
+    form(on, fixed, *given)
+
+
+def pair(program: Program, **calls: tuple[str, Callable[..., object] | None]) -> Program:
     """Add a program to the zoo.
 
     Comments mark the two places that race: ``# earlier: add_`` and ``# later: mul``. One that a thread of
-    autograd's engine makes has no line, or only lines of torch's hooks: ``# earlier: add nowhere``.
+    autograd's engine makes has no line, or only lines of torch's hooks: ``# earlier: add nowhere``. ``calls`` stand for
+    comments: see :func:`rows`.
     """
-    add(program)
-    return program
-
-
-def add(program: Program, name: str = "", **calls: tuple[str, Callable[..., object] | None]) -> None:
-    """Add a program under ``name``. ``calls`` adds to its comments.
-
-    It maps ``earlier`` and ``later`` to the operator and the lambda, of one line, that calls it; None: nowhere.
-    """
-    program.__name__ = name or program.__name__
     lines, first = inspect.getsourcelines(program)
     expected: dict[str, tuple[str, int | None]] = {}
     for offset, line in enumerate(lines):
@@ -132,3 +145,4 @@ def add(program: Program, name: str = "", **calls: tuple[str, Callable[..., obje
     if set(expected) != {"earlier", "later"}:
         raise ValueError(f"{program.__name__} marks {sorted(expected)}, expected earlier and later")
     _PAIRS.append(Pair(program, expected))
+    return program

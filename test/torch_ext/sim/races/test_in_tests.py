@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-from test.torch_ext.world.suites import Run, suite_of
+from test.torch_ext.world.programs import check_rows, class_of
+from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
+IMPORTS = """
+import hypothesis
+from hypothesis import strategies as st
+from torch_ext.testing._internal.hypothesis_utils import across_ranks
+"""
 RACE = """
+LEFT = []
 SIM = torch.get_device_module("sim")
 
 
@@ -22,52 +28,13 @@ def race(fixed=False):
     x.mul(3)
 """
 
-RANKS = (
-    RACE
-    + """
-LEFT = []
-
+AROUND = """
 
 class One(Ranks):
     world_size = 1
 
 
-class TestBodies(One):
-    def test_race(self):
-        race()
-
-    def test_fixed(self):
-        race(fixed=True)
-
-    def test_race_then_error(self):
-        race()
-        raise RuntimeError("the numbers are wrong")
-
-    def test_race_then_skip(self):
-        race()
-        self.skipTest("not now")
-
-    def test_race_then_exit(self):
-        race()
-        sys.exit(86)  # which means a skip
-
-    def test_fixed_skip(self):
-        race(fixed=True)
-        self.skipTest("not now")
-
-    def test_race_in_cleanup(self):
-        self.addCleanup(race)
-
-    def test_fixed_cleanup(self):
-        self.addCleanup(race, fixed=True)
-
-
-class TestOneOfTwo(Ranks):
-    def test_race(self):
-        race(fixed=self.rank == 0)
-
-
-class TestAround(One):
+class Around(One):
     @classmethod
     def _run(cls, rank, test_name, *args, **kwargs):
         if "before" in test_name:
@@ -88,37 +55,12 @@ class TestAround(One):
         if "tear_down" in test_name:
             race(fixed="fixed" in test_name)
 
-    def test_race_before(self):
-        pass
-
-    def test_race_before_then_error(self):
-        raise RuntimeError("the numbers are wrong")
-
-    def test_race_across(self):
-        LEFT[0].mul(3)
-
-    def test_fixed_across(self):
-        SIM.current_stream().wait_stream(LEFT[1])
-        LEFT[0].mul(3)
-
-    def test_race_after(self):
-        pass
-
-    def test_race_in_set_up(self):
-        pass
-
-    def test_race_in_tear_down(self):
-        pass
-
-    def test_fixed_before_set_up_tear_down_after(self):
-        pass
-
 
 class TestExamples(One):
     @across_ranks()
     @hypothesis.settings(max_examples=3, database=None)
     @hypothesis.given(st.integers(0, 1))
-    def test_race(self, value):
+    def test_race(self, value):  # failed: 1 race
         race(fixed=value == 0)
 
     def run_test(self, test_name, pipe):
@@ -128,7 +70,7 @@ class TestExamples(One):
     @across_ranks()
     @hypothesis.settings(max_examples=3, database=None)
     @hypothesis.given(st.integers(0, 1))
-    def test_race_around(self, value):
+    def test_race_around(self, value):  # failed: 1 race
         race(fixed=True)
 
     @across_ranks()
@@ -136,71 +78,72 @@ class TestExamples(One):
     @hypothesis.given(st.integers(0, 1))
     def test_fixed(self, value):
         race(fixed=True)
-
-
-class TestStanding(Standing):
-    def test_1_fixed(self):
-        LEFT[:] = [torch.ones(64, device="sim"), SIM.Stream()]
-        race(fixed=True)
-        SIM.synchronize()
-        with SIM.stream(LEFT[1]):
-            LEFT[0].fill_(2)
-
-    def test_2_fixed(self):
-        LEFT[0].mul(3)  # what a test leaves behind is not the next one's race
-
-    def test_3_race(self):
-        race(fixed=self.rank == 1)
-
-    def test_4_fixed(self):
-        race(fixed=True)
 """
+FAILS, FAILS_TWICE = "failed: 1 race", "failed: 1 race...the numbers are wrong"
+ERROR = "raise RuntimeError('the numbers are wrong')"
+# How each test ends, and what it does.
+BODIES = {
+    "race": (FAILS, "race()"),
+    "fixed": ("passed", "race(fixed=True)"),
+    "race_then_error": (FAILS_TWICE, f"race(); {ERROR}"),
+    "race_then_skip": (FAILS, "race(); self.skipTest('not now')"),
+    "race_then_exit": (FAILS, "race(); sys.exit(86)  # which means a skip"),
+    "fixed_skip": ("skipped", "race(fixed=True); self.skipTest('not now')"),
+    "race_in_cleanup": (FAILS, "self.addCleanup(race)"),
+    "fixed_cleanup": ("passed", "self.addCleanup(race, fixed=True)"),
+}
+# What happens around a test is in its name.
+OUTSIDE = {
+    "race_before": (FAILS, "pass"),
+    "race_before_then_error": (FAILS_TWICE, ERROR),
+    "race_across": (FAILS, "LEFT[0].mul(3)"),
+    "fixed_across": ("passed", "SIM.current_stream().wait_stream(LEFT[1]); LEFT[0].mul(3)"),
+    "race_after": (FAILS, "pass"),
+    "race_in_set_up": (FAILS, "pass"),
+    "race_in_tear_down": (FAILS, "pass"),
+    "fixed_before_set_up_tear_down_after": ("passed", "pass"),
+}
+LEAVES = """\
+LEFT[:] = [torch.ones(64, device="sim"), SIM.Stream()]
+race(fixed=True)
+SIM.synchronize()
+with SIM.stream(LEFT[1]):
+    LEFT[0].fill_(2)
+"""
+STANDING = {
+    "1_fixed": ("passed", LEAVES),
+    "2_fixed": ("passed", "LEFT[0].mul(3)  # what a test leaves behind is not the next one's race"),
+    "3_race": (FAILS, "race(fixed=self.rank == 1)"),
+    "4_fixed": ("passed", "race(fixed=True)"),
+}
+SOURCE = (
+    IMPORTS
+    + RACE
+    + AROUND
+    + "".join(
+        class_of(name, base, table, on="True")
+        for name, base, table in (
+            ("TestBodies", "One", BODIES),
+            ("TestOneOfTwo", "Ranks", {"race": (FAILS, "race(fixed=self.rank == 0)")}),
+            ("TestAround", "Around", OUTSIDE),
+            ("TestStanding", "Standing", STANDING),
+        )
+    )
 )
-IMPORTS = """
-import hypothesis
-from hypothesis import strategies as st
-from torch_ext.testing._internal.hypothesis_utils import across_ranks
-"""
 SIM = {"TORCH_EXT_DEVICE": "sim", "TORCH_EXT_CACHE": str(cache.folder())}  # which holds the built simulator
 
 
-def told(run: Run) -> dict[str, list[str]]:
-    """Return for each test of a run, named with its class, its status and the races that its report counts."""
-    found = re.findall(r"^\S+\.py::(\w+::\w+)  (\w+)  [\d.]+ s", run.out, re.MULTILINE)
-    texts = dict(re.findall(r"^FAILED \S+\.py::(\w+::\w+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.M | re.S))
-
-    def counts(name: str) -> list[str]:
-        return sorted(set(re.findall(r"(\d+ races?)(?: on rank \d+)?: accesses", texts.get(name, ""))))
-
-    return {name: [status, *counts(name)] for name, status in found}
-
-
-def check(run: Run, tests: int) -> None:
-    """Hold each test's result against its name."""
-    results = told(run)
-    assert len(results) == tests, run
-    for name, result in results.items():
-        racy = "race" in name.partition("::")[2]
-        fine = ["skipped" if "skip" in name else "passed"]
-        assert result == (["failed", "1 race"] if racy else fine), f"{name}: {result}\n{run}"
-
-
 def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> None:
-    with suite_of(tmp_path, IMPORTS + RANKS) as suite:
-        run = suite.run(extra=SIM)
-        check(run, tests=24)
-        assert "the numbers are wrong" in run.text["test_race_then_error"]
-        suite.assert_nothing_left()
+    check_rows(tmp_path, SOURCE, extra=SIM)
 
 
 def test_races_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
-    with suite_of(tmp_path, IMPORTS + RANKS) as suite:
+    with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "TestBodies and race and not error", extra=SIM)
-        statuses = {name: result[0] for name, result in told(run).items()}
-        assert statuses == {
-            "TestBodies::test_race": "passed",
-            "TestBodies::test_race_then_skip": "skipped",
-            "TestBodies::test_race_then_exit": "skipped",
-            "TestBodies::test_race_in_cleanup": "passed",
+        assert run.status == {
+            "test_race": "passed",
+            "test_race_then_skip": "skipped",
+            "test_race_then_exit": "skipped",
+            "test_race_in_cleanup": "passed",
         }, run
-        assert run.out.count("1 race: accesses") + run.err.count("1 race: accesses") == 4, run
+        assert (run.out + run.err).count("1 race: accesses") == 4, run

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
+from test.torch_ext.interpreter import python
 from test.torch_ext.sim.races.stage import SIM, Stage
 from torch_ext.sim import _native, races
 
-ROOT = Path(__file__).resolve().parents[4]
 SCHEDULES = ["early", "late", *(f"random:{seed}" for seed in range(4))]
 
 
-def _read_after_write(on: Stage, fixed: bool) -> float:
-    x = on.tensor(4)
-    with on.on(on.side):
-        x.fill_(2)
-    if fixed:
-        on.main.wait_stream(on.side)
-    return float(x.mul(3).sum().item())
-
-
-def _fresh(on: Stage, fixed: bool) -> float:
-    x = on.tensor(4)
-    with on.on(on.side):
-        y = x.mul(2)
-    if fixed:
-        on.main.wait_stream(on.side)
-    return float(y.sum().item())
-
-
-def _write_after_write(on: Stage, fixed: bool) -> float:
-    x = on.tensor(4)
-    with on.on(on.side):
-        x.fill_(2)
-    if fixed:
-        on.main.wait_stream(on.side)
+def _written_again(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     x.fill_(3)
     SIM.synchronize()
-    return float(x.sum().item())
+    return x
 
 
-def _run(program: Callable[[Stage, bool], float], schedule: str, *, fixed: bool) -> tuple[float, str, int]:
+# What the side stream does with a tensor of ones, and what is read or written next.
+Program = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+READ_AFTER_WRITE: Program = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
+FRESH: Program = (lambda x: x.mul(2), lambda x, y: y)
+WRITE_AFTER_WRITE: Program = (lambda x: x.fill_(2), _written_again)  # of two late writes the second still comes last
+
+
+def _run(program: Program, schedule: str, *, fixed: bool) -> tuple[float, str, int]:
     on, result = Stage(), 0.0
+    x = on.tensor(4)
     try:
         with races.check(schedule=schedule):
-            result = program(on, fixed)
+            with on.on(on.side):
+                y = program[0](x)
+            if fixed:
+                on.main.wait_stream(on.side)
+            result = float(program[1](x, y).sum().item())
             trace = _native.schedule_trace()
     except races.RaceError as error:
         return result, str(error), trace
@@ -61,12 +46,10 @@ def _run(program: Callable[[Stage, bool], float], schedule: str, *, fixed: bool)
 
 @pytest.mark.parametrize(
     ("program", "right", "wrong"),
-    [(_read_after_write, 24.0, 12.0), (_fresh, 8.0, float("nan")), (_write_after_write, 12.0, 12.0)],
-    ids=lambda value: getattr(value, "__name__", None),
+    [(READ_AFTER_WRITE, 24.0, 12.0), (FRESH, 8.0, float("nan")), (WRITE_AFTER_WRITE, 12.0, 12.0)],
+    ids=["read after write", "fresh", "write after write"],
 )
-def test_a_race_shows_its_wrong_number(  # of two late writes the second still comes last
-    program: Callable[[Stage, bool], float], right: float, wrong: float
-) -> None:
+def test_a_race_shows_its_wrong_number(program: Program, right: float, wrong: float) -> None:
     early, said, _ = _run(program, "early", fixed=False)
     assert early == right and "1 race" in said and "replay" not in said
     late, said, trace = _run(program, "late", fixed=False)
@@ -129,11 +112,7 @@ def test_a_replay_is_the_same_execution() -> None:
 def test_the_line_that_a_program_prints_replays_it() -> None:
     program = "import torch, torch_ext.sim\nside = torch.sim.Stream()\nx = torch.ones(8, device='sim')\n"
     program += "torch.sim.synchronize()\nwith torch.sim.stream(side):\n    x.fill_(2)\nprint(x.mul(3).sum().item())"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_EXT_RACES": "report", "TORCH_EXT_SCHEDULE": "late"}
-    runs = [
-        subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
+    runs = [python("-c", program, TORCH_EXT_RACES="report", TORCH_EXT_SCHEDULE="late") for _ in range(2)]
     assert [run.stdout for run in runs] == ["24.0\n"] * 2
     lines = [re.findall("replay with TORCH_EXT_SCHEDULE=late; its trace is [0-9a-f]{16}", run.stderr) for run in runs]
     assert lines[0] == lines[1] and len(lines[0]) == 1

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from test.torch_ext.sim.races.test_in_tests import SIM
-from test.torch_ext.world.suites import Run, suite_of
+from test.torch_ext.world.suites import endings, suite_of
 
 # Each method of `Bodies` is two tests: one with a race, and its twin without.
 THREADS = """
@@ -37,7 +37,6 @@ class Bodies:
 
     def one_rank(self, here, side, fixed):
         self.own_stream(here, side, fixed or self.rank == 0)
-
 
     def collective_input_written_before(self, here, side, fixed):
         x = tensor(here)
@@ -133,7 +132,6 @@ class Bodies:
         raise RuntimeError("the numbers are wrong")
 
 
-
 class OnThreads(Threads):
     def setUp(self):
         global QUEUE
@@ -172,20 +170,13 @@ class TestSpawned(TestCase):
 """
 
 
-def _texts(run: Run) -> dict[str, tuple[str, str]]:
-    """Return for each test of a run its status and its report."""
-    found = re.findall(r"^\S+\.py::\w+::test_(\w+)  (\w+)  [\d.]+ s", run.out, re.MULTILINE)
-    texts = dict(re.findall(r"^FAILED \S+\.py::\w+::test_(\w+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.M | re.S))
-    return {name: (status, texts.get(name, "")) for name, status in found}
-
-
 def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -> None:
     one_rank = {"one_rank": "1", "broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1"}
     one_rank["freed_by_another_rank"] = "0"
     any_rank = ("both_write", "skipped", "failed")  # by which of them is first, or leaves first
     with suite_of(tmp_path, THREADS) as suite:
         run = suite.run(extra=SIM)
-        results = _texts(run)
+        results = {name.partition("::test_")[2]: ending for name, ending in endings(run).items()}
         assert len(results) == 22, run
         for name, (status, text) in results.items():
             kind, _, which = name.rpartition("_")
@@ -206,5 +197,5 @@ def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -
 def test_races_of_threads_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
     with suite_of(tmp_path, THREADS) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "own_stream or one_rank", extra=SIM)
-        assert {status for status, _ in _texts(run).values()} == {"passed"} and len(_texts(run)) == 4, run
+        assert len(run.status) == 4 and set(run.status.values()) == {"passed"}, run
         assert (run.out + run.err).count("1 race on rank") == 3, run

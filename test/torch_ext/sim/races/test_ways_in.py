@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from test.torch_ext.interpreter import python
 from test.torch_ext.sim.races.stage import SIM, Stage
 from torch_ext.sim import races
-
-ROOT = Path(__file__).resolve().parents[4]
 
 PROGRAM = """
 import torch, torch_ext.sim
@@ -100,13 +94,7 @@ def test_fresh_and_freed_memory_is_poisoned_while_checking() -> None:
 
 @pytest.mark.parametrize(("mode", "fixed", "code"), [("error", False, 1), ("report", False, 0), ("error", True, 0)])
 def test_a_whole_program(mode: str, fixed: bool, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(fixed=fixed)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_EXT_RACES": mode},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", PROGRAM.format(fixed=fixed), TORCH_EXT_RACES=mode)
     assert done.stdout == "48.0\n", done.stderr
     assert done.returncode == code, done.stderr
     assert ("must wait for" in done.stderr) != fixed

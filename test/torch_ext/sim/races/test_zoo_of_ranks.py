@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch_ext.sim  # noqa: F401 - registers the device
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.races import zoo_collectives, zoo_training
 from test.torch_ext.sim.races.stage import SIM, pairs_of, run

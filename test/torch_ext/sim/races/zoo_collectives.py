@@ -9,39 +9,43 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread, pair
+from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair, rows
 
 # A collective or transfer of a small tensor and one of twice its size, its operator; what uses one of them, likewise.
-UNWAITED: dict[str, tuple[str, Callable[..., Any], str, Callable[..., object]]] = {
+UNWAITED: dict[str, tuple[tuple[str, Callable[..., Any]], tuple[str, Callable[..., object]]]] = {
     "result_read": (
-        "all_reduce", lambda x, two: dist.all_reduce(x, async_op=True), "mul", lambda x, two: x.mul(3)
+        ("all_reduce", lambda x, two: dist.all_reduce(x, async_op=True)),
+        ("mul", lambda x, two: x.mul(3)),
     ),
     "broadcast_overwritten": (
-        "broadcast", lambda x, two: dist.broadcast(x, 0, async_op=True), "zero_", lambda x, two: x.zero_()
+        ("broadcast", lambda x, two: dist.broadcast(x, 0, async_op=True)),
+        ("zero_", lambda x, two: x.zero_()),
     ),
     "input_overwritten": (
-        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
-        "zero_", lambda x, two: x.zero_(),
+        ("_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True)),
+        ("zero_", lambda x, two: x.zero_()),
     ),
     "gathered_read": (
-        "_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
-        "sum", lambda x, two: two[256:].sum(),
+        ("_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True)),
+        ("sum", lambda x, two: two[256:].sum()),
     ),
     "scattered_read": (
-        "_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(x, two, async_op=True),
-        "sum", lambda x, two: x.sum(),
+        ("_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(x, two, async_op=True)),
+        ("sum", lambda x, two: x.sum()),
     ),
     "all_to_all_read": (
-        "all_to_all", lambda x, two: dist.all_to_all_single(two[:256], x, async_op=True),
-        "sum", lambda x, two: two[:256].sum(),
+        ("all_to_all", lambda x, two: dist.all_to_all_single(two[:256], x, async_op=True)),
+        ("sum", lambda x, two: two[:256].sum()),
     ),
     "sent_and_overwritten": (
-        "send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "zero_", lambda x, two: x.zero_()
+        ("send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two))),
+        ("zero_", lambda x, two: x.zero_()),
     ),
     "received_and_read": (
-        "recv", lambda x, two: dist.batch_isend_irecv(_exchange(x, two)), "mul", lambda x, two: two[:256].mul(3)
+        ("recv", lambda x, two: dist.batch_isend_irecv(_exchange(x, two))),
+        ("mul", lambda x, two: two[:256].mul(3)),
     ),
-}  # fmt: skip
+}
 
 
 # What waits for an all-reduce in the twin alone.
@@ -54,19 +58,13 @@ WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
 }
 
 
-def _waited(wait: Callable[[Stage, Any, bool], object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x = on.tensor()
-        work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
-        wait(on, work, fixed)
-        del work
-        x.mul(3)  # later: mul
-
-    return program
-
-
-for name, wait in WAITS.items():
-    add(_waited(wait), name)
+@rows(WAITS)
+def waited(on: Stage, fixed: bool, wait: Callable[[Stage, Any, bool], object]) -> None:
+    x = on.tensor()
+    work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
+    wait(on, work, fixed)
+    del work
+    x.mul(3)  # later: mul
 
 
 def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
@@ -74,22 +72,16 @@ def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
     return [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received[:256], peer)]
 
 
-def _unwaited(launch: Callable[..., Any], use: Callable[..., object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x, two = on.tensor(), on.tensor(512)
-        launched = launch(x, two)
-        works = launched if isinstance(launched, list) else [launched]
-        for work in works if fixed else []:
-            work.wait()
-        use(x, two)
-        for work in works:
-            work.wait()
-
-    return program
-
-
-for name, (operator, launch, later, use) in UNWAITED.items():
-    add(_unwaited(launch, use), name, earlier=(operator, launch), later=(later, use))
+@rows(UNWAITED, "earlier", "later")
+def unwaited(on: Stage, fixed: bool, launch: Callable[..., Any], use: Callable[..., object]) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    launched = launch(x, two)
+    works = launched if isinstance(launched, list) else [launched]
+    for work in works if fixed else []:
+        work.wait()
+    use(x, two)
+    for work in works:
+        work.wait()
 
 
 @pair

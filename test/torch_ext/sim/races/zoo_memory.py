@@ -32,18 +32,6 @@ def recorded_before_the_last_use_is_enough(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def storage_resized_to_nothing(on: Stage, fixed: bool) -> None:
-    # As FSDP frees parameters.
-    x = on.tensor()
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    if fixed:
-        on.main.wait_stream(on.side)
-    x.untyped_storage().resize_(0)
-    torch.ones(256, device="sim:0")  # later: fill_
-
-
-@pair
 def made_on_the_side_and_used_here(on: Stage, fixed: bool) -> None:
     with on.on(on.side):
         x = torch.ones(256, device="sim:0")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, in_a_thread
+from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, rows
 
 
 def _polled(event: Any) -> None:
@@ -44,20 +44,15 @@ ACCESSES: dict[str, tuple[Views, Views]] = {
 }
 
 
-def _accessed(first: Callable[..., object], second: Callable[..., object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x, y = on.tensor(16, 16), on.tensor(16, 16)
-        with on.on(on.side):
-            first(x, y)
-        if fixed:
-            on.main.wait_stream(on.side)
-        second(x, y)
+@rows(ACCESSES, "earlier", "later")
+def accessed(on: Stage, fixed: bool, first: Callable[..., object], second: Callable[..., object]) -> None:
+    x, y = on.tensor(16, 16), on.tensor(16, 16)
+    with on.on(on.side):
+        first(x, y)
+    if fixed:
+        on.main.wait_stream(on.side)
+    second(x, y)
 
-    return program
-
-
-for name, (earlier, later) in ACCESSES.items():
-    add(_accessed(earlier[1], later[1]), name, earlier=earlier, later=later)
 
 # The views that two streams use, of a tensor of 16 rows; those of the twin have nothing in common.
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tensor]]] = {
@@ -71,18 +66,13 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tens
 }
 
 
-def _viewed(one: Callable[[Tensor], Tensor], other: Callable[[Tensor, bool], Tensor]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x = on.tensor(16, 16)
-        with on.on(on.side):
-            one(x).fill_(2)  # earlier: fill_
-        other(x, fixed).mul(3)  # later: mul
+@rows(VIEWS)
+def viewed(on: Stage, fixed: bool, one: Callable[[Tensor], Tensor], other: Callable[[Tensor, bool], Tensor]) -> None:
+    x = on.tensor(16, 16)
+    with on.on(on.side):
+        one(x).fill_(2)  # earlier: fill_
+    other(x, fixed).mul(3)  # later: mul
 
-    return program
-
-
-for name, (one, other) in VIEWS.items():
-    add(_viewed(one, other), name)
 
 # --- what orders the two, where it is right ---
 
@@ -125,32 +115,23 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
 }
 
 
-def _ordered(wait: Callable[[Stage, bool], object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x = on.tensor()
-        with on.on(on.side):
-            x.fill_(2)  # earlier: fill_
-        wait(on, fixed)
-        x.mul(3)  # later: mul
-
-    return program
+@rows(WAITS)
+def ordered(on: Stage, fixed: bool, wait: Callable[[Stage, bool], object]) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+    wait(on, fixed)
+    x.mul(3)  # later: mul
 
 
-def _blocked(block: Callable[[Tensor, Tensor, bool], object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x, y, host = on.tensor(), on.tensor(), torch.ones(256)
-        with on.on(on.side):
-            x.fill_(2)  # earlier: fill_
-            block(y, host, fixed)
-        x.mul(3)  # later: mul
+@rows(BLOCKS)
+def blocked(on: Stage, fixed: bool, block: Callable[[Tensor, Tensor, bool], object]) -> None:
+    x, y, host = on.tensor(), on.tensor(), torch.ones(256)
+    with on.on(on.side):
+        x.fill_(2)  # earlier: fill_
+        block(y, host, fixed)
+    x.mul(3)  # later: mul
 
-    return program
-
-
-for name, wait in WAITS.items():
-    add(_ordered(wait), name)
-for name, block in BLOCKS.items():
-    add(_blocked(block), name)
 
 # --- what the host reads of a copy that is not over ---
 
@@ -171,39 +152,33 @@ READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _read_early(read: Callable[[Tensor], object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        host = on.tensor().to("cpu", non_blocking=True)  # earlier: copy_
-        if fixed:
-            on.main.synchronize()
-        read(host)
+@rows({f"read early: {name}": ((name.partition(" ")[0], read),) for name, read in READS.items()}, "later")
+def read_before_the_copy_is_over(on: Stage, fixed: bool, read: Callable[[Tensor], object]) -> None:
+    host = on.tensor().to("cpu", non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    read(host)
 
-    return program
-
-
-for name, read in READS.items():
-    add(_read_early(read), f"read before the copy is over: {name}", later=(name.partition(" ")[0], read))
 
 # --- what keeps freed memory from being used again ---
 
 KEEPS: dict[str, Callable[[Stage, Tensor, bool], object]] = {
     "freed_with_its_stream_waiting": lambda on, x, fixed: fixed and on.main.wait_stream(on.side),
+    # As FSDP frees parameters.
+    "storage_resized_to_nothing": lambda on, x, fixed: (
+        fixed and on.main.wait_stream(on.side),
+        x.untyped_storage().resize_(0),
+    ),
     "recorded_for_another_stream": lambda on, x, fixed: x.record_stream(on.side if fixed else on.other),
     "view_recorded_for_the_stream": lambda on, x, fixed: fixed and x[100:].record_stream(on.side),
 }
 
 
-def _freed(keep: Callable[[Stage, Tensor, bool], object]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        x = on.tensor()
-        with on.on(on.side):
-            x[10:20].mul(3)  # earlier: mul
-        keep(on, x, fixed)
-        del x
-        torch.ones(256, device=on.device)  # later: fill_
-
-    return program
-
-
-for name, keep in KEEPS.items():
-    add(_freed(keep), name)
+@rows(KEEPS)
+def freed(on: Stage, fixed: bool, keep: Callable[[Stage, Tensor, bool], object]) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x[10:20].mul(3)  # earlier: mul
+    keep(on, x, fixed)
+    del x
+    torch.ones(256, device=on.device)  # later: fill_

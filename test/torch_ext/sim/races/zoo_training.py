@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from test.torch_ext.sim.races.stage import SIM, Program, Stage, add, pair
+from test.torch_ext.sim.races.stage import SIM, Stage, pair, rows
 
 
 def _linear(on: Stage) -> nn.Module:
@@ -28,49 +28,47 @@ def _local(parameter: torch.Tensor | None) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-# How a layer is wrapped, the last operation of its gradient in backward, and the first of its parameter in forward.
-WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], str, str]] = {
-    "DDP": (lambda layer: DDP(layer), "copy_", ""),
-    "FSDP": (lambda layer: FSDP(layer, device_id=SIM.current_device()), "_reduce_scatter_base", "_all_gather_base"),
-    "fully_shard": (lambda layer: fully_shard(layer), "_reduce_scatter_base", "copy_"),
-    "hybrid fully_shard": (lambda layer: fully_shard(layer, mesh=_replicas()), "all_reduce", ""),
+def _fsdp(layer: nn.Module) -> nn.Module:
+    return FSDP(layer, device_id=SIM.current_device())
+
+
+def _hybrid(layer: nn.Module) -> nn.Module:
+    return fully_shard(layer, mesh=init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+# The last operation of a gradient in backward, and how the layer is wrapped.
+GRADIENTS: dict[str, tuple[tuple[str, None], Wrap]] = {
+    "gradient of DDP": (("copy_", None), DDP),
+    "gradient of FSDP": (("_reduce_scatter_base", None), _fsdp),
+    "gradient of fully_shard": (("_reduce_scatter_base", None), fully_shard),
+    "gradient of hybrid fully_shard": (("all_reduce", None), _hybrid),
+}
+# The first operation of a parameter in forward.
+PARAMETERS: dict[str, tuple[tuple[str, Callable[..., object]], Wrap]] = {
+    "parameter of FSDP": (("_all_gather_base", lambda model, x: model(x)), _fsdp),
+    "parameter of fully_shard": (("copy_", lambda model, x: model(x)), fully_shard),
 }
 
 
-def _replicas() -> Any:
-    return init_device_mesh("sim", (2, 1), mesh_dim_names=("replicate", "shard"))
+@rows(GRADIENTS, "earlier")
+def read_on_the_side(on: Stage, fixed: bool, wrap: Wrap) -> None:
+    model = wrap(_linear(on))
+    model(on.tensor(4, 16)).sum().backward()
+    if fixed:
+        on.side.wait_stream(on.main)
+    with on.on(on.side):
+        _local(next(model.parameters()).grad).mul(3)  # later: mul
 
 
-def _gradient_read(wrap: Callable[[nn.Module], nn.Module]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        model = wrap(_linear(on))
-        model(on.tensor(4, 16)).sum().backward()
-        if fixed:
-            on.side.wait_stream(on.main)
-        with on.on(on.side):
-            _local(next(model.parameters()).grad).mul(3)  # later: mul
-
-    return program
-
-
-def _parameter_written(wrap: Callable[[nn.Module], nn.Module]) -> Program:
-    def program(on: Stage, fixed: bool) -> None:
-        model, x = wrap(_linear(on)), on.tensor(4, 16)
-        with on.on(on.side), torch.no_grad():
-            _local(next(model.parameters())).add_(1)  # earlier: add
-        if fixed:
-            on.main.wait_stream(on.side)
-        _call(model, x)
-
-    return program
-
-
-_call: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: model(x)  # noqa: E731 - a place of one line
-
-for name, (wrap, in_backward, in_forward) in WRAPPED.items():
-    add(_gradient_read(wrap), f"gradient of {name} read on the side", earlier=(in_backward, None))
-    if in_forward:
-        add(_parameter_written(wrap), f"parameter of {name} written on the side", later=(in_forward, _call))
+@rows(PARAMETERS, "later")
+def written_on_the_side(on: Stage, fixed: bool, call: Callable[..., object], wrap: Wrap) -> None:
+    model, x = wrap(_linear(on)), on.tensor(4, 16)
+    with on.on(on.side), torch.no_grad():
+        _local(next(model.parameters())).add_(1)  # earlier: add
+    if fixed:
+        on.main.wait_stream(on.side)
+    call(model, x)
 
 
 @pair

@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../device.h"
 #include "../host_tensors.h"
 #include "segment.h"
 #include "transport.h"
@@ -139,7 +140,7 @@ std::string shared_device(const std::vector<Said>& ranks) {
     auto& earlier = user[static_cast<size_t>(said.print->device)];
     if (earlier != nullptr) {
       return c10::str(
-          earlier->who(), " and ", said.who(), " both use sim:", static_cast<int>(said.print->device), " in ",
+          earlier->who(), " and ", said.who(), " both use " SIM_NAME ":", static_cast<int>(said.print->device), " in ",
           said.print->name,
           "; give each rank of a group its own device with "
           "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
@@ -176,10 +177,12 @@ std::string folder_of(const char* package) {
   return path.substr(0, path.rfind('/') + 1);
 }
 
-// Whether a frame of `file` is torch's own, or one that the simulator has put between torch and its user.
+// Whether a frame of `file` is torch's own, or one that the simulator or the harness has put between torch and its
+// user.
 bool is_between(std::string_view file) {
   // Never freed.
-  static const auto* folders = new std::array<std::string, 2>{folder_of("torch"), folder_of("torch_ext.sim")};
+  static const auto* folders =
+      new std::array<std::string, 3>{folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world")};
   return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
     return file.substr(0, folder.size()) == folder;
   });

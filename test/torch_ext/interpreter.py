@@ -1,0 +1,40 @@
+"""Runs Python in a process of its own, as a user of this checkout does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from test.torch_ext.house.source import CHECKOUT
+
+__all__ = ["CHECKOUT", "RUN_TEST", "python"]
+
+RUN_TEST = str(CHECKOUT / "run_test.py")
+
+
+def python(
+    *words: object,
+    folder: Path = CHECKOUT,
+    stdout: int = subprocess.PIPE,
+    preexec_fn: Callable[[], object] | None = None,
+    timeout_s: float = 600.0,  # far above what nearly all take, on a machine that does other things too
+    **variables: str | None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python WORDS`` in ``folder``, where it finds this checkout, and return how it ended and what it printed.
+
+    ``variables`` are set in its environment; one that is None is not there.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **variables}
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=folder,
+        env={name: value for name, value in environment.items() if value is not None},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        preexec_fn=preexec_fn,
+        text=True,
+        timeout=timeout_s,
+    )

@@ -1,0 +1,156 @@
+"""What torch's CUDA half would bring, where the simulated device is CUDA's on a build without that half: functions of
+C++ that Python calls past ``torch.cuda``, storages, activities of profilers, the name of NCCL's groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
+
+from torch_ext.sim import _collectives, _devices, _memory, _native, _streams
+from torch_ext.sim._imports import when_imported
+from torch_ext.sim._name import NAME
+
+__all__ = ["complete", "maybe_exchange_device"]
+
+
+def complete(process_group_nccl: type) -> None:
+    """Add everything, in this process. ``process_group_nccl`` makes the backends of groups of ``"nccl"``."""
+    for name, function in _OF_C.items():
+        setattr(torch._C, name, function)
+    _let_profilers_see_the_device()
+    _replace_storages()
+    _offer_nccl(process_group_nccl)
+    _refuse_foreign_code()
+    when_imported("torch._inductor.compile_fx", _generate_code)
+
+
+def _generate_code(module: object) -> None:
+    from torch_ext.sim import _inductor  # noqa: F401  # registers itself; loads Inductor
+
+
+def _current_stream(index: int) -> tuple[int, int, int]:
+    stream = _streams.current_stream(index)
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def _default_stream(index: int) -> tuple[int, int, int]:
+    stream = _streams.default_stream(index)
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    torch.accelerator.set_stream(torch.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type))
+
+
+def maybe_exchange_device(index: int) -> int:
+    """As ``exchange_device``, and another object: Dynamo has a handler for each."""
+    return _devices.exchange_device(index)
+
+
+# Functions of torch's C++ half that its Python half calls past `torch.cuda`.
+_OF_C: dict[str, Callable[..., Any]] = {
+    "_cuda_getDeviceCount": _native.device_count,
+    "_cuda_getDevice": _native.current_device,
+    "_cuda_setDevice": _native.set_device,
+    "_cuda_exchangeDevice": _devices.exchange_device,
+    "_cuda_maybeExchangeDevice": maybe_exchange_device,
+    "_cuda_init": _native.init,
+    "_cuda_isInBadFork": _native.is_in_bad_fork,
+    "_cuda_synchronize": lambda: _devices.synchronize(),
+    "_cuda_emptyCache": lambda: _memory.empty_cache(),
+    "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
+    "_cuda_sleep": _native.sleep,
+    "_cuda_isCurrentStreamCapturing": lambda: False,
+    "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
+    "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
+    "_cuda_getCurrentStream": _current_stream,
+    "_cuda_getDefaultStream": _default_stream,
+    "_cuda_setStream": _set_stream,
+}
+
+
+def _replace_storages() -> None:
+    """Replace what torch's storages can do for CUDA in builds with CUDA alone."""
+    kind: Any = torch.UntypedStorage
+    make, resize = kind.__new__, kind.resize_
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type != NAME:
+            return make(cls, *args, **kwargs)
+        size = args[0] if args else kwargs.get("size", 0)
+        index = _devices.index_of(device)
+        if isinstance(size, int):
+            return _native.new_storage(size, index)
+        made = _native.new_storage(len(size), index)
+        made.copy_(make(cls, size))
+        return made
+
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != NAME:
+            return resize(self, size)
+        _native.resize_storage(self, size)
+        return self
+
+    kind.__new__, kind.resize_ = new, resize_
+    original = reductions.reduce_tensor
+
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        if tensor.device.type != NAME or (tensor.requires_grad and not tensor.is_leaf):
+            return original(tensor)
+        metadata = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.requires_grad)
+        return reductions.rebuild_tensor, (type(tensor), tensor._typed_storage(), metadata)
+
+    setattr(reductions, "reduce_tensor", reduce_tensor)  # noqa: B010 - mypy refuses to assign a function
+    for pickled in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(pickled, reduce_tensor)
+
+
+def _let_profilers_see_the_device() -> None:
+    for module in (
+        torch._C._autograd,
+        torch.autograd,
+        torch.autograd.profiler,
+        torch.profiler.profiler,
+        torch.profiler,
+    ):
+        if (original := vars(module).get("_supported_activities")) is not None:
+            setattr(module, "_supported_activities", _with_cuda(original))  # noqa: B010 - mypy knows no such name
+
+
+def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
+    return lambda: {*original(), torch.profiler.ProfilerActivity.CUDA}
+
+
+def _offer_nccl(process_group: type) -> None:
+    """Have torch.distributed find NCCL, as backends of simccl."""
+    setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
+    setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
+    for module in (c10d, dist, torch._C._distributed_c10d):
+        setattr(module, "ProcessGroupNCCL", process_group)  # noqa: B010 - as above
+
+
+def _refuse_foreign_code() -> None:
+    """Refuse to hand memory of the device to other CUDA code, which would take its address for one of a GPU."""
+
+    def no_interface(self: torch.Tensor) -> Any:
+        if self.device.type != NAME:
+            raise AttributeError(f"Can't get __cuda_array_interface__ on a tensor of the device {self.device}.")
+        raise AttributeError("The memory of a simulated device is the host's, so no CUDA code can read it.")
+
+    setattr(torch.Tensor, "__cuda_array_interface__", property(no_interface))  # noqa: B010
+    export: Any = torch.Tensor.__dlpack__
+
+    def __dlpack__(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type == NAME:
+            raise BufferError("The memory of a simulated device is the host's, so no CUDA code can read it.")
+        return export(self, *args, **kwargs)
+
+    setattr(torch.Tensor, "__dlpack__", __dlpack__)  # noqa: B010
