@@ -1,68 +1,18 @@
-"""What RPC tests report when a worker fails before it joins or in a remote call, and the classes they generate."""
+"""What RPC tests report when a worker fails in a remote call, and the classes that their suites become."""
 
 from __future__ import annotations
 
-import queue
 import threading
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.testing._internal.distributed import ddp_under_dist_autograd_test as upstream
 
 from torch_ext.testing._internal import dist_utils
-from torch_ext.testing._internal._startup_barrier import PeerFailedError, startup_barrier
 from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
-
-NAMES = ["worker0", "worker1", "worker2"]
-# A barrier that waited this long did not notice the failure.
-HANG = timedelta(minutes=2)
-
-
-def answer(path: str, name: str, fails: bool, answers: Any) -> None:
-    """Enter the barrier as ``name`` and put the result into ``answers``."""
-    try:
-        with startup_barrier(path, name, NAMES, HANG):
-            if fails:
-                raise ValueError("no such option")
-    except Exception as error:
-        answers.put((name, type(error).__name__, str(error)))
-    else:
-        answers.put((name, None, ""))
-
-
-def enter_barrier(path: Path, guilty: str | None) -> dict[str, tuple[str | None, str]]:
-    answers: queue.Queue[tuple[str, str | None, str]] = queue.Queue()
-    workers = [
-        threading.Thread(target=answer, args=(str(path), name, name == guilty, answers), daemon=True) for name in NAMES
-    ]
-    for worker in workers:
-        worker.start()
-    heard = [answers.get(timeout=60) for _ in workers]
-    for worker in workers:
-        worker.join()
-    return {name: (error, message) for name, error, message in heard}
-
-
-def test_failure_before_joining_reaches_all_peers_by_name(tmp_path: Path) -> None:
-    heard = enter_barrier(tmp_path / "barrier", guilty="worker1")
-    assert heard.pop("worker1") == ("ValueError", "no such option")
-    for name, (error, message) in heard.items():
-        assert error == "PeerFailedError"
-        assert message == f"worker1 failed before init_rpc, so {name} does not wait for it: ValueError: no such option"
-
-
-def test_workers_that_do_not_fail_all_pass(tmp_path: Path) -> None:
-    assert set(enter_barrier(tmp_path / "barrier", guilty=None).values()) == {(None, "")}
-
-
-def test_peer_that_never_comes_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PeerFailedError, match=r"worker1 was not ready for init_rpc within 0\.2 s"):
-        with startup_barrier(str(tmp_path / "barrier"), "worker0", NAMES[:2], timedelta(seconds=0.2)):
-            pass
 
 
 @pytest.mark.parametrize(
@@ -107,6 +57,11 @@ def test_shutdown_signal_serves_one_wait_and_its_absence_names_the_master() -> N
     ddp.wait_for_shutdown_signal(timeout_s=0)
     with pytest.raises(TimeoutError, match="no shutdown signal from worker5"):
         ddp.wait_for_shutdown_signal(timeout_s=0)
+
+
+def test_constants_have_upstreams_values() -> None:
+    numbers = {name: value for name, value in vars(upstream).items() if name.isupper() and not isinstance(value, str)}
+    assert len(numbers) >= 10 and {name: getattr(ddp, name) for name in numbers} == numbers
 
 
 class ASuite(RpcAgentTestFixture):

@@ -11,12 +11,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from types import TracebackType
+import threading
+import time
+from types import FrameType, TracebackType
 
 __all__ = ["install"]
 
 # What the runner returns for an interrupted run.
 _INTERRUPTED = 130
+# Seconds in which a repeated Ctrl-C counts as one: another interrupt within the hook
+# below would print two tracebacks.
+_SAME_S = 0.5
 
 
 def install() -> None:
@@ -42,4 +47,19 @@ def install() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
 
+    interrupted_s = -_SAME_S
+
+    def _interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted_s
+        now_s = time.monotonic()
+        if now_s - interrupted_s >= _SAME_S:
+            interrupted_s = now_s
+            raise KeyboardInterrupt
+
     sys.excepthook = _end_without_traceback
+    # Signals are handled in the main thread alone; a program's own handler stays.
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _interrupt)

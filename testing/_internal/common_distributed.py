@@ -11,7 +11,6 @@ from typing import Any
 
 from torch_ext.compat import UntestedTorchWarning, untested_torch
 from torch_ext.compat.testing import upstream_name
-from torch_ext.testing._internal._distributed.base import DistributedTestBase
 from torch_ext.testing._internal._distributed.continuous import MultiProcContinuousTest
 from torch_ext.testing._internal._distributed.helpers import (
     captured_output,
@@ -19,11 +18,12 @@ from torch_ext.testing._internal._distributed.helpers import (
     init_multigpu_helper,
     run_subtests,
     with_dist_debug_levels,
+    with_timeout,
 )
 from torch_ext.testing._internal._distributed.multi_process import (
     DEFAULT_WORLD_SIZE,
+    DistributedTestBase,
     MultiProcessTestCase,
-    WorldFailure,
 )
 from torch_ext.testing._internal._distributed.multi_threaded import (
     MultiThreadedTestCase,
@@ -43,12 +43,8 @@ from torch_ext.testing._internal._distributed.skips import (
     skip_if_no_gpu,
     skip_if_rocm_multiprocess,
 )
-from torch_ext.testing._internal._distributed.timeouts import (
-    TIMEOUT_DEFAULT,
-    TIMEOUT_OVERRIDE,
-    get_timeout,
-    with_timeout,
-)
+from torch_ext.world.settings import TIMEOUT_DEFAULT, TIMEOUT_OVERRIDE, get_timeout
+from torch_ext.world.verdict import WorldFailure
 
 __all__ = [
     "ACCELERATOR_DIST_BACKENDS",

@@ -21,14 +21,11 @@ from torch_ext.testing._internal._fsdp.compiled import *
 from torch_ext.testing._internal._fsdp.ddp import *
 from torch_ext.testing._internal._fsdp.device import *
 from torch_ext.testing._internal._fsdp.extensions import *
-from torch_ext.testing._internal._fsdp.fsdp1_parity import *
 from torch_ext.testing._internal._fsdp.fsdp2_parity import *
 from torch_ext.testing._internal._fsdp.models.base import *
 from torch_ext.testing._internal._fsdp.models.chain import *
-from torch_ext.testing._internal._fsdp.models.experts import *
 from torch_ext.testing._internal._fsdp.models.mlp import *
 from torch_ext.testing._internal._fsdp.models.nested import *
-from torch_ext.testing._internal._fsdp.models.skip import *
 from torch_ext.testing._internal._fsdp.models.transformer import *
 from torch_ext.testing._internal._fsdp.models.trees import *
 from torch_ext.testing._internal._fsdp.patches import *
@@ -36,7 +33,6 @@ from torch_ext.testing._internal._fsdp.state import *
 from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *
-from torch_ext.testing._internal._fsdp.watched_units import *
 
 if TYPE_CHECKING:
     DEVICE_TYPE: str

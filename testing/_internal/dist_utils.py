@@ -12,15 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal._startup_barrier import startup_barrier
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
 
 if TYPE_CHECKING:
@@ -50,22 +48,6 @@ _POLL_INTERVAL_S = 0.01
 # while serving a message.
 _NODE_IN_MESSAGE = re.compile(r"On WorkerInfo\(id=(\d+), name=|Error on Node (\d+):")
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-@overload
-def dist_init(old_test_method: _Method) -> _Method: ...
-
-
-@overload
-def dist_init(
-    old_test_method: None = None,
-    setup_rpc: bool = True,
-    clean_shutdown: bool = True,
-    faulty_messages: Sequence[str] | None = None,
-    messages_to_delay: dict[str, float] | None = None,
-) -> Callable[[_Method], _Method]: ...
-
 
 def dist_init(
     old_test_method: Callable[..., Any] | None = None,
@@ -85,9 +67,6 @@ def dist_init(
 
     The faulty agent drops the first messages of the types ``faulty_messages``, and
     delays those of ``messages_to_delay`` by seconds; None keeps the fixture's choice.
-
-    Raises (in the test):
-        PeerFailedError: another worker failed before it could join.
     """
     if old_test_method is None:
         return partial(
@@ -117,20 +96,12 @@ def dist_init(
 def _join_as_worker(
     test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None
 ) -> None:
-    names = [worker_name(rank) for rank in range(test.world_size)]
-    limit = timedelta(
-        seconds=rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
-        * (_TSAN_SLOWDOWN if TEST_WITH_TSAN else 1)
-    )
-    with startup_barrier(
-        f"{test.file_name}_startup_barrier", names[test.rank], names, limit
-    ):
-        test.setup_fault_injection(faulty_messages, delays)
-        backend, options = test.rpc_backend, test.rpc_backend_options
-        if TEST_WITH_TSAN:
-            options.rpc_timeout = limit.total_seconds()
+    test.setup_fault_injection(faulty_messages, delays)
+    backend, options = test.rpc_backend, test.rpc_backend_options
+    if TEST_WITH_TSAN:
+        options.rpc_timeout = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * _TSAN_SLOWDOWN
     rpc.init_rpc(
-        names[test.rank],
+        worker_name(test.rank),
         backend=backend,
         rank=test.rank,
         world_size=test.world_size,
@@ -198,44 +169,41 @@ def noop() -> None:
     """Do nothing; the cheapest remote call."""
 
 
+_BACKENDS = ("FAULTY_TENSORPIPE", "TENSORPIPE")
+
 # Errors that a caller may see when the callee's agent goes away during connecting,
 # sending or waiting.
-_SHUTDOWN_ERRORS = {
-    "TENSORPIPE": (
-        "(?i:eof)[: ]",
-        "(?i:connection (reset|refused|closed))",
-        "(?i:broken pipe)",
-        "(pipe|context|listener) closed",
-        "ECANCELED|operation canceled",
-        "RPC agent is shutting down|agent is not running|not initialized",
-    ),
-}
-_SHUTDOWN_ERRORS["FAULTY_TENSORPIPE"] = _SHUTDOWN_ERRORS["TENSORPIPE"]
-
-_TIMEOUT_ERRORS = dict.fromkeys(_SHUTDOWN_ERRORS, "RPC ran for more than")
+_SHUTDOWN_ERRORS = (
+    "(?i:eof)[: ]",
+    "(?i:connection (reset|refused|closed))",
+    "(?i:broken pipe)",
+    "(pipe|context|listener) closed",
+    "ECANCELED|operation canceled",
+    "RPC agent is shutting down|agent is not running|not initialized",
+)
 
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
     """Return a pattern for the errors that a call may raise if the callee has shut
     down. ``rpc_backend`` is a member of ``rpc.BackendType``, or its name.
     """
-    patterns = _SHUTDOWN_ERRORS[_known_backend(rpc_backend)]
-    return "|".join(f"({pattern})" for pattern in patterns)
+    _check_known(rpc_backend)
+    return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS)
 
 
 def get_timeout_error_regex(rpc_backend: Any) -> str:
     """Return a pattern for the error of a call that timed out. See
     :func:`get_shutdown_error_regex`.
     """
-    return _TIMEOUT_ERRORS[_known_backend(rpc_backend)]
+    _check_known(rpc_backend)
+    return "RPC ran for more than"
 
 
-def _known_backend(rpc_backend: Any) -> str:
+def _check_known(rpc_backend: Any) -> None:
     name = str(getattr(rpc_backend, "name", rpc_backend))
-    if name not in _SHUTDOWN_ERRORS:
-        known = ", ".join(sorted(_SHUTDOWN_ERRORS))
+    if name not in _BACKENDS:
+        known = ", ".join(_BACKENDS)
         raise ValueError(f"got RPC backend {name!r}, expected one of {known}")
-    return name
 
 
 def wait_until_node_failure(

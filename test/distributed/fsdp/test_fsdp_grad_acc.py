@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTest,
@@ -181,7 +180,7 @@ class TestGradAcc(FSDPTest):
 
             return reduce
 
-        reduce_scatter = getattr(dist, REDUCE_SCATTER)
+        reduce_scatter = dist.reduce_scatter_single
         with (
             patch_reduce_scatter(counting(reduce_scatter)),
             patch_all_reduce(counting(dist.all_reduce)),

@@ -11,9 +11,11 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -107,9 +109,15 @@ class TestInput(FSDPTest):
         """Training with each kind of input equals DDP's, including the gradients of the
         inputs.
         """
-        check_ddp_parity(
-            self, lambda _: ContainerModel(), lambda model: self._train(model, pack)
-        )
+        ddp_model = DDP(ContainerModel().to(self.device))
+        fsdp_model = FSDP(ContainerModel().to(self.device), device_id=self.device)
+        before = get_full_params(fsdp_model)
+        expected = self._train(ddp_model, pack)
+        found = self._train(fsdp_model, pack)
+        self.assertEqual(found, expected, "gradients of the inputs")
+        after = get_full_params(fsdp_model)
+        self.assertEqual(after, list(ddp_model.parameters()))
+        self.assertNotEqual(after, before)
 
 
 instantiate_parametrized_tests(TestInput)

@@ -26,7 +26,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    REDUCE_SCATTER,
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTest,
@@ -104,7 +103,7 @@ def noted_reductions() -> Iterator[list[torch.dtype]]:
     reduce-scatter, in order.
     """
     types: list[torch.dtype] = []
-    reduce_scatter = getattr(dist, REDUCE_SCATTER)
+    reduce_scatter = dist.reduce_scatter_single
 
     def noting(
         output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any

@@ -12,9 +12,11 @@ import sys
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
-from torch_ext.testing._internal.common_fsdp import FSDPTest, check_ddp_parity
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_full_params
 from torch_ext.testing._internal.common_utils import run_tests
 
 if not dist.is_available():
@@ -60,11 +62,17 @@ class TestMultiForward(FSDPTest):
         return in_data.grad
 
     def _test_multi_forward(self, num_inner, num_root):
-        check_ddp_parity(
-            self,
-            lambda wrap: Model(wrap, num_inner),
-            lambda model: self._dist_train(model, num_root),
-        )
+        def wrap(module):
+            return FSDP(module.to(self.device), device_id=self.device)
+
+        ddp_model = DDP(Model(nn.Identity(), num_inner).to(self.device))
+        fsdp_model = wrap(Model(wrap, num_inner))
+        before = get_full_params(fsdp_model)
+        expected = self._dist_train(ddp_model, num_root)
+        self.assertEqual(self._dist_train(fsdp_model, num_root), expected)
+        after = get_full_params(fsdp_model)
+        self.assertEqual(after, list(ddp_model.parameters()))
+        self.assertNotEqual(after, before)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multi_forward(self):

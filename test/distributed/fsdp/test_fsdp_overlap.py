@@ -51,7 +51,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         watched = watched_units(self.device)
         watched.run_steps(1)
         self.assertEqual(
-            [name for name in watched.order.names if "gather" in name],
+            [name for name in watched.names if "gather" in name],
             [],
             "what a rank alone gathers",
         )

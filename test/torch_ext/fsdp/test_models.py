@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal._fsdp.device import with_compute_device
-from torch_ext.testing._internal._fsdp.models import experts as experts_module
 from torch_ext.testing._internal._fsdp.models import nested as nested_module
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    REDUCE_SCATTER,
     AlwaysWrapNestedWrappedModule,
     DEVICEInitMode,
     DoubleLinear,
@@ -224,7 +222,7 @@ class TestFSDP1Models(FSDPTest):
         return self._init(MixtureOfExperts).module[2]
 
     def test_delays_come_after_the_loss_and_before_each_reduction(self):
-        events, reduce_scatter = [], getattr(dist, REDUCE_SCATTER)
+        events, reduce_scatter = [], dist.reduce_scatter_single
 
         def recording_reduce_scatter(*args, **kwargs):
             events.append("reduce")
@@ -237,7 +235,7 @@ class TestFSDP1Models(FSDPTest):
             delay_before_reduction_ms=5,
         )
         with (
-            mock.patch.object(dist, REDUCE_SCATTER, recording_reduce_scatter),
+            mock.patch.object(dist, "reduce_scatter_single", recording_reduce_scatter),
             mock.patch.object(nested_module, "delay", events.append),
         ):
             inputs = model.get_input(get_devtype())
@@ -247,7 +245,7 @@ class TestFSDP1Models(FSDPTest):
             self.assertEqual(events, [7])
             model.run_backward(loss)
             # The model's patch is undone before the test's.
-            self.assertIs(getattr(dist, REDUCE_SCATTER), recording_reduce_scatter)
+            self.assertIs(dist.reduce_scatter_single, recording_reduce_scatter)
         # Three FSDP modules, each delayed and then reduced.
         self.assertEqual(events, [7] + 3 * [5, "reduce"])
 
@@ -265,7 +263,7 @@ class TestFSDP1Models(FSDPTest):
 
     def test_delay_comes_before_the_expert_is_freed(self):
         events = []
-        reshard = experts_module.private.runtime_utils._reshard
+        reshard = nested_module.private.runtime_utils._reshard
 
         def recording_reshard(*args, **kwargs):
             events.append("reshard")
@@ -275,8 +273,8 @@ class TestFSDP1Models(FSDPTest):
             events.clear()
             model = self._init(MixtureOfExperts, FSDPInitMode.RECURSIVE, delay_before_free_ms=milliseconds)
             with (
-                mock.patch.object(experts_module.private.runtime_utils, "_reshard", recording_reshard),
-                mock.patch.object(experts_module, "delay", events.append),
+                mock.patch.object(nested_module.private.runtime_utils, "_reshard", recording_reshard),
+                mock.patch.object(nested_module, "delay", events.append),
             ):
                 model(*model.get_input(get_devtype()))
             # The shared layer and the expert.

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torch_ext.testing._internal._fsdp import fsdp1_parity
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
     DEVICEInitMode,
@@ -189,11 +188,10 @@ class TestReduceScatterWithAssert(FSDPTest):
         raise RuntimeError("never called")
 
     def test_fsdp2_reduces_through_it(self):
-        from torch_ext.testing._internal._fsdp.patches import REDUCE_SCATTER
 
         seen = []
         model = fully_shard(nn.Linear(4, 4, bias=False, device=get_devtype()))
-        reducing = partial(reduce_scatter_with_assert, self, getattr(dist, REDUCE_SCATTER), seen.append)
+        reducing = partial(reduce_scatter_with_assert, self, dist.reduce_scatter_single, seen.append)
         with patch_reduce_scatter(reducing):
             model(torch.ones(1, 4, device=get_devtype())).sum().backward()
         self.assertEqual([tensor.numel() for tensor in seen], [8])
@@ -282,8 +280,8 @@ class TestFSDPParity(FSDPTest):
 
     def test_parameters_that_leave_the_host_fail(self):
         with self.assertRaises(AssertionError):
-            fsdp1_parity.check_parameters_on_host(self, nn.Linear(1, 1, device="meta"))
-        fsdp1_parity.check_parameters_on_host(self, nn.Linear(1, 1))
+            self._check_on_host(nn.Linear(1, 1, device="meta"))
+        self._check_on_host(nn.Linear(1, 1))
 
 
 class TestTraining(FSDPTest):

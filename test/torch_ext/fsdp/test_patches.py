@@ -11,8 +11,6 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal._fsdp import patches
 from torch_ext.testing._internal.common_fsdp import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     FSDPTest,
     FSDPTestMultiThread,
     patch_all_gather,
@@ -29,8 +27,8 @@ from torch_ext.testing._internal.common_fsdp import (
 
 # For each context, the owner and the name of what it replaces.
 TARGETS = {
-    patch_all_gather: (dist, ALL_GATHER),
-    patch_reduce_scatter: (dist, REDUCE_SCATTER),
+    patch_all_gather: (dist, "all_gather_single"),
+    patch_reduce_scatter: (dist, "reduce_scatter_single"),
     patch_all_reduce: (dist, "all_reduce"),
     patch_foreach_all_gather: (param_group, "foreach_all_gather"),
     patch_foreach_reduce: (param_group, "foreach_reduce"),
@@ -144,12 +142,11 @@ class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
             entered.wait(60)
         context = patch_all_reduce(self.replacement)
         if self.rank == 0:
-            registry = patches._registry
-            registry.enter(patches.AttributeSlot(dist, "all_reduce"), self.replacement)
+            patches._enter(dist, "all_reduce", self.replacement)
             entered.set()
             with context:
                 pass
-            registry.leave(patches.AttributeSlot(dist, "all_reduce"))
+            patches._leave(dist, "all_reduce")
         else:
             with context:
                 pass

@@ -10,18 +10,13 @@ from torch.distributed.fsdp import CPUOffload
 from torch_ext.testing._internal._fsdp import subtests
 
 
-class Case:
+class Case(subtests.SubtestMixin):
     """What run_subtests needs of a test case, without ranks."""
 
+    rank = 0
+
     def __init__(self):
-        self.rank = 0
         self.announced = []
-
-    def subTest(self, **chosen):
-        return contextlib.nullcontext()
-
-    def announce(self, text):
-        self.announced.append(text)
 
     def id(self):
         return "Case.test"
@@ -33,8 +28,9 @@ def no_group():
         yield
 
 
-def run(case, test_fn, values=(1, 2, 3)):
-    return subtests.run_subtests_with_tally(case, {"value": list(values)}, test_fn)
+def run(case, test_fn):
+    with mock.patch.object(subtests.wording, "announce", case.announced.append):
+        case.run_subtests({"value": [1, 2, 3]}, test_fn)
 
 
 def test_skipped_subtest_leaves_the_others_to_run():
@@ -45,15 +41,14 @@ def test_skipped_subtest_leaves_the_others_to_run():
             raise unittest.SkipTest("two is not for this machine")
         seen.append(value)
 
-    tally = run(case, body)
+    run(case, body)
     assert seen == [1, 3]
-    assert (tally.ran, dict(tally.skipped)) == (2, {"two is not for this machine": 1})
     assert case.announced == ["Case.test: 1 of 3 subtests skipped: 1 x two is not for this machine"]
 
 
 def test_nothing_skipped_prints_nothing():
     case = Case()
-    assert run(case, lambda value: None).ran == 3
+    run(case, lambda value: None)
     assert case.announced == []
 
 
@@ -83,18 +78,6 @@ def test_failure_is_not_swallowed():
 
     with pytest.raises(AssertionError, match="wrong value"):
         run(Case(), body)
-
-
-def test_skipped_check_counts_once_for_each_subtest():
-    case = Case()
-
-    def body(value):
-        for _ in range(value):
-            case.subtest_tally.skip_check("values")
-
-    tally = run(case, body, values=(0, 1, 2))
-    assert (tally.ran, dict(tally.unchecked)) == (3, {"values": 2})
-    assert case.announced == ["Case.test: checks skipped: 2 x values"]
 
 
 @pytest.mark.parametrize(

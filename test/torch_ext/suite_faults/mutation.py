@@ -1,7 +1,7 @@
 """Changes torch's code in this process, one line here or there, as a mistake would.
 
 A function's code object is exchanged in place, so that whoever imported the function before runs the changed code too.
-Runs in ranks and in zygotes of the tests that need it; nothing of torch_ext knows of it.
+Runs in ranks and in zygotes of the tests that need it, and of ``studies/waits``; nothing of torch_ext knows of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import importlib
 import inspect
 import textwrap
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Edit", "OtherTorchError"]
+__all__ = ["Edit", "OtherTorchError", "exchange"]
 
 
 class OtherTorchError(LookupError):
@@ -39,7 +40,7 @@ class Edit:
         Raises:
             OtherTorchError: the function is not there, or does not contain ``old`` exactly once.
         """
-        text = textwrap.dedent(inspect.getsource(self._find()))
+        text = textwrap.dedent(inspect.getsource(_find(self.function)))
         if text.count(self.old) != 1:
             raise OtherTorchError(f"{self.function} contains {text.count(self.old)} times: {self.old}")
         return text.replace(self.old, self.new)
@@ -50,33 +51,45 @@ class Edit:
         Raises:
             OtherTorchError: see :meth:`source`.
         """
-        function = self._find()
-        if function.__closure__:
-            raise OtherTorchError(f"{self.function} is a closure, whose code cannot be exchanged")
-        tree = ast.parse(self.source())
-        (definition,) = tree.body
-        if not isinstance(definition, ast.FunctionDef):
-            raise OtherTorchError(f"{self.function} is no plain function")
-        definition.decorator_list = []  # they stay where they are, around the function
-        ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-        namespace: dict[str, Any] = dict(function.__globals__)
-        flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some look at annotations within it
-        exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
-        function.__code__ = namespace[definition.name].__code__
+        exchange(self.function, source=self.source())
 
-    def _find(self) -> types.FunctionType:
-        module, _, path = self.function.partition(":")
-        try:
-            found: Any = importlib.import_module(module)
-            for name in path.split("."):
-                found = inspect.getattr_static(found, name)
-        except (ImportError, AttributeError) as error:
-            raise OtherTorchError(f"there is no {self.function}: {error}") from None
-        if isinstance(found, property):
-            found = found.fget
-        if isinstance(found, (staticmethod, classmethod)):
-            found = found.__func__
-        found = inspect.unwrap(found)
-        if not isinstance(found, types.FunctionType):
-            raise OtherTorchError(f"{self.function} is no function but {found!r}")
-        return found
+
+def exchange(place: str, change: Callable[[ast.Module], ast.Module] = lambda tree: tree, source: str = "") -> None:
+    """Give the function at ``place`` (``"module:Class.function"``) the code that ``change`` makes of its source, or of
+    another ``source``. ``change`` sees the lines of the module's file, and no decorators.
+
+    Raises:
+        OtherTorchError: the function is not there, or its code cannot be exchanged.
+    """
+    function = _find(place)
+    if function.__closure__:
+        raise OtherTorchError(f"{place} is a closure, whose code cannot be exchanged")
+    tree = ast.parse(source or textwrap.dedent(inspect.getsource(function)))
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef):
+        raise OtherTorchError(f"{place} is no plain function")
+    definition.decorator_list = []  # they stay where they are, around the function
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    tree = ast.fix_missing_locations(change(tree))
+    namespace: dict[str, Any] = dict(function.__globals__)
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some look at annotations within it
+    exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
+    function.__code__ = namespace[definition.name].__code__
+
+
+def _find(place: str) -> types.FunctionType:
+    module, _, path = place.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = inspect.getattr_static(found, name)
+    except (ImportError, AttributeError) as error:
+        raise OtherTorchError(f"there is no {place}: {error}") from None
+    if isinstance(found, property):
+        found = found.fget
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    found = inspect.unwrap(found)
+    if not isinstance(found, types.FunctionType):
+        raise OtherTorchError(f"{place} is no function but {found!r}")
+    return found

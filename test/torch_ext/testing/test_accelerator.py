@@ -42,11 +42,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return machine
 
 
-@pytest.fixture
-def simulator_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
-
-
 @pytest.mark.parametrize(
     ("wish", "found", "available", "chosen"),
     [
@@ -75,23 +70,18 @@ def test_a_wish_goes_before_what_the_machine_has_and_that_before_the_simulator(
 
 
 def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
-    machine: types.SimpleNamespace, simulator_missing: None, capsys: pytest.CaptureFixture[str]
+    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
     assert accelerator.device_type() == accelerator.device_type() == "cpu"
     assert not accelerator.is_accelerator()
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
     assert "tests run on plain cpu: " in told[0] and "torch_ext.sim" in told[0]
     assert re.search(r"[^.]\. Until then, tests that need an accelerator are skipped", told[0])
-
-
-def test_the_first_answer_holds(
-    machine: types.SimpleNamespace, simulator_missing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert accelerator.device_type() == "cpu"
     monkeypatch.setenv(REQUESTED, "cuda")
     machine.found = "cuda"
-    assert accelerator.device_type() == "cpu"
+    assert accelerator.device_type() == "cpu", "the first answer holds"
 
 
 def test_a_refused_wish_names_torch_and_a_way_out_and_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +119,6 @@ def test_the_package_that_registers_a_device_is_imported_first(
     assert accelerator.device_type() == "xpu"
 
 
-# --- the questions ----------------------------------------------------------------------------------------------------
-
-
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_chosen", kind)
 
@@ -149,17 +136,9 @@ def test_the_host_is_one_device_over_gloo_that_can_nothing_special(monkeypatch: 
     assert [accelerator.current_device(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
 
 
-def test_an_accelerator_has_its_own_count_and_backend(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choose("cuda", monkeypatch)
-    machine.module = pretend_module(count=3)
-    assert accelerator.device_count() == 3
-    assert accelerator.backend() == "nccl"
-
-
 def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     choose("cuda", monkeypatch)
+    assert (accelerator.device_count(), accelerator.backend()) == (2, "nccl")
     made_current: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
     assert [accelerator.current_device(rank).index for rank in range(4)] == [0, 1, 0, 1]

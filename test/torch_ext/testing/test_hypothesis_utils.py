@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase
 
-from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.programs import check_rows
 from test.torch_ext.world.suites import Run, suite_of
 from torch_ext.testing._internal import hypothesis_utils
-from torch_ext.testing._internal._distributed.example_report import Example
 from torch_ext.testing._internal._distributed.examples import settings_for_ranks
 from torch_ext.testing._internal.hypothesis_utils import across_ranks
 
@@ -185,12 +184,6 @@ class TestWishes(Drawn):
     def test_settings_above(self, x):
         self.see(x=x)
 
-    @example(x=400)
-    @across_ranks()
-    @given(x=numbers)
-    def test_fails_by_example(self, x):  # failed
-        self.assertNotEqual(x, 400)
-
     @with_timeout(2)
     @across_ranks(example_timeout_s=1)
     @settings(max_examples=10_000)
@@ -217,11 +210,6 @@ class TestWishes(Drawn):
 
 
 class TestMisused(Drawn):
-    @across_ranks()
-    @given(data=st.data())
-    def test_interactive(self, data):  # failed: the drawn example(data=data(...)) cannot be sent to the ranks
-        data.draw(numbers)
-
     @across_ranks()
     @given(function=st.just(lambda: 0))
     def test_unpicklable(self, function):  # failed: the drawn example(function=...cannot be sent...Draw a description
@@ -412,16 +400,11 @@ def test_settings_keep_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert (ours.max_examples, ours.derandomize, ours.database) == (7, True, None)
 
 
-def given_test() -> Callable[..., None]:
+def test_the_method_looks_like_the_one_that_was_decorated() -> None:
     @hypothesis.given(x=st.integers())
-    def test_it(self: object, x: int) -> None:
+    def test(self: object, x: int) -> None:
         """A docstring."""
 
-    return test_it
-
-
-def test_the_method_looks_like_the_one_that_was_decorated() -> None:
-    test = given_test()
     method = across_ranks()(test)
     assert (method.__name__, method.__qualname__, method.__doc__) == (test.__name__, test.__qualname__, test.__doc__)
     assert hypothesis.is_hypothesis_test(method)
@@ -432,10 +415,6 @@ def test_wrong_uses_are_refused() -> None:
         across_ranks()(lambda self: None)
     with pytest.raises(ValueError, match="must be positive, got 0"):
         across_ranks(example_timeout_s=0)
-
-
-def test_an_example_is_written_as_a_call() -> None:
-    assert Example((1,), {"mode": Phase.shrink}).as_call("f") == "f(1, mode=Phase.shrink)"
 
 
 def test_other_names_are_torchs() -> None:

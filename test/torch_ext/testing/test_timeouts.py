@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import unittest
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal._distributed.methods import count_ranks
 from torch_ext.testing._internal.common_distributed import TIMEOUT_DEFAULT, TIMEOUT_OVERRIDE, get_timeout, with_timeout
+from torch_ext.world.settings import seconds_of, timeout_of
 
 
 class Plain(unittest.TestCase):
@@ -36,13 +38,6 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXT_TIMEOUT", raising=False)
 
 
-def test_the_name_alone_gives_the_default_or_its_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TIMEOUT_OVERRIDE, "test_slow", 900)
-    assert get_timeout("module.Class.test_slow") == 900
-    assert get_timeout("module.Class.test_slower") == TIMEOUT_DEFAULT
-    assert get_timeout("module.test_slow.test_it") == TIMEOUT_DEFAULT
-
-
 @pytest.mark.parametrize(
     ("case", "seconds"),
     [
@@ -55,18 +50,19 @@ def test_the_name_alone_gives_the_default_or_its_override(monkeypatch: pytest.Mo
     ],
     ids=lambda value: str(value),
 )
-def test_the_nearest_word_counts(case: unittest.TestCase, seconds: float) -> None:
+def test_the_nearest_word_counts(case: unittest.TestCase, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert timeout_of(case) == seconds
-
-
-@pytest.mark.parametrize("case", [Plain("test_it"), Plain("test_marked"), OfClass("test_it")], ids=str)
-def test_the_command_line_goes_before_all(case: unittest.TestCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TIMEOUT_OVERRIDE, "test_it", 900)
+    assert timeout_of(case) == (900 if seconds == TIMEOUT_DEFAULT else seconds)
+    assert get_timeout("module.Class.test_it") == 900 and get_timeout("module.test_it.test_b") == TIMEOUT_DEFAULT
     monkeypatch.setenv("TORCH_EXT_TIMEOUT", "2.5")
     assert timeout_of(case) == 2.5
 
 
-def test_the_class_goes_before_the_override_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TIMEOUT_OVERRIDE, "test_it", 900)
-    assert timeout_of(Plain("test_it")) == 900
-    assert timeout_of(OfClass("test_it")) == 121
+@pytest.mark.parametrize("value", [float("nan"), 0, -1, True, "60"])
+def test_no_limit_and_no_number_of_ranks_is_refused_in_words(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):
+        seconds_of(value, "the limit")
+    if value != 0:  # as on a machine without devices
+        with pytest.raises(ValueError, match="expected the number of ranks as an int"):
+            count_ranks(Plain, value)

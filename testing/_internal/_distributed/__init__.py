@@ -1,4 +1,4 @@
-"""The modules behind ``common_distributed``: skips, timeouts, helpers, and one file for each base class."""
+"""The modules behind ``common_distributed``: skips, helpers, and a file for each kind of ranks."""
 
 from torch_ext.world import operations, wording
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import tempfile
@@ -20,27 +19,19 @@ from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import meeting_point
-from torch_ext.testing._internal._distributed.methods import (
-    chosen_method,
-    take_over,
-    waits_or_runs,
-)
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
-from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
+from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, Said, Ticket
-from torch_ext.world.settings import HostFile, Limits, hosts_of, is_spread
-from torch_ext.world.verdict import check_fixtures
+from torch_ext.world.protocol import Inherited, Said
+from torch_ext.world.settings import HostFile, Limits, hosts_of, is_spread, timeout_of
 
 __unittest = True
-
-__all__ = ["MultiProcContinuousTest"]
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
 
@@ -50,7 +41,7 @@ _UNSET = -2
 _END_S = 15.0
 
 
-class MultiProcContinuousTest(TestCase):
+class MultiProcContinuousTest(RanksTestCase):
     """A test case whose ranks, with their process group, live as long as the class.
 
     Shared between the tests of a class: processes, process group, and whatever a test leaves behind in them. Fresh in
@@ -91,18 +82,10 @@ class MultiProcContinuousTest(TestCase):
         """Return options for the process group's backend, or None."""
         return None
 
-    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = chosen_method(method_name, methodName)
-        super().__init__(name)
-        if world_rank.current() is None:
-            accelerator.device_type()  # load the device before the zygote is forked
-            provider.prepare(type(self).__module__)
-        take_over(self, name, self._worker_run_main_wait, asked=methodName)
-
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
-        """Return a replacement for test method ``fn``: in the parent half it waits, in a rank it runs ``fn``."""
-
         return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
+
+    join_or_run = _worker_run_main_wait  # upstream's name for it
 
     # The parent half
 
@@ -113,8 +96,6 @@ class MultiProcContinuousTest(TestCase):
 
     def setUp(self) -> None:
         cls = type(self)
-        check_fixtures(cls)
-        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
         self.addCleanup(self._check_ranks)
         if cls.poison_pill:
@@ -122,10 +103,9 @@ class MultiProcContinuousTest(TestCase):
         cls._notice_a_lost_zygote()
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
-        world = cls._world
-        if world is None:
+        if cls._world is None:
             raise AssertionError("no ranks were started")
-        _tell(world, world.new_round(self.id()), run=True)
+        cls._world.new_round(self.id(), True)
 
     @classmethod
     def _notice_a_lost_zygote(cls) -> None:
@@ -155,19 +135,20 @@ class MultiProcContinuousTest(TestCase):
     @classmethod
     def _device_type_name(cls) -> str:
         # Existing subclasses define it as a class method, a property or a string.
-        found = inspect.getattr_static(cls, "device_type")
-        if isinstance(found, property) and found.fget is not None:
-            # An instance that no __init__ has seen: the property may read others, such as world_size.
-            return str(found.fget(object.__new__(cls)))
-        value = cls.device_type
+        value = cls._value_of("device_type")
         return str(value() if callable(value) else value)
 
     @classmethod
-    def _get_world_size(cls, device_type: str) -> int:
-        found = inspect.getattr_static(cls, "world_size", _UNSET)
+    def _value_of(cls, name: str) -> Any:
+        found = inspect.getattr_static(cls, name, None)
         if isinstance(found, property) and found.fget is not None:
-            found = found.fget(object.__new__(cls))
-        if found is not _UNSET:
+            # An instance that no __init__ has seen: the property may read others, such as world_size.
+            return found.fget(object.__new__(cls))
+        return getattr(cls, name)
+
+    @classmethod
+    def _get_world_size(cls, device_type: str) -> int:
+        if (found := cls._value_of("world_size")) is not _UNSET:
             return count_ranks(cls, found)
         count = torch.get_device_module(device_type).device_count()
         if not count:
@@ -180,27 +161,21 @@ class MultiProcContinuousTest(TestCase):
         os.close(descriptor)
         hosts = hosts_of(cls)
         arguments = (int(world_size), HostFile(cls.rdvz_file) if hosts > 1 else cls.rdvz_file, Inherited(0))
-        cls._world = start_ranks(
-            cls.__module__,
-            [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))],
-            cls.__qualname__,
-            hosts,
-        )
+        tasks = [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))]
+        cls._world = start_ranks(cls.__module__, tasks, cls.__qualname__, hosts)
         cls.processes, cls._processes_spawned = cls._world.processes, True
         cls.addClassCleanup(cls._end_ranks)  # for a tearDownClass() that does not call ours
 
     @classmethod
     def _end_ranks(cls) -> None:
-        """Ask the ranks to end, wait until they have, and forget them.
-
-        Raises:
-            WorldFailure: a rank did not end as it should, though every test had passed.
+        """Ask the ranks to end, wait until they have, and forget them. Raises WorldFailure if a rank did not end as it
+        should, though every test had passed.
         """
         world = cls._forget_ranks()
         if world is None:
             return
         try:
-            _tell(world, world.new_round(f"the end of {cls.__qualname__}"), run=False)
+            world.new_round(f"the end of {cls.__qualname__}", False)
             outcomes = world.wait(Limits(test_s=min(_END_S, settings.time_limit_s() or _END_S)))
             raise_verdict(outcomes, world.took_s)
         finally:
@@ -281,13 +256,13 @@ class MultiProcContinuousTest(TestCase):
             cls._init_pg(rank, world_size, rdvz_file)
         except (Exception, SystemExit) as error:
             no_group = error
-        while (ticket := _next_test(tests)) is not None:
+        while receipts.next_order(tests):  # False at the end of the class
             if no_group is not None:
                 receipt = receipts.receipt_of(no_group)
                 if receipt is None:
                     raise no_group
             else:
-                receipt = receipts.run_test(cls._run_test_given_id, ticket.test)
+                receipt = receipts.run_test(cls._run_test_given_id, me.test)
             if me.report(receipts.after_expected_failure(receipt, cls)).said is Said.FAILED:
                 run_class_cleanups(cls)
                 return
@@ -295,20 +270,3 @@ class MultiProcContinuousTest(TestCase):
             receipts.end_group_unless_released()
         for failed in run_class_cleanups(cls):
             raise failed
-
-
-def _tell(world: World, ticket: Ticket, *, run: bool) -> None:
-    """Have the ranks run the test of ``ticket``, or end."""
-    for process in world.processes:
-        with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
-            process.connections[0].send((ticket, run))
-
-
-def _next_test(tests: Connection) -> Ticket | None:
-    """Return the ticket of the next test; None at the end of the class. Receipts are about that ticket from now on."""
-    try:
-        ticket, run = tests.recv()
-    except EOFError:  # the parent half is gone
-        return None
-    world_rank.this_rank().begin(ticket)
-    return ticket if run else None

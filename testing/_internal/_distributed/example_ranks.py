@@ -18,14 +18,11 @@ from hypothesis.errors import HypothesisDeprecationWarning, UnsatisfiedAssumptio
 
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import run_method
-from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
 from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
-
-__all__ = ["NO_MORE", "REJECTED", "serve"]
 
 # Sent instead of an example when there are no more.
 NO_MORE = b""
@@ -51,19 +48,9 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
     # assume() believes that it is used outside of a test, because Hypothesis runs in another process.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
-    while example := _next(rank, examples):
+    while example := receipts.next_order(examples):
         if rank.report(_run(case, body, example)).said is Said.FAILED:
             sys.exit(receipts.TEST_ERROR_EXIT_CODE)
-
-
-def _next(rank: world_rank.Rank, examples: Connection) -> bytes:
-    """Return the next example. Receipts are about its ticket from now on."""
-    try:
-        ticket, example = examples.recv()
-    except EOFError:  # the parent half is gone
-        return NO_MORE
-    rank.begin(ticket)
-    return bytes(example)
 
 
 def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
@@ -88,7 +75,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
     """
     args, kwargs = pickle.loads(example)
     try:
-        with race_check():
+        with receipts.race_check():
             run_method(case, functools.partial(body, case, *args, **kwargs))
     except UnsatisfiedAssumption:
         return receipts.skipped(REJECTED)

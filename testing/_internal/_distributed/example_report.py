@@ -15,8 +15,6 @@ from hypothesis.vendor.pretty import pretty
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.verdict import WorldReport, judge
 
-__all__ = ["Example", "Found", "report"]
-
 # Hypothesis's advice, which contains the example in Hypothesis's encoding.
 _BLOB = re.compile(r"@reproduce_failure\((?:'[^']*'|\"[^\"]*\"), b'([^']*)'\)")
 
@@ -45,8 +43,8 @@ class Example:
     def as_call(self, name: str) -> str:
         """Write the example as a call of ``name``.
 
-        >>> Example((), {"sizes": [0], "flag": True}).as_call("@example")
-        '@example(sizes=[0], flag=True)'
+        >>> Example((1,), {"sizes": [0], "flag": True}).as_call("@example")
+        '@example(1, sizes=[0], flag=True)'
         """
         drawn = [*map(pretty, self.args), *(f"{key}={pretty(value)}" for key, value in self.kwargs.items())]
         return f"{name}({', '.join(drawn)})"
@@ -62,15 +60,10 @@ class Found:
 
 
 def report(found: Found, error: BaseException, test: str, tried: int, failed: int, variable: str) -> WorldReport:
-    """Return the report of a failed test.
+    """Return the report of a failed test that found the example ``found``, of ``tried``, of which so many failed.
 
-    Args:
-        found: the example to show.
-        error: what Hypothesis raised at the end. Its notes tell how to run the example again.
-        test: the test's name.
-        tried: how many examples ran.
-        failed: how many different examples failed.
-        variable: the environment variable that selects a single example.
+    The notes of ``error``, which Hypothesis raised at the end, tell how to run the example again; ``variable`` selects
+    a single example.
     """
     notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
     blob = _BLOB.search(notes)

@@ -3,12 +3,11 @@
 Note [Examples across ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Hypothesis runs only in the parent half: it draws, shrinks, and writes the example database. Instead of calling the
-test's body, it sends the drawn arguments, pickled once, to a standing set of ranks, so all ranks run the same example.
-Each rank reports a receipt. Whatever goes wrong in a rank (an exception, a death, a timeout) is raised here as a
-failure of that example, always from the same line, so that Hypothesis treats all failures of a test as one and shrinks
-to one minimal example. After a failure the ranks are ended before the next example, because some may still wait in a
-collective that the next example would join. The ranks never draw: ``assume()`` in a body works, interactive draws
-(``st.data()``) do not.
+test's body, it sends the drawn arguments to a standing set of ranks, which each report a receipt. Whatever goes wrong
+in a rank (an exception, a death, a timeout) is raised here as a failure of that example, always from the same line, so
+that Hypothesis shrinks to one minimal example. After a failure the ranks are ended before the next example, because
+some may still wait in a collective that the next example would join. The ranks never draw: ``assume()`` in a body
+works, interactive draws (``st.data()``) do not.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ from hypothesis.errors import DidNotReproduce, Flaky
 
 from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJECTED
 from torch_ext.testing._internal._distributed.example_report import Example, Found, report
-from torch_ext.testing._internal._distributed.multi_process import WorldFailure, raise_verdict
-from torch_ext.testing._internal._distributed.timeouts import timeout_of
+from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.world import provider, settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.settings import Limits
-from torch_ext.world.verdict import Judgement, judge
+from torch_ext.world.settings import Limits, timeout_of
+from torch_ext.world.verdict import Judgement, WorldFailure, judge
 
 __unittest = True
-
-__all__ = ["EXAMPLE_VARIABLE", "ExampleRun"]
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
 
@@ -72,11 +68,9 @@ def _zygote_of(world: World) -> Iterator[None]:
 
 
 def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
-    """Return ``given`` changed for examples that run in other processes.
-
-    Deadlines are off, because each example has its own time limit. The explain phase is off, because it traces lines
-    that run in the ranks. Slow draws are allowed, because ranks keep the machine busy. If ``CI`` is set, examples are
-    the same in every run and the database is not used.
+    """Return ``given`` changed for examples that run in other processes: no deadlines, because each example has its own
+    time limit; no explain phase, which traces lines that run in the ranks; slow draws, because ranks keep the machine
+    busy. If ``CI`` is set, examples are the same in every run and the database is not used.
     """
     alike = given.derandomize or bool(os.environ.get("CI"))
     return hypothesis.settings(
@@ -92,12 +86,8 @@ def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
 
 
 class ExampleRun:
-    """One run of Hypothesis over one test. Use once.
-
-    Args:
-        case: the instance on which ``setUp`` ran; its ranks are started.
-        test: the function that ``@given`` made.
-        example_s: the time limit of one example, in seconds.
+    """One run of Hypothesis over one test, the function that ``@given`` made, on a case whose ranks are started. Use
+    once. ``example_s`` is the time limit of one example, in seconds.
     """
 
     def __init__(self, case: Any, test: Any, example_s: float) -> None:
@@ -210,7 +200,7 @@ class ExampleRun:
     def _in_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
         """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
         world = self._ranks()
-        self._send(world, payload)
+        world.new_round(self._case.id(), payload)
         outcomes = self._wait(world, Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
         took_s = monotonic() - world.started_s
         self._case._outcomes = [*getattr(self._case, "_outcomes", ()), *outcomes]
@@ -254,13 +244,6 @@ class ExampleRun:
         with _zygote_of(world):
             return world.wait(limits, keep=keep)
 
-    def _send(self, world: World, example: bytes) -> None:
-        """Begin a round in which the ranks run ``example``."""
-        ticket = world.new_round(self._case.id())
-        for process in world.processes:
-            with contextlib.suppress(OSError):  # it died between two examples, which its outcome will tell
-                process.connections[0].send((ticket, example))
-
     def _drop_ranks(self, world: World) -> None:
         """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
         with _zygote_of(world):
@@ -280,7 +263,7 @@ class ExampleRun:
         """
         try:
             world = self._ranks()
-            self._send(world, NO_MORE)
+            world.new_round(self._case.id(), NO_MORE)
             self._settle(world, Limits(test_s=_END_S), keep=False)
         except _StopEngine as stop:
             raise stop.error from None

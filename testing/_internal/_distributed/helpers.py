@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import os
+import socket
 import sys
 import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +19,9 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
-from torch_ext.testing._internal._distributed.ports import reserved_port
+from torch_ext.world.settings import LIMIT_ATTRIBUTE, seconds_of
 from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
-
-__all__ = [
-    "captured_output",
-    "create_tcp_store",
-    "init_multigpu_helper",
-    "run_grid",
-    "run_subtests",
-    "with_dist_debug_levels",
-]
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
@@ -43,23 +35,16 @@ def run_subtests(
     *test_args: Any,
     **test_kwargs: Any,
 ) -> None:
-    """Call ``test_fn`` once for each combination of values, all in the same ranks and process group.
+    """Call ``test_fn(*test_args, **test_kwargs, ...)`` once for each combination of the values that ``subtest_config``
+    has for its keyword arguments, all in the same ranks and process group.
 
-    A barrier follows each subtest. All ranks must skip the same ones.
-
-    Args:
-        cls_inst: the test case.
-        subtest_config: the values of each keyword argument of ``test_fn``.
-        test_fn: the body of a subtest.
-        *test_args: passed to every call.
-        **test_kwargs: passed to every call.
+    A barrier follows each subtest. All ranks must skip the same ones. A note on the exception names the subtest that
+    raised it.
 
     Raises:
         ValueError: there is no combination.
         AssertionError: some ranks skipped a subtest that others ran.
         unittest.SkipTest: all ranks skipped some; the others have run.
-
-    A note on the exception names the subtest that raised it.
     """
     skipped = run_grid(cls_inst, subtest_config, test_fn, *test_args, **test_kwargs)
     if skipped:
@@ -137,6 +122,21 @@ def _reset_dynamo() -> None:
         dynamo.reset()
 
 
+def with_timeout(seconds: float) -> Callable[[_Test], _Test]:
+    """Give one test its own time limit, in seconds.
+
+    Raises:
+        ValueError: the limit is no finite number above 0.
+    """
+    seconds_of(seconds, "the limit of @with_timeout")
+
+    def decorator(function: _Test) -> _Test:
+        setattr(function, LIMIT_ATTRIBUTE, seconds)
+        return function
+
+    return decorator
+
+
 def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:
     """Run a test once at each of these distributed debug levels (OFF, INFO, DETAIL), then restore the level."""
 
@@ -168,6 +168,19 @@ def _debug_level(level: str) -> Iterator[None]:
         else:
             os.environ[_DEBUG_VARIABLE] = before
         c10d.set_debug_level_from_env()
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a TCP port of this machine that no other process is given until the block is left.
+
+    A socket stays bound to it and never listens. The kernel gives no such port to a process that asks for a free one,
+    while a store that names it may bind it, because stores set ``SO_REUSEADDR``.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def create_tcp_store(

@@ -13,8 +13,6 @@ import torch.distributed as c10d
 from torch_ext.world import files, settings
 from torch_ext.world.follow import RankTask
 
-__all__ = ["meeting_point", "over_hosts"]
-
 # How long the store takes a rank to be slow, in seconds; what ranks wait for has limits of its own.
 _STORE_S = 300.0
 

@@ -8,8 +8,6 @@ from torch_ext import accelerator
 from torch_ext.world.channel import Channel
 from torch_ext.world.protocol import Devices
 
-__all__ = ["main"]
-
 
 def main(_: None, descriptors: Sequence[int]) -> int:
     """Target of a child: send how many devices there are. Descriptor: the channel to the supervisor."""

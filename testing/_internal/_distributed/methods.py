@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import sys
 import types
@@ -20,54 +21,69 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
+from torch_ext import accelerator
 from torch_ext.compat._unittest import name_of_sub_test, run_test_method
 from torch_ext.testing._internal._distributed.skips import skip_reason
+from torch_ext.testing._internal.common_utils import TestCase
+from torch_ext.world import provider, wording
 from torch_ext.world import rank as world_rank
-from torch_ext.world import wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.outcome import may_be_expected
 from torch_ext.world.protocol import Part
-from torch_ext.world.verdict import WorldFailure, check_ran
+from torch_ext.world.settings import timeout_of
+from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
 
-__all__ = [
-    "Failed",
-    "body_has_ended",
-    "chosen_method",
-    "forget_body",
-    "parent_half_of",
-    "parts_of",
-    "run_method",
-    "set_parent_half",
-    "take_over",
-    "waits_or_runs",
-]
-
 _DEFAULT = "runTest"
-_PARENT_HALF = "_torch_ext_parent_half"
+# The attribute of a test method that set_parent_half() sets.
+PARENT_HALF = "_torch_ext_parent_half"
 _PARTS = "_torch_ext_parts"
 _ended_in = 0  # the process in which a test method has run to its end
 
 
-def chosen_method(method_name: str, methodName: str) -> str:
-    """Return the name of a case's test method, which unittest passes by position or as ``methodName``."""
-    return methodName if methodName != _DEFAULT else method_name
+class RanksTestCase(TestCase):
+    """A test case whose method its ranks run, while the parent half waits for them."""
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        # unittest passes the name by position or as ``methodName``; pytest none when it collects.
+        name = methodName if methodName != _DEFAULT else method_name
+        super().__init__(name)
+        self._prepare()
+        method = getattr(self, name, None)
+        if method is not None:
+            setattr(self, name, self.join_or_run(method))
+        elif methodName != _DEFAULT:
+            raise ValueError(f"{type(self).__name__} has no test method {name!r}")
+
+    def _prepare(self) -> None:
+        """Do in this process, unless it is a rank, what has to be done before ranks are started."""
+        if world_rank.current() is None:
+            accelerator.device_type()  # load the device before the zygote is forked
+            provider.prepare(type(self).__module__)
+
+    def join_or_run(self, fn: Callable[[], Any]) -> Any:
+        """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits."""
+        raise NotImplementedError
+
+    def setUp(self) -> None:
+        check_fixtures(type(self))
+        timeout_of(self)  # refuse a limit that is none before ranks start
+        super().setUp()
 
 
-def take_over(case: unittest.TestCase, name: str, replacement: Callable[[Any], Any], asked: str) -> None:
-    """Replace method ``name`` of this instance by ``replacement(method)``.
+def count_ranks(case: Any, world_size: Any = None) -> int:
+    """Return how many ranks ``case``, a test case or its class, asks for by ``world_size`` (default: its attribute).
 
     Raises:
-        ValueError: the class does not have the method that was asked for by keyword (``asked``). Without a name, as
-            when pytest collects, there is nothing to replace.
+        ValueError: this is no number of ranks.
     """
-    method = getattr(case, name, None)
-    if method is not None:
-        setattr(case, name, replacement(method))
-    elif asked != _DEFAULT:
-        raise ValueError(f"{type(case).__name__} has no test method {name!r}")
+    found = case.world_size if world_size is None else world_size
+    name = (case if isinstance(case, type) else type(case)).__name__
+    if isinstance(found, bool) or not hasattr(type(found), "__index__") or found < 0:
+        raise ValueError(f"world_size of {name} is {found!r}; expected the number of ranks as an int, such as 2")
+    return operator.index(found)
 
 
 def waits_or_runs(case: Any, method: Callable[..., Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
@@ -78,7 +94,7 @@ def waits_or_runs(case: Any, method: Callable[..., Any], parent_rank: int, wait:
         try:
             wait(case)
         except WorldFailure as failure:
-            if not may_be_expected(failure.outcomes):
+            if not may_be_expected(failure.report.outcomes):
                 _expect_no_more(case)
             raise
 
@@ -130,7 +146,7 @@ class _Result(unittest.TestResult):
     addUnexpectedSuccess = addSuccess  # the parent half finds that all ranks have passed
 
     def _add(self, test: Any, error: BaseException, *, expectable: bool) -> None:
-        reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
+        reason = _reason_of_skip(error)
         skip = unittest.SkipTest(reason) if reason else error
         name = name_of_sub_test(test)
         failed = Failed(Part(name, expectable), skip, monotonic())
@@ -162,6 +178,14 @@ class _Result(unittest.TestResult):
             error = unittest.SkipTest("; ".join(dict.fromkeys(str(each.error) for each in found)))
         vars(error)[_PARTS] = found
         raise error
+
+
+def _reason_of_skip(error: BaseException) -> str:
+    """Return why an exception other than unittest's skips a test: an exit code of torch's, or pytest.skip()."""
+    if isinstance(error, SystemExit):
+        return skip_reason(error.code)
+    skipped = getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ())
+    return str(error) or "skipped" if isinstance(error, skipped) else ""
 
 
 def parts_of(error: BaseException) -> Sequence[Failed]:
@@ -210,10 +234,4 @@ def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any]
 
     Decorators that copy attributes, as :func:`functools.wraps` does, preserve this.
     """
-    setattr(method, _PARENT_HALF, parent_half)
-
-
-def parent_half_of(method: Any) -> Callable[[Any, Any], None] | None:
-    """Return what :func:`set_parent_half` has set on a test method, if anything."""
-    found: Callable[[Any, Any], None] | None = getattr(method, _PARENT_HALF, None)
-    return found
+    setattr(method, PARENT_HALF, parent_half)

@@ -1,4 +1,4 @@
-"""``MultiProcessTestCase``: one set of fresh ranks for every test."""
+"""``MultiProcessTestCase`` and ``DistributedTestBase``: one set of fresh ranks for every test."""
 
 from __future__ import annotations
 
@@ -12,32 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext import accelerator
+import torch
+import torch.distributed as c10d
+
+from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.hosts import over_hosts
-from torch_ext.testing._internal._distributed.methods import (
-    chosen_method,
-    parent_half_of,
-    take_over,
-    waits_or_runs,
-)
+from torch_ext.testing._internal._distributed.hosts import meeting_point, over_hosts
+from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks, waits_or_runs
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import count_ranks, timeout_of
-from torch_ext.testing._internal.common_utils import TestCase, set_rng_seed
+from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import _os, files, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
-from torch_ext.world.channel import Channel
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Inherited, Said
-from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host
-from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, check_fixtures, judge
+from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host, timeout_of
+from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 from torch_ext.world.wording import left_behind
 
 __unittest = True
-
-__all__ = ["DEFAULT_WORLD_SIZE", "MultiProcessTestCase", "WorldFailure", "raise_verdict", "start_ranks"]
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
 
@@ -48,51 +42,38 @@ _MOST_IN_PIPE = 1 << 14
 
 
 def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 1) -> World:
-    """Start the ranks of a test class of ``module``, with the start method that the environment selects.
-
-    A zygote that was lost since the last test is replaced, once.
-
-    Args:
-        module: the name under which zygotes import the test file.
-        ranks: the tasks, in the order of ranks.
-        test: id of the test that they run first.
-        hosts: on how many hosts they run; see Note [Several hosts].
+    """Start the ranks of a test class of ``module`` (the name under which zygotes import the test file) for ``test``,
+    with the start method that the environment selects. A zygote that was lost since the last test is replaced, once.
 
     Raises:
         ZygoteLostError: the new zygote was lost too.
-        ValueError: they cannot be divided among the hosts.
+        ValueError: they cannot be divided among the ``hosts``; see Note [Several hosts].
     """
     if hosts > 1:
         ranks, store = over_hosts(ranks, hosts)
         world = start_ranks(module, ranks, test)
         world.store = store
         return world
-    zygote = provider.zygote_for(module)
-    try:
-        world = _start(zygote, ranks, test)
-    except ZygoteLostError:
-        provider.forget(zygote)
+    for is_last in (False, True):
         zygote = provider.zygote_for(module)
         try:
-            world = _start(zygote, ranks, test)
+            world = start_world(
+                zygote,
+                ranks,
+                interpreter=settings.interpreter_wanted(),
+                spares=settings.spares_wanted(len(ranks)),
+                show=settings.show_output(),
+                test=test,
+                own_address=not any(rank.host for rank in ranks) or ADDRESS_VARIABLE not in os.environ,
+            )
+            break
         except ZygoteLostError:
             provider.forget(zygote)
-            raise
+            if is_last:
+                raise
     if world.why_interpreter:
         wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
     return world
-
-
-def _start(zygote: Channel, ranks: Sequence[RankTask], test: str) -> World:
-    return start_world(
-        zygote,
-        ranks,
-        interpreter=settings.interpreter_wanted(),
-        spares=settings.spares_wanted(len(ranks)),
-        show=settings.show_output(),
-        test=test,
-        own_address=not any(rank.host for rank in ranks) or ADDRESS_VARIABLE not in os.environ,
-    )
 
 
 def raise_verdict(
@@ -115,10 +96,8 @@ def raise_verdict(
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
-    """Send a traceback through the pipe, as upstream does.
-
-    The report takes it from the receipt. Nobody has to read this pipe, so what it cannot hold is cut: a rank that
-    blocked here would never hand in its receipt.
+    """Send a traceback through the pipe, as upstream does. The report takes it from the receipt: what the pipe cannot
+    hold is cut, since a rank that blocked here would never hand in its receipt.
     """
     with contextlib.suppress(OSError):
         pipe.send(trace[-_MOST_IN_PIPE:])
@@ -132,19 +111,16 @@ def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-class MultiProcessTestCase(TestCase):
+class MultiProcessTestCase(RanksTestCase):
     """A test case whose methods run in ``world_size`` ranks, each a fresh process.
 
-    Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on its own instance
-    with its ``rank`` and a ``file_name`` (an empty file, for a rendezvous). The instance that called ``setUp`` has rank
-    -1 and waits. A test passes only if every rank says so. When a rank fails or dies, its peers have one second to do
-    the same and are then stopped. A test that exceeds its time limit (see ``timeout_of``) fails with the stacks of its
-    ranks.
+    Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on its own instance with its
+    ``rank`` and a ``file_name`` (an empty file, for a rendezvous). The instance that called ``setUp`` has rank -1 and
+    waits. A test passes only if every rank says so. When a rank fails or dies, its peers have one second to do the same
+    and are then stopped. A test that exceeds its time limit (see ``timeout_of``) fails with the stacks of its ranks.
 
-    Fresh in every test: the processes, their environment, the file. Shared: nothing.
-
-    With ``hosts = 2`` on the class, its ranks run on two machines (``run_test.py --cluster``), or as if they did: see
-    docs/cluster.md.
+    Fresh in every test: the processes, their environment, the file. Shared: nothing. With ``hosts = 2`` on the class,
+    its ranks run on two machines (``run_test.py --cluster``), or as if they did: see docs/cluster.md.
     """
 
     MAIN_PROCESS_RANK = -1
@@ -157,14 +133,6 @@ class MultiProcessTestCase(TestCase):
     pid_to_pipe: dict[int, Connection]
     special_return_code_checks: dict[Any, int]
     skip_return_code_checks: list[Any]
-
-    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = chosen_method(method_name, methodName)
-        super().__init__(name)
-        if world_rank.current() is None:
-            accelerator.device_type()  # load the device before the zygote is forked
-            provider.prepare(type(self).__module__)
-        take_over(self, name, self.join_or_run, asked=methodName)
 
     # Whether the harness destroys the process groups that a test leaves initialized.
     @property
@@ -186,20 +154,14 @@ class MultiProcessTestCase(TestCase):
         return self._testMethodName  # which may have dots, so that id() does not tell where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits.
-
-        If :func:`set_parent_half` has set a function on ``fn``, the parent half calls that instead.
-        """
-
-        own = parent_half_of(fn)
+        """As in the base class. If :func:`set_parent_half` has set a function on ``fn``, the parent half calls that."""
+        own = getattr(fn, PARENT_HALF, None)
         wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
         return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, wait)
 
     # The parent half
 
     def setUp(self) -> None:
-        check_fixtures(type(self))
-        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
         self.special_return_code_checks = {}
         self.skip_return_code_checks = []
@@ -235,32 +197,24 @@ class MultiProcessTestCase(TestCase):
         hosts = hosts_of(self)
         devices = max(ranks_per_host(size, hosts), devices_asked_for(type(self), name))
         arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name, Inherited(0))
-        self._world = start_ranks(
-            type(self).__module__,
-            [
-                RankTask(receipts.run_rank, (type(self), devices, rank, *arguments), kwargs, connections=1)
-                for rank in range(size)
-            ],
-            self.id(),
-            hosts,
-        )
+        tasks = [
+            RankTask(receipts.run_rank, (type(self), devices, rank, *arguments), kwargs, connections=1)
+            for rank in range(size)
+        ]
+        self._world = start_ranks(type(self).__module__, tasks, self.id(), hosts)
         type(self).addClassCleanup(verdict.check)  # for a run() that calls none of our own
         self.processes = self._world.processes
-        self.pid_to_pipe = {
-            process.pid: process.connections[0] for process in self.processes if process.pid is not None
-        }
+        self.pid_to_pipe = {each.pid: each.connections[0] for each in self.processes if each.pid is not None}
 
     def _join_processes(self, fn: Any) -> None:
         if self._world is None:
             raise unittest.SkipTest(
                 "no ranks were started: setUp() of the test class did not call self._spawn_processes()"
             )
+        limits = Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s())
+        expected = self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
         try:
-            self._outcomes = self._world.wait(
-                Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()),
-                self.special_return_code_checks.get(fn),
-                fn in self.skip_return_code_checks,
-            )
+            self._outcomes = self._world.wait(limits, *expected)
         except ZygoteLostError:
             provider.forget(self._world.zygote)
             raise
@@ -304,3 +258,38 @@ class MultiProcessTestCase(TestCase):
         receipts.body_passed()
         if self.destroy_pg_upon_exit:
             receipts.end_group_unless_released()
+
+
+class DistributedTestBase(MultiProcessTestCase):
+    """A :class:`MultiProcessTestCase` that starts its ranks in ``setUp`` and makes process groups by device type."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        os.environ["WORLD_SIZE"] = str(self.world_size)
+        self._spawn_processes()
+
+    def tearDown(self) -> None:
+        if c10d.is_initialized():
+            c10d.destroy_process_group()
+        super().tearDown()
+
+    def backend(self, device: str) -> str:
+        """Return the c10d backend that torch uses for ``device`` (a type or ``"type:index"``)."""
+        return c10d.get_default_backend_for_device(torch.device(device).type)
+
+    def create_pg(self, device: str, world_size: int | None = None) -> c10d.ProcessGroup:
+        """Initialize the default group, give each rank its own device, and return the group. Collective."""
+        size = self.world_size if world_size is None else world_size
+        where = meeting_point(self.file_name, size)
+        c10d.init_process_group(backend=self.backend(device), world_size=size, rank=self.rank, **where)
+        current = torch.accelerator.current_accelerator()
+        if current is not None and current.type == torch.device(device).type:
+            own = torch.device(current.type, self.rank % torch.accelerator.device_count())
+            torch.set_default_device(own)
+            torch.accelerator.set_device_index(own)
+        return _get_default_group()
+
+    def rank_to_device(self, device: str) -> dict[int, list[Any]]:
+        """Return a list with one device index for each rank; ranks take the devices in turn."""
+        count = torch.get_device_module(device).device_count()
+        return {rank: [rank % count] for rank in range(self.world_size)}

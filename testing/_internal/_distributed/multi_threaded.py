@@ -19,19 +19,18 @@ from torch_ext.compat.testing import (
     separate_threaded_worlds,
 )
 from torch_ext.testing._internal._distributed import rank_threads
-from torch_ext.testing._internal._distributed.methods import chosen_method, take_over, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, waits_or_runs
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
+from torch_ext.testing._internal._distributed.rank_threads import RankThread
 from torch_ext.testing._internal._distributed.skips import devices_asked_for
-from torch_ext.testing._internal._distributed.timeouts import TIMEOUT_DEFAULT, count_ranks, seconds_of, timeout_of
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import provider, settings, verdict
 from torch_ext.world._os import monotonic
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.verdict import check_fixtures, check_ran
+from torch_ext.world.settings import TIMEOUT_DEFAULT, seconds_of, timeout_of
+from torch_ext.world.verdict import check_ran
 
 __unittest = True
-
-__all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not
 
@@ -57,7 +56,7 @@ def _install_world_of_threads() -> None:
     separate_threaded_worlds(rank_threads.world_of)
 
 
-class MultiThreadedTestCase(TestCase):
+class MultiThreadedTestCase(RanksTestCase):
     """A test case whose methods run in ``world_size`` threads of this process.
 
     Call ``self._spawn_threads()`` in ``setUp``. Each thread has an instance, a rank and a default process group of its
@@ -72,13 +71,10 @@ class MultiThreadedTestCase(TestCase):
     exception_queue: ClassVar[queue.Queue[Any]] = queue.Queue()  # upstream's; what ranks raise is in their outcomes
 
     rank: int
-    threads: list[threading.Thread]
+    threads: list[RankThread]
 
-    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
-        name = chosen_method(method_name, methodName)
-        super().__init__(name)
+    def _prepare(self) -> None:
         provider.watch_this_process()
-        take_over(self, name, self.join_or_run, asked=methodName)
 
     @property
     def world_size(self) -> int:
@@ -89,15 +85,11 @@ class MultiThreadedTestCase(TestCase):
         return self._testMethodName  # which may have dots, so that id() does not tell where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """Return a replacement for test method ``fn``: in the main thread it waits, in the others it runs ``fn``."""
-
         return waits_or_runs(
             self, fn, self.MAIN_THREAD_RANK, lambda case: case._join_threads(case.threads, fn, timeout_of(case))
         )
 
     def setUp(self) -> None:
-        check_fixtures(type(self))
-        timeout_of(self)  # refuse a limit that is none before ranks start
         super().setUp()
         self.addCleanup(verdict.check)
         self.rank = self.MAIN_THREAD_RANK
@@ -147,7 +139,7 @@ class MultiThreadedTestCase(TestCase):
         _run_rank(rank, world_size, type(self).global_store, body)
 
     @classmethod
-    def _join_threads(cls, threads: Sequence[threading.Thread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
+    def _join_threads(cls, threads: Sequence[RankThread], fn: Any, timeout: float = TIMEOUT_DEFAULT) -> None:
         started = monotonic()
         try:
             outcomes = rank_threads.wait(threads, timeout)
@@ -177,14 +169,8 @@ class MultiThreadedTestCase(TestCase):
 def spawn_threads_and_init_comms(
     func: Callable[..., Any] | None = None, timeout: float = TIMEOUT_DEFAULT, world_size: int = DEFAULT_WORLD_SIZE
 ) -> Callable[..., Any]:
-    """Run a test method in ``world_size`` threads, each with a rank and a default process group.
-
-    Use it with or without arguments.
-
-    Args:
-        func: the test method, when used without arguments.
-        timeout: seconds after which a rank that has not ended fails the test.
-        world_size: the number of threads.
+    """Run a test method in ``world_size`` threads, each with a rank and a default process group. Use it with or without
+    arguments. A rank that has not ended after ``timeout`` seconds fails the test.
 
     Raises (from the decorated method):
         WorldFailure: a rank failed; the message gives the outcome of each.

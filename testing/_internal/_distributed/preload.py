@@ -4,6 +4,7 @@ import contextlib
 import importlib
 
 from torch_ext import accelerator
+from torch_ext.compat.testing import seed_without_stacks
 
 # Chosen and loaded here. Every rank would otherwise import the package of an out-of-tree device.
 accelerator.device_type()
@@ -12,3 +13,4 @@ accelerator.device_type()
 for name in ("expecttest", "hypothesis", "pytest", "torch.utils.cpp_extension"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+seed_without_stacks()

@@ -15,7 +15,6 @@ from typing import Any
 from torch_ext import accelerator
 from torch_ext.compat.testing import ThreadedWorld, prepare_for_threads
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.races import race_check_of_threads
 from torch_ext.world import _os, follow, operations, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
@@ -27,8 +26,6 @@ from torch_ext.world.threads import observe
 from torch_ext.world.watch import PARENT_HALF, Finding, HangWatch, Measures, silence_text
 
 __unittest = True
-
-__all__ = ["RankThread", "end_world", "hand_in", "is_of_this_test", "start", "wait", "world_of"]
 
 _STARTER = "_torch_ext_rank"
 
@@ -105,14 +102,21 @@ class RankThread(threading.Thread):
 
 
 def hand_in(error: BaseException | None) -> None:
-    """Hand in the receipt of the rank that this thread is, unless it has handed one in.
-
-    Args:
-        error: what its body raised; None if the body has run to its end, which nobody else can know.
+    """Hand in the receipt of the rank that this thread is, unless it has handed one in. ``error`` is what its body
+    raised; None if the body has run to its end, which no other code can know.
     """
     thread = threading.current_thread()
-    if isinstance(thread, RankThread) and thread.receipt is None:
-        thread.receipt = replace(_receipt(error or _races_of(thread)), time_s=monotonic())
+    if not isinstance(thread, RankThread) or thread.receipt is not None:
+        return
+    try:
+        if error is None and thread.check:
+            thread.check.raise_races()
+    except Exception as races:
+        error = races
+    # An exit with an unknown code fails like an exception, because there is no process to end. It may be the one by
+    # which torch ends the ranks that wait for one that has failed.
+    receipt = receipts.receipt_of(error) or receipts.failure_of(error) if error is not None else receipts.passed()
+    thread.receipt = replace(receipt, time_s=monotonic())
 
 
 def world_of(thread: threading.Thread) -> ThreadedWorld | None:
@@ -133,29 +137,12 @@ def is_of_this_test() -> bool:
     return world_of(threading.current_thread()) is _current_world
 
 
-def _races_of(thread: RankThread) -> BaseException | None:
-    try:
-        if thread.check:
-            thread.check.raise_races()
-    except Exception as races:
-        return races
-    return None
-
-
-def _receipt(error: BaseException | None) -> Receipt:
-    if error is None:
-        return receipts.passed()
-    # An exit with an unknown code fails like an exception, because there is no process to end. It may be the one by
-    # which torch ends the ranks that wait for one that has failed.
-    return receipts.receipt_of(error) or receipts.failure_of(error)
-
-
-def start(world_size: int, target: Callable[[int], object]) -> list[threading.Thread]:
+def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
     """Start a thread for each rank; each calls ``target`` with its rank."""
     prepare_for_threads()
     # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
     accelerator.initialize()
-    check = race_check_of_threads()
+    check = receipts.race_check_of_threads()
     global _current_world
     _current_world = world = ThreadedWorld(wording.place_here)
     threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
@@ -165,10 +152,10 @@ def start(world_size: int, target: Callable[[int], object]) -> list[threading.Th
     for thread in threads:
         thread.escapes = escapes
         thread.start()
-    return list(threads)
+    return threads
 
 
-def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
+def wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time.
 
     An exception that ended a thread fails the rank that started it. A race that no rank was charged with fails the
@@ -188,19 +175,22 @@ def wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]
     return outcomes
 
 
-def _of(threads: Sequence[threading.Thread], name: str) -> set[Any]:
+def _of(threads: Sequence[RankThread], name: str) -> set[Any]:
     return {found for thread in threads if (found := getattr(thread, name, None)) is not None}
 
 
 def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
-    """Fail ``rank`` because of ``error``, or the first that is well if none is known, unless it has failed anyway."""
+    """Fail ``rank`` because of ``error``, or the first that is well, or failed as expected, if none is known; unless it
+    has failed anyway.
+    """
     for outcome in outcomes:
-        if outcome.ending in (Ending.PASSED, Ending.SKIPPED) and rank in (None, outcome.rank):
+        is_well = outcome.ok or (outcome.receipt is not None and outcome.receipt.is_expected)
+        if is_well and rank in (None, outcome.rank):
             outcome.ending, outcome.receipt = Ending.FAILED, world_rank.failure(error)
             break
 
 
-def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome]:
+def _wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     began_s = monotonic()
     deadline_s = began_s + timeout_s
     measures = Measures(computed_s=lambda rank: process_time(), others=_others)
@@ -215,7 +205,7 @@ def _wait(threads: Sequence[threading.Thread], timeout_s: float) -> list[Outcome
         if found is Finding.HUNG:
             return [_outcome(thread, Ending.HUNG) for thread in threads]
         if found is Finding.SILENT:
-            wording.show(silence_text(watch.reasons, {_rank_of(thread): _stacks_of(thread) for thread in alive}))
+            wording.show(silence_text(watch.reasons, {thread.rank: _stacks_of(thread) for thread in alive}))
     return [_outcome(thread, Ending.TIMED_OUT) for thread in threads]
 
 
@@ -226,12 +216,8 @@ def _others() -> tuple[str, ...]:
     return (*own, *follow.ask_zygote(zygote, ())) if zygote is not None else own
 
 
-def _rank_of(thread: threading.Thread) -> int:
-    return int(thread.name.rpartition(" ")[2])
-
-
-def _outcome(thread: threading.Thread, while_alive: Ending) -> Outcome:
-    rank, receipt = _rank_of(thread), getattr(thread, "receipt", None)
+def _outcome(thread: RankThread, while_alive: Ending) -> Outcome:
+    rank, receipt = thread.rank, thread.receipt
     world = world_of(thread)
     called = world.record(rank) if world is not None else ""
     if thread.is_alive():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import unittest
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as c10d
@@ -13,7 +15,6 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, forget_body, parts_of
-from torch_ext.testing._internal._distributed.races import race_check
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings, wording
@@ -21,19 +22,6 @@ from torch_ext.world._os import monotonic
 from torch_ext.world.protocol import Part, Receipt, Said
 
 __unittest = True
-
-__all__ = [
-    "TEST_ERROR_EXIT_CODE",
-    "after_expected_failure",
-    "body_passed",
-    "end_group_unless_released",
-    "failure_of",
-    "passed",
-    "receipt_of",
-    "run_rank",
-    "run_test",
-    "skipped",
-]
 
 # The exit code of a rank whose test raised, as upstream has it.
 TEST_ERROR_EXIT_CODE = 10
@@ -89,12 +77,38 @@ def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
     """Return ``receipt`` of a rank that ends now, with what the class and module cleanups raise if it tells of an
     expected failure: nothing else would fail then.
     """
-    if receipt.said is not Said.FAILED or not receipt.parts or not all(part.expectable for part in receipt.parts):
+    if not receipt.is_expected:
         return receipt
     for error in run_class_cleanups(cls):
         trace = f"{receipt.trace}\n{wording.read_error(error)[1]}"
         receipt = replace(receipt, trace=trace, parts=(*receipt.parts, Part("", False)))
     return receipt
+
+
+def race_check() -> AbstractContextManager[None]:
+    """Return a context for the body of the test, or example, that this rank runs: a race between streams of the device
+    fails the rank; see ``accelerator.race_check``. Rank 0 says which known races the test has not met.
+    """
+    rank = world_rank.current()
+    if rank is None:
+        return accelerator.race_check("", wording.announce)
+    return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.tell)
+
+
+def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
+    """Begin the check of a test whose ranks are threads; None if the device has none."""
+    rank = world_rank.current()
+    return accelerator.race_check_of_threads(wording.announce if rank is None else rank.tell)
+
+
+def next_order(orders: Connection) -> Any:
+    """Return the next order of the parent half, or None if that is gone. Receipts are about its ticket from now on."""
+    try:
+        ticket, order = orders.recv()
+    except EOFError:
+        return None
+    world_rank.this_rank().begin(ticket)
+    return order
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
@@ -138,13 +152,8 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
 
 
 def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
-    """The body of a rank: call ``cls._run`` and the class and module cleanups that it registers, and hand in a receipt.
-
-    Args:
-        cls: the test class.
-        devices: how many devices the test needs.
-        *args: for ``_run``.
-        **kwargs: for ``_run``.
+    """The body of a rank of ``cls`` that needs so many devices: call ``cls._run`` and the class and module cleanups
+    that it registers, and hand in a receipt.
 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.

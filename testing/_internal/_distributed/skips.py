@@ -15,24 +15,6 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat import testing as torch_testing
 
-__all__ = [
-    "ACCELERATOR_DIST_BACKENDS",
-    "TEST_SKIPS",
-    "TestSkip",
-    "at_least_x_gpu",
-    "devices_asked_for",
-    "get_required_world_size",
-    "requires_accelerator_dist_backend",
-    "requires_gloo",
-    "requires_nccl",
-    "requires_world_size",
-    "skip_if_lt_x_gpu",
-    "skip_if_no_gpu",
-    "skip_if_rocm_multiprocess",
-    "skip_rank",
-    "skip_reason",
-]
-
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 ACCELERATOR_DIST_BACKENDS = ["nccl", "xccl", "hccl"]
@@ -106,13 +88,9 @@ def at_least_x_gpu(x: int) -> bool:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
-    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices.
-
-    The simulated accelerator offers as many devices as the test needs.
-
-    Args:
-        x: how many devices the test needs.
-        allow_cpu: run on ``cpu`` too. Set it unless the body needs device memory apart from the host's.
+    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices. The simulated one offers
+    as many as the test needs. ``allow_cpu`` runs it on ``cpu`` too: set it unless the body needs device memory apart
+    from the host's.
     """
 
     def decorator(function: _Test) -> _Test:

@@ -7,7 +7,7 @@
     cases, compiled        base classes; a test that runs compiled too
     fsdp2_parity           FSDP2 against an unsharded replica
     step_log               a log of training steps
-    streams, watched_units the order of work on streams
+    streams                the order of work on streams
     extensions             the contract of tensor subclasses
       -> fsdp1_parity      FSDP1 against DDP
          subtests          grids whose points may skip

@@ -9,30 +9,17 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
 from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.fsdp1_parity import ParityCheck, Trainer
-from torch_ext.testing._internal._fsdp.models.base import (
-    DEVICEInitMode,
-    FSDPInitMode,
-    FSDPTestModel,
-)
+from torch_ext.testing._internal._fsdp.fsdp1_parity import TrainingMixin
 from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -52,8 +39,6 @@ __all__ = [
 ]
 
 wording.hide(re.escape(__file__), "_run")
-
-_ON_DEVICE = CPUOffload()
 
 
 def _skip_without_devices(world_size: int) -> None:
@@ -110,37 +95,21 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
         _reset_dynamo()
 
 
-class FSDPTestMixin(SubtestMixin):
-    """What FSDP1 test cases share, however their ranks start: the run of a rank,
-    checks, training, parity with DDP.
+class FSDPTestMixin(TrainingMixin):
+    """What FSDP1 test cases share, however their ranks start: the run of a rank, and
+    its device.
     """
 
     if TYPE_CHECKING:
         rank: int
         file_name: str
         init_method: Any
-        world_size: Any
-        process_group: Any
         run_test: Callable[[str, Any], None]
 
-    def _notes_file(self) -> str:
-        """Return the path of a file of this test, through which ranks send notes to the
-        parent half.
-        """
-        raise NotImplementedError
-
-    def announce(self, text: str) -> None:
-        # The output of a rank is shown only if the test fails.
-        with open(self._notes_file(), "a", encoding="utf-8") as notes:
-            notes.write(f"{text}\n")
-
-    def tearDown(self) -> None:
-        path = Path(self._notes_file())
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                super().announce(line)
-            path.unlink()
-        super().tearDown()
+    # Continuous cases replace it with a number when they start ranks.
+    @property
+    def world_size(self) -> int:
+        return device.default_world_size()
 
     @classmethod
     def _run(
@@ -194,115 +163,6 @@ class FSDPTestMixin(SubtestMixin):
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(count, width, generator=generator).to(self.device)
 
-    def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
-        self.assertEqual(fsdp_model.cpu_offload, cpu_offload)
-
-    def _check_backward_prefetch(self, fsdp_model: Any, backward_prefetch: Any) -> None:
-        self.assertEqual(fsdp_model.backward_prefetch, backward_prefetch)
-
-    def _check_forward_prefetch(self, fsdp_model: Any, forward_prefetch: Any) -> None:
-        self.assertEqual(fsdp_model.forward_prefetch, forward_prefetch)
-
-    def _train_for_several_steps(  # noqa: PLR0913
-        self,
-        model: nn.Module,
-        num_steps: int,
-        autocast: bool,
-        lr: float = 0.01,
-        fsdp_cpu_offload: CPUOffload | None = None,
-        save_model: bool = False,
-        mixed_precision: MixedPrecision | None = None,
-        enable_sharded_grad_scaler: bool = False,
-        use_pure_fp16: bool = False,
-        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
-    ) -> torch.Tensor:
-        """Train ``model`` by SGD with momentum and return the last loss, detached.
-
-        Checks the type of each loss, and that FSDP is idle at the end. With offloading,
-        the parameters of an FSDP model must be on the host after backward, and after
-        forward if the strategy reshards there.
-
-        ``model`` wraps an :class:`FSDPTestModel`, its ``module``. ``fsdp_cpu_offload``
-        and ``mixed_precision`` are those of an FSDP model's constructor; the inputs of
-        other models are cast to ``mixed_precision.param_dtype``. With ``save_model``,
-        each step ends by saving the state, zeroing the model and loading the state.
-        """
-        return Trainer(
-            self,
-            model,
-            autocast,
-            lr,
-            fsdp_cpu_offload,
-            save_model,
-            mixed_precision,
-            enable_sharded_grad_scaler,
-            use_pure_fp16,
-            sharded_grad_scaler_kwargs,
-        ).train(num_steps)
-
-    def _test_fsdp_parity(  # noqa: PLR0913
-        self,
-        model_class: type[FSDPTestModel],
-        fsdp_init_mode: FSDPInitMode,
-        device_init_mode: DEVICEInitMode,
-        ref_init_fn: Callable[[nn.Module], nn.Module] | None = None,
-        num_iters: int = 2,
-        save_model: bool = True,
-        cpu_offload: CPUOffload = _ON_DEVICE,
-        backward_prefetch: BackwardPrefetch | None = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        mixed_precision: MixedPrecision | None = None,
-        forward_prefetch: bool = False,
-        use_orig_params: bool = False,
-        enable_sharded_grad_scaler: bool = False,
-        use_pure_fp16: bool = False,
-        init_kwargs: dict[str, Any] | None = None,
-        sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
-        **fsdp_kwargs: Any,
-    ) -> None:
-        """Check that FSDP trains like a reference, which is DDP unless you give
-        ``ref_init_fn``.
-
-        Compares the last loss and, in full precision, all parameters. Offloaded
-        parameters must be on the host before and after training. FSDP must refuse
-        offloading with ``DEVICE_AFTER``.
-
-        Both sides build ``model_class`` deterministically, with ``init_kwargs``. A root
-        that ``fsdp_init_mode`` does not wrap is wrapped here. ``device_init_mode`` is
-        the FSDP model's; the reference is built on the device. ``ref_init_fn`` wraps
-        the plain model into one with an attribute ``module``. Options without another
-        meaning in :meth:`_train_for_several_steps` are for FSDP's constructor.
-
-        Raises:
-            AssertionError: FSDP differs.
-            ValueError: the mode is ``NO_FSDP``, or building the FSDP model failed.
-        """
-        constructor_kwargs = {
-            **fsdp_kwargs,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "sharding_strategy": sharding_strategy,
-            "mixed_precision": mixed_precision,
-            "forward_prefetch": forward_prefetch,
-            "use_orig_params": use_orig_params,
-        }
-        ParityCheck(
-            case=self,
-            model_class=model_class,
-            fsdp_init_mode=fsdp_init_mode,
-            device_init_mode=device_init_mode,
-            ref_init_fn=ref_init_fn,
-            num_iters=num_iters,
-            save_model=save_model,
-            use_pure_fp16=use_pure_fp16,
-            scaling={
-                "enable_sharded_grad_scaler": enable_sharded_grad_scaler,
-                "sharded_grad_scaler_kwargs": sharded_grad_scaler_kwargs,
-            },
-            init_kwargs=dict(init_kwargs or {}),
-            fsdp_kwargs=constructor_kwargs,
-        ).run()
-
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
     """Ranks are processes, fresh for each test. They have joined the default group when
@@ -313,10 +173,6 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
         super().setUp()
         _silence_desync_debugging()
         self._spawn_processes()
-
-    @property
-    def world_size(self) -> int:
-        return device.default_world_size()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -341,9 +197,6 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
         dist.broadcast_object_list(folder)
         return folder[0]
 
-    def _notes_file(self) -> str:
-        return f"{self.file_name}.notes"
-
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     """Ranks are processes that serve all tests of the class. This is faster, but only
@@ -352,11 +205,6 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     Every test starts and ends with a barrier, so that a leftover collective of one test
     cannot match one of the next.
     """
-
-    # Starting the ranks replaces it with a number.
-    @property
-    def world_size(self) -> int:
-        return device.default_world_size()
 
     @classmethod
     def backend_str(cls) -> str:
@@ -384,6 +232,3 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     @property
     def process_group(self) -> dist.ProcessGroup:
         return type(self).pg
-
-    def _notes_file(self) -> str:
-        return f"{self.rdvz_file}.notes"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch_ext.compat import fsdp as private
 from torch_ext.compat import inductor
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.testing._internal._fsdp.patches import AttributeSlot, patched
+from torch_ext.testing._internal._fsdp.patches import patched
 
 __all__ = ["compile_backend", "compiled_fsdp_test", "test_compiled_fsdp"]
 
@@ -53,14 +53,13 @@ compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
     dynamo = private.dynamo_config
-    sharding = AttributeSlot(func.__globals__, fully_shard.__name__)
-    threads = AttributeSlot(inductor.config, "compile_threads")
+    shard = partial(_shard_and_compile, only)
     with ExitStack() as stack:
-        stack.enter_context(patched(sharding, partial(_shard_and_compile, only)))
+        stack.enter_context(patched(func.__globals__, fully_shard.__name__, shard))
         # The compiler would fork its workers from a rank that has threads.
-        stack.enter_context(patched(threads, 1))
+        stack.enter_context(patched(inductor.config, "compile_threads", 1))
         if hasattr(dynamo, "skip_fsdp_hooks"):
-            stack.enter_context(patched(AttributeSlot(dynamo, "skip_fsdp_hooks"), True))
+            stack.enter_context(patched(dynamo, "skip_fsdp_hooks", True))
         yield
 
 
@@ -77,15 +76,12 @@ def compile_backend() -> str:
     """Return the backend with which :func:`compiled_fsdp_test` compiles on the device
     under test.
     """
-    return (
-        "inductor"
-        if not device.is_accelerator() or _inductor_serves(device.get_devtype().type)
-        else "aot_eager"
-    )
-
-
-def _inductor_serves(device_type: str) -> bool:
-    if inductor.is_gpu(device_type):
-        return inductor.has_triton()
-    inductor.init_backend_registration()
-    return inductor.get_scheduling_for_device(device_type) is not None
+    kind = device.get_devtype().type
+    if not device.is_accelerator():
+        serves = True
+    elif inductor.is_gpu(kind):
+        serves = inductor.has_triton()
+    else:
+        inductor.init_backend_registration()
+        serves = inductor.get_scheduling_for_device(kind) is not None
+    return "inductor" if serves else "aot_eager"

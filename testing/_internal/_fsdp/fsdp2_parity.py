@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torch_ext.testing._internal._fsdp.extensions.values import inner_tensors
@@ -24,7 +24,6 @@ __all__ = [
     "check_sharded_parity",
     "check_train_parity",
     "effective_reduce_dtype",
-    "fully_shard_children",
     "reduce_scatter_with_assert",
     "sequential_mlps",
 ]
@@ -182,16 +181,6 @@ def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
     return nn.Sequential(
         *(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count])
     )
-
-
-def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and
-    return it.
-    """
-    for child in model.children():
-        fully_shard(child, **options)
-    fully_shard(model, **options)
-    return model
 
 
 def average_gradients(model: nn.Module) -> None:

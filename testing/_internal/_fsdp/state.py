@@ -22,8 +22,6 @@ __all__ = [
     "get_full_params",
 ]
 
-_NamedStates = list[tuple[str, torch.Tensor]]
-
 
 def _assert_module_states(
     model: nn.Module,
@@ -40,29 +38,21 @@ def _assert_module_states(
         AssertionError: ranks have different names of parameters or buffers. Errors of
             ``assert_fn`` are passed on.
     """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    own = {name: tensor.detach().cpu() for name, tensor in named}
     gathered: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(gathered, _named_states(model), group=process_group)
+    dist.all_gather_object(gathered, own, group=process_group)
     first, *others = gathered
     for rank, other in enumerate(others, start=1):
-        _check_same_names(rank, first, other)
-        for (_, expected), (_, actual) in zip(first, other, strict=True):
-            assert_fn(expected, actual)
-
-
-def _named_states(model: nn.Module) -> _NamedStates:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [(name, tensor.detach().cpu()) for name, tensor in named]
-
-
-def _check_same_names(rank: int, first: _NamedStates, other: _NamedStates) -> None:
-    expected, actual = ([name for name, _ in states] for states in (first, other))
-    if expected != actual:
-        raise AssertionError(
-            f"rank {rank} has other module states than rank 0: missing "
-            f"{sorted(set(expected) - set(actual))}, "
-            f"unexpected {sorted(set(actual) - set(expected))}. Build the same model "
-            "on every rank."
-        )
+        if [*other] != [*first]:
+            raise AssertionError(
+                f"rank {rank} has other module states than rank 0: missing "
+                f"{sorted(first.keys() - other.keys())}, "
+                f"unexpected {sorted(other.keys() - first.keys())}. Build the same "
+                "model on every rank."
+            )
+        for name, expected in first.items():
+            assert_fn(expected, other[name])
 
 
 def _zero_model(

@@ -2,30 +2,40 @@
 answer, so no result depends on time.
 
 Only the simulated accelerator has such clocks. Elsewhere :func:`check_races` checks
-nothing, and :class:`StreamOrder` skips.
+nothing, and :class:`WatchedUnits` skips.
 """
 
 from __future__ import annotations
 
+import re
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 
-from torch_ext.testing._internal._fsdp import device
+from torch_ext.testing._internal._fsdp.device import get_devtype, is_accelerator
+from torch_ext.testing._internal._fsdp.patches import (
+    patch_all_gather,
+    patch_all_reduce,
+    patch_reduce_scatter,
+)
+from torch_ext.testing._internal._fsdp.step_log import ThreeUnits
 
-__all__ = ["StreamOrder", "check_races"]
+__all__ = ["WatchedUnits", "check_races"]
 
 _MOST_MARKS = 256
+_RELATION = re.compile("(.+) (?:overlaps|comes before|issued after) (.+)")
 
 
-def _checker() -> Any:
+def _race_checker() -> Any:
     """Return the module that finds races on the device under test, or None."""
-    if not device.is_accelerator():
+    if not is_accelerator():
         return None
-    return getattr(torch.get_device_module(device.get_devtype().type), "races", None)
+    return getattr(torch.get_device_module(get_devtype().type), "races", None)
 
 
 def check_races() -> AbstractContextManager[None]:
@@ -34,68 +44,145 @@ def check_races() -> AbstractContextManager[None]:
 
     Does nothing on a device without a checker.
     """
-    checker = _checker()
+    checker = _race_checker()
     return nullcontext() if checker is None else checker.check()
 
 
-class StreamOrder:
-    """Finds marked moments of a program that may overlap, because no wait orders their
-    streams.
+class WatchedUnits:
+    """A sharded :class:`ThreeUnits` that marks when each unit is computed, gathered,
+    reduced and all-reduced, and finds marked moments that may overlap, because no wait
+    orders their streams.
 
-    Use it within :meth:`watching`. Each mark writes its cell on the current
-    stream and reads those of earlier marks there. A read that races with a write shows
-    two moments that nothing orders.
+    A moment is called ``"0 forward: gather second"``, with the number of the step. Both
+    FSDPs gather the unit ``last``, which is the root's, first.
+
+    Each mark writes its cell on the current stream and reads those of earlier marks
+    there. A read that races with a write shows two moments that nothing orders.
+
+    Args:
+        device: where the model is made.
+        shard: shards the units ``first`` and ``second`` each on their own, then the
+            model, which it returns.
 
     Attributes:
         names: what was marked, in the order of the calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, device: torch.device, shard: Callable[[ThreeUnits], nn.Module]
+    ) -> None:
+        units = ThreeUnits().to(device)
         self.names: list[str] = []
+        self.phase = ""
         self._overlapping: set[tuple[str, str]] = set()
+        self._cells = torch.zeros(_MOST_MARKS, device=device)
+        self._rows = torch.ones(2, 4, device=device)
+        self._units = {
+            getattr(units, name).weight.numel(): name for name in units.UNITS
+        }
+        for name, unit in units.named_children():
+            unit.register_forward_hook(self._note_compute(name))
+        self.model = shard(units)
 
-    @contextmanager
-    def watching(self) -> Iterator[StreamOrder]:
-        """Watch the body. A race of the body itself is an error, as with
-        :func:`check_races`.
-
-        Raises:
-            unittest.SkipTest: the device has no race checker.
-        """
-        self._checker = _checker()
-        if self._checker is None:
-            raise unittest.SkipTest(
-                "only the simulated accelerator tells which streams wait for each other"
-            )
-        self._cells = torch.zeros(_MOST_MARKS, device=device.compute_device())
-        torch.accelerator.synchronize()
-        with check_races():
-            yield self
-
-    def mark(self, name: str) -> None:
+    def mark(self, what: str) -> None:
         """Mark this moment of the current stream.
 
         Raises:
             RaceError: the program itself has raced since the last mark.
             IndexError: there are too many marks.
         """
-        if races := self._checker.found():
-            raise self._checker.RaceError(races)
+        checker, name = _race_checker(), f"{self.phase}: {what}"
+        if races := checker.found():
+            raise checker.RaceError(races)
         with torch.no_grad():
             for index, earlier in enumerate(self.names):
                 self._cells[index].clone()
-                if self._checker.found():
+                if checker.found():
                     self._overlapping.add((earlier, name))
             self._cells[len(self.names)].fill_(1)
         self.names.append(name)
 
-    def relation(self, earlier: str, later: str) -> str:
-        """Return how two moments relate: the first ``overlaps`` the second, ``comes
-        before`` it, or was ``issued after`` it by the host.
+    def _note_compute(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.mark(f"computed {name}")
+            if output.requires_grad:
+                args[0].register_hook(lambda _: self.mark(f"computed {name}"))
+
+        return note
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the steps of the body. A race of the body itself is an error, as with
+        :func:`check_races`.
 
         Raises:
-            ValueError: nothing of that name was marked.
+            unittest.SkipTest: the device has no race checker.
         """
-        if self.names.index(earlier) > self.names.index(later):
-            return "issued after"
-        return "overlaps" if (earlier, later) in self._overlapping else "comes before"
+        if _race_checker() is None:
+            raise unittest.SkipTest(
+                "only the simulated accelerator tells which streams wait for each other"
+            )
+
+        def marking(
+            what: str, collective: Callable[..., Any], whole: str, position: int
+        ) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                numel = (kwargs[whole] if whole in kwargs else args[position]).numel()
+                self.mark(f"{what} {self._units.get(numel) or self._units[2 * numel]}")
+                return collective(*args, **kwargs)
+
+            return call
+
+        torch.accelerator.synchronize()
+        with (
+            check_races(),
+            patch_all_gather(marking("gather", dist.all_gather_single, "output", 0)),
+            patch_reduce_scatter(
+                marking("reduce", dist.reduce_scatter_single, "input", 1)
+            ),
+            patch_all_reduce(marking("all-reduce", dist.all_reduce, "tensor", 0)),
+        ):
+            yield
+
+    def run_step(self, number: int) -> None:
+        """Run forward and backward, and mark what an optimizer would come after."""
+        self.phase = f"{number} forward"
+        # A new leaf in each step: hooks stay on a tensor.
+        loss = self.model(self._rows.detach().requires_grad_()).sum()
+        self.phase = f"{number} backward"
+        loss.backward()
+        self.mark("optimizer")
+
+    def run_steps(self, number: int) -> None:
+        """Watch ``number`` steps."""
+        with self.watching():
+            for step in range(number):
+                self.run_step(step)
+
+    def check(self, case: Any, relations: str) -> None:
+        """Check with ``case``'s assertion that moments relate as ``relations`` says, in
+        a line for each pair: the first ``overlaps`` the second, ``comes before`` it, or
+        was ``issued after`` it by the host.
+
+        Raises:
+            AssertionError: two moments relate otherwise; the message shows both lines.
+            ValueError: a line states no relation, or a moment that was not marked.
+        """
+        case.assertMultiLineEqual(
+            relations, "\n".join(map(self._as_found, relations.splitlines()))
+        )
+
+    def _as_found(self, line: str) -> str:
+        match = _RELATION.fullmatch(line)
+        if match is None:
+            raise ValueError(
+                f"Got {line!r}, expected 'A overlaps B', 'A comes before B' or 'A "
+                "issued after B'."
+            )
+        first, second = match.groups()
+        relation = "comes before"
+        if self.names.index(first) > self.names.index(second):
+            relation = "issued after"
+        elif (first, second) in self._overlapping:
+            relation = "overlaps"
+        return f"{first} {relation} {second}"

@@ -147,86 +147,71 @@ class BackendConformance:
     # What follows is a method for each feature, under the feature's name.
 
     def _all_reduce(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size)
-            for op in self.reductions(dtype):
-                mine = self._to_device(rows[self.rank])
-                dist.all_reduce(mine, op)
-                self._check(mine, _reduced(rows, op), dtype, size, op)
+        for where, rows, mine, op in self._reductions():
+            dist.all_reduce(mine, op)
+            self._check(mine, _reduced(rows, op), *where)
 
     def _reduce(self) -> None:
         root = self.world_size - 1
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size)
-            for op in self.reductions(dtype):
-                mine = self._to_device(rows[self.rank])
-                dist.reduce(mine, root, op)
-                if self.rank == root:
-                    self._check(mine, _reduced(rows, op), dtype, size, op)
+        for where, rows, mine, op in self._reductions():
+            dist.reduce(mine, root, op)
+            if self.rank == root:
+                self._check(mine, _reduced(rows, op), *where)
 
     def _reduce_scatter_tensor(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size * self.world_size)
-            for op in self.reductions(dtype):
-                expected = _reduced(rows, op).view(self.world_size, size)[self.rank]
-                mine, out = self._to_device(rows[self.rank]), self._empty(size, dtype)
-                dist.reduce_scatter_tensor(out, mine, op)
-                self._check(out, expected, dtype, size, op)
-                self._check(mine, rows[self.rank], "input", dtype, size, op)
+        for where, rows, mine, op in self._reductions(parts=self.world_size):
+            expected = _reduced(rows, op).tensor_split(self.world_size)[self.rank]
+            out = self._empty(expected.numel(), mine.dtype)
+            dist.reduce_scatter_tensor(out, mine, op)
+            self._check(out, expected, *where)
+            self._check(mine, rows[self.rank], "input", *where)
 
     def _all_gather_into_tensor(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size)
-            whole = self._empty(size * self.world_size, dtype)
-            dist.all_gather_into_tensor(whole, self._to_device(rows[self.rank]))
-            self._check(whole, rows.flatten(), dtype, size)
+        for where, rows, mine in self._cases():
+            whole = self._empty(rows.numel(), mine.dtype)
+            dist.all_gather_into_tensor(whole, mine)
+            self._check(whole, rows.flatten(), *where)
 
     def _all_gather_into_tensor_in_place(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size)
-            whole = self._empty(size * self.world_size, dtype)
-            part = whole[self.rank * size : (self.rank + 1) * size]
-            part.copy_(rows[self.rank])
+        for where, rows, mine in self._cases():
+            whole = self._empty(rows.numel(), mine.dtype)
+            part = whole.tensor_split(self.world_size)[self.rank]
+            part.copy_(mine)
             dist.all_gather_into_tensor(whole, part)
-            self._check(whole, rows.flatten(), dtype, size)
+            self._check(whole, rows.flatten(), *where)
 
     def _all_gather(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size)
-            parts = [self._empty(size, dtype) for _ in range(self.world_size)]
-            dist.all_gather(parts, self._to_device(rows[self.rank]))
-            self._check(torch.stack(parts), rows, dtype, size)
+        for where, rows, mine in self._cases():
+            parts = [self._empty(mine.numel(), mine.dtype) for _ in rows]
+            dist.all_gather(parts, mine)
+            self._check(torch.stack(parts), rows, *where)
 
     def _broadcast(self) -> None:
-        for dtype, size, root in self._grid_and_roots():
-            rows = self._rows(dtype, size)
-            mine = self._to_device(rows[self.rank])
+        for where, rows, mine, root in self._rooted():
             dist.broadcast(mine, root)
-            self._check(mine, rows[root], dtype, size, root)
+            self._check(mine, rows[root], *where)
 
     def _gather(self) -> None:
-        for dtype, size, root in self._grid_and_roots():
-            rows = self._rows(dtype, size)
+        for where, rows, mine, root in self._rooted():
+            gathered = [self._empty(mine.numel(), mine.dtype) for _ in rows]
             is_root = self.rank == root
-            gathered = [self._empty(size, dtype) for _ in rows] if is_root else None
-            dist.gather(self._to_device(rows[self.rank]), gathered, root)
-            if gathered is not None:
-                self._check(torch.stack(gathered), rows, dtype, size, root)
+            dist.gather(mine, gathered if is_root else None, root)
+            if is_root:
+                self._check(torch.stack(gathered), rows, *where)
 
     def _scatter(self) -> None:
-        for dtype, size, root in self._grid_and_roots():
-            rows, out = self._rows(dtype, size), self._empty(size, dtype)
+        for where, rows, mine, root in self._rooted():
+            out = self._empty(mine.numel(), mine.dtype)
             is_root = self.rank == root
             dist.scatter(out, [*self._to_device(rows)] if is_root else None, root)
-            self._check(out, rows[self.rank], dtype, size, root)
+            self._check(out, rows[self.rank], *where)
 
     def _all_to_all_single(self) -> None:
-        for dtype, size in self.grid():
-            rows = self._rows(dtype, size * self.world_size)
-            table = rows.view(self.world_size, self.world_size, size)
-            out = self._empty(size * self.world_size, dtype)
-            dist.all_to_all_single(out, self._to_device(table[self.rank].flatten()))
-            self._check(out, table[:, self.rank].flatten(), dtype, size)
+        for where, rows, mine in self._cases(parts=self.world_size):
+            out = self._empty(mine.numel(), mine.dtype)
+            dist.all_to_all_single(out, mine)
+            received = rows.tensor_split(self.world_size, dim=1)[self.rank]
+            self._check(out, received.flatten(), *where)
 
     def _all_to_all_single_with_splits(self) -> None:
         ranks = torch.arange(self.world_size, device="cpu")
@@ -268,12 +253,12 @@ class BackendConformance:
 
     def _send_and_recv(self) -> None:
         after, before = self._neighbours
-        for dtype, size in self.grid():
-            rows, out = self._rows(dtype, size), self._empty(size, dtype)
-            work = _started(dist.isend(self._to_device(rows[self.rank]), after))
+        for where, rows, mine in self._cases():
+            out = self._empty(mine.numel(), mine.dtype)
+            work = _started(dist.isend(mine, after))
             dist.recv(out, before)
             work.wait()
-            self._check(out, rows[before], dtype, size)
+            self._check(out, rows[before], *where)
 
     def _messages_in_order(self) -> None:
         if self.rank == 0:
@@ -392,9 +377,27 @@ class BackendConformance:
                 f"{name} works; take it off `lacks`, which says: {self.lacks[name]}"
             )
 
-    def _grid_and_roots(self) -> Iterator[tuple[torch.dtype, int, int]]:
+    def _cases(
+        self, parts: int = 1
+    ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
+        """Yield for each type and size: these, what all ranks contribute, which is
+        ``parts`` of the size, and what this one does, on the device.
+        """
         for dtype, size in self.grid():
-            yield from ((dtype, size, root) for root in range(self.world_size))
+            rows = self._rows(dtype, parts * size)
+            yield (dtype, size), rows, self._to_device(rows[self.rank])
+
+    def _reductions(
+        self, parts: int = 1
+    ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, Reduction]]:
+        for where, rows, mine in self._cases(parts):
+            for op in self.reductions(mine.dtype):
+                yield (*where, op), rows, mine.clone(), op
+
+    def _rooted(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int]]:
+        for where, rows, mine in self._cases():
+            for root in range(self.world_size):
+                yield (*where, root), rows, mine.clone(), root
 
     @property
     def _neighbours(self) -> tuple[int, int]:

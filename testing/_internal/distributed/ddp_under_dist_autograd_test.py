@@ -580,25 +580,41 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
         yield
         dist.destroy_process_group()
 
-    def _remote_and_local_linear(
-        self, owner: str, d_in: int, d_out: int
-    ) -> tuple[RemoteModule, nn.Linear]:
-        """Return a layer on ``owner`` and a local layer with the same initial
-        weight.
-        """
-        remote = RemoteModule(
-            remote_device=owner, module_cls=nn.Linear, args=(d_in, d_out, False)
-        )
-        local = nn.Linear(d_in, d_out, bias=False)
-        local.load_state_dict(remote.module_rref.to_here().state_dict())
-        return remote, local
-
-    def _assert_remote_grad(
-        self, remote: RemoteModule, local: nn.Linear, context_id: int
+    def _compare_local_and_remote(
+        self, owner: str, device: torch.device, widths: Sequence[int]
     ) -> None:
-        rref, of_layer = remote.module_rref, CommonDdpComparisonTest.get_remote_grads
-        grad = rpc.rpc_sync(rref.owner(), of_layer, args=(rref, context_id))
-        self.assertEqual(local.weight.grad, grad)
+        """Compare layers of these widths, of which every other one is on ``owner`` and
+        those after them are replicated on ``device``, with the same layers all here.
+        """
+        remotes, here, replicated = [], [], []
+        for at in range(0, len(widths) - 1, 2):
+            first, second, third = widths[at : at + 3]
+            remotes.append(RemoteModule(owner, nn.Linear, args=(first, second, False)))
+            here.append(nn.Linear(first, second, bias=False))
+            here[-1].load_state_dict(remotes[-1].module_rref.to_here().state_dict())
+            layer = nn.Linear(second, third).to(device)
+            ids = [device] if device.type != accelerator.HOST else None
+            replicated.append(DistributedDataParallel(layer, device_ids=ids))
+        inputs = torch.rand((10, widths[0]))
+
+        def loss(others: Sequence[nn.Module]) -> Tensor:
+            x = inputs
+            for other, own in zip(others, replicated, strict=True):
+                x = own(other(x).to(device)).cpu()
+            return x.sum()
+
+        loss(here).backward()
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [loss(remotes)])
+            grads = dist_autograd.get_gradients(context_id)
+            for own in replicated:
+                weight = own.module.weight
+                self.assertEqual(grads[weight].device, device)
+                self.assertEqual(weight.grad, grads[weight])
+            for remote, local in zip(remotes, here, strict=True):
+                rref, run = remote.module_rref, CommonDdpComparisonTest.get_remote_grads
+                grad = rpc.rpc_sync(rref.owner(), run, args=(rref, context_id))
+                self.assertEqual(local.weight.grad, grad)
 
     def _mean_over_trainers(
         self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]
@@ -710,22 +726,9 @@ class DdpComparisonTest(CommonDdpComparisonTest):
     @dist_init
     def test_ddp_dist_autograd_local_vs_remote(self) -> None:
         with self._trainers():
+            host = torch.device(accelerator.HOST)
             for owner in ("worker0/cpu", "worker0"):  # the device is optional
-                self._compare_local_and_remote(owner)
-
-    def _compare_local_and_remote(self, owner: str) -> None:
-        remote_layer1, layer1 = self._remote_and_local_linear(owner, 10, 5)
-        layer2 = nn.Linear(5, 1)
-        ddp_layer2 = DistributedDataParallel(layer2)
-        inputs = torch.rand((10, 10))
-
-        ddp_layer2(layer1(inputs)).sum().backward()
-        with dist_autograd.context() as context_id:
-            loss = ddp_layer2(remote_layer1(inputs)).sum()
-            dist_autograd.backward(context_id, [loss])
-            grad = dist_autograd.get_gradients(context_id)[layer2.weight]
-            self.assertEqual(layer2.weight.grad, grad)
-            self._assert_remote_grad(remote_layer1, layer1, context_id)
+                self._compare_local_and_remote(owner, host, (10, 5, 1))
 
 
 class CudaDdpComparisonTest(CommonDdpComparisonTest):
@@ -743,33 +746,4 @@ class CudaDdpComparisonTest(CommonDdpComparisonTest):
         accelerator.set_device_index(self.rank)
         device = accelerator.current_device(self.rank)
         with self._trainers(accelerator.backend()):
-            self._compare_across_devices(device)
-
-    def _compare_across_devices(self, device: torch.device) -> None:
-        remote_layer1, layer1 = self._remote_and_local_linear("worker0/cpu", 10, 7)
-        layer2, ddp_layer2 = self._replicated_linear(7, 5, device)
-        remote_layer3, layer3 = self._remote_and_local_linear("worker0/cpu", 5, 3)
-        layer4, ddp_layer4 = self._replicated_linear(3, 1, device)
-        inputs = torch.rand((10, 10))
-
-        def loss(first: nn.Module, third: nn.Module) -> Tensor:
-            hidden = ddp_layer2(first(inputs).to(device)).cpu()
-            return torch.as_tensor(ddp_layer4(third(hidden).to(device))).sum()
-
-        loss(layer1, layer3).backward()
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [loss(remote_layer1, remote_layer3)])
-            grads = dist_autograd.get_gradients(context_id)
-            for local in (layer2, layer4):
-                self.assertEqual(grads[local.weight].device, device)
-                self.assertEqual(local.weight.grad, grads[local.weight])
-            for remote, local in ((remote_layer1, layer1), (remote_layer3, layer3)):
-                self._assert_remote_grad(remote, local, context_id)
-
-    @staticmethod
-    def _replicated_linear(
-        d_in: int, d_out: int, device: torch.device
-    ) -> tuple[nn.Linear, nn.Module]:
-        layer = nn.Linear(d_in, d_out).to(device)
-        ids = [device] if accelerator.is_accelerator() else None
-        return layer, DistributedDataParallel(layer, device_ids=ids)
+            self._compare_local_and_remote("worker0/cpu", device, (10, 7, 5, 3, 1))

@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from unittest import mock
 
-from torch_ext.testing._internal._distributed.ports import reserved_port
+from torch_ext.testing._internal._distributed.helpers import reserved_port
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
 from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import (
     CudaDdpComparisonTest,
@@ -98,13 +98,9 @@ class SpawnHelper(MultiProcessTestCase):
         if os.environ.get("RPC_INIT_WITH_TCP") == "1":
             stack = contextlib.ExitStack()
             self.addCleanup(stack.close)
-            address = {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(stack.enter_context(reserved_port())),
-            }
-            patch = mock.patch.dict(os.environ, address)
-            patch.start()
-            self.addCleanup(patch.stop)
+            port = str(stack.enter_context(reserved_port()))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            stack.enter_context(mock.patch.dict(os.environ, address))
         self._spawn_processes()
 
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    REDUCE_SCATTER,
     FSDPTest,
     StepLog,
     ThreeUnits,
@@ -100,7 +99,7 @@ class TestFullyShardBackward(BackwardTest):
         fully_shard(model.to(self.device))
         model.set_reduce_scatter_unused_params(True)
         own = ("one", "two")[self.rank]
-        reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
+        reduce_scatter, taken = dist.reduce_scatter_single, []
 
         def noting(*args, **kwargs):
             taken.append((args[1] if len(args) > 1 else kwargs["input"]).numel())
@@ -226,7 +225,7 @@ class TestFullyShardThreeRanks(BackwardTest):
         )
         reference = copy.deepcopy(model).to(self.device)
         fully_shard_children(model.to(self.device))
-        reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
+        reduce_scatter, taken = dist.reduce_scatter_single, []
 
         def noting(*args, **kwargs):
             taken.append((args[1] if len(args) > 1 else kwargs["input"]).numel())

@@ -19,8 +19,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     FSDPTest,
     ThreeUnits,
     average_gradients,
@@ -85,7 +83,7 @@ class TestFullyShardCollectiveOps(CommTest):
         torch.manual_seed(0)
         model = nn.Linear(3, 5).to(self.device)
         weight = model.weight.detach().clone()
-        original = getattr(dist, ALL_GATHER)
+        original = dist.all_gather_single
         seen = []
 
         def all_gather(*args, **kwargs):
@@ -134,7 +132,7 @@ class TestFullyShardCollectiveOps(CommTest):
         torch.manual_seed(0)
         model = nn.Linear(3, 5, bias=False).to(self.device)
         reference = copy.deepcopy(model).to(self.device)
-        original, sent = getattr(dist, REDUCE_SCATTER), []
+        original, sent = dist.reduce_scatter_single, []
 
         def reduce_scatter(*args, **kwargs):
             source = args[1] if len(args) > 1 else kwargs["input"]
@@ -156,7 +154,7 @@ class TestFullyShardCollectiveOps(CommTest):
         model = self.three_units()
         found = []
         assert_fn = functools.partial(self._note_shape, found)
-        original = getattr(dist, REDUCE_SCATTER)
+        original = dist.reduce_scatter_single
         with patch_reduce_scatter(
             functools.partial(reduce_scatter_with_assert, self, original, assert_fn)
         ):
@@ -189,7 +187,7 @@ class TestFullyShardCollectiveOps(CommTest):
             groups.foreach_all_gather,
             groups.foreach_reduce,
         )
-        reduce_scatter = getattr(dist, REDUCE_SCATTER)
+        reduce_scatter = dist.reduce_scatter_single
         gathered, computed, reduced = [], [], []
 
         def all_gather(*args, **kwargs):

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
     FSDPTest,
     ThreeUnits,
     check_train_parity,
@@ -170,7 +168,7 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
 
     def groups_used(self, model, step=0):
         """Return the groups of a step's all-gathers and of its reduce-scatters."""
-        gather, scatter = getattr(dist, ALL_GATHER), getattr(dist, REDUCE_SCATTER)
+        gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
         used = ([], [])
 
         def gathering(*args, **kwargs):
@@ -244,7 +242,7 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
         model = self.three_units()
         if asked is not None:
             model.second.set_reduce_scatter_max_input_buffers(asked)
-        scatter, kept = getattr(dist, REDUCE_SCATTER), []
+        scatter, kept = dist.reduce_scatter_single, []
 
         def scattering(*args, **kwargs):
             work = scatter(*args, **kwargs)

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
-    REDUCE_SCATTER,
     FSDPTest,
     average_gradients,
     check_sharded_parity,
@@ -37,7 +36,7 @@ class TestFullyShardFrozen(FSDPTest):
         """Run both and return how many elements each reduce-scatter took in. The width
         of 5 is padded to 6.
         """
-        reduce_scatter, taken = getattr(dist, REDUCE_SCATTER), []
+        reduce_scatter, taken = dist.reduce_scatter_single, []
 
         def noting(*args, **kwargs):
             taken.append((args[1] if len(args) > 1 else kwargs["input"]).numel())

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     MLP,
-    REDUCE_SCATTER,
     FSDPTest,
     effective_reduce_dtype,
     patch_reduce_scatter,
@@ -60,7 +59,7 @@ class MixedPrecisionCase(FSDPTest):
     def _reduced_in(self, body: Callable[[], Any]) -> set[torch.dtype]:
         """Run ``body`` and return the types in which gradients were reduced."""
         types: set[torch.dtype] = set()
-        reduce_scatter = getattr(dist, REDUCE_SCATTER)
+        reduce_scatter = dist.reduce_scatter_single
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             types.add((args[0] if args else kwargs["output"]).dtype)

@@ -3,6 +3,6 @@ subclass.
 """
 
 from torch_ext.testing._internal._fsdp.extensions.contract import FSDPExtensionContract
-from torch_ext.testing._internal._fsdp.extensions.errors import ContractError
+from torch_ext.testing._internal._fsdp.extensions.values import ContractError
 
 __all__ = ["ContractError", "FSDPExtensionContract"]

@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
-from torch_ext.testing._internal._fsdp.extensions.errors import ContractError, together
 from torch_ext.testing._internal._fsdp.extensions.hooks import HookCheck, require_hooks
 from torch_ext.testing._internal._fsdp.extensions.values import (
+    ContractError,
     check_close,
     inner_tensors,
 )
+from torch_ext.testing._internal._fsdp.models.base import fully_shard_children
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class FSDPExtensionContract(_FSDPTest):
     Define :meth:`make_tensor`, or :meth:`swap_weights` if wrapping each weight is not
     enough. If your subclass rounds, adjust the tolerances. Before training, the hooks
     of every weight are called as FSDP calls them, so that a mistake is an error with a
-    name on all ranks instead of a hang. Each test has fresh processes: four on ``cpu``
-    and on the simulated accelerator. All tests together take a few seconds.
+    name instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
+    simulated accelerator. All tests together take a few seconds.
 
     Attributes:
         dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should
@@ -181,7 +182,7 @@ class FSDPExtensionContract(_FSDPTest):
         with torch.device("meta"):
             model = self._whole(self.dim)
         self._check_devices(model, "meta", "before sharding")
-        self._shard(model).to_empty(device=self._device)
+        fully_shard_children(model).to_empty(device=self._device)
         self._check_devices(model, self._device.type, "after to_empty()")
         reference = self._whole(self.dim)
         self._initialize(model)
@@ -199,9 +200,9 @@ class FSDPExtensionContract(_FSDPTest):
             file = io.BytesIO()
             torch.save(trained.state_dict(), file)
             file.seek(0)
-            restored = self._shard(self._whole(dim, seed=1))
+            restored = fully_shard_children(self._whole(dim, seed=1))
             restored.load_state_dict(torch.load(file, weights_only=False))
-            together(lambda: self._check_restored(restored, trained))  # noqa: B023  # called at once
+            self._check_restored(restored, trained)
             for step in range(2):
                 inputs = self._inputs(dim, step)[self.rank]
                 what = "the output after loading a state dict"
@@ -240,20 +241,15 @@ class FSDPExtensionContract(_FSDPTest):
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self._device)
         self.swap_weights(model)
-        together(lambda: _require_all_hooks(model))
-        return model
-
-    def _shard(self, model: nn.Module, **options: Any) -> nn.Module:
-        for block in model.children():
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+        require_hooks(model.named_parameters())
         return model
 
     def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
         """Return a sharded model whose hooks have been checked, and the same model
         unsharded.
         """
-        model, reference = self._shard(self._whole(dim), **options), self._whole(dim)
+        model = fully_shard_children(self._whole(dim), **options)
+        reference = self._whole(dim)
         self._check_hooks(model, reference, options.get("mp_policy"))
         return model, reference
 
@@ -292,7 +288,10 @@ class FSDPExtensionContract(_FSDPTest):
         tolerances: _Tolerances,
         steps: int,
     ) -> None:
-        optimizers = [self._optimizer(each) for each in (model, reference)]
+        optimizers = [
+            torch.optim.SGD(each.parameters(), lr=self.learning_rate, momentum=0.9)
+            for each in (model, reference)
+        ]
         for step in range(steps):
             inputs = self._inputs(dim, step)
             whole_output = reference(torch.cat(inputs))
@@ -306,15 +305,8 @@ class FSDPExtensionContract(_FSDPTest):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
-
-            def check() -> None:
-                self._compare(output, mine, what, tolerances)  # noqa: B023  # called at once
-                self._check_weights(model, reference, f"after step {step}", tolerances)  # noqa: B023
-
-            together(check)
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=0.9)
+            self._compare(output, mine, what, tolerances)
+            self._check_weights(model, reference, f"after step {step}", tolerances)
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
         """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all
@@ -329,19 +321,15 @@ class FSDPExtensionContract(_FSDPTest):
             nn.init.constant_(parameter, (index + 1) / (4 * parameter.size(1)))
 
     def _check_devices(self, model: nn.Module, kind: str, when: str) -> None:
-        def check() -> None:
-            for name, parameter in model.named_parameters():
-                shard: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
-                parts = [shard, *inner_tensors(shard)]
-                if any(part.device.type != kind for part in parts):
-                    raise ContractError(
-                        f"{name} {when}: {type(shard).__name__} has parts on "
-                        f"{[str(part.device) for part in parts]}, "
-                        f"expected {kind}. Its __torch_dispatch__ must apply the "
-                        "operation to every inner tensor."
-                    )
-
-        together(check)
+        for name, parameter in model.named_parameters():
+            shard: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+            parts = [shard, *inner_tensors(shard)]
+            if any(part.device.type != kind for part in parts):
+                raise ContractError(
+                    f"{name} {when}: {type(shard).__name__} has parts on "
+                    f"{[str(part.device) for part in parts]}, expected {kind}. Its "
+                    "__torch_dispatch__ must apply the operation to every inner tensor."
+                )
 
     def _check_weights(
         self,
@@ -407,11 +395,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
             yield module, f"{prefix}.{name}", parameter
 
 
-def _require_all_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        require_hooks(parameter, name)
-
-
 def _shard_mesh(parameter: Any) -> DeviceMesh:
     mesh: DeviceMesh = parameter.device_mesh
     names = mesh.mesh_dim_names
@@ -428,7 +411,7 @@ def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _local_of(parameter: Any, name: str, when: str) -> torch.Tensor:
     shard: torch.Tensor = parameter._local_tensor
     try:
-        require_hooks(shard, name)
+        require_hooks([(name, shard)])
     except ContractError as error:
         raise ContractError(
             f"{name} has lost its subclass {when}. {_LOST} ({error})"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ext.testing._internal._fsdp.extensions.errors import ContractError, together
 from torch_ext.testing._internal._fsdp.extensions.values import (
+    ContractError,
     ScribbledEmpty,
     check_close,
     inner_tensors,
@@ -44,37 +44,26 @@ _POST_SIGNATURE = (
 )
 
 
-def require_hooks(tensor: torch.Tensor, name: str) -> None:
-    """Check that ``tensor`` has both hooks.
+def require_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that each tensor has both hooks. They come with the names of parameters.
 
     Raises:
-        ContractError: it lacks one or both.
+        ContractError: one lacks a hook.
     """
-    kind = type(tensor).__name__
-    if type(tensor) in (torch.Tensor, nn.Parameter) and not hasattr(tensor, PRE):
-        raise ContractError(
-            f"{name} is a plain {kind}, expected a tensor with hooks. Check "
-            "make_tensor (or swap_weights), and that "
-            "__torch_dispatch__ wraps what aten.detach returns, which nn.Parameter "
-            "calls."
-        )
-    for hook, signature in ((PRE, _PRE_SIGNATURE), (POST, _POST_SIGNATURE)):
-        if not callable(getattr(tensor, hook, None)):
+    for name, tensor in named:
+        kind = type(tensor).__name__
+        if type(tensor) in (torch.Tensor, nn.Parameter) and not hasattr(tensor, PRE):
             raise ContractError(
-                f"{name}: {kind} has no {hook}; FSDP needs both hooks. Define "
-                f"{signature}."
+                f"{name} is a plain {kind}, expected a tensor with hooks. Check "
+                "make_tensor (or swap_weights), and that __torch_dispatch__ wraps what "
+                "aten.detach returns, which nn.Parameter calls."
             )
-
-
-@dataclass(frozen=True)
-class _Gather:
-    """The inputs that the hook returned, and the gathered outputs, ``(*,
-    *inputs[i].shape[1:])``.
-    """
-
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
-    metadata: Any
+        for hook, signature in ((PRE, _PRE_SIGNATURE), (POST, _POST_SIGNATURE)):
+            if not callable(getattr(tensor, hook, None)):
+                raise ContractError(
+                    f"{name}: {kind} has no {hook}; FSDP needs both hooks. Define "
+                    f"{signature}."
+                )
 
 
 @dataclass(frozen=True)
@@ -97,18 +86,25 @@ class HookCheck:
         default group.
 
         Raises:
-            ContractError: on every rank, if a hook fails a check on any.
+            ContractError: a hook fails a check on this rank.
         """
-        together(lambda: require_hooks(self.local, self.name))
-        inputs, metadata = together(self._call_pre)
+        require_hooks([(self.name, self.local)])
+        inputs, metadata = self._call_pre()
         self._check_ranks_agree(inputs)
-        gather = self._gather(inputs, metadata)
-        unsharded, also_freed = together(lambda: self._first_post(gather))
-        together(lambda: self._check_unsharded(unsharded, "the first all-gather"))
-        together(
-            lambda: self._check_nothing_stays(unsharded, [*gather.outputs, *also_freed])
+        flat = [each.new_empty(self.mesh.size() * each.numel()) for each in inputs]
+        self._gather(inputs, flat)
+        outputs = tuple(
+            each.view(-1, *sent.shape[1:])
+            for each, sent in zip(flat, inputs, strict=True)
         )
-        self._check_out(gather, unsharded, also_freed)
+        unsharded, also_freed = self._first_post(outputs, metadata)
+        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again
+        # without its contents.
+        for tensor in (*outputs, *also_freed):
+            scribble(tensor)
+        inputs, metadata = self._call_pre()
+        self._gather(inputs, outputs)
+        self._later_post(outputs, metadata, nn.Parameter(unsharded))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -130,15 +126,17 @@ class HookCheck:
         if not holds:
             raise self._error(hook, problem)
 
+    def _count_arguments(self) -> int:
+        return len(inspect.signature(getattr(self.local, PRE)).parameters)
+
     def _call_pre(self) -> tuple[tuple[torch.Tensor, ...], Any]:
-        hook = getattr(self.local, PRE)
-        count = len(inspect.signature(hook).parameters)
+        count = self._count_arguments()
         problem = f"takes {count} arguments, expected 1 (mesh) or 5"
         self._require(count in (1, 5), PRE, f"{problem}. Define {_PRE_SIGNATURE}.")
         stride = torch.empty(self.whole.shape, device="meta").stride()
         args = (self.mesh, self.whole.size(), stride, self.module, self.policy)
         with ScribbledEmpty():
-            answer = self._call(hook, PRE, *args[:count])
+            answer = self._call(PRE, *args[:count])
         problem = f"returned {_kind(answer)}, expected a pair. Return "
         is_pair = isinstance(answer, tuple) and len(answer) == 2
         self._require(is_pair, PRE, f"{problem}(all_gather_inputs, metadata).")
@@ -148,15 +146,14 @@ class HookCheck:
             self._check_input(index, each)
         return tuple(inputs), metadata
 
-    def _call(
-        self, hook: Callable[..., Any], name: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return hook(*args, **kwargs)
+            return getattr(self.local, hook)(*args, **kwargs)
         except Exception as error:
-            raise self._error(
-                name, f"raised {type(error).__name__}: {error}{_advice(error)}"
-            ) from error
+            problem = f"raised {type(error).__name__}: {error}"
+            if "leaf Variable" in str(error):
+                problem += " Decorate the hook with torch.no_grad()."
+            raise self._error(hook, problem) from error
 
     def _check_tensors(self, hook: str, found: Any, what: str, at_least: int) -> None:
         problem = f"returned {_kind(found)} as {what}, expected a tuple. Return "
@@ -192,12 +189,12 @@ class HookCheck:
             problem = f"returned {_sizes(theirs)} on rank {rank} but "
             problem += f"{_sizes(found[0])} on rank 0. {remedy}"
             self._require(theirs == found[0], PRE, problem)
-        together(lambda: self._check_padded(inputs))
+        self._check_padded(inputs)
 
     def _check_padded(self, inputs: tuple[torch.Tensor, ...]) -> None:
         # FSDP checks this only on ranks with padding, and only for the signature that
         # takes the outer size.
-        if len(inspect.signature(getattr(self.local, PRE)).parameters) != 5:
+        if self._count_arguments() != 5:
             return
         padded, sizes = self._padded_size, [tuple(each.size()) for each in inputs]
         self._require(
@@ -208,17 +205,7 @@ class HookCheck:
             "ceil(outer_size[0] / mesh.size()) rows at the end.",
         )
 
-    def _gather(self, inputs: tuple[torch.Tensor, ...], metadata: Any) -> _Gather:
-        ranks = self.mesh.size()
-        outputs = tuple(each.new_empty(ranks * each.numel()) for each in inputs)
-        self._fill(inputs, outputs)
-        shaped = (
-            flat.view(-1, *each.shape[1:])
-            for flat, each in zip(outputs, inputs, strict=True)
-        )
-        return _Gather(inputs, tuple(shaped), metadata)
-
-    def _fill(
+    def _gather(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
         group = self.mesh.get_group()
@@ -228,10 +215,10 @@ class HookCheck:
             output.view(-1).copy_(torch.cat(parts))
 
     def _first_post(
-        self, gather: _Gather
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         with ScribbledEmpty():
-            answer = self._call_post(gather.outputs, gather.metadata)
+            answer = self._call_post(outputs, metadata)
         self._require(
             isinstance(answer, tuple) and len(answer) == 2,
             POST,
@@ -243,7 +230,38 @@ class HookCheck:
         is_tensor = isinstance(unsharded, torch.Tensor)
         self._require(is_tensor, POST, f"{problem}tensor.")
         self._check_tensors(POST, also_freed, "tensors to free", at_least=0)
-        return self._in_whole_size(unsharded), tuple(also_freed)
+        unsharded = self._in_whole_size(unsharded)
+        self._check_unsharded(unsharded, "the first all-gather")
+        freed = storage_keys([*outputs, *also_freed])
+        staying = len(storage_keys(_parts(unsharded)) - freed)
+        self._require(
+            not staying,
+            POST,
+            f"keeps {staying} tensor(s) of the unsharded weight in memory after "
+            "resharding. Return every new tensor that the result is made of in the "
+            "second place of the pair.",
+        )
+        return unsharded, tuple(also_freed)
+
+    def _later_post(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, out: nn.Parameter
+    ) -> None:
+        version = out._version
+        self._call_post(outputs, metadata, out=out)
+        try:
+            self._check_unsharded(out.detach(), "a later all-gather into out")
+        except ContractError as error:
+            raise ContractError(
+                f"{error} If out was ignored: copy into what out holds of its own."
+            ) from None
+        writes = out._version - version
+        self._require(
+            not writes,
+            POST,
+            f"wrote into out {writes} time(s) in sight of autograd, so that backward "
+            "would refuse the weight that forward saved. Write under "
+            "torch.autograd._unsafe_preserve_version_counter(out).",
+        )
 
     @torch.enable_grad()
     def _call_post(
@@ -251,9 +269,7 @@ class HookCheck:
     ) -> Any:
         # FSDP calls this hook during forward, with autograd on, and the other hook with
         # autograd off.
-        return self._call(
-            getattr(self.local, POST), POST, outputs, metadata, self._dtype, **out
-        )
+        return self._call(POST, outputs, metadata, self._dtype, **out)
 
     def _in_whole_size(self, unsharded: torch.Tensor) -> torch.Tensor:
         size = self.whole.size()
@@ -275,76 +291,26 @@ class HookCheck:
             stride = torch.empty(size, device="meta").stride()
             return torch.as_strided(unsharded, size, stride, storage_offset=0)
         except Exception as error:
-            raise self._error(
-                POST,
-                f"returned a {type(unsharded).__name__} that aten.as_strided cannot "
-                f"view in size {tuple(size)}: "
-                f"{error}. Handle aten.as_strided in __torch_dispatch__.",
-            ) from error
+            problem = (
+                f"returned {_kind(unsharded)} that aten.as_strided cannot view in "
+            )
+            problem += f"size {tuple(size)}: {error}. Handle it in __torch_dispatch__."
+            raise self._error(POST, problem) from error
 
     def _check_unsharded(self, unsharded: torch.Tensor, when: str) -> None:
         remedy = (
             "Rows must come back in the order of ranks. Check the order of "
-            "all_gather_outputs, the use of metadata, "
-            "that padding is at the end of each shard and that nothing reads it"
+            "all_gather_outputs, the use of metadata, that padding is at the end of "
+            "each shard and that nothing reads it"
         )
-        found = self._error(
-            POST, f"is not equal after the round trip of {when}. {remedy}"
-        )
+        problem = f"is not equal after the round trip of {when}. {remedy}"
         same = self.whole.dtype == self._dtype
         whole = self.whole if same else self.whole.to(self._dtype)
         check_close(
             self.values(unsharded),
             self.values(whole.detach()),
             tolerances=self.tolerances,
-            complaint=str(found),
-        )
-
-    def _check_nothing_stays(
-        self, unsharded: torch.Tensor, freed: Sequence[torch.Tensor]
-    ) -> None:
-        staying = storage_keys(_parts(unsharded)) - storage_keys(freed)
-        self._require(
-            not staying,
-            POST,
-            f"keeps {len(staying)} tensor(s) of the unsharded weight in memory after "
-            "resharding. Return every new tensor that the result is made of in the "
-            "second place of the pair.",
-        )
-
-    def _check_out(
-        self,
-        gather: _Gather,
-        unsharded: torch.Tensor,
-        also_freed: Sequence[torch.Tensor],
-    ) -> None:
-        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again
-        # without its contents.
-        for tensor in (*gather.outputs, *also_freed):
-            scribble(tensor)
-        inputs, metadata = together(self._call_pre)
-        self._fill(inputs, gather.outputs)
-        out = nn.Parameter(unsharded)
-        version = out._version
-        together(lambda: self._call_post(gather.outputs, metadata, out=out))
-        together(lambda: self._check_filled(out))
-        together(lambda: self._check_version(out._version - version))
-
-    def _check_filled(self, out: torch.Tensor) -> None:
-        try:
-            self._check_unsharded(out.detach(), "a later all-gather into out")
-        except ContractError as error:
-            raise ContractError(
-                f"{error} If out was ignored: copy into what out holds of its own."
-            ) from None
-
-    def _check_version(self, writes: int) -> None:
-        self._require(
-            not writes,
-            POST,
-            f"wrote into out {writes} time(s) in sight of autograd, so that backward "
-            "would refuse the weight that forward saved. Write under "
-            "torch.autograd._unsafe_preserve_version_counter(out).",
+            complaint=str(self._error(POST, problem)),
         )
 
 
@@ -353,11 +319,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return inner_tensors(tensor)
     except ContractError:  # without __tensor_flatten__, where values() is overridden
         return []
-
-
-def _advice(error: Exception) -> str:
-    is_leaf = "leaf Variable" in str(error)
-    return " Decorate the hook with torch.no_grad()." if is_leaf else ""
 
 
 def _kind(value: object) -> str:

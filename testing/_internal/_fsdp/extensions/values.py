@@ -9,9 +9,21 @@ from collections.abc import Sequence
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torch_ext.testing._internal._fsdp.extensions.errors import ContractError
+__all__ = [
+    "ContractError",
+    "ScribbledEmpty",
+    "check_close",
+    "inner_tensors",
+    "scribble",
+    "storage_keys",
+]
 
-__all__ = ["ScribbledEmpty", "check_close", "inner_tensors", "scribble", "storage_keys"]
+
+class ContractError(AssertionError):
+    """A tensor subclass breaks the contract of all-gather extensions. The message says
+    where, how, and what to do.
+    """
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 
 from torch_ext.testing._internal._fsdp import device
 
@@ -26,6 +27,7 @@ __all__ = [
     "_maybe_cuda",
     "_maybe_wrap_fsdp",
     "_move_to_device",
+    "fully_shard_children",
 ]
 
 
@@ -102,26 +104,36 @@ def _maybe_wrap_fsdp(
 
 
 def init_by_mode(
-    build: Callable[[bool, dict[str, Any]], nn.Module],
+    build: Callable[..., nn.Module],
     fsdp_init_mode: FSDPInitMode,
     device_init_mode: DEVICEInitMode,
     fsdp_kwargs: dict[str, Any] | None,
 ) -> nn.Module:
-    """Return ``build(wrap, kwargs)`` for the mode, moved to the device if
+    """Return ``build(wrap, **kwargs)`` for the mode, moved to the device if
     ``device_init_mode`` is ``DEVICE_AFTER``.
 
     Raises:
         ValueError: the mode is not a :class:`FSDPInitMode`.
     """
     if fsdp_init_mode == FSDPInitMode.NO_FSDP:
-        return build(False, {})
+        return build(False)
     if fsdp_init_mode == FSDPInitMode.RECURSIVE:
-        model = build(True, dict(fsdp_kwargs or {}))
+        model = build(True, **(fsdp_kwargs or {}))
         return _move_to_device(model, device_init_mode == DEVICEInitMode.DEVICE_AFTER)
     raise ValueError(
         f"Unsupported FSDP init mode: {fsdp_init_mode}. Pass one of "
         f"{', '.join(map(str, FSDPInitMode))}."
     )
+
+
+def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
+    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and
+    return it.
+    """
+    for child in model.children():
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+    return model
 
 
 class DummyProcessGroup:

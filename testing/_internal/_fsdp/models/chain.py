@@ -16,10 +16,6 @@ ROWS_PER_RANK = 2
 _ALIGNED_TO = 4
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module
-
-
 class Chain(nn.Module):
     """Layers ``a`` (3 to 4), ``b`` (4 to 3) and ``c`` (3 to 2), with tanh between them.
 
@@ -32,7 +28,7 @@ class Chain(nn.Module):
 
     def __init__(
         self,
-        wrap: Callable[[nn.Module], nn.Module] = _unwrapped,
+        wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
         device: torch.device | None = None,
         seed: int = 0,
     ) -> None:

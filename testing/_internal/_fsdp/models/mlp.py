@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -112,11 +112,8 @@ class MLPStack(nn.Sequential):
         for index in range(3):
             plan[f"{index}.in_proj"] = ColwiseParallel(use_local_output=False)
             plan[f"{index}.out_proj"] = RowwiseParallel(use_local_output=False)
-        plan["2.out_proj"] = (
-            RowwiseParallel(output_layouts=Shard(1))
-            if self.with_seq_parallel
-            else RowwiseParallel()
-        )
+        last = Shard(1) if self.with_seq_parallel else Replicate()
+        plan["2.out_proj"] = RowwiseParallel(output_layouts=last)
         if self.with_seq_parallel:
             plan["3"] = SequenceParallel(sequence_dim=1)
         return plan

@@ -1,20 +1,24 @@
-"""Linear layers of several sizes, with FSDP at several depths, and variants with
-delays.
+"""Linear layers with FSDP at several depths: of several sizes, with delays, with an
+expert on each rank, with a module that wrapping skips.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp.wrap import always_wrap_policy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import always_wrap_policy, wrap
 
-from torch_ext.testing._internal._fsdp.device import delay
+from torch_ext.compat import fsdp as private
+from torch_ext.testing._internal._fsdp.device import delay, with_compute_device
 from torch_ext.testing._internal._fsdp.models.base import (
     DEVICEInitMode,
     FSDPInitMode,
@@ -23,44 +27,21 @@ from torch_ext.testing._internal._fsdp.models.base import (
     _move_to_device,
     init_by_mode,
 )
-from torch_ext.testing._internal._fsdp.patches import REDUCE_SCATTER
 
 __all__ = [
     "AlwaysWrapNestedWrappedModule",
+    "MixtureOfExperts",
     "ModuleWithDelay",
+    "NestedLinear",
     "NestedWrappedModule",
     "NestedWrappedModuleWithDelay",
     "NonUniformReqGradNWM",
+    "SkipModel",
+    "SkipModule",
 ]
 
 
-@dataclass(frozen=True)
-class LayerMaker:
-    """Makes the layers of a nested model, moved and wrapped according to the model's
-    arguments.
-    """
-
-    group: Any
-    wrap_fsdp: bool
-    move_to_device: bool
-    fsdp_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def linear(self, features_in: int, features_out: int) -> nn.Module:
-        return _move_to_device(
-            nn.Linear(features_in, features_out), self.move_to_device
-        )
-
-    def wrapped(self, *layers: nn.Module, group: Any = None) -> nn.Module:
-        """Return the layer, or a sequence of several, wrapped over ``group`` (by
-        default the model's).
-        """
-        module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
-        return _maybe_wrap_fsdp(
-            module,
-            self.wrap_fsdp,
-            self.group if group is None else group,
-            **self.fsdp_kwargs,
-        )
+_Make = Callable[..., nn.Module]
 
 
 class NestedWrappedModule(FSDPTestModel):
@@ -83,20 +64,29 @@ class NestedWrappedModule(FSDPTestModel):
         self.rank, self.world_size = group.rank(), group.size()
         if deterministic:
             torch.manual_seed(0)
-        make = LayerMaker(
-            group,
-            wrap_fsdp,
-            device_init_mode == DEVICEInitMode.DEVICE_BEFORE,
-            fsdp_kwargs,
-        )
-        self.module = self._layers(make, deterministic)
 
-    def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            now = device_init_mode == DEVICEInitMode.DEVICE_BEFORE
+            return _move_to_device(nn.Linear(inputs, outputs), now)
+
+        def wrapped(*layers: nn.Module, alone: bool = False) -> nn.Module:
+            module = layers[0] if len(layers) == 1 else nn.Sequential(*layers)
+            over = _own_group() if alone and wrap_fsdp else group
+            return _maybe_wrap_fsdp(module, wrap_fsdp, over, **fsdp_kwargs)
+
+        self.module = self._layers(linear, wrapped, deterministic)
+
+    def _layers(
+        self, linear: _Make, wrapped: _Make, deterministic: bool
+    ) -> nn.Sequential:
+        """Return the layers, made by ``linear`` and, in sequence, wrapped by
+        ``wrapped``; with ``alone=True`` over a group of this rank only.
+        """
         return nn.Sequential(
-            make.linear(8, 4),
-            make.wrapped(make.wrapped(make.linear(4, 16)), make.linear(16, 16)),
-            make.wrapped(make.linear(16, 4)),
-            make.linear(4, 8),
+            linear(8, 4),
+            wrapped(wrapped(linear(4, 16)), linear(16, 16)),
+            wrapped(linear(16, 4)),
+            linear(4, 8),
         )
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -124,23 +114,13 @@ class NestedWrappedModule(FSDPTestModel):
         """Return the model. Each class decides which modules ``RECURSIVE`` wraps; most
         leave the root to the caller.
         """
-
-        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
-            return cls._build(group, wrap, device_init_mode, deterministic, **kwargs)
-
+        build = functools.partial(
+            cls,
+            group,
+            device_init_mode=device_init_mode,
+            deterministic=deterministic,
+        )
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
-
-    @classmethod
-    def _build(
-        cls,
-        group: Any,
-        wrap_fsdp: bool,
-        device_init_mode: DEVICEInitMode,
-        deterministic: bool,
-        **kwargs: Any,
-    ) -> nn.Module:
-        """Return the model, wrapped with ``kwargs`` if ``wrap_fsdp``."""
-        return cls(group, wrap_fsdp, device_init_mode, deterministic, **kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
@@ -149,18 +129,19 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
     """
 
     @classmethod
-    def _build(
+    def init(
         cls,
         group: Any,
-        wrap_fsdp: bool,
+        fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
-        deterministic: bool,
-        **kwargs: Any,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
     ) -> nn.Module:
         plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
-        return _maybe_wrap_fsdp(
-            plain, wrap_fsdp, auto_wrap_policy=always_wrap_policy, **kwargs
+        build = functools.partial(
+            _maybe_wrap_fsdp, plain, auto_wrap_policy=always_wrap_policy
         )
+        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
@@ -175,11 +156,17 @@ class NonUniformReqGradNWM(NestedWrappedModule):
     # With or without an FSDP module in between.
     _TRAINABLE = re.compile(r"module\.2.*\.1.*")
 
-    def _layers(self, make: LayerMaker, deterministic: bool) -> nn.Sequential:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._set_nonuniform_req_grad(self, self._TRAINABLE)
+
+    def _layers(
+        self, linear: _Make, wrapped: _Make, deterministic: bool
+    ) -> nn.Sequential:
         return nn.Sequential(
-            make.linear(8, 4),
-            make.wrapped(make.wrapped(make.linear(4, 16)), make.linear(16, 16)),
-            make.wrapped(make.linear(16, 4), make.linear(4, 8)),
+            linear(8, 4),
+            wrapped(wrapped(linear(4, 16)), linear(16, 16)),
+            wrapped(linear(16, 4), linear(4, 8)),
         )
 
     @staticmethod
@@ -190,11 +177,18 @@ class NonUniformReqGradNWM(NestedWrappedModule):
             if re.match(req_grad_mask, name) is None:
                 parameter.requires_grad_(False)
 
-    @classmethod
-    def _build(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super()._build(*args, **kwargs)
-        cls._set_nonuniform_req_grad(model, cls._TRAINABLE)
-        return model
+
+@contextmanager
+def _delaying(owner: Any, name: str, milliseconds: int) -> Iterator[None]:
+    """Delay each call of the function ``name`` of ``owner``."""
+    function = getattr(owner, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        delay(milliseconds)
+        return function(*args, **kwargs)
+
+    with mock.patch.object(owner, name, late):
+        yield
 
 
 class ModuleWithDelay(FSDPTestModel):
@@ -230,13 +224,8 @@ class ModuleWithDelay(FSDPTestModel):
         return loss
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        reduce_scatter = getattr(dist, REDUCE_SCATTER)
-
-        def late_reduce_scatter(*args: Any, **kwargs: Any) -> Any:
-            delay(self.delay_before_reduction_ms)
-            return reduce_scatter(*args, **kwargs)
-
-        with mock.patch.object(dist, REDUCE_SCATTER, late_reduce_scatter):
+        milliseconds = self.delay_before_reduction_ms
+        with _delaying(dist, "reduce_scatter_single", milliseconds):
             self.module.run_backward(loss)
 
     @staticmethod
@@ -274,3 +263,141 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
             group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic
         )
         return ModuleWithDelay(nested, delay_after_loss_ms, delay_before_reduction_ms)
+
+
+class MixtureOfExperts(NestedWrappedModule):
+    """Linear layers 8 to 12, 12 to 23 (shared), 23 to 12 (this rank's expert), 12 to 8.
+
+    The expert's parameters have an attribute ``expert`` and are sharded over a group of
+    this rank only; their gradients are never reduced. With ``deterministic``, experts
+    differ by rank and all other weights are the same.
+
+    Args:
+        delay_before_free_ms: delay before FSDP frees the expert's parameters in
+            forward, in milliseconds. On a GPU this widens the window in which a reshard
+            that does not wait frees parameters in use; ``check_races`` finds it
+            without.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        wrap_fsdp: bool,
+        device_init_mode: DEVICEInitMode,
+        delay_before_free_ms: int,
+        deterministic: bool,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs
+        )
+        self.group, self.wrap_fsdp = group, wrap_fsdp
+        self.delay_before_free_ms = delay_before_free_ms
+
+    def _layers(
+        self, linear: _Make, wrapped: _Make, deterministic: bool
+    ) -> nn.Sequential:
+        if deterministic:
+            torch.manual_seed(42 + self.rank)
+        expert = linear(23, 12)
+        for parameter in expert.parameters():
+            parameter.expert = True  # type: ignore[attr-defined]  # read by run_backward
+        self.num_expert_params = sum(each.numel() for each in expert.parameters())
+        if deterministic:
+            torch.manual_seed(0)
+        shared = linear(12, 23)
+        return nn.Sequential(
+            linear(8, 12), wrapped(shared), wrapped(expert, alone=True), linear(12, 8)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.delay_before_free_ms <= 0 or not isinstance(self.module[2], FSDP):
+            return self.module(x)
+        with _delaying(private.runtime_utils, "_reshard", self.delay_before_free_ms):
+            return self.module(x)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """Run backward, and average the shared gradients over the group if FSDP does
+        not.
+        """
+        super().run_backward(loss)
+        if self.wrap_fsdp:
+            return
+        for parameter in self.parameters():
+            if parameter.grad is not None and not hasattr(parameter, "expert"):
+                parameter.grad.div_(self.world_size)
+                dist.all_reduce(parameter.grad, group=self.group)
+
+    @classmethod
+    def init(
+        cls,
+        group: Any,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        delay_before_free_ms: int = 0,
+    ) -> nn.Module:
+        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
+        not the root.
+        """
+        build = functools.partial(
+            cls,
+            group,
+            device_init_mode=device_init_mode,
+            delay_before_free_ms=delay_before_free_ms,
+            deterministic=deterministic,
+        )
+        return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
+
+
+def _own_group() -> dist.ProcessGroup:
+    # Each rank creates a different group, so it must not wait for its peers.
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+class SkipModule(nn.Module):
+    """One linear layer, not wrapped. Shapes: ``(*, 10)`` in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = _square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
+
+
+class NestedLinear(nn.Module):
+    """One linear layer, wrapped if ``fsdp_wrap``. Shapes: ``(*, 10)`` in and out."""
+
+    def __init__(self, fsdp_wrap: bool) -> None:
+        super().__init__()
+        self.nested_linear = _wrap_if_enabled(_square()) if fsdp_wrap else _square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(x)
+
+
+class SkipModel(nn.Module):
+    """A plain layer, a skipped module, and a wrapped one, whose layer is wrapped too if
+    ``double_nest``.
+
+    Shapes: ``(*, 10)`` in and out.
+    """
+
+    def __init__(self, double_nest: bool) -> None:
+        super().__init__()
+        self.linear = _square()
+        self.linear_skip = SkipModule()
+        self.nested_linear = _wrap_if_enabled(NestedLinear(fsdp_wrap=double_nest))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nested_linear(self.linear_skip(self.linear(x)))
+
+
+def _square() -> nn.Module:
+    return _move_to_device(nn.Linear(10, 10, bias=False), True)
+
+
+def _wrap_if_enabled(module: nn.Module) -> nn.Module:
+    return wrap(module, **with_compute_device({}))

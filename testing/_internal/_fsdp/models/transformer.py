@@ -12,12 +12,12 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from torch_ext.compat.fsdp import HYBRID_SHARD_ZERO2
-from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.models.base import (
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTestModel,
     Group,
+    _maybe_wrap_fsdp,
     _move_to_device,
     init_by_mode,
 )
@@ -27,7 +27,6 @@ __all__ = ["TransformerWithSharedParams"]
 _VOCABULARY, _WIDTH, _FEEDFORWARD, _BATCH = 23, 16, 8, 2
 _SOURCE_STEPS, _TARGET_STEPS = 6, 4
 
-# Without a group, FSDP creates the two groups of these strategies itself.
 _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
 
@@ -118,23 +117,16 @@ class TransformerWithSharedParams(FSDPTestModel):
         """
         own_group = group[0] if isinstance(group, tuple) else group
 
-        def build(wrap: bool, kwargs: dict[str, Any]) -> nn.Module:
+        # Without a group, FSDP creates the two groups of these strategies itself.
+        strategy = (fsdp_kwargs or {}).get("sharding_strategy")
+        derives = strategy in _HYBRID and not isinstance(group, tuple)
+        layers = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
+
+        def build(wrap: bool, **kwargs: Any) -> nn.Module:
             model = TransformerWithSharedParams(
                 own_group, device_init_mode, add_bn, deterministic
             )
-            return _wrap_layers(model, group, kwargs) if wrap else model
+            kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy(layers))
+            return _maybe_wrap_fsdp(model, wrap, None if derives else group, **kwargs)
 
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
-
-
-def _wrap_layers(model: nn.Module, group: Group, kwargs: dict[str, Any]) -> FSDP:
-    kwargs.setdefault(
-        "auto_wrap_policy",
-        ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
-    )
-    derives_groups = kwargs.get("sharding_strategy") in _HYBRID and not isinstance(
-        group, tuple
-    )
-    return FSDP(
-        model, None if derives_groups else group, **device.with_compute_device(kwargs)
-    )

@@ -43,6 +43,9 @@ class BlockSpec:
     wrapped: bool = False
 
 
+_Parts = st.SearchStrategy[LayerSpec | BlockSpec]
+
+
 def module_trees(
     max_width: int = 6, max_layers: int = 6
 ) -> st.SearchStrategy[BlockSpec]:
@@ -52,38 +55,28 @@ def module_trees(
     Widths start at 1, so over a few ranks shards are uneven and many are empty.
     Examples shrink towards a block with a single layer of width 1.
     """
-    layers = st.builds(
+    layer = st.builds(
         LayerSpec,
         width=st.integers(1, max_width),
         bias=st.booleans(),
         wrapped=st.booleans(),
     )
-    parts: st.SearchStrategy[LayerSpec | BlockSpec] = st.recursive(
-        layers, _blocks, max_leaves=max_layers
+
+    def some(parts: _Parts) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
+        return st.lists(parts, min_size=1, max_size=3).map(tuple)
+
+    parts: _Parts = st.recursive(
+        layer,
+        lambda inner: st.builds(BlockSpec, parts=some(inner), wrapped=st.booleans()),
+        max_leaves=max_layers,
     )
-    return st.builds(BlockSpec, parts=_some(parts))
-
-
-def _blocks(
-    parts: st.SearchStrategy[LayerSpec | BlockSpec],
-) -> st.SearchStrategy[BlockSpec]:
-    return st.builds(BlockSpec, parts=_some(parts), wrapped=st.booleans())
-
-
-def _some(
-    parts: st.SearchStrategy[LayerSpec | BlockSpec],
-) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
-    return st.lists(parts, min_size=1, max_size=3).map(tuple)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module
+    return st.builds(BlockSpec, parts=some(parts))
 
 
 def build_tree(
     tree: BlockSpec,
     device: torch.device,
-    wrap: Callable[[nn.Module], nn.Module] = _unwrapped,
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
     seed: int = 0,
     dtype: torch.dtype = _DTYPE,
 ) -> nn.Module:

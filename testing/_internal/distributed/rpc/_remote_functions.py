@@ -1,6 +1,4 @@
-"""Functions that the RPC suites run on other workers, which find them by name, and the
-ways to call them.
-"""
+"""Functions that the RPC suites run on other workers, which find them by name."""
 
 from __future__ import annotations
 
@@ -15,12 +13,11 @@ from torch.distributed import rpc
 from torch_ext.testing._internal.dist_utils import worker_name
 
 __all__ = [
-    "CALL_MODES",
     "Accumulator",
     "UnrebuildableError",
     "add_to_rref",
     "arrivals",
-    "call",
+    "identity",
     "my_name",
     "note_arrival",
     "open_gate",
@@ -32,27 +29,13 @@ __all__ = [
 ]
 
 
-# For each way to call: how its result comes here.
-CALL_MODES: dict[str, Callable[[Any], Any]] = {
-    "rpc_sync": lambda result: result,
-    "rpc_async": lambda future: future.wait(),
-    "remote": lambda rref: rref.to_here(),
-}
-
-
-def call(
-    mode: str, to: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Call ``function`` on the worker ``to`` in one of :data:`CALL_MODES`, and return
-    its result here.
-    """
-    start = getattr(rpc, mode)
-    return CALL_MODES[mode](start(to, function, args=args, kwargs=kwargs or None))
-
-
 def my_name() -> str:
     """Return the name of the worker that runs this."""
     return str(rpc.get_worker_info().name)
+
+
+def identity(value: Any) -> Any:
+    return value
 
 
 def scaled(tensor: Tensor, *, by: float = 1.0) -> Tensor:

@@ -162,9 +162,9 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
         # A call is answered only while a thread is free. Each answer is the number
         # of calls that have arrived.
-        while rpc.rpc_sync(self.peer(), count_waiting) < count:
+        while self.call(count_waiting) < count:
             pass
         self.assertFalse(any(future.done() for future in futures))
-        rpc.rpc_sync(self.peer(), release_all)
+        self.call(release_all)
         self.assertEqual([future.wait() for future in futures], ["released"] * count)
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
+        self.assertEqual(self.call(remote.my_name), self.peer())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,17 +28,17 @@ from torch_ext.testing._internal.dist_utils import (
     worker_name,
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import (
-    CALL_MODES,
-    call,
-)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    CALL_MODES,
     RpcAgentTestFixture,
 )
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     return a * b
+
+
+_leaf = torch.zeros(3)
 
 
 def multiply_by_own_leaf(a: Tensor) -> Tensor:
@@ -52,9 +53,6 @@ def make_leaf(value: float) -> None:
 
 def gradient_of_leaf(context_id: int) -> Tensor:
     return dist_autograd.get_gradients(context_id)[_leaf]
-
-
-_leaf = torch.zeros(3)
 
 
 def multiply_rref(rref: rpc.RRef[Tensor], b: Tensor) -> Tensor:
@@ -144,10 +142,6 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             self._assert_gradients(context_id, output().sum(), expected)
 
-    def _call(self, function: Callable[..., Any], *args: Any, to: int = 1) -> Any:
-        """Call ``function`` on the worker ``to`` places after this one."""
-        return call("rpc_sync", self.peer(to), function, *args)
-
     # Contexts.
 
     @dist_init
@@ -190,18 +184,19 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_context_is_recorded_where_calls_went_and_cleaned_up_there(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            self._call(remote.relay, multiply, (a, b), 1, self.world_size)
+            self.call(remote.relay, multiply, (a, b), 1, self.world_size)
             known = dist_autograd.current_context()._known_worker_ids()
             self.assertEqual(known, {rpc.get_worker_info(self.peer()).id})
-            for distance in (1, 2):
-                self.assertTrue(self._call(knows_context, context_id, to=distance))
-        wait_until_forgotten((self.peer(1), self.peer(2)), context_id)
+            others = (self.peer(1), self.peer(2))
+            for to in others:
+                self.assertTrue(self.call(knows_context, context_id, to=to))
+        wait_until_forgotten(others, context_id)
 
     @dist_init
     def test_call_without_tensors_that_need_gradients_records_nothing(self) -> None:
         with dist_autograd.context():
             for mode in CALL_MODES:
-                call(mode, self.peer(), multiply, torch.ones(2), torch.ones(2))
+                self.call(multiply, torch.ones(2), torch.ones(2), mode=mode)
             context = dist_autograd.current_context()
             self.assertEqual(context._send_functions(), {})
             self.assertEqual(context._recv_functions(), {})
@@ -210,7 +205,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_call_records_one_send_and_one_receive(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context():
-            product = self._call(multiply, a, b)
+            product = self.call(multiply, a, b)
             context = dist_autograd.current_context()
             (send,) = context._send_functions().values()
             self.assertEqual(len(context._recv_functions()), 1)
@@ -221,7 +216,7 @@ class DistAutogradTest(RpcAgentTestFixture):
 
     @dist_init
     def test_no_graph_across_calls_outside_a_context(self) -> None:
-        self.assertIsNone(self._call(torch.mul, *self._leaves()).grad_fn)
+        self.assertIsNone(self.call(torch.mul, *self._leaves()).grad_fn)
 
     # Gradients.
 
@@ -230,16 +225,17 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         wanted = {a: b.detach(), b: a.detach()}
         peers, functions = (self.peer(), self.peer(0)), (torch.mul, multiply)
-        for case in itertools.product(CALL_MODES, peers, functions):
-            with self.subTest(case):
-                self._check(partial(call, *case, a, b), wanted)
+        for mode, to, multiplies in itertools.product(CALL_MODES, peers, functions):
+            with self.subTest(f"{mode} {to} {multiplies}"):
+                output = partial(self.call, multiplies, a, b, to=to, mode=mode)
+                self._check(output, wanted)
 
     @dist_init
     def test_gradient_goes_only_to_what_needs_one(self) -> None:
         (a,), constant = self._leaves(1), torch.full((3,), 5.0)
         for mode in CALL_MODES:
             with self.subTest(mode):
-                output = partial(call, mode, self.peer(), multiply, a, constant)
+                output = partial(self.call, multiply, a, constant, mode=mode)
                 self._check(output, {a: constant})
 
     @dist_init
@@ -248,24 +244,25 @@ class DistAutogradTest(RpcAgentTestFixture):
         private.barrier({worker_name(rank) for rank in range(self.world_size)})
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            product = self._call(multiply_by_own_leaf, a)
+            product = self.call(multiply_by_own_leaf, a)
             factor = torch.full((3,), (self.rank + 1) % self.world_size + 2.0)
             self._assert_gradients(context_id, product.sum(), {a: factor})
-            self.assertEqual(self._call(gradient_of_leaf, context_id), a.detach())
+            self.assertEqual(self.call(gradient_of_leaf, context_id), a.detach())
 
     @dist_init
     def test_gradients_through_nested_calls(self) -> None:
         a, b = self._leaves()
         args = (remote.relay, multiply, (a, b), 4, self.world_size)
-        self._check(partial(self._call, *args), {a: b.detach(), b: a.detach()})
+        self._check(partial(self.call, *args), {a: b.detach(), b: a.detach()})
 
     @dist_init
     def test_gradients_through_several_round_trips(self) -> None:
         a, b, c = self._leaves(3)
 
         def output() -> Tensor:
-            second = self._call(multiply, self._call(multiply, a, b), c, to=2) + a
-            return torch.as_tensor(self._call(multiply, second, b))
+            first = self.call(multiply, a, b)
+            second = self.call(multiply, first, c, to=self.peer(2)) + a
+            return torch.as_tensor(self.call(multiply, second, b))
 
         grads = torch.autograd.grad((((a * b) * c + a) * b).sum(), (a, b, c))
         self._check(output, dict(zip((a, b, c), grads, strict=True)))
@@ -279,14 +276,14 @@ class DistAutogradTest(RpcAgentTestFixture):
             with self.subTest(to), dist_autograd.context() as context_id:
                 product = rpc.rpc_sync(to, multiply_rref, args=(rref, b))
                 self._assert_gradients(context_id, product.sum(), {b: a})
-                grad = self._call(gradient_of_rref, rref, context_id)
+                grad = self.call(gradient_of_rref, rref, context_id)
                 self.assertEqual(grad, b.detach())
 
     @dist_init
     def test_backward_from_an_rref(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            rref: Any = rpc.RRef(self._call(multiply, a, b).sum())
+            rref: Any = rpc.RRef(self.call(multiply, a, b).sum())
             rref.backward(context_id)
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], b.detach())
         with self.assertRaisesRegex(
@@ -299,7 +296,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_unused_outputs_and_outputs_without_gradient(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            twice, (thrice, detached), indices = self._call(several_outputs, a)
+            twice, (thrice, detached), indices = self.call(several_outputs, a)
             outputs = (twice, thrice, detached, indices)
             need_grad = [output.requires_grad for output in outputs]
             self.assertEqual(need_grad, [True, True, False, False])
@@ -309,7 +306,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_several_roots(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
-            outputs = [call(mode, self.peer(), multiply, a, b) for mode in CALL_MODES]
+            outputs = [self.call(multiply, a, b, mode=mode) for mode in CALL_MODES]
             dist_autograd.backward(context_id, [output.sum() for output in outputs])
             grad = dist_autograd.get_gradients(context_id)[a]
             self.assertEqual(grad, len(outputs) * b.detach())
@@ -319,7 +316,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         for _ in range(2):
             with dist_autograd.context() as context_id:
-                loss = self._call(multiply, a, b).sum()
+                loss = self.call(multiply, a, b).sum()
                 for times in (1, 2, 3):
                     dist_autograd.backward(context_id, [loss], retain_graph=True)
                     grad = dist_autograd.get_gradients(context_id)[a]
@@ -331,7 +328,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         (a * b).sum().backward()
         before = a.grad.clone() if a.grad is not None else None
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [self._call(multiply, a, a).sum()])
+            dist_autograd.backward(context_id, [self.call(multiply, a, a).sum()])
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], 2 * a.detach())
         self.assertEqual(a.grad, before)
 
@@ -339,9 +336,9 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_sparse_gradients_of_a_remote_embedding(self) -> None:
         rref = rpc.remote(self.peer(), make_embedding)
         with dist_autograd.context() as context_id:
-            loss = self._call(embed, rref, torch.tensor([1, 3, 3])).sum()
+            loss = self.call(embed, rref, torch.tensor([1, 3, 3])).sum()
             dist_autograd.backward(context_id, [loss])
-            grad = self._call(gradient_of_embedding, rref, context_id)
+            grad = self.call(gradient_of_embedding, rref, context_id)
         self.assertTrue(grad.is_sparse)
         uses = torch.tensor([[0.0], [1.0], [0.0], [2.0]])
         self.assertEqual(grad.to_dense(), uses.expand(4, 2))
@@ -351,29 +348,23 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         a.register_hook(lambda grad: grad * 10)
         with dist_autograd.context() as context_id:
-            product = self._call(multiply, a, b)
+            product = self.call(multiply, a, b)
             product.register_hook(lambda grad: grad + 1)
             wanted = {a: 20 * b.detach(), b: 2 * a.detach()}
             self._assert_gradients(context_id, product.sum(), wanted)
 
     @dist_init
     def test_threads_train_in_their_own_contexts(self) -> None:
-        results: dict[int, Tensor] = {}
-
-        def train(key: int) -> None:
+        def train(key: int) -> Tensor:
             a = torch.full((3,), 1.0, requires_grad=True)
             with dist_autograd.context() as context_id:
-                product = self._call(multiply, a, torch.full((3,), float(key)))
+                product = self.call(multiply, a, torch.full((3,), float(key)))
                 dist_autograd.backward(context_id, [product.sum()])
-                results[key] = dist_autograd.get_gradients(context_id)[a]
+                return dist_autograd.get_gradients(context_id)[a]
 
-        threads = [threading.Thread(target=train, args=(key,)) for key in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wanted = {key: torch.full((3,), float(key)) for key in range(6)}
-        self.assertEqual(results, wanted)
+        with ThreadPoolExecutor(6) as pool:
+            results = [*pool.map(train, range(6))]
+        self.assertEqual(results, [torch.full((3,), float(key)) for key in range(6)])
 
     # Errors.
 
@@ -401,8 +392,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_error_in_a_remote_backward_names_the_worker(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            args = (fail_in_backward, (a,), 1, self.world_size)
-            result = self._call(remote.relay, *args)
+            result = self.call(remote.relay, fail_in_backward, (a,), 1, self.world_size)
             node = rpc.get_worker_info(self.peer(2)).id
             why = f"Error on Node {node}: .*this backward always fails"
             with self.assertRaisesRegex(RuntimeError, why):
@@ -413,8 +403,8 @@ class DistAutogradTest(RpcAgentTestFixture):
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
             with self.assertRaisesRegex(ValueError, "in between"):
-                self._call(remote.raise_value_error, "in between")
-            product, wanted = self._call(multiply, a, b), {a: b.detach(), b: a.detach()}
+                self.call(remote.raise_value_error, "in between")
+            product, wanted = self.call(multiply, a, b), {a: b.detach(), b: a.detach()}
             self._assert_gradients(context_id, product.sum(), wanted)
 
     @dist_init(setup_rpc=False)
@@ -425,7 +415,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
-            product = self._call(remote.relay, multiply, (a, a), hops, self.world_size)
+            product = self.call(remote.relay, multiply, (a, a), hops, self.world_size)
             dist.barrier()
             if self.rank == 1:
                 rpc.shutdown(graceful=False)
@@ -462,8 +452,7 @@ class CudaDistAutogradTest(RpcAgentTestFixture):
         peer_rank = rpc.get_worker_info(self.peer()).id
         for mode in CALL_MODES:
             with self.subTest(mode), dist_autograd.context() as context_id:
-                args = (on_device, (a * 2).cpu() * b, peer_rank)
-                product = call(mode, self.peer(), *args)
+                product = self.call(on_device, (a * 2).cpu() * b, peer_rank, mode=mode)
                 dist_autograd.backward(context_id, [(product.to(device) * 5).sum()])
                 grads = dist_autograd.get_gradients(context_id)
                 devices = (grads[a].device, grads[b].device)

@@ -93,7 +93,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             (list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {})
         )
         for function, args in (OPERATOR, SCRIPTED, PYTHON):
-            self.assertEqual(rpc.rpc_sync(self.peer(), function, args=args), ANSWER)
+            self.assertEqual(self.call(function, *args), ANSWER)
 
     # Lost messages that torch resends.
 
@@ -152,7 +152,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         # The agent's message quotes the dropped payload raw, which Python cannot always
         # decode.
         with self.assertRaises((RuntimeError, UnicodeDecodeError)):
-            rpc.rpc_sync(self.peer(), function, args=args)
+            self.call(function, *args)
 
     # Late messages.
 
@@ -221,7 +221,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         # No limit at all, although the default is too short.
         unlimited = rpc.rpc_sync(self.peer(), function, args=args, timeout=0)
         private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
-        by_default = rpc.rpc_sync(self.peer(), function, args=args)
+        by_default = self.call(function, *args)
         self.assertEqual((unlimited, by_default), (ANSWER, ANSWER))
 
     @late("SCRIPT_CALL")

@@ -19,7 +19,6 @@ from torch_ext.testing._internal.dist_utils import (
     get_function_event,
     worker_name,
 )
-from torch_ext.testing._internal.distributed.rpc._remote_functions import call
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
@@ -55,7 +54,7 @@ class ProfilerTest(RpcAgentTestFixture):
             ):
                 with self.subTest(f"{mode} {name}"):
                     with profiler_legacy.profile() as profile:
-                        call(mode, self.peer(), function, *ONES)
+                        self.call(function, *ONES, mode=mode)
                     events = profile.function_events
                     opening = f"{mode}#{name}{self._way}"
                     own = get_function_event(events, opening)
@@ -81,7 +80,7 @@ class ProfilerTest(RpcAgentTestFixture):
     @dist_init
     def test_blocks_that_the_callee_names_are_shown_as_its_own(self) -> None:
         with profiler_legacy.profile() as profile:
-            rpc.rpc_sync(self.peer(), marked_multiply, args=ONES)
+            self.call(marked_multiply, *ONES)
         block = get_function_event(profile.function_events, "the worker's own block")
         opening = f"rpc_sync#marked_multiply{self._way}"
         self.assertEqual(block.name, f"{opening}#remote_op: the worker's own block")
@@ -90,7 +89,7 @@ class ProfilerTest(RpcAgentTestFixture):
     @dist_init
     def test_work_that_was_passed_on_shows_the_whole_way(self) -> None:
         with profiler_legacy.profile() as profile:
-            call("rpc_sync", self.peer(), multiply_elsewhere, self.peer(2), *ONES)
+            self.call(multiply_elsewhere, self.peer(2), *ONES)
         first = f"rpc_sync#multiply_elsewhere{self._way}"
         second = f"rpc_async#marked_multiply({self.peer()} -> {self.peer(2)})"
         whole = f"{first}#remote_op: {second}#remote_op: aten::mul"
@@ -101,7 +100,7 @@ class ProfilerTest(RpcAgentTestFixture):
     def test_only_the_calls_of_the_block_are_profiled(self) -> None:
         with profiler_legacy.profile() as profile:
             torch.ones(3)
-        rpc.rpc_sync(self.peer(), marked_multiply, args=ONES)
+        self.call(marked_multiply, *ONES)
         names = [event.name for event in profile.function_events]
         self.assertIn("aten::ones", names)
         self.assertFalse([name for name in names if "rpc" in name])
@@ -110,7 +109,7 @@ class ProfilerTest(RpcAgentTestFixture):
     def test_the_backward_of_a_call_is_profiled_on_the_callers_side(self) -> None:
         a, two = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
         with dist_autograd.context() as context_id:
-            product = rpc.rpc_sync(self.peer(), marked_multiply, args=(a, two))
+            product = self.call(marked_multiply, a, two)
             with profiler.profile() as profile:
                 dist_autograd.backward(context_id, [product.sum()])
             for name in ("backward", "RecvRpcBackward", "SendRpcBackward"):

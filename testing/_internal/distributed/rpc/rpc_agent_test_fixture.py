@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import rpc
 
 from torch_ext.testing._internal import dist_utils
-from torch_ext.testing._internal.distributed.rpc._remote_functions import (
-    CALL_MODES,
-    call,
-)
 
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
@@ -26,7 +22,14 @@ if TYPE_CHECKING:
 else:
     _MixedInLater = ABC
 
-__all__ = ["RpcAgentTestFixture"]
+__all__ = ["CALL_MODES", "RpcAgentTestFixture"]
+
+# For each way to call: how its result comes here.
+CALL_MODES: dict[str, Callable[[Any], Any]] = {
+    "rpc_sync": lambda result: result,
+    "rpc_async": lambda future: future.wait(),
+    "remote": lambda rref: rref.to_here(),
+}
 
 
 class RpcAgentTestFixture(_MixedInLater):
@@ -72,6 +75,21 @@ class RpcAgentTestFixture(_MixedInLater):
     def rpc_backend_options(self) -> RpcBackendOptions:
         """Fresh options for the agent."""
 
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        to: Any = None,
+        mode: str = "rpc_sync",
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``function`` on the worker ``to``, by default the next one, in one of
+        :data:`CALL_MODES`, and return its result here.
+        """
+        to = self.peer() if to is None else to
+        result = getattr(rpc, mode)(to, function, args=args, kwargs=kwargs or None)
+        return CALL_MODES[mode](result)
+
     def check_call(
         self,
         expected: Any,
@@ -85,7 +103,7 @@ class RpcAgentTestFixture(_MixedInLater):
         """
         for mode in CALL_MODES:
             with self.subTest(f"{mode}: {function} to {to}"):
-                got = call(mode, to or self.peer(), function, *args, **kwargs)
+                got = self.call(function, *args, to=to, mode=mode, **kwargs)
                 self.assertEqual(got, expected)
 
     def check_call_raises(
@@ -102,7 +120,7 @@ class RpcAgentTestFixture(_MixedInLater):
         messages = []
         for mode in CALL_MODES:
             with self.subTest(mode), self.assertRaisesRegex(error, message) as caught:
-                call(mode, to or self.peer(), function, *args)
+                self.call(function, *args, to=to, mode=mode)
             messages.append(str(caught.exception))
         return messages
 

@@ -5,6 +5,7 @@ limits.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,8 @@ from torch.futures import Future
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import dist_init, worker_name
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
-from torch_ext.testing._internal.distributed.rpc._remote_functions import (
-    CALL_MODES,
-    call,
-)
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    CALL_MODES,
     RpcAgentTestFixture,
 )
 
@@ -31,10 +29,6 @@ class Pair(NamedTuple):
 
 def swap(pair: Pair) -> Pair:
     return Pair(pair.right, pair.left)
-
-
-def identity(value: Any) -> Any:
-    return value
 
 
 def fill_with_nine(tensor: Tensor) -> Tensor:
@@ -67,11 +61,6 @@ class RpcCallTest(RpcAgentTestFixture):
     # Functions that can be called, and ways to name the callee.
 
     @dist_init
-    def test_operator_in_every_mode(self) -> None:
-        own = torch.full((2, 2), self.rank)
-        self.check_call(1.0 + own, torch.add, torch.ones(2, 2), own)
-
-    @dist_init
     def test_python_function_runs_on_the_callee_in_every_mode(self) -> None:
         self.check_call(self.peer(), remote.my_name)
 
@@ -90,24 +79,18 @@ class RpcCallTest(RpcAgentTestFixture):
         accumulator = remote.Accumulator(3)
         for make in (remote.Accumulator, remote.Accumulator.starting_at):
             for mode in CALL_MODES:
-                made = call(mode, self.peer(), make, 4)
+                made = self.call(make, 4, mode=mode)
                 self.assertEqual(made.value(), torch.tensor(4.0), msg=mode)
         two, three = torch.tensor(2), torch.tensor(3)
         self.check_call(torch.tensor(6), remote.Accumulator.product, two, three)
         self.check_call(torch.tensor(4.0), accumulator.add, 1)
-        self.assertEqual(
-            accumulator.value(),
-            torch.tensor(3.0),
-            msg="a method ran on the caller's object, not a copy",
-        )
+        self.assertEqual(accumulator.value(), torch.tensor(3.0), "not a copy")
 
     @dist_init
     def test_callee_by_name_by_info_and_by_rank(self) -> None:
         info = rpc.get_worker_info(self.peer())
         for to in (self.peer(), info, info.id):
-            for mode in CALL_MODES:  # not check_call, because the id may be 0
-                with self.subTest(f"{mode} to {to}"):
-                    self.assertEqual(call(mode, to, remote.my_name), self.peer())
+            self.check_call(self.peer(), remote.my_name, to=to)
 
     @dist_init
     def test_worker_calls_itself(self) -> None:
@@ -150,7 +133,7 @@ class RpcCallTest(RpcAgentTestFixture):
         for mode in CALL_MODES:
             for value in values:
                 with self.subTest(f"{mode}: {value}"):
-                    got = call(mode, self.peer(), identity, value)
+                    got = self.call(remote.identity, value, mode=mode)
                     self.assertEqual(type(got), type(value))
                     self.assertEqual(got, value)
 
@@ -164,17 +147,17 @@ class RpcCallTest(RpcAgentTestFixture):
             base[..., ::2],
             base.flatten()[5:9],
         ):
-            self.check_call(view, identity, view)
+            self.check_call(view, remote.identity, view)
             self.check_call(view + 1, torch.add, view, 1)
 
     @dist_init
     def test_large_tensor_arrives_whole(self) -> None:
         large = torch.arange(1 << 20, dtype=torch.int32)
-        self.check_call(large, identity, large)
+        self.check_call(large, remote.identity, large)
 
     @dist_init
     def test_named_tuple_keeps_its_type(self) -> None:
-        got = call("rpc_sync", self.peer(), swap, Pair(torch.zeros(1), torch.ones(1)))
+        got = self.call(swap, Pair(torch.zeros(1), torch.ones(1)))
         self.assertIsInstance(got, Pair)
         self.assertEqual(got.left, torch.ones(1))
 
@@ -182,23 +165,16 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_callee_works_on_a_copy(self) -> None:
         for mode in CALL_MODES:
             mine = torch.zeros(3)
-            self.assertEqual(
-                call(mode, self.peer(), fill_with_nine, mine), torch.full((3,), 9.0)
-            )
-            self.assertEqual(
-                mine,
-                torch.zeros(3),
-                msg=f"{mode}: the callee wrote into the caller's tensor",
-            )
+            nine = self.call(fill_with_nine, mine, mode=mode)
+            self.assertEqual(nine, torch.full((3,), 9.0), mode)
+            self.assertEqual(mine, torch.zeros(3), mode)
 
     # Nested calls.
 
     @dist_init
     def test_calls_nest_around_the_ring(self) -> None:
         hops = 2 * self.world_size + 1
-        name = rpc.rpc_sync(
-            self.peer(), remote.relay, args=(remote.my_name, (), hops, self.world_size)
-        )
+        name = self.call(remote.relay, remote.my_name, (), hops, self.world_size)
         self.assertEqual(name, self.peer(1 + hops))
 
     @dist_init
@@ -209,19 +185,11 @@ class RpcCallTest(RpcAgentTestFixture):
 
     @dist_init
     def test_threads_call_at_the_same_time(self) -> None:
-        results: dict[int, Tensor] = {}
-
-        def work(key: int) -> None:
-            results[key] = rpc.rpc_sync(
-                self.peer(), torch.mul, args=(torch.tensor(key), 3)
+        with ThreadPoolExecutor(8) as pool:
+            results = pool.map(
+                lambda key: self.call(torch.mul, key, 3), torch.arange(8)
             )
-
-        threads = [threading.Thread(target=work, args=(key,)) for key in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(results, {key: torch.tensor(3 * key) for key in range(8)})
+        self.assertEqual([*results], [*(3 * torch.arange(8))])
 
     # Errors on the callee.
 
@@ -233,17 +201,16 @@ class RpcCallTest(RpcAgentTestFixture):
 
     @dist_init
     def test_exception_through_several_hops_names_where_it_was_raised(self) -> None:
-        args = (remote.raise_value_error, ("deep down",), 1, self.world_size)
+        deep, size = (remote.raise_value_error, ("deep down",)), self.world_size
         with self.assertRaisesRegex(ValueError, "deep down") as caught:
-            rpc.rpc_sync(self.peer(), remote.relay, args=args)
+            self.call(remote.relay, *deep, 1, size)
         for hop in (1, 2):
             self.assertIn(f"name={self.peer(hop)}", str(caught.exception))
 
     @dist_init
     def test_exception_that_cannot_be_rebuilt_keeps_its_message(self) -> None:
-        for message in self.check_call_raises(
-            RuntimeError, "7: out of cheese", remote.raise_unrebuildable
-        ):
+        error, cause = RuntimeError, "7: out of cheese"
+        for message in self.check_call_raises(error, cause, remote.raise_unrebuildable):
             self.assertIn(self.peer(), message)
 
     @dist_init
@@ -256,27 +223,26 @@ class RpcCallTest(RpcAgentTestFixture):
         # Only this worker defines it: it pickles by reference, which the callee cannot
         # resolve.
         unique = f"only_on_{worker_name(self.rank)}"
-        source = f"def {unique}(): return 1"
-        exec(source, globals())
+        exec(f"def {unique}(): return 1", globals())
         with self.assertRaisesRegex((AttributeError, RuntimeError), unique):
-            rpc.rpc_sync(self.peer(), globals()[unique])
+            self.call(globals()[unique])
         self.check_call(self.peer(), remote.my_name)
 
     @dist_init
     def test_argument_that_cannot_be_rebuilt_is_an_error_on_the_callee(self) -> None:
         callee = rpc.get_worker_info(self.peer()).id
         with self.assertRaisesRegex(RuntimeError, f"Node {callee}.*cannot be rebuilt"):
-            rpc.rpc_sync(self.peer(), identity, args=(FailsToUnpickle(),))
+            self.call(remote.identity, FailsToUnpickle())
 
     @dist_init
     def test_argument_that_cannot_be_pickled_is_refused_here(self) -> None:
         with self.assertRaisesRegex(TypeError, "pickle"):
-            rpc.rpc_async(self.peer(), identity, args=(threading.Lock(),))
+            rpc.rpc_async(self.peer(), remote.identity, args=(threading.Lock(),))
 
     @dist_init
     def test_result_that_cannot_be_pickled_is_reported(self) -> None:
         with self.assertRaisesRegex(Exception, "pickle"):
-            rpc.rpc_sync(self.peer(), return_lock)
+            self.call(return_lock)
         self.check_call(self.peer(), remote.my_name)
 
     # Time limits. A closed gate holds the call back until the limit passes, however
@@ -289,31 +255,30 @@ class RpcCallTest(RpcAgentTestFixture):
                 start = getattr(rpc, mode)
                 late = start(self.peer(), remote.pass_gate, args=(1,), timeout=0.05)
                 CALL_MODES[mode](late)
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
 
     @dist_init
     def test_default_time_limit_can_be_set_and_overridden(self) -> None:
         default = rpc.get_rpc_timeout()
         self.assertEqual(default, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
         private.set_rpc_timeout(0.05)
-        self.assertEqual(
-            rpc.get_rpc_timeout(), 0.05, rtol=1e-6, atol=0
-        )  # kept as float32
+        kept = rpc.get_rpc_timeout()  # as float32
+        self.assertEqual(kept, 0.05, rtol=1e-6, atol=0)
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
-            rpc.rpc_sync(self.peer(), remote.pass_gate, args=(1,))
-        unlimited = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,), timeout=0)
-        longer = rpc.rpc_async(
-            self.peer(), remote.pass_gate, args=(2,), timeout=default
-        )
+            self.call(remote.pass_gate, 1)
+        futures = [
+            rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,), timeout=limit)
+            for limit in (0, default)
+        ]
         private.set_rpc_timeout(default)
-        rpc.rpc_sync(self.peer(), remote.open_gate)
-        self.assertEqual((unlimited.wait(), longer.wait()), (1, 2))
+        self.call(remote.open_gate)
+        self.assertEqual(torch.futures.wait_all(futures), [1, 1])
 
     # Futures.
 
     @dist_init
     def test_future_can_be_waited_for_twice(self) -> None:
-        future = rpc.rpc_async(self.peer(), identity, args=(5,))
+        future = rpc.rpc_async(self.peer(), remote.identity, args=(5,))
         self.assertEqual((future.wait(), future.wait(), future.value()), (5, 5, 5))
         failed = rpc.rpc_async(self.peer(), remote.raise_value_error, args=("twice",))
         for _ in range(2):
@@ -323,9 +288,7 @@ class RpcCallTest(RpcAgentTestFixture):
     @dist_init
     def test_callbacks_chain_and_may_call(self) -> None:
         def call_again(done: Future[Tensor]) -> Tensor:
-            return torch.as_tensor(
-                rpc.rpc_sync(self.peer(), torch.add, args=(done.wait(), 10))
-            )
+            return torch.as_tensor(self.call(torch.add, done.wait(), 10))
 
         future = rpc.rpc_async(self.peer(), torch.add, args=(torch.tensor(1), 1))
         doubled = future.then(call_again).then(lambda done: done.wait() * 2)
@@ -347,11 +310,11 @@ class RpcCallTest(RpcAgentTestFixture):
     def test_wait_all_waits_for_every_call_in_the_block(self) -> None:
         with private.wait_all():
             futures = [
-                rpc.rpc_async(self.peer(), identity, args=(i,)) for i in range(10)
+                rpc.rpc_async(self.peer(), remote.identity, args=(i,))
+                for i in range(10)
             ]
         self.assertTrue(all(future.done() for future in futures))
         with self.assertRaisesRegex(ValueError, "in the block"):
             with private.wait_all():
-                rpc.rpc_async(
-                    self.peer(), remote.raise_value_error, args=("in the block",)
-                )
+                args = ("in the block",)
+                rpc.rpc_async(self.peer(), remote.raise_value_error, args=args)

@@ -52,7 +52,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_worker_info_survives_pickle(self) -> None:
         info = rpc.get_worker_info(self.peer())
         self.assertEqual(pickle.loads(pickle.dumps(info)), info)
-        self.assertEqual(rpc.rpc_sync(self.peer(), rpc.get_worker_info), info)
+        self.assertEqual(self.call(rpc.get_worker_info), info)
 
     @dist_init(setup_rpc=False)
     def test_bad_names_are_refused(self) -> None:
@@ -79,7 +79,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     def test_second_start_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is already initialized"):
             self.start_agent()
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
+        self.assertEqual(self.call(remote.my_name), self.peer())
 
     @dist_init(setup_rpc=False)
     def test_calls_before_the_start_are_refused(self) -> None:
@@ -121,7 +121,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         dist.all_gather_object(gathered, rpc.get_worker_info().name)
         self.assertEqual(gathered, [*map(worker_name, range(self.world_size))])
         dist.destroy_process_group()
-        self.assertEqual(rpc.rpc_sync(self.peer(), remote.my_name), self.peer())
+        self.assertEqual(self.call(remote.my_name), self.peer())
 
     # Group operations.
 

@@ -22,6 +22,7 @@ from torch_ext.testing._internal.dist_utils import (
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    CALL_MODES,
     RpcAgentTestFixture,
 )
 
@@ -108,7 +109,7 @@ class RRefTest(RpcAgentTestFixture):
         value = remote.Accumulator(2)
         self.assertIs(rpc.RRef(value).local_value(), value)
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(3,))
-        value = rpc.rpc_sync(self.peer(), value_of_user, args=(rref,))
+        value = self.call(value_of_user, rref)
         self.assertEqual(value.value(), torch.tensor(3.0))
         with self.assertRaisesRegex(RuntimeError, "can't call localValue"):
             rref.local_value()
@@ -181,7 +182,7 @@ class RRefTest(RpcAgentTestFixture):
         rref = rpc.remote(self.peer(), remote.pass_gate, args=(remote.Accumulator(5),))
         future = rref.rpc_async().value()
         self.assertFalse(future.done())
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
         self.assertEqual(future.wait(), torch.tensor(5.0))
 
     def _proxy_calls(
@@ -225,7 +226,7 @@ class RRefTest(RpcAgentTestFixture):
         self._check_time_limit(by_default)
         private.set_rpc_timeout(default)
         self.assertFalse(unlimited.done(), "a limit of zero seconds ended a call")
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
         self.assertEqual(unlimited.wait(), torch.tensor(5.0))
 
     @dist_init
@@ -233,15 +234,12 @@ class RRefTest(RpcAgentTestFixture):
         """The type of the object, which a proxy asks for first, comes under its limit
         too.
         """
-        args, kinds = (
-            (remote.Accumulator(5), GATE_S),
-            ("rpc_sync", "rpc_async", "remote"),
-        )
+        args, kinds = (remote.Accumulator(5), GATE_S), [*CALL_MODES]
         rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
         calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
         for kind, by_kind in zip(kinds, calls, strict=True):
             self._check_time_limit({kind: by_kind[kind]})
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
         # Proxies of these references stay broken, since torch keeps the first answer to
         # what their type is: docs/findings/proxy_after_its_time_limit.md.
         for rref in rrefs:
@@ -255,13 +253,13 @@ class RRefTest(RpcAgentTestFixture):
         for to in range(self.world_size):
             wanted = torch.full((2,), 1.0 + to)
             self.check_call(wanted, remote.add_to_rref, rref, to, to=worker_name(to))
-        third = rpc.rpc_sync(self.peer(), rref_to, args=(self.peer(2), 7.0))
+        third = self.call(rref_to, self.peer(2), 7.0)
         self.assertEqual(third.owner_name(), self.peer(2))
         self.assertEqual(third.to_here(), torch.full((2,), 7.0))
 
     @dist_init
     def test_reference_made_by_its_owner_is_shared(self) -> None:
-        rref = rpc.rpc_sync(self.peer(), own_rref, args=(torch.ones(2),))
+        rref = self.call(own_rref, torch.ones(2))
         self.assertEqual(rref.owner_name(), self.peer())
         self.assertEqual(rref.to_here(), torch.ones(2))
         mine = rpc.RRef(torch.zeros(2))
@@ -270,14 +268,14 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_reference_inside_containers(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
-        holder = rpc.rpc_sync(self.peer(2), own_rref, args=({"list": [rref]},))
+        holder = self.call(own_rref, {"list": [rref]}, to=self.peer(2))
         self.assertEqual(holder.to_here()["list"][0].to_here(), torch.ones(2))
 
     @dist_init
     def test_reference_forwarded_around_the_ring_stays_the_same(self) -> None:
         mine = rpc.RRef(torch.full((1,), float(self.rank)))
         args = (mine, 2 * self.world_size, self.world_size)
-        back = rpc.rpc_sync(self.peer(), forward_chain, args=args)
+        back = self.call(forward_chain, *args)
         self.assertEqual(back.owner(), rpc.get_worker_info())
         self.assertIs(back.local_value(), mine.local_value())
 
@@ -310,14 +308,14 @@ class RRefTest(RpcAgentTestFixture):
     def test_user_of_a_failed_reference_elsewhere_gets_the_error(self) -> None:
         rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
         with self.assertRaisesRegex(ValueError, "no value"):
-            rpc.rpc_sync(self.peer(2), remote.add_to_rref, args=(rref, 1))
+            self.call(remote.add_to_rref, rref, 1, to=self.peer(2))
 
     @dist_init
     def test_time_limit_of_to_here(self) -> None:
         rref = rpc.remote(self.peer(), remote.pass_gate, args=(1,))
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
             rref.to_here(timeout=0.05)
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
         # The reference survives a wait that gave up.
         self.assertEqual(rref.to_here(), 1)
 

@@ -43,7 +43,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         self._start(_transports=transports, _channels=channels)
         for size in (0, 1, 100, 1 << 18):
             tensor = torch.arange(size)
-            got = rpc.rpc_sync(self.peer(), torch.add, args=(tensor, 1))
+            got = self.call(torch.add, tensor, 1)
             self.assertEqual(got, tensor + 1)
         rpc.shutdown()
 
@@ -107,12 +107,12 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     @dist_init
     def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
-            rpc.rpc_sync(self.peer(), remote.my_name)
+            self.call(remote.my_name)
         poll_until(
             lambda: self._active_calls() == 0,
             "answered calls are still counted as active",
         )
         waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
         self.assertEqual(self._active_calls(), 1)
-        rpc.rpc_sync(self.peer(), remote.open_gate)
+        self.call(remote.open_gate)
         self.assertEqual(waiting.wait(), 1)

@@ -136,8 +136,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
             dist_autograd.backward(context_id, [module(x).sum()])
             own = dist_autograd.get_gradients(context_id)[x]
             self.assertEqual(own, torch.full((2,), 2.0))
-            args = (module.get_module_rref(), context_id)
-            grads = rpc.rpc_sync(self.peer(), gradients_of, args=args)
+            grads = self.call(gradients_of, module.get_module_rref(), context_id)
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
     @dist_init
@@ -177,7 +176,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
     def test_rpc_carries_the_module_and_no_attribute_of_the_users(self) -> None:
         module: Any = self._affine()
         module.extra = "not part of a remote module"
-        attributes = rpc.rpc_sync(self.peer(), attributes_of, args=(module,))
+        attributes = self.call(attributes_of, module)
         self.assertNotIn("extra", attributes)
         self.assertIn("module_rref", attributes)
 
@@ -193,10 +192,10 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
         x = torch.arange(3.0)
         wanted = (self.rank + 2) * x
         self.check_call(wanted, forward_of, module, x, to=self.peer(2))
-        back = rpc.rpc_sync(self.peer(2), send_back, args=(module,))
+        back = self.call(remote.identity, module, to=self.peer(2))
         self.assertEqual(back.get_module_rref().owner_name(), self.peer(1))
         self.assertEqual(back.forward(x), wanted)
-        on_owner = rpc.rpc_sync(self.peer(1), module_of, args=(back,))
+        on_owner = self.call(module_of, back, to=self.peer(1))
         self.assertIs(type(on_owner), Affine)
 
     @dist_init
@@ -204,14 +203,10 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
         module = RemoteModule(self.peer(1), Affine, args=(3,))
         x = torch.ones(2, requires_grad=True)
         with dist_autograd.context() as context_id:
-            out = rpc.rpc_sync(self.peer(2), forward_of, args=(module, x))
+            out = self.call(forward_of, module, x, to=self.peer(2))
             dist_autograd.backward(context_id, [out.sum()])
             grad = dist_autograd.get_gradients(context_id)[x]
             self.assertEqual(grad, torch.full((2,), 3.0))
-
-
-def send_back(module: RemoteModule) -> RemoteModule:
-    return module
 
 
 def module_of(module: RemoteModule) -> nn.Module:
