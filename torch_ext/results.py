@@ -13,32 +13,6 @@ if TYPE_CHECKING:
     from torch_ext.world.outcome import Outcome
     from torch_ext.world.verdict import WorldReport  # a list of cached names must not pay for its import
 
-__all__ = [
-    "WITHOUT_TESTS",
-    "Began",
-    "ClassEvent",
-    "Died",
-    "Event",
-    "Needs",
-    "OutputError",
-    "Over",
-    "Problem",
-    "Raised",
-    "RanksFailed",
-    "Remark",
-    "RoundBegan",
-    "RunEnded",
-    "SetupError",
-    "Sink",
-    "Stalled",
-    "Status",
-    "TestName",
-    "TestResult",
-    "Tick",
-    "import_failure",
-    "raised",
-]
-
 
 class SetupError(RuntimeError):
     """Nothing can run: torch, or the device that was asked for, cannot be loaded. The message is for users."""
@@ -72,19 +46,13 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TestName:
-    """The address of one test; with an empty ``method`` of its class, with an empty ``cls`` too of its file.
-
-    Attributes:
-        file: path below the root, with forward slashes and its suffix, such as ``distributed/test_a.py``.
-        cls: name of the class.
-        method: name of the test method, parameters included.
-    """
+    """The address of one test; with an empty ``method`` of its class, with an empty ``cls`` too of its file."""
 
     __test__ = False  # pytest and unittest would take the name for a test class
 
-    file: str
+    file: str  # path below the root, with forward slashes and its suffix, such as distributed/test_a.py
     cls: str = ""
-    method: str = ""
+    method: str = ""  # with its parameters
 
     @property
     def id(self) -> str:
@@ -108,21 +76,13 @@ class TestName:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a test asks of the machine, as far as its class and decorators say so before it runs.
+    """What a test asks of the machine, as far as its class and decorators say so before it runs."""
 
-    Attributes:
-        world_size: its ranks; 0: it has none, or they are not known before it runs.
-        processes: how many processes its ranks are: ``world_size``, or 1 where they are threads; never below 1.
-        devices: accelerator devices without which it skips; 0: any number will do.
-        alone: nothing else may run beside its class.
-        hosts: on how many hosts its ranks run.
-    """
-
-    world_size: int = 0
-    processes: int = 1
-    devices: int = 0
-    alone: bool = False
-    hosts: int = 1
+    world_size: int = 0  # its ranks; 0: it has none, or they are not known before it runs
+    processes: int = 1  # that its ranks are: `world_size`, or 1 where they are threads; never below 1
+    devices: int = 0  # accelerator devices without which it skips; 0: any number will do
+    alone: bool = False  # nothing else may run beside its class
+    hosts: int = 1  # on which its ranks run
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +128,15 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file.
+    """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file."""
 
-    Attributes:
-        error: the first line of what it says, such as ``"ValueError: no"``.
-        trace: its traceback, without the harness's own frames.
-        where: what raised it if that is not the test itself: a sub-test, or ``setUpClass`` of a class.
-    """
+    error: str  # the first line of what it says, such as "ValueError: no"
+    trace: str  # its traceback, without the harness's own frames
+    where: str = ""  # what raised it if that is not the test itself: a sub-test, or `setUpClass` of a class
 
-    error: str
-    trace: str
-    where: str = ""
+    @property
+    def sentence(self) -> str:
+        return self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +146,17 @@ class RanksFailed:
     report: WorldReport
     where: str = ""
 
+    @property
+    def sentence(self) -> str:
+        return self.report.verdict.summary
+
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process that runs a test or its class ended, or was ended, before it was done.
+    """The process that runs a test or its class ended, or was ended, before it was done."""
 
-    Attributes:
-        sentence: which process, and how it ended.
-        stacks: where it hung, as faulthandler tells it; empty if it ended by itself.
-    """
-
-    sentence: str
-    stacks: str = ""
+    sentence: str  # which process, and how it ended
+    stacks: str = ""  # where it hung, as faulthandler tells it; empty if it ended by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,42 +174,35 @@ class TestResult:
     """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
 
     What runs tests fills in ``test`` to ``ranks``; the rest is known to what counts rounds and attempts.
-
-    Attributes:
-        test: the test; without a method for a failure of the class, without a class for a failure of the file.
-        status: its ending.
-        duration_s: wall time in seconds, start and end of its world included.
-        problems: why it failed; empty unless it did.
-        reason: why it was skipped, in words that a user can act on.
-        warnings: sentences worth repeating in the summary.
-        output: what its parent half printed, without hidden frames; empty unless the test failed.
-        ranks: the outcomes of its ranks; several of one number if it started several worlds. Those that passed come
-            without what they printed.
-        round: which of the rounds of the run it belongs to, from 1.
-        attempt: how often the test has run in this round, this time included.
-        again: whether it failed and runs once more, so that this is not its last word.
-        earlier: the attempts before this one, if it is the last; all of them failed.
     """
 
     __test__ = False
 
-    test: TestName
+    test: TestName  # without a method for a failure of the class, without a class for a failure of the file
     status: Status
-    duration_s: float
-    problems: tuple[Problem, ...] = ()
-    reason: str = ""
-    warnings: tuple[str, ...] = ()
-    output: str = ""
-    ranks: tuple[Outcome, ...] = ()
-    round: int = 1
-    attempt: int = 1
-    again: bool = False
-    earlier: tuple[TestResult, ...] = ()
+    duration_s: float  # wall time in seconds, start and end of its world included
+    problems: tuple[Problem, ...] = ()  # why it failed; empty unless it did
+    reason: str = ""  # why it was skipped, in words that a user can act on
+    warnings: tuple[str, ...] = ()  # sentences worth repeating in the summary
+    output: str = ""  # what its parent half printed, without hidden frames; empty unless the test failed
+    ranks: tuple[
+        Outcome, ...
+    ] = ()  # several of one number if it started several worlds; those that passed have no output
+    round: int = 1  # which of the rounds of the run it belongs to, from 1
+    attempt: int = 1  # how often the test has run in this round, this time included
+    again: bool = False  # it failed and runs once more, so that this is not its last word
+    earlier: tuple[TestResult, ...] = ()  # the attempts before this one, if it is the last; all failed
 
     @property
     def died(self) -> bool:
         """Whether its process ended under it."""
         return any(isinstance(problem, Died) for problem in self.problems)
+
+    @property
+    def failed_ranks(self) -> list[Outcome]:
+        """The ranks of each world that did not pass, by number."""
+        reports = [problem.report for problem in self.problems if isinstance(problem, RanksFailed)]
+        return [one for report in reports for one in sorted(report.outcomes, key=lambda one: one.rank)]
 
 
 # What happens while tests run, and the events of a whole run.

@@ -15,11 +15,8 @@ class MissingTorchNameError(ImportError):
 
 
 def lazy_names(area: str, places: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return a module ``__getattr__`` for ``area`` that looks up each name on first use and caches it.
-
-    Args:
-        area: ``__name__`` of the compat module.
-        places: for each name, the places to try in order, newest release first, each as ``"module:attribute"``.
+    """Return a module ``__getattr__`` for the compat module ``area`` that looks up each name on first use and caches
+    it, in its ``places``: to try in order, newest release first, each as ``"module:attribute"``.
 
     Raises (on use):
         AttributeError: the name is not in ``places``.

@@ -18,13 +18,9 @@ def run_test_method(
 ) -> None:
     """Have unittest run ``method`` in the place of the test method of ``test``, and then the cleanups of ``test``.
 
-    No fixture runs. May be called while the test already runs, from within its method.
-
-    Args:
-        test: the test case. A coroutine that ``method`` returns is run if this is an ``IsolatedAsyncioTestCase``.
-        result: receives what unittest reports, as by ``TestCase.run``.
-        method: the test method, without arguments.
-        check: called with what the method or a cleanup has returned, and its name; what it raises counts as theirs.
+    No fixture runs. May be called while the test already runs, from within its method. A coroutine that ``method``
+    returns is run if ``test`` is an ``IsolatedAsyncioTestCase``. ``result`` receives what unittest reports. ``check``
+    is called with what the method or a cleanup has returned, and its name; what it raises counts as theirs.
     """
 
     def call() -> Any:

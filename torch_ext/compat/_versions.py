@@ -31,7 +31,9 @@ def untested_torch() -> str:
     Also empty if this process or one of its ancestors has called this before: call it where you show the text.
     """
     version = _installed()
-    if not version or _is_tested(version) or os.environ.get(_TOLD_VARIABLE):
+    found = _RELEASE.fullmatch(version)
+    is_tested = found is not None and _OLDEST <= (int(found[1]), int(found[2])) <= _NEWEST
+    if not version or is_tested or os.environ.get(_TOLD_VARIABLE):
         return ""
     os.environ[_TOLD_VARIABLE] = version
     oldest, newest = (".".join(map(str, bound)) for bound in (_OLDEST, _NEWEST))
@@ -49,8 +51,3 @@ def _installed() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _is_tested(version: str) -> bool:
-    found = _RELEASE.fullmatch(version)
-    return found is not None and _OLDEST <= (int(found[1]), int(found[2])) <= _NEWEST

@@ -14,22 +14,13 @@ if TYPE_CHECKING:
 
     Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-    from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group, _get_default_store
+    from torch.distributed.distributed_c10d import _coalescing_manager as _coalescing_manager
+    from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
+    from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
 
     # Missing from torch's stubs.
     _dump_fr_trace_json: Callable[[bool, bool], bytes]
     _set_thread_isolation_mode: Callable[[bool], None]
-
-__all__ = [
-    "_coalescing_manager",
-    "_dump_fr_trace_json",
-    "_get_default_group",
-    "_get_default_store",
-    "_set_thread_isolation_mode",
-    "bind_gloo",
-    "ranks_of_groups",
-    "watch_groups",
-]
 
 
 def ranks_of_groups() -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -16,28 +17,11 @@ from typing import TYPE_CHECKING, Any
 from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
-    from torch.testing._internal.common_distributed import TEST_SKIPS
-    from torch.testing._internal.common_utils import FILE_SCHEMA
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.testing._internal.distributed.multi_threaded_pg import (
-        _install_threaded_pg,
-        _uninstall_threaded_pg,
-    )
-
-__all__ = [
-    "FILE_SCHEMA",
-    "TEST_SKIPS",
-    "FakeStore",
-    "ThreadedWorld",
-    "_install_threaded_pg",
-    "_uninstall_threaded_pg",
-    "around_threaded_collectives",
-    "keep_upstream",
-    "prepare_for_threads",
-    "separate_threaded_worlds",
-    "upstream_module",
-    "upstream_name",
-]
+    from torch.testing._internal.common_distributed import TEST_SKIPS as TEST_SKIPS
+    from torch.testing._internal.common_utils import FILE_SCHEMA as FILE_SCHEMA
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg as _install_threaded_pg
+    from torch.testing._internal.distributed.multi_threaded_pg import _uninstall_threaded_pg as _uninstall_threaded_pg
 
 _UTILS = "torch.testing._internal.common_utils"
 _DISTRIBUTED = "torch.testing._internal.common_distributed"
@@ -53,12 +37,26 @@ _PLACES = {
 
 __getattr__ = lazy_names(__name__, _PLACES)
 
+# Modules that keep a seed, with the caller's stack, until their device is initialized.
+_SEEDED = ("torch.cuda", "torch.xpu", "torch.mtia")
+
 # How many of a rank's last collectives of a group are known.
 _MOST_CALLED = 16
 # Seconds for the other ranks to call the collective in which two differ.
 _ALL_COME_S = 1.0
 
 _kept: dict[str, ModuleType] = {}
+
+
+def seed_without_stacks() -> None:
+    """Let ``torch.manual_seed`` format no stack for a kind of device that this torch was built without. Nothing would
+    ever show these stacks, and three for each seed take a twelfth of the time of FSDP's suites.
+    """
+    quiet = ModuleType("traceback")
+    vars(quiet).update(vars(traceback), format_stack=lambda *args, **kwargs: [])
+    for module in map(importlib.import_module, _SEEDED):
+        if not getattr(module, "_is_compiled", lambda: True)() and getattr(module, "traceback", None) is traceback:
+            module.traceback = quiet  # type: ignore[attr-defined]
 
 
 def upstream_module(name: str) -> ModuleType:
@@ -87,14 +85,11 @@ def keep_upstream(name: str) -> None:
 
 
 def around_threaded_collectives(around: Callable[..., AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter a context around each rank's part of each collective of torch's threaded group.
+    """Enter a context around each rank's part of each collective of torch's threaded group; return a function that ends
+    this.
 
-    Args:
-        around: called in the rank's thread with an object that all ranks of the collective share, the name of what it
-            does, such as ``AllReduce``, and the tensors that the rank lets it read and has it write.
-
-    Returns:
-        a function that ends this.
+    ``around`` is called in the rank's thread with an object that all ranks of the collective share, the name of what it
+    does, such as ``AllReduce``, and the tensors that the rank lets it read and has it write.
     """
     collective = importlib.import_module(_THREADED).Collective
     original = collective.join
@@ -112,13 +107,11 @@ def around_threaded_collectives(around: Callable[..., AbstractContextManager[Non
 
 
 class ThreadedWorld:
-    """The collectives of one test whose ranks are threads.
+    """The collectives of one test whose ranks are threads. ``line_here`` returns the user's line that the calling
+    thread is in, for messages; empty if there is none.
 
     Torch keeps those of all tests in one place, by the name of the group. So a thread of a test that has timed out
     would take part in a collective of the next test, whose groups have the same names.
-
-    Args:
-        line_here: returns the user's line that the calling thread is in, for messages; empty if there is none.
     """
 
     def __init__(self, line_here: Callable[[], str]) -> None:

@@ -6,10 +6,10 @@ Runs in the supervisor, in zygotes and in ranks; imports the standard library on
 Note [Who else may act]
 ~~~~~~~~~~~~~~~~~~~~~~~
 A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. It knows the children that
-it has forked: ranks, spares, the class process, its copies. A rank, the parent half or the import of the test's file
+it has forked (ranks, spares, the class process, its copies). A rank, the parent half or the import of the test's file
 started all others. Processes of the import stay with the original zygote, which tells its copies about them. The parent
 half looks at its own children and threads. If it is no child of a zygote (pytest, ``python test_x.py``), it adopts its
-orphans itself, so that it can find them.
+orphans itself.
 
 Processes that have ended or are being killed do not count, nor do two that only clean up: multiprocessing's resource
 tracker and torch's shared memory manager. Read descendants before the zygote's own children: a process whose parent
@@ -29,9 +29,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from os import close as _close
 from os import fork as fork
 from os import getpid as getpid
 from os import getppid as getppid
+from os import open as _open
+from os import read as _read
 from os import waitpid as waitpid
 from time import monotonic as monotonic
 from time import sleep as sleep
@@ -49,8 +52,8 @@ _HUGE_PAGE_BYTES = 2 << 20
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 
 
-# Python's own recursion limit.
-_FRAMES = 1000
+_FRAMES = 1000  # Python's own recursion limit
+_STAT_BYTES = 4096  # far above a line of /proc/PID/stat
 
 
 def require_supported() -> None:
@@ -102,8 +105,34 @@ def stat_of(pid: int) -> list[str]:
     Raises:
         OSError: the process is gone, or hidden, or the system has no such file.
     """
-    with open(f"/proc/{pid}/stat", errors="replace") as stream:
-        return stream.read().rpartition(")")[2].split()
+    descriptor = _open(f"/proc/{pid}/stat", os.O_RDONLY)  # three system calls; open() in Python takes eight
+    try:
+        return _read(descriptor, _STAT_BYTES).rpartition(b")")[2].decode().split()
+    finally:
+        _close(descriptor)
+
+
+def field_of(pid: int, index: int) -> str:
+    """Return one field of :func:`stat_of`; empty if the process is gone."""
+    try:
+        return stat_of(pid)[index]
+    except (OSError, IndexError):
+        return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether ``pid`` has been stopped by a signal, and not by a debugger."""
+    return field_of(pid, 0) == "T"
+
+
+def group_of(pid: int) -> int:
+    """Return the process group of ``pid``; 0 if it is gone."""
+    return int(field_of(pid, 2) or 0)
+
+
+def start_of(pid: int) -> str:
+    """Return when process or thread ``pid`` started, in the kernel's ticks; empty if it is gone."""
+    return field_of(pid, 19)
 
 
 def computed_s(pid: int) -> float:
@@ -157,11 +186,6 @@ def tasks(pid: int = 0) -> int:
         return 0 if pid else threading.active_count()
 
 
-def environment_at_start() -> dict[str, str]:
-    """Return the environment with which this process's program was started."""
-    return dict(environment_of(getpid()) or os.environ)
-
-
 def watch_exit(pid: int) -> int:
     """Return a descriptor that becomes readable when child ``pid`` ends. The caller closes it and reaps the child."""
     if hasattr(os, "pidfd_open"):  # which a Python built for old kernels lacks
@@ -177,26 +201,10 @@ def watch_exit(pid: int) -> int:
     return reader
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether ``pid`` has been stopped by a signal, and not by a debugger."""
-    try:
-        return stat_of(pid)[0] == "T"
-    except (OSError, IndexError):
-        return False
-
-
 def lead_process_group() -> None:
     """Put this process into its own process group."""
     with contextlib.suppress(OSError):  # it leads its session
         os.setpgid(0, 0)
-
-
-def group_of(pid: int) -> int:
-    """Return the process group of ``pid``; 0 if it is gone."""
-    try:
-        return os.getpgid(pid)
-    except OSError:
-        return 0
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -351,14 +359,6 @@ def _has_ended(pid: int) -> bool:
         return stat_of(pid)[0] in "ZX"
     except OSError as error:
         return isinstance(error, FileNotFoundError)
-
-
-def start_of(pid: int) -> str:
-    """Return when process or thread ``pid`` started, in the kernel's ticks; empty if it is gone."""
-    try:
-        return stat_of(pid)[19]
-    except OSError:
-        return ""
 
 
 def _ancestors(pid: int) -> set[int]:

@@ -11,10 +11,11 @@ A rank that waits is rarely at fault. In this order:
    for its peer. These are the edges of a graph; a collective that raised an error counts as unfinished. Ranks with
    edges to them alone are to blame. If their bodies are over, ignore a collective that only a few ranks have called
    and whose callers are awaited elsewhere. Without such ranks, report a deadlock and its cycle; in it, a rank whose
-   body is over is to blame, or the minority that waits in another collective.
+   body is over is to blame, or the minority that waits in another group, or in another backend of the group.
 4. If some ranks wait and the others do something else, the others are to blame, but for a rank that was in a collective
    when it ended.
-5. Different sizes in a collective that may want them equal are reported, without blame.
+5. If all ranks wait, one in which a function that a peer has called by RPC waits for no other RPC is to blame.
+6. Different sizes in a collective that may want them equal are reported, without blame.
 
 A rank that holds the GIL or is stopped cannot send its record; then the records of its peers count.
 """
@@ -39,7 +40,7 @@ from torch_ext.world.outcome import (
     read_record,
     uneven_sizes,
 )
-from torch_ext.world.wording import ranks_phrase
+from torch_ext.world.wording import place_in_rpc, ranks_phrase
 
 # A wait in words: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
@@ -49,20 +50,14 @@ _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 @dataclass(frozen=True)
 class _Edge:
-    """Rank ``waiting`` waits for ``missing`` in the operation ``what``.
-
-    Attributes:
-        call: the user's call, and its line.
-        group: the process group of a collective.
-        came: number of ranks that have called it.
-    """
+    """Rank ``waiting`` waits for ``missing`` in the operation ``what``."""
 
     waiting: int
     missing: tuple[int, ...]
     what: str
-    call: tuple[str, str]
-    group: str = ""
-    came: int = 1
+    call: tuple[str, str]  # the user's, and its line
+    group: str = ""  # the process group of a collective, with its description, which tells its backends apart
+    came: int = 1  # number of ranks that have called it
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -74,15 +69,20 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
         or _waiting(outcomes, records)
         or _last_difference(outcomes, records)
         or _elsewhere(outcomes, records)
+        or _in_rpcs(outcomes)
         or uneven_sizes(records)
     )
-    return _with_calls(found, outcomes) if found is not None and found.differ and not found.cause else found
+    if found is None or not found.differ or found.cause:
+        return found
+    lines = {o.rank: line for o in outcomes if (line := _call_of(o)[1])}
+    return replace(found, cause=_cause_of_calls(found.calls, found.ranks, lines))
 
 
 def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     """Return the disagreement of ranks in one collective, by the backend's errors in ``failed``; None if there is none.
 
-    Each error has the rank's own call and one that differs from it; the ranks of the smaller party are to blame.
+    Each error has the rank's own call and one that differs from it. The ranks whose body was over are to blame, else
+    those of the smaller party.
     """
     told: dict[int, tuple[str, str]] = {}
     for outcome in failed:
@@ -97,6 +97,11 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     calls = tuple((tuple(party), call) for call, party in parties.items())
     lines = {rank: line for rank, (_, line) in told.items() if line}
     lines |= {o.rank: o.receipt.place for o in failed if o.receipt and o.receipt.place and o.rank not in lines}
+    over = tuple(o.rank for o in failed if o.rank in told and any(wait.over for wait in o.waits))
+    waiting = sorted(told.keys() - set(over))
+    if over and waiting:
+        theirs = told[waiting[0]][0], lines.get(waiting[0], "")
+        return Mismatch("", over, True, calls, _never_called(failed, over, waiting, theirs))
     return Mismatch("", ranks, True, calls, _cause_of_calls(calls, ranks, lines))
 
 
@@ -104,9 +109,6 @@ def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Seq
     """Blame ``ranks``, by a backend's message or because they did not wait, for keeping ``waiting`` ranks waiting."""
     call = _call_of(waiting[0]) if waiting else ("", "")
     return Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, [o.rank for o in waiting], call))
-
-
-# The ways to differ
 
 
 def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
@@ -153,7 +155,8 @@ def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence
     if found is None or found.differ:
         return found
     waiting = [o.rank for o in outcomes if o.rank not in found.ranks and o.ending is not Ending.PASSED]
-    return replace(found, cause=_kept(outcomes, found.ranks, waiting, ("a collective", "")))
+    line = next((line for o in outcomes if o.rank in waiting and (line := _call_of(o)[1])), "")
+    return replace(found, cause=_kept(outcomes, found.ranks, waiting, ("a collective", line)))
 
 
 def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
@@ -197,7 +200,7 @@ def _of_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[
     sentence = f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called"
     if not edge.group:
         return Mismatch(sentence, roots, cause=_kept(outcomes, roots, alike, edge.call))
-    return _destroyed(outcomes, absent, alike, edge.group, edge.call) or Mismatch(
+    return _destroyed(outcomes, absent, alike, _name_of(edge.group), edge.call) or Mismatch(
         sentence, roots, cause=_never_called(outcomes, roots, alike, edge.call)
     )
 
@@ -214,12 +217,16 @@ def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequenc
             if each.finished and each is not failed_in.get(rank):
                 continue
             members = _members(each, groups, outcomes, records)
-            came = {other for other in members if _has_come(records.get(other, ()), each)}
+            came = {
+                other
+                for other in members
+                if any(o.group == each.group and o.sequence >= each.sequence for o in records.get(other, ()))
+            }
             unknown = {other for other in members if other not in records and other not in silent}
             absent = tuple(sorted(set(members) - came - unknown - {rank}))
             if absent:
                 call = each.name, _call_of(by_rank[rank])[1]
-                yield _Edge(rank, absent, str(each), call, each.group.partition(" ")[0], len(members) - len(absent))
+                yield _Edge(rank, absent, str(each), call, each.group, len(members) - len(absent))
 
 
 def _failed_in_a_collective(outcome: Outcome) -> bool:
@@ -238,16 +245,15 @@ def _members(
     outcomes: Sequence[Outcome],
     records: Mapping[int, Sequence[Collective]],
 ) -> list[int]:
-    name = each.group.partition(" ")[0]
-    if name in groups:
+    if (name := _name_of(each.group)) in groups:
         return groups[name]
     if "default_pg" in each.group:
         return [outcome.rank for outcome in outcomes]
     return [rank for rank, record in records.items() if any(other.group == each.group for other in record)]
 
 
-def _has_come(record: Sequence[Collective], each: Collective) -> bool:
-    return max((other.sequence for other in record if other.group == each.group), default=0) >= each.sequence
+def _name_of(group: str) -> str:
+    return group.partition(" ")[0]
 
 
 def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
@@ -274,17 +280,16 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
     sentence = f"a deadlock; its cycle: {'; '.join(steps)}"
     parties: dict[str, list[int]] = {}
     for rank, each in sorted(after.items()):
-        parties.setdefault(each.what, []).append(rank)
+        parties.setdefault(each.group, []).append(rank)
     odd = minority(parties.values()) if all(each.group for each in after.values()) else ()
     ranks = odd or tuple(sorted(path))
     waits = [f"rank {rank} in {_in_words(after[rank].call)}" for rank in (*ranks, *(r for r in path if r not in ranks))]
-    if odd:
-        others = ranks_phrase([rank for rank in after if rank not in odd])
-        verb = "waits" if len(odd) == 1 else "wait"
-        cause = f"{ranks_phrase(odd)} {verb} in another collective than {others}: {', '.join(waits)}"
-    else:
-        cause = f"{ranks_phrase(ranks)} wait for each other: {', '.join(waits)}"
-    return Mismatch(sentence, ranks, cause=cause)
+    others = ranks_phrase([rank for rank in after if rank not in odd])
+    verb = "waits" if len(odd) == 1 else "wait"
+    one = len({_name_of(each.group) for each in after.values()}) == 1
+    where = "another backend of the process group" if one else "another process group"
+    how = f"{verb} in {where} than {others}" if odd else "wait for each other"
+    return Mismatch(sentence, ranks, cause=f"{ranks_phrase(ranks)} {how}: {', '.join(waits)}")
 
 
 def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -301,12 +306,15 @@ def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Colle
     return replace(found, sentence=f"{sentence}; {doing}" if doing else sentence)
 
 
-# In words
-
-
-def _with_calls(found: Mismatch, outcomes: Sequence[Outcome]) -> Mismatch:
-    lines = {o.rank: line for o in outcomes if (line := _call_of(o)[1])}
-    return replace(found, cause=_cause_of_calls(found.calls, found.ranks, lines))
+def _in_rpcs(outcomes: Sequence[Outcome]) -> Mismatch | None:
+    places = {o.rank: place for o in outcomes if (place := place_in_rpc(o.stacks))}
+    waiting = [o for o in outcomes if o.rank not in places and any(wait.transport for wait in o.waits)]
+    if not places or not waiting or len(waiting) + len(places) < len(outcomes):
+        return None
+    ranks = tuple(places)
+    verb = "was" if len(ranks) == 1 else "were"
+    kept = _kept([], ranks, [o.rank for o in waiting], _call_of(waiting[0]))
+    return Mismatch("", ranks, cause=f"{kept}; a function that an RPC had called {verb} {places[ranks[0]]}")
 
 
 def _cause_of_calls(
@@ -331,17 +339,13 @@ def _never_called(
     outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]
 ) -> str:
     where = f" ({call[1]})" if call[1] else ""
-    return (
-        f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
-        f"{_whereabouts(outcomes, absent)}"
-    )
+    said = f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
+    return said + _whereabouts(outcomes, absent)
 
 
 def _kept(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]) -> str:
-    return (
-        f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_in_words(call)}"
-        f"{_whereabouts(outcomes, absent)}"
-    )
+    said = f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_in_words(call)}"
+    return said + _whereabouts(outcomes, absent) if outcomes else said
 
 
 def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:

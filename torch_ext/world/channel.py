@@ -8,10 +8,9 @@ Both ends are on one machine.
 Note [Broken channels]
 ~~~~~~~~~~~~~~~~~~~~~~
 A test can write into any descriptor of its process, and so into its end of a channel. Reading therefore never blocks on
-half a frame: :meth:`Channel.poll` reads pending bytes and is true when :meth:`Channel.receive` has a whole frame or an
-end. A wrong magic number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: it
-carries no further message. The reader sends its peer the reason, so that the writing process can report it, and treats
-the channel as closed.
+half a frame: :meth:`Channel.poll` is true when :meth:`Channel.receive` has a whole frame or an end. A wrong magic
+number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: it carries no further
+message. The reader sends its peer the reason, so that the writing process can report it.
 """
 
 from __future__ import annotations
@@ -101,11 +100,8 @@ class _Refused:
 
 
 class Channel:
-    """One end of a connection. Owns its socket. One thread may send while another receives.
-
-    Args:
-        sock: the socket.
-        peer: inode of the socket at the other end, to name its descriptor in errors; 0 if unknown.
+    """One end of a connection. Owns its socket. One thread may send while another receives. ``peer`` is the inode of
+    the socket at the other end, to name its descriptor in errors; 0 if unknown.
     """
 
     def __init__(self, sock: socket.socket, peer: int = 0) -> None:
@@ -353,10 +349,9 @@ def channel_pair() -> tuple[Channel, Channel]:
 
 def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     """Whether ``descriptor`` becomes readable or ends within ``timeout_s`` seconds, which may be infinite."""
-    limit_s = None if timeout_s == float("inf") else timeout_s
     ready = select.poll()  # unlike select(), it takes descriptors above 1023
     ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(None if limit_s is None else limit_s * 1000))
+    return bool(ready.poll(None if timeout_s == float("inf") else timeout_s * 1000))
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -430,7 +425,12 @@ class Callbacks:
             timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
         ready = [key for key, _ in self._selector.select(timeout_s)]
         if late_s <= monotonic():
-            ready += [key for key in self._selector.get_map().values() if _is_late(key.fileobj) and key not in ready]
+            late = (
+                key
+                for key in self._selector.get_map().values()
+                if getattr(key.fileobj, "deadline_s", _NEVER) <= monotonic()
+            )
+            ready += [key for key in late if key not in ready]
         for key in ready:
             # An earlier callback of this round may have unwatched it.
             if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
@@ -439,7 +439,3 @@ class Callbacks:
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._selector.close()
-
-
-def _is_late(file: object) -> bool:
-    return bool(getattr(file, "deadline_s", _NEVER) <= monotonic())

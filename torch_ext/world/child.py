@@ -1,30 +1,30 @@
 """Children of a zygote: forks where forking is safe, else fresh interpreters that load what the zygote has loaded.
 Standard library and own layer only.
 
-A fresh interpreter also serves where a library reads a variable only when it loads, and on request: forked ranks share
-one hash seed, so that they never differ in the order of a set. A test module may set or remove variables during its
-import; each process that runs its tests gets these changes on top of the current environment.
+A fresh interpreter also serves on request: forked ranks share one hash seed, so that they never differ in the order of
+a set. A test module may set or remove variables during its import; each process that runs its tests gets these changes
+on top of the current environment.
 
 Note [Thread pool after a fork]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A fork leaves torch's pthreadpool without its threads, and torch replaces the pool on its next use: it removes the old
-one first, and makes the new one afterwards. Every native thread looks for the pool when it starts; one that finds none
-in between ends the process ("Invalid thread pool!" and SIGABRT, in an autograd thread). So each child replaces the pool
-while it has one thread, by setting the number of threads to its present value.
+A fork leaves torch's pthreadpool without its threads. Torch replaces the pool on its next use: it removes the old one
+first. Every native thread looks for the pool when it starts, and one that finds none in between ends the process
+("Invalid thread pool!" and SIGABRT, in an autograd thread). So each child replaces the pool while it has one thread, by
+setting the number of threads to its present value.
 
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
-A child of ``fork`` keeps one thread, and the work of all others is broken in it: it waits forever for an OpenMP or
-autograd pool without threads, a lock that another thread held stays locked, and a device driver refuses every call. So
-a zygote imports modules and runs nothing else. But a test module may do anything during its import, so a check precedes
-each fork, and where it fails the child is a fresh interpreter.
+A child of ``fork`` keeps one thread: it waits forever for an OpenMP or autograd pool without threads or a lock that
+another thread held, and a device driver refuses every call. So a zygote imports modules and runs nothing else. A test
+module may still do anything during its import, so a check precedes each fork, and where it fails the child is a fresh
+interpreter.
 
 Note [Trial fork]
 ~~~~~~~~~~~~~~~~~
 OpenBLAS is the exception: importing numpy starts its threads, which its fork handlers end before every fork and start
-again on use. A count cannot tell them from other threads. So where there are threads, fork one child that ends at once;
-the threads that survive are not OpenBLAS's. Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has
-imported numpy gets fresh interpreters, unless it sets ``OPENBLAS_NUM_THREADS=1``: slower, never wrong.
+again on use. So where there are threads, fork one child that ends at once; the threads that survive are not OpenBLAS's.
+Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, unless it
+sets ``OPENBLAS_NUM_THREADS=1``: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NoReturn
 
 from torch_ext.world import _os, settings
@@ -100,26 +99,19 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
-    """End a process that a test has forked, as Python would: the rest of our code is for its parent alone.
-
-    Args:
-        error: the exception that ended it, if any.
-        trace: shown in place of the error's own.
+    """End a process that a test has forked, as Python would: the rest of our code is for its parent alone. ``trace`` is
+    shown in place of the traceback of ``error``, the exception that ended it, if any.
     """
     with contextlib.suppress(Exception):  # its stderr may be closed
-        _say_why(error, trace)
+        if isinstance(error, SystemExit):
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+        elif error is not None and trace:
+            sys.stderr.write(trace)
+        elif error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
     _os.flush_output()
     os._exit(exit_code_of(error))
-
-
-def _say_why(error: BaseException | None, trace: str) -> None:
-    if isinstance(error, SystemExit):
-        if error.code is not None and not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)
-    elif error is not None and trace:
-        sys.stderr.write(trace)
-    elif error is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
 
 
 def redirect(stdout: int, stderr: int) -> None:
@@ -277,8 +269,7 @@ def reason_not_to_fork() -> str:
         _trial_fork()
     if _os.tasks() > 1:
         return f"it runs other threads: {_describe_threads()}"
-    driver = _open_driver()
-    if driver:
+    if driver := _open_driver():
         return f"a device driver is initialized in it ({driver} is open)"
     used = _device_in_use()
     return f"it has used a device, {used}, which its children then cannot use" if used else ""
@@ -302,13 +293,10 @@ def _describe_threads() -> str:
 
 
 def _open_driver() -> str:
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target.startswith(_DRIVER_FILES):
-            return target
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if (target := os.readlink(f"/proc/self/fd/{number}")).startswith(_DRIVER_FILES):
+                return target
     return ""
 
 

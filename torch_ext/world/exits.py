@@ -4,9 +4,9 @@ standard library only.
 Note [Nothing after the receipt]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 In one process, unittest's exit code covers everything until the interpreter is gone. A rank is judged by its receipt,
-so its threads are joined, and the functions that it registered with ``atexit`` called, before it hands that in. An
-exception that escapes from either fails the test, and so does one that has escaped from any thread. Module globals
-cannot be finalized so early, since modules are still in use: a message names those with a finalizer.
+so before it hands that in, its threads are joined and the functions that it registered with ``atexit`` called. An
+exception that escapes from either fails the test, and so does one that has escaped from any thread. Module globals are
+still in use then and cannot be finalized: a message names those with a finalizer.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ import threading
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
-from types import TracebackType
 from typing import Any
 
 from torch_ext.world import _os
 
 # Deadly signals without a handler of faulthandler's, which would write the stacks to stderr.
 _SILENT = {
-    signal.Signals[name]
-    for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGPIPE")
+    signal.Signals[f"SIG{name}"] for name in ("KILL", "TERM", "INT", "HUP", "QUIT", "ALRM", "USR1", "USR2", "PIPE")
 }
 
 
 def write_stacks_before(descriptor: int) -> Callable[[], None]:
-    """Make :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first.
-
-    Returns:
-        A function that undoes this.
+    """Make :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first; return a
+    function that undoes this.
     """
     leave, kill, own = os._exit, os.kill, os.getpid()
 
@@ -47,13 +43,16 @@ def write_stacks_before(descriptor: int) -> Callable[[], None]:
         leave(status)
 
     def kill_after_writing(pid: int, signal_number: int, /) -> None:
-        if pid == own == os.getpid() and signal_number in _SILENT and _is_default(signal_number):
+        is_silent = pid == own == os.getpid() and signal_number in _SILENT
+        if is_silent and (signal_number == signal.SIGKILL or signal.getsignal(signal_number) is signal.SIG_DFL):
             _write_stacks(descriptor)
         kill(pid, signal_number)
 
     def undo() -> None:
         os._exit, os.kill = leave, kill
 
+    for function, original in ((_exit, leave), (kill_after_writing, kill)):
+        function.__module__, function.__qualname__ = "os", original.__name__  # so that RPC can send them
     os._exit, os.kill = _exit, kill_after_writing
     return undo
 
@@ -69,10 +68,6 @@ def _write_stacks(descriptor: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         os.set_blocking(descriptor, False)
         faulthandler.dump_traceback(descriptor, all_threads=True)
-
-
-def _is_default(signal_number: int) -> bool:
-    return signal.getsignal(signal_number) is signal.SIG_DFL or signal_number == signal.SIGKILL
 
 
 _Hook = Callable[..., Any]
@@ -98,35 +93,26 @@ def disown_exit_functions() -> None:
         finalize._registered_with_atexit = False  # the next one is to register again
 
 
-class ExitFunctions:
-    """The functions that a test registers with ``atexit`` or ``weakref.finalize``.
-
-    Make it before the test runs: it drops earlier functions, which belong to the zygote.
+def call_exit_functions() -> list[tuple[str, BaseException]]:
+    """Call the functions that a test has registered with ``atexit`` or ``weakref.finalize`` since
+    :func:`disown_exit_functions`, the last first; return their exceptions, each with its origin in words.
     """
+    errors: list[tuple[str, BaseException]] = []
 
-    def __init__(self) -> None:
-        disown_exit_functions()
-        self._errors: list[tuple[str, BaseException]] = []
+    def note(error: BaseException | None, how: str = "function registered with atexit") -> None:
+        if error is not None:
+            errors.append((f"a {how} raised", error))
 
-    def call(self) -> list[tuple[str, BaseException]]:
-        """Call them, the last first; return their exceptions, each with its origin in words."""
-        hooks = sys.unraisablehook, sys.excepthook
-        sys.unraisablehook, sys.excepthook = self._note, self._note_finalizer
-        try:
-            atexit._run_exitfuncs()
-        except BaseException as error:  # a SystemExit, on some releases of Python
-            self._errors.append(("a function registered with atexit raised", error))
-        finally:
-            sys.unraisablehook, sys.excepthook = hooks
-        errors, self._errors = self._errors, []
-        return errors
-
-    def _note(self, raised: Any) -> None:
-        if raised.exc_value is not None:
-            self._errors.append(("a function registered with atexit raised", raised.exc_value))
-
-    def _note_finalizer(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
-        self._errors.append(("a finalizer registered with weakref raised", error))
+    hooks = sys.unraisablehook, sys.excepthook
+    sys.unraisablehook = lambda raised: note(raised.exc_value)
+    sys.excepthook = lambda kind, error, trace, /: note(error, "finalizer registered with weakref")
+    try:
+        atexit._run_exitfuncs()
+    except BaseException as error:  # a SystemExit, on some releases of Python
+        note(error)
+    finally:
+        sys.unraisablehook, sys.excepthook = hooks
+    return errors
 
 
 class ThreadErrors:
@@ -180,27 +166,23 @@ class ThreadErrors:
             self._note(thread, text, error)
 
     def _on_thread(self, raised: Any) -> None:
+        name = raised.thread.name if raised.thread is not None else "?"
+        self._pass_on(raised, self._hooks[0], raised.thread, f"thread {name!r}")
+
+    def _on_unraisable(self, raised: Any) -> None:
+        function = getattr(raised.object, "__name__", raised.object)
+        in_bare_thread = str(raised.err_msg).startswith(_IN_BARE_THREAD)
+        self._pass_on(raised, self._hooks[1], None, f"a thread of {function}()" if in_bare_thread else "")
+
+    def _pass_on(self, raised: Any, hook: _Hook, thread: threading.Thread | None, who: str) -> None:
         own = threading.get_ident()
         if own in self._in_hook:  # the test's hook calls the former one, which is this
             return
-        name = raised.thread.name if raised.thread is not None else "?"
-        self._tell(raised.thread, f"thread {name!r} ended with an exception", raised.exc_value)
+        if who:
+            self._tell(thread, f"{who} ended with an exception", raised.exc_value)
         self._in_hook.add(own)
         try:
-            self._hooks[0](raised)
-        finally:
-            self._in_hook.discard(own)
-
-    def _on_unraisable(self, raised: Any) -> None:
-        own = threading.get_ident()
-        if own in self._in_hook:
-            return
-        if str(raised.err_msg).startswith(_IN_BARE_THREAD):
-            function = getattr(raised.object, "__name__", raised.object)
-            self._tell(None, f"a thread of {function}() ended with an exception", raised.exc_value)
-        self._in_hook.add(own)
-        try:
-            self._hooks[1](raised)
+            hook(raised)
         finally:
             self._in_hook.discard(own)
 
@@ -209,7 +191,7 @@ class Debts:
     """Threads, exit functions and finalizers of this rank's body. Make it before the body runs."""
 
     def __init__(self) -> None:
-        self._exit_functions = ExitFunctions()
+        disown_exit_functions()  # which belong to the zygote
         self._errors: list[tuple[str, BaseException]] = []
         self._late: list[tuple[str, BaseException]] = []
         self._before = set(threading.enumerate())
@@ -242,7 +224,7 @@ class Debts:
         # As the interpreter does at its end: idle workers of a ThreadPoolExecutor end, and threads that join the main
         # thread go on.
         threading._shutdown()  # type: ignore[attr-defined]
-        self._errors += self._exit_functions.call()
+        self._errors += call_exit_functions()
         self._finalize()
         self._errors += self._late
         self.check()
@@ -264,10 +246,3 @@ class Debts:
                     finalizer()
             except BaseException as error:
                 self._errors.append(("a finalizer of multiprocessing raised", error))
-
-
-def unfinalized_globals(module: str) -> list[str]:
-    """Return the globals of ``module`` whose ``__del__`` would run its code at the end of the interpreter."""
-    found = sys.modules.get(module)
-    values = list(vars(found).items()) if found is not None else []
-    return [name for name, value in values if type(value).__module__ == module and hasattr(type(value), "__del__")]

@@ -12,17 +12,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Protocol
 
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
-from torch_ext.world.channel import (
-    Channel,
-    channel_pair,
-)
+from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.settings import Patience
 from torch_ext.world.wording import printable
@@ -36,29 +33,19 @@ _PART_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Live:
-    """How to pass output on as it comes.
-
-    Attributes:
-        ranks: of these ranks; None: of all.
-        prefix: in whole lines, with the rank in front. Otherwise in bytes.
-        verbatim: with the control characters of its lines, such as colours.
+    """How to pass output on as it comes: of ``ranks`` (None: of all); with a ``prefix`` in whole lines, otherwise in
+    bytes; ``verbatim`` with the control characters of its lines, such as colours.
     """
 
     ranks: Collection[int] | None = None
     prefix: bool = True
     verbatim: bool = False
 
-    def shows(self, rank: int) -> bool:
-        return self.ranks is None or rank in self.ranks
-
-
-_LINES = Live()
-
 
 class Capture:
     """The output of a rank. Its stdout and stderr share one file, so that their lines keep their order."""
 
-    def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = _LINES) -> None:
+    def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = Live()) -> None:
         self.live = live
         self._how = how
         self._prefix = f"[rank {rank}] "
@@ -133,8 +120,8 @@ class Capture:
 def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
     """Return a capture and the descriptor that the rank writes to, which the caller owns."""
     file = _os.unnamed_file()
-    how = show if isinstance(show, Live) else _LINES
-    if not show or not how.shows(rank):
+    how = show if isinstance(show, Live) else Live()
+    if not show or not (how.ranks is None or rank in how.ranks):
         return Capture(rank, file, None), os.dup(file.fileno())
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -205,7 +192,7 @@ def _remove(scratch: _Scratch) -> None:
 _STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
 
 
-class _Owner(Protocol):
+class _World(Protocol):
     def pump(self, timeout_s: float | None) -> None: ...
     def send_signal(self, rank: int, number: int) -> None: ...
 
@@ -214,8 +201,7 @@ class RankProcess:
     """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
 
     Attributes:
-        host: in words, if its test asked for several hosts.
-        is_far: it may run on another machine, whose pids are not ours.
+        host: in words, if its test asked for several hosts; ``is_far``: on another machine, whose pids are not ours.
     """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
@@ -223,7 +209,7 @@ class RankProcess:
         self.name = name
         self.pid: int | None = None
         self.connections: list[Connection] = []
-        self._world: _Owner | None = None  # set by its world
+        self._world: _World | None = None  # set by its world
         self._channel = channel
         self._capture = capture
         self._stacks = stacks
@@ -231,11 +217,6 @@ class RankProcess:
         self._exit_code: int | None = None
         self.host = ""
         self.is_far = False
-
-    @property
-    def has_page(self) -> bool:
-        """Whether it has a page of waits."""
-        return self._page.descriptor >= 0
 
     @property
     def exitcode(self) -> int | None:
@@ -253,15 +234,12 @@ class RankProcess:
         while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
             self._world.pump(None if left == float("inf") else left)
 
-    def terminate(self) -> None:
-        self._send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send_signal(signal.SIGKILL)
-
-    def _send_signal(self, number: int) -> None:
+    def terminate(self, number: int = signal.SIGTERM) -> None:
         if self._world is not None:
             self._world.send_signal(self.rank, number)
+
+    def kill(self) -> None:
+        self.terminate(signal.SIGKILL)
 
     def close(self) -> None:
         """Do nothing: the world closes as one."""
@@ -315,33 +293,25 @@ def read_stacks(
     return {rank: text.decode(errors="replace") for rank, text in texts.items()}
 
 
-class Ends(NamedTuple):
-    """The parent half's ends: messages, output, stacks, and the pipes of the task."""
+def open_rank(
+    rank: int, name: str, show: bool | Live, connections: int, reservation: int = -1
+) -> tuple[RankProcess, list[int]]:
+    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
 
-    channel: Channel
-    capture: Capture
-    stacks: int
-    connections: list[Connection]
-
-
-def open_ends(rank: int, show: bool | Live, connections: int, shared: Sequence[int] = ()) -> tuple[Ends, list[int]]:
-    """Return our ends of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
-
-    Args:
-        rank: in front of each line of its output.
-        show: see ``start_world()``.
-        connections: number of pipes of its task.
-        shared: descriptors of ours that it inherits too.
+    ``show`` is that of ``start_world()``, ``connections`` the number of pipes of its task, and ``reservation`` keeps
+    the address of its world reserved; -1: none.
     """
-    ours, theirs = channel_pair()
+    page = WaitPage()  # first: a test that has closed its standard streams may still write to their numbers
+    channel, theirs = channel_pair()
     stacks, stacks_writer = os.pipe()
     capture, output = open_capture(rank, show)
+    process = RankProcess(rank, name, channel, capture, stacks, page)
+    shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
     inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
     theirs.close()
-    here: list[Connection] = []
     for _ in range(connections):
         own, other = Pipe()
-        here.append(own)
+        process.connections.append(own)
         inherited.append(os.dup(other.fileno()))
         other.close()
-    return Ends(ours, capture, stacks, here), inherited
+    return process, inherited

@@ -26,8 +26,7 @@ from torch_ext.world.channel import (
     channel_pair,
     close_all,
 )
-from torch_ext.world.files import Live, RankProcess, open_ends, read_stacks, written_at_end
-from torch_ext.world.operations import WaitPage
+from torch_ext.world.files import Live, RankProcess, open_rank, read_stacks, written_at_end
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
@@ -65,15 +64,7 @@ class World:
     """The ranks of one test, from their start until :meth:`close`, which kills those that still live.
 
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``start_world()`` makes one.
-
-    Args:
-        zygote: the command channel through which the ranks are started.
-        group: the channel of their child group (see Note [Zygote protocol]).
-        processes: the ranks, in order.
-        ticket: of the first test. Receipts with another one count for nothing.
-
-    Attributes:
-        store: the ranks' rendezvous, if this process serves it; it lives as long as the world.
+    ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts count with ``ticket`` alone.
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
@@ -88,7 +79,7 @@ class World:
         self._phases: dict[int, Phase] = {}
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
-        self.store: object = None
+        self.store: object = None  # the ranks' rendezvous, if this process serves it; it lives as long as the world
         self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
@@ -105,18 +96,9 @@ class World:
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
-        self._callbacks.watch(process._channel, lambda: self._on_ready(process))
+        self._callbacks.watch(process._channel, lambda: self._on_rank(process))
         if process._capture.live is not None:
             self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
-
-    def wait_started(self) -> None:
-        """Wait until every rank's process exists.
-
-        Raises:
-            ZygoteLostError: the zygote died meanwhile.
-        """
-        while self.processes and self.processes[0].pid is None:
-            self.pump(None)
 
     def __enter__(self) -> World:
         return self
@@ -166,6 +148,7 @@ class World:
     def _on_end(self, message: Ended) -> None:
         process = self.processes[message.index]
         self._drain(process)  # its last messages may have come together with its end
+        self._on_output(process)
         process._exit_code = message.exit_code
         self._ended[message.index] = message
         self._left_behind += message.left_behind
@@ -175,15 +158,12 @@ class World:
     def _drain(self, process: RankProcess) -> None:
         while not process._channel.closed and process._channel.poll():
             self._on_rank(process)
-        self._on_output(process)
-
-    def _on_ready(self, process: RankProcess) -> None:
-        # The rank's end may have read the message in the same round. Then a receive may block for ever: a process that
-        # the rank has left behind may hold the channel open.
-        if process._channel.poll():
-            self._on_rank(process)
 
     def _on_rank(self, process: RankProcess) -> None:
+        # The rank's end may have read the message in the same round. Then a receive may block for ever: a process that
+        # the rank has left behind may hold the channel open.
+        if not process._channel.poll():
+            return
         try:
             message, descriptors = process._channel.receive()
         except ChannelClosedError as error:
@@ -231,9 +211,13 @@ class World:
         for watch in self._listeners:
             watch.hangs.observed(rank, progress)
 
-    def _pids_here(self) -> list[int]:
-        """Return the pids of the live ranks on this machine."""
-        return [each.pid for each in self.processes if each.pid and not each.is_far and each.rank not in self._ended]
+    def _pid_here(self, rank: int) -> int:
+        """Return the pid of a live rank on this machine; 0 for any other."""
+        process = self.processes[rank]
+        return 0 if process.is_far or rank in self._ended else process.pid or 0
+
+    def _is_stopped(self, rank: int) -> bool:
+        return (pid := self._pid_here(rank)) > 0 and _os.is_stopped(pid)
 
     def _on_output(self, process: RankProcess) -> None:
         live = process._capture.live
@@ -242,11 +226,9 @@ class World:
 
     # Waiting
 
-    def new_round(self, test: str) -> Ticket:
-        """Begin another test on the same ranks: earlier receipts no longer count.
-
-        Returns:
-            The ticket that the ranks must be given; see :meth:`~torch_ext.world.rank.Rank.begin`.
+    def new_round(self, test: str, order: object) -> None:
+        """Begin another test on the same ranks: earlier receipts no longer count. Send each rank the ticket that its
+        receipt must carry, with ``order``; see ``receipts.next_order``.
         """
         verdict.started(self, len(self.processes))
         self.started_s = monotonic()
@@ -256,7 +238,9 @@ class World:
         self._waits.clear()
         self._delayed_s.clear()
         self._delayed_before_s = {each.rank: self._measured(each.rank, _os.delayed_s) for each in self.processes}
-        return self.ticket
+        for process in self.processes:
+            with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
+                process.connections[0].send((self.ticket, order))
 
     @_os.with_room
     def wait(
@@ -278,17 +262,13 @@ class World:
         verdict.asked(self)
         pids = [process.pid or 0 for process in self.processes]
         measures = Measures(self._computed_s, self._starved_s, self._others)
-        watch = Watch(
-            len(pids),
-            limits,
-            self.started_s,
-            measures,
-            expected_exit=expected_exit,
-            any_exit=any_exit,
-            keep=keep,
-            ticket=self.ticket,
-            pids=pids,
-        )
+        how: dict[str, Any] = {
+            "expected_exit": expected_exit,
+            "any_exit": any_exit,
+            "keep": keep,
+            "ticket": self.ticket,
+        }
+        watch = Watch(len(pids), limits, self.started_s, measures, pids=pids, **how)
         for rank, receipt in self._receipts:
             watch.received(rank, receipt)
         for rank in self._left:
@@ -318,8 +298,7 @@ class World:
     def _catch_up(self) -> None:
         """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
-            while not process._channel.closed and process._channel.poll():
-                self._on_rank(process)
+            self._drain(process)
         while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
             self._on_group()
 
@@ -330,19 +309,17 @@ class World:
         return self._measured(rank, _os.starved_s)
 
     def _measured(self, rank: int, measure: Callable[[int], float]) -> float:
-        process = self.processes[rank]
-        known = process.pid is not None and not process.is_far and rank not in self._ended
-        return measure(process.pid or 0) if known else 0.0
+        pid = self._pid_here(rank)
+        return measure(pid) if pid else 0.0
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
             # A rank that passed may have kept the failed one waiting, and is gone once released.
-            for rank in ranks:
-                self._tell(rank, Ask.COLLECTIVES)
+            self._tell(ranks, Ask.COLLECTIVES)
             self._await_collectives(ranks)
         for rank in ranks:
             if act is Act.RELEASE:
-                self._tell(rank, Ask.RELEASE)
+                self._tell([rank], Ask.RELEASE)
             elif act is Act.STOP:
                 self.send_signal(rank, signal.SIGKILL)
             elif act is Act.LOOK:
@@ -356,15 +333,14 @@ class World:
 
     def _others(self) -> tuple[str, ...]:
         """See Note [Who else may act]."""
-        own = _os.others_of_parent_half(self._pids_here())
-        return (*own, *ask_zygote(self.zygote, self._pids_here()))
+        ranks = [pid for each in self.processes if (pid := self._pid_here(each.rank))]
+        return (*_os.others_of_parent_half(ranks), *ask_zygote(self.zygote, ranks))
 
     def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
         """Return the outcomes so far; ``ranks`` hang, and go on."""
         stacks = self._stacks_of(ranks)
         self._collectives.clear()
-        for rank in ranks:
-            self._tell(rank, Ask.COLLECTIVES)
+        self._tell(ranks, Ask.COLLECTIVES)
         self._await_collectives(ranks)
         outcomes = watch.outcomes()
         for rank in ranks:
@@ -373,8 +349,7 @@ class World:
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stacks of ranks that go on; empty for those that cannot answer."""
-        for rank in ranks:
-            self._tell(rank, Ask.STACKS)
+        self._tell(ranks, Ask.STACKS)
         return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -389,17 +364,13 @@ class World:
             )
         elif rank not in self._looked:
             self._looked.add(rank)
-            self._tell(rank, Ask.PROGRESS)
-
-    def _is_stopped(self, rank: int) -> bool:
-        process = self.processes[rank]
-        return process.pid is not None and not process.is_far and _os.is_stopped(process.pid)
+            self._tell([rank], Ask.PROGRESS)
 
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         for rank in ranks:
-            self._tell(rank, Ask.STACKS)
+            self._tell([rank], Ask.STACKS)
             self._look_at(rank)
-            self._tell(rank, Ask.COLLECTIVES)
+            self._tell([rank], Ask.COLLECTIVES)
             delayed_s = self._measured(rank, _os.delayed_s)
             self._delayed_s[rank] = delayed_s - self._delayed_before_s.get(rank, 0.0)
         able = [rank for rank in ranks if not self._is_stopped(rank)]
@@ -444,11 +415,11 @@ class World:
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
         return outcome
 
-    def _tell(self, rank: int, message: Ask) -> None:
-        channel = self.processes[rank]._channel
-        with contextlib.suppress(ChannelClosedError, OSError):
-            if not channel.closed:
-                channel.send(message)
+    def _tell(self, ranks: Sequence[int], message: Ask) -> None:
+        for channel in (self.processes[rank]._channel for rank in ranks):
+            with contextlib.suppress(ChannelClosedError, OSError):
+                if not channel.closed:
+                    channel.send(message)
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank; nothing happens if it has ended or the world is closed."""
@@ -478,21 +449,16 @@ def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing.
-
-    Attributes:
-        connections: number of pipes for it. The rank's ends replace
-            :class:`~torch_ext.world.protocol.Inherited` in ``args``.
-        environment: added to that of the starting process.
-        host: of the rank, in words, if there are several.
+    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing. The rank's ends
+    of its connections replace the :class:`Inherited` in ``args``.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    connections: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    host: str = ""
+    connections: int = 0  # number of pipes for it
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to that of the starting process
+    host: str = ""  # of the rank, in words, if there are several
 
 
 @_os.with_room
@@ -500,26 +466,17 @@ def start_world(
     zygote: Channel,
     tasks: Sequence[RankTask],
     *,
-    interpreter: bool = False,
-    spares: int = 0,
-    show: bool | Live = False,
-    name: str = "process",
-    test: str = "",
-    own_address: bool = True,
+    interpreter: bool = False,  # give every rank a fresh interpreter instead of forking it
+    spares: int = 0,  # number of processes that the zygote forks ahead for the next call
+    show: bool | Live = False,  # also pass the ranks' output through; by default each line with its rank in front
+    name: str = "process",  # of each process, in front of its rank
+    test: str = "",  # id of the ranks' first test, which their receipts must name
+    own_address: bool = True,  # see Note [An address for each world]; not for ranks that meet over a network
 ) -> World:
-    """Start one rank per task and return when all their processes exist.
+    """Start one rank per task, in order, and return when all their processes exist.
 
-    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now.
-
-    Args:
-        zygote: a command channel to a zygote that has loaded the modules of the tasks.
-        tasks: of the ranks, in their order.
-        interpreter: give every rank a fresh interpreter instead of forking it.
-        spares: number of processes that the zygote forks ahead for the next call.
-        show: also pass the ranks' output through; by default each line with its rank in front.
-        name: of each process, in front of its rank.
-        test: id of the ranks' first test, which their receipts must name.
-        own_address: see Note [An address for each world]; not for ranks that meet over a network.
+    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now. ``zygote`` is a
+    command channel to a zygote that has loaded the modules of the tasks.
 
     Raises:
         ZygoteLostError: the zygote is gone.
@@ -527,23 +484,30 @@ def start_world(
     """
     machine_memory.share()
     address, reservation = threads.reserve() if own_address else ("", -1)
-    ranks: list[tuple[RankProcess, list[int]]] = []
+    inherited: list[list[int]] = [[reservation]] if address else []  # closed here once the ranks have them
+    processes: list[RankProcess] = []
     try:
-        ranks += (_open_rank(rank, f"{name} {rank}", task, show, reservation) for rank, task in enumerate(tasks))
+        for rank, task in enumerate(tasks):
+            process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
+            process.host = task.host
+            processes.append(process)
+            inherited.append(descriptors)
     except OSError as error:
-        for process, descriptors in ranks:
+        for process in processes:
             process.let_go()
+        for descriptors in inherited:
             close_all(descriptors)
-        close_all([reservation] if address else [])
+        more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
         raise OSError(
-            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(ranks)}: start fewer{_more(error)}"
+            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
         ) from None
     group, theirs = channel_pair()
-    world = World(zygote, group, [process for process, _ in ranks], Ticket(test))
-    inherited = [descriptors for _, descriptors in ranks]
+    world = World(zygote, group, processes, Ticket(test))
+    own = inherited[-len(tasks) :] if tasks else []
     try:
-        request = Start(_orders(ranks, tasks, world.ticket, address), dict(os.environ), interpreter, spares)
-        zygote.send(request, [theirs.fileno(), *(each for descriptors in inherited for each in descriptors)])
+        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in own])
+        request = Start(orders, dict(os.environ), interpreter, spares)
+        zygote.send(request, [theirs.fileno(), *(each for descriptors in own for each in descriptors)])
     except ChannelClosedError as error:
         world.close()
         raise ZygoteLostError(f"{_why_gone(zygote)}: no ranks can be started") from error
@@ -552,14 +516,11 @@ def start_world(
         raise
     finally:
         theirs.close()
-        for descriptors in [*inherited, [reservation] if address else []]:
-            close_all(descriptors)  # the ranks keep the reservation
-    world.wait_started()
+        for descriptors in inherited:
+            close_all(descriptors)
+    while processes and processes[0].pid is None:
+        world.pump(None)
     return world
-
-
-def _more(error: OSError) -> str:
-    return ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
 
 
 def _why_gone(zygote: Channel) -> str:
@@ -574,45 +535,15 @@ def _why_gone(zygote: Channel) -> str:
 
 
 def _orders(
-    ranks: Sequence[tuple[RankProcess, list[int]]], tasks: Sequence[RankTask], ticket: Ticket, address: str
+    ranks: Sequence[RankProcess], tasks: Sequence[RankTask], ticket: Ticket, address: str, descriptors: Sequence[int]
 ) -> tuple[Order, ...]:
-    environment, directory, argv = dict(os.environ), os.getcwd(), tuple(sys.argv)
-    umask = _os.umask()
+    environment, directory, argv, umask = dict(os.environ), os.getcwd(), tuple(sys.argv), _os.umask()
     threads = settings.threads_per_rank(len(tasks))
-    return tuple(
-        Order(
-            "torch_ext.world.rank:main",
-            RankOrder(
-                process.rank,
-                process.name,
-                ticket,
-                _pickled(task),
-                {**environment, **task.environment},
-                directory,
-                umask,
-                argv,
-                threads,
-                process.has_page,
-                address,
-            ),
-            len(descriptors),
-        )
-        for (process, descriptors), task in zip(ranks, tasks, strict=True)
-    )
-
-
-def _pickled(task: RankTask) -> bytes:
-    return pickle.dumps((task.function, task.args, dict(task.kwargs)))
-
-
-def _open_rank(
-    rank: int, name: str, task: RankTask, show: bool | Live, reservation: int
-) -> tuple[RankProcess, list[int]]:
-    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``)."""
-    page = WaitPage()
-    shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
-    ends, inherited = open_ends(rank, show, task.connections, shared)
-    process = RankProcess(rank, name, ends.channel, ends.capture, ends.stacks, page)
-    process.host = task.host
-    process.connections += ends.connections
-    return process, inherited
+    found = []
+    for process, task, count in zip(ranks, tasks, descriptors, strict=True):
+        pickled = pickle.dumps((task.function, task.args, dict(task.kwargs)))
+        own = {**environment, **task.environment}
+        of_page = process._page.descriptor >= 0, address
+        order = RankOrder(process.rank, process.name, ticket, pickled, own, directory, umask, argv, threads, *of_page)
+        found.append(Order("torch_ext.world.rank:main", order, count))
+    return tuple(found)

@@ -102,29 +102,18 @@ def test_began() -> None:
 
 
 def after_body(wait: Callable[..., object], **how: Any) -> None:
-    """Call ``wait(**how)``, a function of torch in which a rank whose body is over waits for its peers.
-
-    A report then does not mistake it for a call of the test.
-    """
+    """Call ``wait(**how)``, in which a rank whose body is over waits for its peers: a report knows this frame."""
     wait(**how)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The operation that a thread is in.
+    """The operation that a thread is in."""
 
-    Attributes:
-        wait: in words, and for whom.
-        limit_s: it does not end by itself before this time (``time.monotonic``); None if the frame is in no operation
-            that is known to wait.
-        position: changes if the thread has moved on to another call.
-        sliced: whether it polls.
-    """
-
-    wait: Wait
-    limit_s: float | None
-    position: str
-    sliced: bool = False
+    wait: Wait  # in words, and for whom
+    limit_s: float | None  # by `time.monotonic`, before which it does not end by itself; None: not known to wait
+    position: str  # changes if the thread has moved on to another call
+    sliced: bool = False  # whether it polls
 
 
 def look_through(*files: str) -> None:

@@ -45,53 +45,30 @@ class Ending(Enum):
 # The line of faulthandler above the stacks of a process that dies; and the name of an exception.
 _FATAL = "Fatal Python error:"
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
-_EXPECTABLE = (Ending.PASSED, Ending.FAILED, Ending.SKIPPED, Ending.STOPPED)
 
 
 @dataclass
 class Outcome:
-    """Everything known about one rank at its end.
-
-    Attributes:
-        rank: its number.
-        ending: the state in which it ended.
-        exit_code: of its process; negative for a signal; None if it was never started.
-        time_s: its end by its own receipt, else as the harness saw it (``time.monotonic``).
-        receipt: its statement, if any.
-        phase: its progress; None if it had not loaded the modules of its task.
-        stacks: Python stacks of its threads, taken before it was stopped.
-        waits: of its threads at the end.
-        collectives: its record of collectives, as :class:`~torch_ext.world.protocol.Collectives` carries it, taken at
-            the same time.
-        output: the end of its stdout and stderr.
-        left_behind: command lines of processes that it left running.
-        task: the word for it.
-        started_s: when its world was asked for, or its test (``time.monotonic``).
-        ended_s: when its process had ended (``time.monotonic``); 0 if it lives on.
-        host: where it ran, in words, if the test asked for several hosts.
-        out_of_memory: SIGKILL ended it, and the kernel has killed processes meanwhile for want of memory.
-        died_at: :attr:`place`, if ``output`` no longer shows it.
-        delayed_s: for how many seconds of its test it could have run, and waited for a core, until it was stopped.
-    """
+    """Everything known about one rank at its end. Times are those of ``time.monotonic``."""
 
     rank: int
     ending: Ending
-    exit_code: int | None = None
-    time_s: float = 0.0
+    exit_code: int | None = None  # of its process; negative for a signal; None if it was never started
+    time_s: float = 0.0  # its end by its own receipt, else as the harness saw it
     receipt: Receipt | None = None
-    phase: Phase | None = Phase.RUNNING
-    stacks: str = ""
-    waits: tuple[Wait, ...] = ()
-    collectives: str = ""
-    output: str = ""
-    left_behind: list[str] = field(default_factory=list)
-    task: str = "test"
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    host: str = ""
-    out_of_memory: bool = False
-    delayed_s: float = 0.0
-    died_at: str = ""
+    phase: Phase | None = Phase.RUNNING  # None if it had not loaded the modules of its task
+    stacks: str = ""  # Python stacks of its threads, taken before it was stopped
+    waits: tuple[Wait, ...] = ()  # of its threads at the end
+    collectives: str = ""  # its record, as `Collectives` carries it, taken at the same time
+    output: str = ""  # the end of its stdout and stderr
+    left_behind: list[str] = field(default_factory=list)  # command lines of processes that it left running
+    task: str = "test"  # the word for it
+    started_s: float = 0.0  # when its world, or its test, was asked for
+    ended_s: float = 0.0  # when its process had ended; 0 if it lives on
+    host: str = ""  # in words, if the test asked for several hosts
+    out_of_memory: bool = False  # SIGKILL ended it, and the kernel has meanwhile killed processes for want of memory
+    delayed_s: float = 0.0  # seconds of its test in which it waited for a core, until it was stopped
+    died_at: str = ""  # `place`, if `output` no longer shows it
 
     @property
     def transport_failure(self) -> Receipt | None:
@@ -182,8 +159,8 @@ class Outcome:
 
 
 def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
-    """Whether these endings fit a test that is expected to fail: one failure is enough. No rank may hang or die, no
-    cleanup or thread may fail, and no rank may skip alone.
+    """Whether these endings fit a test that is expected to fail: one failure is enough. No rank may die, hang but in a
+    wait for its peers, or skip alone, and no cleanup or thread may fail.
 
     >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
     True
@@ -191,12 +168,16 @@ def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
     False
     """
     outcomes = list(outcomes)
-    endings = {outcome.ending for outcome in outcomes}
-    failed = [outcome.receipt for outcome in outcomes if outcome.ending is Ending.FAILED and outcome.receipt]
-    if not all(part.expectable for receipt in failed for part in receipt.parts):
-        return False
-    skips_alone = Ending.SKIPPED in endings and len(endings) > 1
-    return endings.issubset(_EXPECTABLE) and not skips_alone
+    skips_alone = len({outcome.ending is Ending.SKIPPED for outcome in outcomes}) > 1
+    return not skips_alone and all(map(_may_be_expected, outcomes))
+
+
+def _may_be_expected(outcome: Outcome) -> bool:
+    if outcome.ending is Ending.FAILED:
+        return outcome.receipt is None or all(part.expectable for part in outcome.receipt.parts)
+    if outcome.ending is Ending.HUNG:
+        return bool(outcome.waits) and all(wait.transport for wait in outcome.waits)
+    return outcome.ending in (Ending.PASSED, Ending.SKIPPED)
 
 
 def _shorten(text: str, limit: int = 160) -> str:
@@ -219,21 +200,13 @@ _PUBLIC = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of a rank's record.
+    """One entry of a rank's record."""
 
-    Attributes:
-        group: the process group's name, with its description.
-        sequence: its number in its group, from 1, without point-to-point operations.
-        operation: such as ``"gloo:all_reduce"``.
-        shapes: input sizes and types, such as ``"[3] Float"``.
-        finished: whether it has ended on this rank, with or without an error.
-    """
-
-    group: str
-    sequence: int
-    operation: str
-    shapes: str
-    finished: bool
+    group: str  # the process group's name, with its description
+    sequence: int  # its number in its group, from 1, without point-to-point operations
+    operation: str  # such as "gloo:all_reduce"
+    shapes: str  # input sizes and types, such as "[3] Float"
+    finished: bool  # whether it has ended on this rank, with or without an error
 
     def __str__(self) -> str:
         return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
@@ -258,21 +231,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first point at which ranks diverge.
-
-    Attributes:
-        sentence: describes it.
-        ranks: to blame; empty if unknown.
-        differ: whether ranks called different collectives, rather than some of them none.
-        calls: if they differ, the ranks and their call.
-        cause: the first line of a report: the ranks to blame, their deed and its place, in the user's words.
-    """
+    """The first point at which ranks diverge, in a sentence."""
 
     sentence: str
-    ranks: tuple[int, ...]
-    differ: bool = False
-    calls: tuple[tuple[tuple[int, ...], str], ...] = ()
-    cause: str = ""
+    ranks: tuple[int, ...]  # to blame; empty if unknown
+    differ: bool = False  # whether ranks called different collectives, rather than some of them none
+    calls: tuple[tuple[tuple[int, ...], str], ...] = ()  # if they differ, the ranks and their call
+    cause: str = ""  # the first line of a report: the ranks to blame, their deed and its place, in the user's words
 
 
 def read_record(record: str) -> list[Collective]:
@@ -308,10 +273,8 @@ def _read_entry(entry: Mapping[str, Any]) -> Collective:
 
 
 def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    """Return the first collective in which the ranks differ or wait for each other; None if there is none.
-
-    Args:
-        records: for each rank, its collectives, oldest first.
+    """Return the first collective in which the ranks differ or wait for each other, by each rank's collectives, oldest
+    first; None if there is none.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
     found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)

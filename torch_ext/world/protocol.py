@@ -57,19 +57,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Start:
-    """Ask for a child group. Descriptors: the group channel, then those of each order in turn.
+    """Ask for a child group. Descriptors: the group channel, then those of each order in turn."""
 
-    Attributes:
-        orders: one per child.
-        environment: of the children. The zygote compares it with its own at its start.
-        interpreter: give every child a fresh interpreter.
-        spares: number of children to fork ahead for the next request.
-    """
-
-    orders: tuple[Order, ...]
-    environment: dict[str, str]
-    interpreter: bool = False
-    spares: int = 0
+    orders: tuple[Order, ...]  # one per child
+    environment: dict[str, str]  # of the children. The zygote compares it with its own at its start
+    interpreter: bool = False  # give every child a fresh interpreter
+    spares: int = 0  # number of children to fork ahead for the next request
 
 
 @dataclass(frozen=True)
@@ -95,17 +88,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Started:
-    """The children exist.
+    """The children exist."""
 
-    Attributes:
-        pids: of each, by its own machine.
-        why_interpreter: why they could not be forked; empty if they were, or on request of fresh interpreters.
-        hosts: the host of each, in words for users, where they run on several machines; see Note [Several hosts].
-    """
-
-    pids: tuple[int, ...]
-    why_interpreter: str
-    hosts: tuple[str, ...] = ()
+    pids: tuple[int, ...]  # of each, by its own machine
+    why_interpreter: str  # why they could not be forked; empty if they were, or on request of fresh interpreters
+    hosts: tuple[str, ...] = ()  # of each, in words for users, where they run on several; see Note [Several hosts]
 
 
 @dataclass(frozen=True)
@@ -119,12 +106,9 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Ended:
-    """Child ``index`` was reaped.
+    """Child ``index`` was reaped, at ``time_s`` (``time.monotonic``). A negative exit code is a signal.
 
-    Attributes:
-        exit_code: negative for a signal, as in multiprocessing.
-        time_s: when, by ``time.monotonic``.
-        left_behind: by the whole group, with its last child: until then a peer may use a process of another.
+    ``left_behind`` is that of the whole group, with its last child: until then a peer may use a process of another.
     """
 
     index: int
@@ -186,13 +170,8 @@ class Process:
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """The copy of a zygote.
-
-    Attributes:
-        description: for messages.
-        preparation: of its fresh interpreters.
-        original: pid of the zygote that it is a copy of.
-        others: processes that the original has adopted.
+    """The copy of zygote ``original`` (a pid): a description for messages, the preparation of its fresh interpreters,
+    and the processes that the original has adopted.
     """
 
     description: str
@@ -203,14 +182,7 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class HiddenFrames:
-    """Frames of the harness that a report leaves out; see ``wording.py``.
-
-    Attributes:
-        file: regular expression that matches the end of the file's path.
-        functions: left out of stacks and tracebacks; none: the whole file, of tracebacks only.
-        outwards: in stacks, leave their callers out too.
-        thread: in stacks, leave the whole thread out.
-    """
+    """Frames of the harness that a report leaves out; :func:`~torch_ext.world.wording.hide` says which."""
 
     file: str
     functions: tuple[str, ...] = ()
@@ -230,12 +202,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The zygote is ready.
-
-    Attributes:
-        imported: files of its modules below the project's folders.
-        hidden_frames: of the layers that it has loaded.
-    """
+    """The zygote is ready: the files of its modules below the project's folders, and what its layers have hidden."""
 
     imported: tuple[str, ...] = ()
     hidden_frames: tuple[HiddenFrames, ...] = ()
@@ -256,21 +223,13 @@ class NotLoaded:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of one thread.
+    """The wait of one thread."""
 
-    Attributes:
-        words: the operation and the line of the test, such as ``"barrier() in test_a (test_x.py:12)"``.
-        peers: ranks that it names.
-        everyone: whether it needs all ranks, as the creation of a process group does.
-        transport: whether it is an operation of a process group, a store or RPC.
-        over: whether the body is over, and the harness waits for the other ranks.
-    """
-
-    words: str
-    peers: tuple[int, ...] = ()
-    everyone: bool = False
-    transport: bool = False
-    over: bool = False
+    words: str  # the operation and the line of the test, such as "barrier() in test_a (test_x.py:12)"
+    peers: tuple[int, ...] = ()  # ranks that it names
+    everyone: bool = False  # whether it needs all ranks, as the creation of a process group does
+    transport: bool = False  # whether it is an operation of a process group, a store or RPC
+    over: bool = False  # whether the body is over, and the harness waits for the other ranks
 
 
 @dataclass(frozen=True)
@@ -282,11 +241,8 @@ class Inherited:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Names one run of one test. A receipt must carry the ticket of the run that is being judged.
-
-    Attributes:
-        test: the test's id.
-        attempt: number of the run on the same ranks, from 0.
+    """Names one run of one test by the test's id and the number of the run on the same ranks, from 0. A receipt must
+    carry the ticket of the run that is being judged.
     """
 
     test: str = ""
@@ -298,28 +254,19 @@ NO_TICKET = Ticket()
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The order of a rank.
-
-    Attributes:
-        ticket: of its first test.
-        task: pickled ``(function, args, kwargs)``, unpickled in the rank once the rest is applied.
-        threads: number of intra-op threads; 0 leaves torch's number alone.
-        has_page: whether it inherits a page of waits; see Note [The page of waits].
-        address: of the world on the loopback interface, whose reservation it inherits; see Note [An address for each
-            world]. Empty if the world has none of its own.
-    """
+    """The order of a rank."""
 
     rank: int
     name: str
-    ticket: Ticket
-    task: bytes
+    ticket: Ticket  # of its first test
+    task: bytes  # pickled (function, args, kwargs), unpickled in the rank once the rest is applied
     environment: dict[str, str]
     directory: str
     umask: int
     argv: tuple[str, ...]
-    threads: int
-    has_page: bool = False
-    address: str = ""
+    threads: int  # number of intra-op threads; 0 leaves torch's number alone
+    has_page: bool = False  # whether it inherits a page of waits; see Note [The page of waits]
+    address: str = ""  # of the world; empty without one. See Note [An address for each world]
 
 
 class Ask(Enum):
@@ -361,27 +308,16 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Progress:
-    """Whether a rank can go on, and its waits. See Note [Provable hangs].
+    """Whether a rank can go on, and its waits. See Note [Provable hangs]."""
 
-    Attributes:
-        blocked: whether no thread of the rank can go on by itself before ``until_s`` and ``raises_s``.
-        until_s: end of the first time limit of a lock, by ``time.monotonic``; infinite if there is none.
-        raises_s: the same for an operation of torch's, which raises then.
-        fingerprint: differs from an earlier one if any thread has run meanwhile.
-        waits: of the threads with Python code.
-        record: changes whenever a collective begins or ends.
-        may_act: threads that can go on, in words.
-        among_ranks: whether it waits for peers in memory that ranks alone share, and no signal is handled.
-    """
-
-    blocked: bool
-    until_s: float
-    fingerprint: str
-    waits: tuple[Wait, ...] = ()
-    record: str = ""
-    may_act: tuple[str, ...] = ()
-    among_ranks: bool = False
-    raises_s: float = float("inf")
+    blocked: bool  # no thread of the rank can go on by itself before `until_s` and `raises_s`
+    until_s: float  # end of the first time limit of a lock, by `time.monotonic`; infinite if there is none
+    fingerprint: str  # differs from an earlier one if any thread has run meanwhile
+    waits: tuple[Wait, ...] = ()  # of the threads with Python code
+    record: str = ""  # changes whenever a collective begins or ends
+    may_act: tuple[str, ...] = ()  # threads that can go on, in words
+    among_ranks: bool = False  # it waits for peers in memory that ranks alone share, and no signal is handled
+    raises_s: float = float("inf")  # as `until_s`, for an operation of torch's, which raises then
 
 
 class Said(Enum):
@@ -394,11 +330,8 @@ class Said(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a test that failed, or of a skipped test one that skipped.
-
-    Attributes:
-        sub_test: the sub-test in words, such as ``(x=1)``; empty for the test itself and its cleanups.
-        expectable: it failed as a test that is expected to fail may.
+    """A part of a test that failed, or of a skipped test one that skipped: the sub-test in words, such as ``(x=1)``
+    (empty: the test itself and its cleanups), and whether it failed as a test that is expected to fail may.
     """
 
     sub_test: str
@@ -407,32 +340,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A rank's statement about its body.
-
-    Attributes:
-        said: how the body ended.
-        time_s: when, by ``time.monotonic``, which all processes of a machine share.
-        reason: of a skip, or the first line of a failure (``"ValueError: no"``).
-        trace: the traceback of a failure, without the harness's own frames.
-        transport: whether a process group, a store or RPC raised the failure, not the test's own code.
-        waits: the operation that failed, if known.
-        place: the user's line that failed, such as ``"test_a.py:31"``, if known.
-        parts: the parts of the test that failed, in order; of a skip, those that skipped. Empty if unknown.
-        ticket: of the run; set by the rank, like the next three.
-        pid: of the rank.
-        began_s: begin of the body.
-        met_s: begin and end of making the rank's first process group; 0 without one.
-    """
+    """A rank's statement about its body. The rank itself sets ``ticket`` and what follows."""
 
     said: Said
-    time_s: float
-    reason: str = ""
-    trace: str = ""
-    transport: bool = False
-    waits: tuple[Wait, ...] = ()
-    place: str = ""
-    parts: tuple[Part, ...] = ()
+    time_s: float  # when, by `time.monotonic`, which all processes of a machine share
+    reason: str = ""  # of a skip, or the first line of a failure ("ValueError: no")
+    trace: str = ""  # the traceback of a failure, without the harness's own frames
+    transport: bool = False  # a process group, a store or RPC raised the failure, not the test's own code
+    waits: tuple[Wait, ...] = ()  # the operation that failed, if known
+    place: str = ""  # the user's line that failed, such as "test_a.py:31", if known
+    parts: tuple[Part, ...] = ()  # those that failed, in order; of a skip, those that skipped. Empty if unknown
     ticket: Ticket = NO_TICKET
     pid: int = 0
-    began_s: float = 0.0
-    met_s: tuple[float, float] = (0.0, 0.0)
+    began_s: float = 0.0  # begin of the body
+    met_s: tuple[float, float] = (0.0, 0.0)  # begin and end of making the rank's first process group; 0 without one
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the body failed, and only as a test that is expected to fail may."""
+        return self.said is Said.FAILED and bool(self.parts) and all(part.expectable for part in self.parts)

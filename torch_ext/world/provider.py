@@ -2,8 +2,8 @@
 fresh interpreter, or by loading one more in a child. Loads torch only if its orders name it.
 
 The supervisor gives a zygote to each class process (:func:`use`). Any other process that runs tests (``python -m
-unittest``, ``pytest``, a debugger) makes one: a fork of itself, taken early, while forking is still safe (see Note
-[Fork safety]); otherwise a fresh interpreter that loads what this process has loaded.
+unittest``, ``pytest``, a debugger) makes one: an early fork of itself, or a fresh interpreter that loads what this
+process has loaded (see Note [Fork safety]).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch_ext.world.child import (
     reason_not_to_fork,
     uncollected,
 )
-from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation, RootOrder
+from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
@@ -139,13 +139,8 @@ def prepare(module: str) -> None:
     """Fork the zygote of ``module`` now if that is safe, before this process does something that makes it unsafe."""
     own = _mine()
     watch_this_process()
-    known = (
-        own.starts_none
-        or own.given is not None
-        or (own.forked is not None and module in own.forked[1])
-        or module in own.loaded
-    )
-    if not known and not reason_not_to_fork():
+    is_loaded = (own.forked is not None and module in own.forked[1]) or module in own.loaded
+    if not own.starts_none and own.given is None and not is_loaded and not reason_not_to_fork():
         _fork(own)
 
 
@@ -175,7 +170,12 @@ def _fork(own: _Zygotes) -> Channel:
     if pid == 0:
         try:
             ours.close()
-            become_zygote(theirs, tuple(name for name in modules if _is_loadable(name)), folder)
+            _os.lead_process_group()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            loadable = tuple(name for name in modules if _is_loadable(name))
+            load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in loadable))
+            compute_on_one_thread()
+            Zygote(theirs, "the zygote of this program", preparation_of_this_process(loadable), folder).serve()
         finally:
             os._exit(1)
     theirs.close()
@@ -238,7 +238,6 @@ def _end_root(own: _Zygotes) -> None:
 
 
 wording.hide(r"/world/provider\.py", "load_module", outwards=True)
-
 wording.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
 
 
@@ -254,24 +253,15 @@ def main() -> NoReturn:
         order, _ = command.receive()
         # A module's prints during its import must not mix with the runner's output.
         os.dup2(2, 1)
-        load_and_serve(command, order)
+        try:
+            load(order.preparation)
+        except BaseException:
+            command.send(NotLoaded(_trace_of_import()))
+            os._exit(1)
+        command.send(Loaded(hidden_frames=wording.hidden()))
+        Zygote(command, "the zygote", order.preparation, order.scratch).serve()
     except ChannelClosedError:  # the parent was interrupted, and is gone or does not need this process any more
         os._exit(0)
-
-
-def load_and_serve(command: Channel, order: RootOrder) -> NoReturn:
-    """Load the modules of ``order``, report success or failure, and serve as the first zygote of a run.
-
-    Raises:
-        ChannelClosedError: the run is gone.
-    """
-    try:
-        load(order.preparation)
-    except BaseException:
-        command.send(NotLoaded(_trace_of_import()))
-        os._exit(1)
-    command.send(Loaded(hidden_frames=wording.hidden()))
-    Zygote(command, "the zygote", order.preparation, order.scratch).serve()
 
 
 def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
@@ -316,22 +306,13 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
 
 @contextlib.contextmanager
 def _stacks_to(pipe: int) -> Iterator[None]:
-    """Have the stack signal write to ``pipe``. Close it at the end, so that no child keeps it."""
+    """Have the stack signal write to ``pipe``, which is closed at the end, so that no child keeps it."""
     faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
     try:
         yield
     finally:
         faulthandler.unregister(STACK_SIGNAL)
         os.close(pipe)
-
-
-def become_zygote(command: Channel, modules: tuple[str, ...], scratch: str) -> NoReturn:
-    """Serve as the zygote of ``modules``, all of them loaded, in a process that was just forked for it."""
-    _os.lead_process_group()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in modules))
-    compute_on_one_thread()
-    Zygote(command, "the zygote of this program", preparation_of_this_process(modules), scratch).serve()
 
 
 def _leave(error: BaseException) -> str:

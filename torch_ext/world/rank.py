@@ -5,8 +5,7 @@ Note [Life of a rank]
 ~~~~~~~~~~~~~~~~~~~~~
 A rank first applies its order: the environment, working directory, umask and ``sys.argv``, which a test may have
 changed a moment ago. The task runs inside multiprocessing's bootstrap, so that its hooks (coverage, finalizers, logs)
-see an ordinary process. After the body, its threads and its exit functions (see Note [Nothing after the receipt]), the
-rank hands in a receipt.
+see an ordinary process. After the body, its threads and its exit functions, the rank hands in a receipt.
 
 A rank that passed waits a moment for its peers, so that it does not cut connections that they still use, and then ends
 without destroying its process groups, which would cost gloo 10 ms per peer. If the wait times out, it destroys them in
@@ -23,7 +22,7 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,7 +30,7 @@ from typing import Any
 from torch_ext.world import _os, exits, operations, threads, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
-from torch_ext.world.exits import Debts, UnfinishedWorkError, unfinalized_globals
+from torch_ext.world.exits import Debts, UnfinishedWorkError
 from torch_ext.world.operations import VARIABLE as WAIT_PAGE
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
@@ -57,20 +56,15 @@ _RELEASE_WAIT_S = 1.0
 
 # Stand between a test and torch.
 wording.hide(r"/compat/c10d\.py")
-
 wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
-
 wording.hide(r"/world/threads\.py", "make_transport")
-
 wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
 # All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
 
-_DEFAULTS = {
-    # Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
-    "TORCH_FR_BUFFER_SIZE": "512",
-}
+# Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
+_DEFAULTS = {"TORCH_FR_BUFFER_SIZE": "512"}
 
 
 class Rank:
@@ -108,17 +102,16 @@ class Rank:
 
     @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. Unless it is a failure, finish the body's threads and exit functions before, and
-        wait for the peers afterwards.
-
-        Returns:
-            Whether every rank is done, so that this process may end without teardown.
+        """Hand in the receipt, once. Unless it is an unexpected failure, finish the body's threads and exit functions
+        before. Unless it is a failure, wait for the peers afterwards. Return whether every rank is done, so that this
+        process may end without teardown.
         """
         self._end_fork(receipt)
         if self._handed_in:
             raise AssertionError(f"rank {self.rank} has handed in a receipt already")
-        if receipt.said is not Said.FAILED:
-            receipt = self._settled(receipt)
+        if receipt.said is not Said.FAILED or receipt.is_expected:
+            self.say(Phase.SETTLING)
+            receipt = self._unless(self._debts.settle, receipt)
         self._handed_in = True
         self._send(self._stamped(receipt))
         if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
@@ -130,11 +123,8 @@ class Rank:
     def report(self, receipt: Receipt) -> Receipt:
         """Hand in the receipt of one test and live on for the next; return the receipt."""
         self._end_fork(receipt)
-        if receipt.said is not Said.FAILED:
-            try:
-                self._debts.check()
-            except UnfinishedWorkError as error:
-                receipt = failure(error)
+        if receipt.said is not Said.FAILED or receipt.is_expected:
+            receipt = self._unless(self._debts.check, receipt)
         self._is_between_tests = True
         self._send(self._stamped(receipt))
         if receipt.said is Said.FAILED:
@@ -146,8 +136,10 @@ class Rank:
         self._send(Notice(text))
 
     def tell_of_globals(self, module: str) -> None:
-        """Show the user the globals of ``module`` that are not finalized."""
-        names = unfinalized_globals(module)
+        """Show the user the globals of ``module`` whose ``__del__`` runs its code, which a rank does not finalize."""
+        found = sys.modules.get(module)
+        values = list(vars(found).items()) if found is not None else []
+        names = [name for name, each in values if type(each).__module__ == module and hasattr(type(each), "__del__")]
         if names:
             which = f"{', '.join(names)} of {module}"
             self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
@@ -168,23 +160,16 @@ class Rank:
         if _os.getpid() != self._pid:
             end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
 
-    def _settled(self, receipt: Receipt) -> Receipt:
-        self.say(Phase.SETTLING)
+    def _unless(self, unfinished: Callable[[], None], receipt: Receipt) -> Receipt:
         try:
-            self._debts.settle()
+            unfinished()
         except UnfinishedWorkError as error:
             return failure(error)
         return receipt
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        return replace(
-            receipt,
-            time_s=_os.monotonic(),
-            ticket=self._ticket,
-            pid=self._pid,
-            began_s=self._began_s,
-            met_s=self._met_s,
-        )
+        own: dict[str, Any] = {"ticket": self._ticket, "pid": self._pid, "began_s": self._began_s, "met_s": self._met_s}
+        return replace(receipt, time_s=_os.monotonic(), **own)
 
     def tell_place(self, error: BaseException) -> None:
         """Write for the parent half the place at which ``error`` ends this process."""
@@ -258,10 +243,10 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.address:
         os.environ[threads.VARIABLE] = order.address
         connections.pop(0)  # stays open as long as this process lives
-    _close_stdin()
+    os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
     redirect(stdout, stderr)
-    os.close(stdout)
-    os.close(stderr)
+    for descriptor in (null, stdout, stderr):
+        os.close(descriptor)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
     return _run(order, Channel.from_descriptor(channel), stacks, [Connection(each) for each in connections])
@@ -284,12 +269,6 @@ def _apply(order: RankOrder) -> None:
         torch.set_num_threads(order.threads or torch.get_num_threads())  # see Note [Thread pool after a fork]
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()  # read once at import otherwise
-
-
-def _close_stdin() -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
 
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:

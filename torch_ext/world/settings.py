@@ -5,14 +5,14 @@ may set them in ``setUp``.
 
 Note [Several hosts]
 ~~~~~~~~~~~~~~~~~~~~
-A test class with ``hosts = 2`` has its ranks on two machines: the first half on host 0, the rest on host 1. They share
-no memory and no files, so they meet at a TCP store, which the parent half serves, and get the variables that torchrun
-sets on several nodes. ``file_name`` names another file on each host.
+A test class with ``hosts = 2`` has its ranks on two machines, half on each. They share no memory and no files, so they
+meet at a TCP store, which the parent half on host 0 serves, and get the variables that torchrun sets on several nodes.
+``file_name`` names another file on each host.
 
-There is one parent half, on host 0, and one world. The parent half asks its zygote for all ranks. On a cluster a
-stand-in for the zygote (``runner/cluster/spread.py``) starts the ranks of other hosts there and passes on their
-messages. Elsewhere the ordinary zygote starts all of them on this machine and pretends: each host has a folder for
-temporary files of its own, and ``TORCH_EXT_HOST`` tells the simulated device with which ranks one may share memory.
+There is one world. The parent half asks its zygote for all ranks. On a cluster a stand-in for the zygote
+(``runner/cluster/hosts.py``) starts the ranks of other hosts there and passes on their messages. Elsewhere the ordinary
+zygote starts all of them on this machine and pretends: each host has its own folder for temporary files, and
+``TORCH_EXT_HOST`` tells the simulated device with which ranks one may share memory.
 """
 
 from __future__ import annotations
@@ -109,26 +109,18 @@ LIMIT_ATTRIBUTE = "_timeout_s"
 class Limits:
     """Time limits of a world, in seconds.
 
-    Attributes:
-        test_s: from the start until every rank has ended.
-        grace_s: from the first rank's failure or death until its peers are stopped. They may fail by themselves in this
-            time and say how. Peers that wait for a core get a little more.
-        exit_s: from the receipt of the last rank until the last process has ended. Ranks that still compute then get
-            more; see :class:`Patience`.
-        hang_s: from the last progress until a provable hang is found; 0: hangs are not looked for.
-        endless_s: a wait for a lock counts as endless if its own limit is at least so far away. By default it must lie
-            past ``test_s``; where a test may take for ever, no limit would.
-        raises_later_s: the same for an operation of torch's, which raises at its limit.
-        end_hangs: a hang ends its ranks. Otherwise it is reported, and they go on.
+    Peers of a rank that has failed or died may fail by themselves within ``grace_s`` and say how; those that wait for a
+    core get a little more. Ranks that still compute ``exit_s`` after the receipt of the last one get more; see
+    :class:`Patience`.
     """
 
-    test_s: float
-    grace_s: float = 1.0
-    exit_s: float = 15.0
-    hang_s: float = 0.0
-    endless_s: float = float("inf")
-    raises_later_s: float = float("inf")
-    end_hangs: bool = True
+    test_s: float  # from the start until every rank has ended
+    grace_s: float = 1.0  # from the first rank's failure or death until its peers are stopped
+    exit_s: float = 15.0  # from the receipt of the last rank until the last process has ended
+    hang_s: float = 0.0  # from the last progress until a provable hang is found; 0: hangs are not looked for
+    endless_s: float = float("inf")  # a wait for a lock is endless if its limit is so far away, or past `test_s`
+    raises_later_s: float = float("inf")  # the same for an operation of torch's, which raises at its limit
+    end_hangs: bool = True  # a hang ends its ranks. Otherwise it is reported, and they go on
 
 
 def get_timeout(test_id: str) -> int:

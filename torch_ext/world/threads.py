@@ -30,12 +30,12 @@ Note [An address for each world]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Two ranks find each other in gloo by address, port and a count of the process's connections; none names the job, and a
 rank that finds nobody retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner of
-the peer's port, in another world, and take part there.
+the peer's port and take part in another world.
 
 So each world has an address of 127.0.0.0/8, and gloo is bound to it in all its ranks. An abstract socket of that name
-reserves the address: the kernel gives a name to one socket only, within the network namespace of the address. Every
-rank inherits the socket, so the address is free again once the last process of the world is gone. Ranks find it in
-``TORCH_EXT_ADDRESS``, for servers of their own. Where such sockets or addresses are missing, worlds share 127.0.0.1.
+reserves the address: the kernel gives a name to one socket only. Every rank inherits the socket, so the address is free
+again once the last process of the world is gone. Ranks find it in ``TORCH_EXT_ADDRESS``, for servers of their own.
+Where such sockets or addresses are missing, worlds share 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -89,36 +89,24 @@ _SLICE_S = 2.0
 # and the harness's.
 _made: set[tuple[int, str]] = set()
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
+_making = threading.local()  # has ``transport`` while this thread makes one
 _ours: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """One thread, as the kernel and the interpreter see it.
+    """One thread, as the kernel and the interpreter see it."""
 
-    Attributes:
-        tid: its number in the kernel.
-        name: for users.
-        doing: ``"lock"`` in a private futex, ``"shared"`` in another, ``"sleep"``, ``"poll"``, or anything else.
-        until_s: end of the system call's own limit, by ``time.monotonic``; infinite if it has none.
-        switches: how often it has been scheduled.
-        operation: of its innermost Python frame; None if that is not known.
-        sliced: whether it waits in short slices, and so is scheduled all the time.
-        on_page: whether it has an entry in the page of waits.
-        of_transport: whether it is native and appeared while a transport was made.
-        serves: whether it is such a thread that hands on messages of peers.
-    """
-
-    tid: int
-    name: str
-    doing: str
-    until_s: float
-    switches: int
-    operation: Operation | None = None
-    sliced: bool = False
-    on_page: bool = False
-    of_transport: bool = False
-    serves: bool = False
+    tid: int  # its number in the kernel
+    name: str  # for users
+    doing: str  # "lock" in a private futex, "shared" in another, "sleep", "poll", or anything else
+    until_s: float  # end of the system call's own limit, by `time.monotonic`; infinite if it has none
+    switches: int  # how often it has been scheduled
+    operation: Operation | None = None  # of its innermost Python frame; None if that is not known
+    sliced: bool = False  # it waits in short slices, and so is scheduled all the time
+    on_page: bool = False  # it has an entry in the page of waits
+    of_transport: bool = False  # it is native and appeared while a transport was made
+    serves: bool = False  # such a thread that hands on messages of peers
 
     @property
     def is_in_operation(self) -> bool:
@@ -152,11 +140,14 @@ def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(make)
     def make_transport(*args: Any, **kwargs: Any) -> Any:
-        before = _tids()
+        if hasattr(_making, "transport"):  # a store that a group makes: the call around this one sees its threads
+            return make(*args, **kwargs)
+        _making.transport, before = True, _tids()
         _before_making.append(before)
         try:
             return make(*args, **kwargs)
         finally:
+            del _making.transport
             _before_making.remove(before)
             _made.update((tid, _os.start_of(tid)) for tid in _tids() - before)
 
@@ -173,10 +164,8 @@ def leave_out(*, others: bool = False) -> None:
 
 
 def observe(between_tests: bool = False) -> Progress:
-    """Return whether the threads of this process can go on, the calling one left out.
-
-    Args:
-        between_tests: its main thread waits for the harness's next message.
+    """Return whether the threads of this process can go on, the calling one left out and, ``between_tests``, the main
+    one, which waits for the harness's next message.
     """
     progress = judge_threads(list(_threads(_os.getpid() if between_tests else 0)), operations.own_summary())
     signals = tuple(_signals())
@@ -189,12 +178,7 @@ def observe(between_tests: bool = False) -> Progress:
 
 
 def judge_threads(threads: list[ThreadState], record: str) -> Progress:
-    """Judge one look at all threads; a pure function.
-
-    Args:
-        threads: every thread but the one that looks.
-        record: changes whenever a collective begins or ends.
-    """
+    """Judge one look at every thread but the one that looks. ``record`` changes when a collective begins or ends."""
     own = sorted((each for each in threads if not (each.serves and each.doing in _SERVES)), key=lambda each: each.tid)
     able = tuple(each.words for each in own if each.limit_s is None)
     # The limit of an operation is an error. Gloo's threads wait with the limit of their group.
@@ -371,11 +355,8 @@ def _made_group(began_s: float, ended_s: float) -> None:
 
 
 def reserve() -> tuple[str, int]:
-    """Reserve an address that no other living world on this machine has.
-
-    Returns:
-        The address, and the descriptor that keeps it reserved while any process has it open; ``("", -1)`` if there is
-        none.
+    """Reserve an address that no other living world on this machine has; return it with the descriptor that keeps it
+    reserved while any process has it open, or ``("", -1)``.
     """
     for _ in range(_ATTEMPTS):
         first, second, third = os.urandom(3)

@@ -74,8 +74,8 @@ class ZygoteDiedError(RuntimeError):
 class Child:
     """A process that a zygote starts for the supervisor, with a channel for the news of its start and end.
 
-    The constructor waits for the start, except of a :class:`Copy`. A zygote (``zygote_pid``) that does not answer
-    because a signal has stopped it is killed.
+    The constructor waits for the start, except of a :class:`Copy`. A zygote that does not answer because a signal has
+    stopped it is killed.
     """
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
@@ -142,11 +142,8 @@ def _connect(zygote: Channel, message: Any, descriptors: Sequence[int] = ()) -> 
 
 
 class ZygoteClient:
-    """A command channel to a zygote that has loaded a test module, for starting children in it.
-
-    Args:
-        pid: of the zygote; 0 if unknown.
-        process: the zygote as a child of another one, if this process has asked for it.
+    """A command channel to a zygote that has loaded a test module, for starting children in it; ``process`` is the
+    zygote as a child of another one, if this process has asked for it.
     """
 
     def __init__(self, channel: Channel, pid: int = 0, process: Child | None = None) -> None:
@@ -207,10 +204,8 @@ def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) 
 
 
 class ModuleZygote(ZygoteClient):
-    """A zygote that loads one test module, in the background until :meth:`wait_loaded`.
-
-    Attributes:
-        imported: the project files that it has imported; None until it is loaded.
+    """A zygote that loads one test module, in the background until :meth:`wait_loaded`. ``imported``: the project files
+    that it has imported; None until it is loaded.
     """
 
     process: Child
@@ -316,35 +311,18 @@ class ZygoteCopy(ZygoteClient):
         self.pid = self.process.pid
 
 
-class _OwnProcess(subprocess.Popen[bytes]):
-    def ends_within(self, seconds: float) -> bool:
-        if self.poll() is not None:
-            return True
-        watch = _os.watch_exit(self.pid)
-        try:
-            return readable(watch, seconds)
-        finally:
-            os.close(watch)
-
-
 def start_root(preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> RootZygote:
     """Start the process that loads torch once for a whole run.
 
-    Args:
-        preparation: its ``sys.path``, and what it imports before anything else.
-        scratch: a folder that it removes when this process is gone, however that ends.
-        environment: of the zygote, which adds :data:`ZYGOTE_ENVIRONMENT`.
+    Its ``preparation`` names what it imports before anything else. It removes the folder ``scratch`` when this process
+    is gone, however that ends, and adds :data:`ZYGOTE_ENVIRONMENT` to ``environment``.
     """
     _os.require_supported()
     ours, theirs = channel_pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     arguments = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
-    process = _OwnProcess(
-        arguments,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        env={**environment, **ZYGOTE_ENVIRONMENT},
-    )
+    environment = {**environment, **ZYGOTE_ENVIRONMENT}
+    process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
     theirs.close()
     ours.send(RootOrder(preparation, scratch))
     return RootZygote(ours, process)
@@ -353,7 +331,7 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
 class RootZygote:
     """The process that has loaded torch once for the whole run, as its first client sees it."""
 
-    def __init__(self, channel: Channel, process: _OwnProcess) -> None:
+    def __init__(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
         self.channel = channel
         self.process = process
         self._ready = False
@@ -370,9 +348,8 @@ class RootZygote:
         try:
             message, _ = self.channel.receive()
         except ChannelClosedError as error:
-            raise ZygoteDiedError(
-                f"the root zygote ended with code {self.process.wait()} while it loaded torch"
-            ) from error
+            told = f"the root zygote ended with code {self.process.wait()} while it loaded torch"
+            raise ZygoteDiedError(told) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
         if not isinstance(message, Loaded):
@@ -396,14 +373,14 @@ class RootZygote:
         if not self._ready:  # it has started no process yet
             self._kill()
         if self.process.poll() is None:
-            self._wait_for_end()
+            end_s, watch = _os.monotonic() + _END_S, _os.watch_exit(self.process.pid)
+            try:
+                while not readable(watch, _SILENCE_S):
+                    if _os.monotonic() > end_s or _os.is_stopped(self.process.pid):
+                        self._kill()
+            finally:
+                os.close(watch)
         self.process.wait()
-
-    def _wait_for_end(self) -> None:
-        end_s = _os.monotonic() + _END_S
-        while not self.process.ends_within(_SILENCE_S):
-            if _os.monotonic() > end_s or _os.is_stopped(self.process.pid):
-                self._kill()
 
     def _kill(self) -> None:
         if self.process.poll() is None:

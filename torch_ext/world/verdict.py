@@ -2,10 +2,10 @@
 
 Note [Judged once]
 ~~~~~~~~~~~~~~~~~~
-A test may end without waiting for its ranks: a second start drops the first ranks, a replaced method of the instance
-runs beside them, a skip ends the test while they run. A test class can do so in more ways than there are places to
-look. So note every start of ranks, or of a test on ranks that live on, until a caller takes their outcomes; a test that
-ends before that has failed. The cleanup of each base class checks it, and so does the runner with each result.
+A test can end without waiting for its ranks in more ways than there are places to look: a second start drops the first
+ranks, a replaced method runs beside them, a skip ends the test while they run. So note every start of ranks, or of a
+test on ranks that live on, until a caller takes their outcomes; a test that ends before that has failed. The cleanup of
+each base class checks it, and so does the runner with each result.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
-from torch_ext.world.outcome import Ending, Mismatch, Outcome, disagreement, ran_out_of_time, read_record
+from torch_ext.world.outcome import (
+    Ending,
+    Mismatch,
+    Outcome,
+    disagreement,
+    may_be_expected,
+    ran_out_of_time,
+    read_record,
+)
 from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
 
-# Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences, if another rank ended badly for
-# its own reason.
+# Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences of another rank's end.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|lost)|socket (is )?closed"
     r"|\beof\b|remote process (has )?exited|peer (is )?gone|recvValue failed|failed to recv|ncclRemoteError|pipe closed"
@@ -44,31 +51,19 @@ class Judgement(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement over a world.
-
-    Attributes:
-        judgement: of the test.
-        summary: one line that names the guilty rank of a failure, or the reason of a skip.
-        culprits: ranks that ended badly for their own reason, the first one first.
-        victims: ranks that ended badly because of those.
-        collectives: the first collective at which the ranks diverge, in a sentence; empty if there is none.
-    """
+    """The judgement over a world."""
 
     judgement: Judgement
-    summary: str = ""
-    culprits: tuple[int, ...] = ()
-    victims: tuple[int, ...] = ()
-    collectives: str = ""
+    summary: str = ""  # one line that names the guilty rank of a failure, or the reason of a skip
+    culprits: tuple[int, ...] = ()  # ranks that ended badly for their own reason, the first one first
+    victims: tuple[int, ...] = ()  # ranks that ended badly because of those
+    collectives: str = ""  # the first one at which the ranks diverge, in a sentence; empty if there is none
 
 
 @dataclass(frozen=True)
 class WorldReport:
-    """The data of a failure's report.
-
-    Attributes:
-        outcomes: one per rank.
-        took_s: seconds from the start of the ranks to the end of the last one.
-        details: the test's own paragraphs, below the summary.
+    """The data of a failure's report: an outcome per rank, the verdict, the seconds from the start of the ranks to the
+    end of the last one, and the test's own paragraphs, below the summary.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -80,15 +75,16 @@ class WorldReport:
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
     """Judge a world. It passes only if the receipt of every rank says so; one without ranks is skipped.
 
-    Args:
-        outcomes: one per rank.
-        expected_exit: the exit code of ranks without a receipt; negative for a signal.
-        any_exit: accept any exit code of ranks without a receipt. Receipts of failures still count.
+    Ranks without a receipt may end with ``expected_exit`` (negative for a signal) or, with ``any_exit``, as they like.
     """
     if not outcomes:
         return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")
-    acceptable = _acceptable(expected_exit, any_exit)
-    bad = [outcome for outcome in outcomes if not acceptable(outcome)]
+
+    def excused(outcome: Outcome) -> bool:
+        may_end = outcome.receipt is None and not outcome.was_stopped
+        return may_end and (any_exit or (expected_exit is not None and outcome.exit_code == expected_exit))
+
+    bad = [outcome for outcome in outcomes if not outcome.ok and not excused(outcome)]
     if bad:
         return _failure(outcomes, bad, expected_exit)
     skipped = [outcome for outcome in outcomes if outcome.ending is Ending.SKIPPED]
@@ -101,17 +97,6 @@ def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exi
         return _disagreement(alike, [outcome for outcome in skipped if outcome not in alike])
     reasons = dict.fromkeys(outcome.receipt.reason for outcome in skipped if outcome.receipt)
     return Verdict(Judgement.SKIPPED, "; ".join(reasons))
-
-
-def _acceptable(expected_exit: int | None, any_exit: bool) -> Callable[[Outcome], bool]:
-    def acceptable(outcome: Outcome) -> bool:
-        if outcome.ok:
-            return True
-        if outcome.receipt is not None or outcome.ending in (Ending.TIMED_OUT, Ending.HUNG, Ending.STOPPED):
-            return False
-        return any_exit or (expected_exit is not None and outcome.exit_code == expected_exit)
-
-    return acceptable
 
 
 def _is_consequence(outcome: Outcome) -> bool:
@@ -131,13 +116,15 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
     """Judge a world that failed: the same decision names the ranks to blame and writes the summary."""
+    if any(o.receipt is not None and o.receipt.is_expected for o in bad):
+        bad = [o for o in bad if not may_be_expected([o])] or bad
     # Peers notice a death before it is reaped, so the message of a failure counts for more than its time.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     acted = [o for o in own if not _ran_out_of_time(o)]
     skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
     if not own and skipped:
         return _disagreement(skipped, [o for o in outcomes if o not in skipped])
-    disagree = [o for o in acted if _disagrees(o)]
+    disagree = [o for o in acted if o.transport_failure is not None and any(disagreement(o.reason))]
     found = find_blame(outcomes)
     cause = None
     if acted and acted[0] in disagree:
@@ -153,16 +140,13 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     own = [*(acted or [first]), *(o for o in own if o not in acted and o is not first)]
     alike = [o.rank for o in own if without_ranks(o.describe()) == without_ranks(first.describe())]
     expectation = f" (expected exit code {expected_exit})" if expected_exit is not None else ""
-    summary = f"{ranks_phrase(alike)} {_plural(first.describe(), alike)}{expectation}"
+    words = first.describe() if len(alike) == 1 else re.sub("^was ", "were ", first.describe())
+    summary = f"{ranks_phrase(alike)} {words}{expectation}"
     others = [o.rank for o in own if o.rank not in alike]
     if others:
         summary += f"; {ranks_phrase(others)} failed in another way"
     culprits = (*alike, *others)
     return Verdict(Judgement.FAILED, summary, culprits, tuple(o.rank for o in bad if o.rank not in culprits), detail)
-
-
-def _disagrees(outcome: Outcome) -> bool:
-    return outcome.transport_failure is not None and any(disagreement(outcome.reason))
 
 
 def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
@@ -183,10 +167,6 @@ def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outc
     waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
     return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
-
-
-def _plural(words: str, ranks: Sequence[int]) -> str:
-    return words if len(ranks) == 1 else re.sub("^was ", "were ", words)
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
@@ -309,10 +289,6 @@ class WorldFailure(RuntimeError):
         super().__init__(report)
         self.report = report
 
-    @property
-    def outcomes(self) -> list[Outcome]:
-        return list(self.report.outcomes)
-
     def __str__(self) -> str:
         return render(self.report)
 
@@ -326,7 +302,7 @@ def render(report: WorldReport) -> str:
     parts.append(_endings(outcomes, verdict, report.took_s))
     if failed := _failed_sub_tests(outcomes):
         parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
-    if any(_was_delayed(outcome, report.took_s) for outcome in outcomes):
+    if any(_delay(outcome, report.took_s) for outcome in outcomes):
         parts.append(
             "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
         )
@@ -342,14 +318,18 @@ def render(report: WorldReport) -> str:
 def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
     """Return tracebacks, stacks and output, culprits first, each distinct one once."""
     in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
+    texts: dict[str, Callable[[Outcome], str]] = {
+        "Traceback": lambda o: o.receipt.trace.rstrip() if o.receipt else "",
+        "Stacks": lambda o: o.stacks.rstrip(),
+        "Output": lambda o: "\n".join(end_of_output(o.output, died=o.ending is Ending.KILLED)),
+    }
     parts = []
-    for title, text_of in (("Traceback", _trace), ("Stacks", _stacks), ("Output", _output)):
+    for title, text_of in texts.items():
         grouped: dict[str, tuple[list[int], str]] = {}
         for outcome in in_order:
-            text = text_of(outcome)
-            if text:
+            if text := text_of(outcome):
                 # Numbers in a rank's output are its own.
-                key = text if text_of is _output else without_ranks(text)
+                key = text if title == "Output" else without_ranks(text)
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
     return parts
@@ -363,14 +343,6 @@ def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
 
 
-def _trace(outcome: Outcome) -> str:
-    return outcome.receipt.trace.rstrip() if outcome.receipt else ""
-
-
-def _stacks(outcome: Outcome) -> str:
-    return outcome.stacks.rstrip()
-
-
 def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
     lines = [f"What each rank did in {took_s:.1f} s:"]
     for outcome in outcomes:
@@ -379,25 +351,21 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
         lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
         lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
-        if _was_delayed(outcome, took_s):
-            lines.append(f"    waited for a core for {outcome.delayed_s:.1f} s of these")
+        if delay_s := _delay(outcome, took_s):
+            lines.append(f"    waited for a core for {delay_s:.1f} s of these")
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
     return "\n".join(lines)
 
 
-def _was_delayed(outcome: Outcome, took_s: float) -> bool:
-    return outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s > 0
-
-
-def _output(outcome: Outcome) -> str:
-    return "\n".join(end_of_output(outcome.output, died=outcome.ending is Ending.KILLED))
+def _delay(outcome: Outcome, took_s: float) -> float:
+    """Return how long a rank that timed out has waited for a core, in seconds; 0 if that is not worth a word."""
+    return outcome.delayed_s if outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s else 0.0
 
 
 def end_of_output(text: str, *, died: bool) -> list[str]:
-    """Return the last lines of a process's output, below the number of omitted ones.
-
-    Of a process that ``died``, show more lines: they are the only evidence, with the cause above the stacks.
+    """Return the last lines of a process's output, below the number of omitted ones; more lines if it ``died``, since
+    they are the only evidence, with the cause above the stacks.
     """
     lines = text.rstrip().splitlines()
     most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES

@@ -30,12 +30,8 @@ _MOST_WORDS = 3
 
 @dataclass(frozen=True)
 class Measures:
-    """Measurements of the processes of a world.
-
-    Attributes:
-        computed_s: CPU time of a rank in seconds.
-        starved_s: seconds for which the threads of a rank have waited for a core.
-        others: processes and threads that may act and are neither ranks nor the parent half's, in words.
+    """Measurements of a world: the CPU time of a rank, the seconds for which its threads have waited for a core, and in
+    words the processes and threads that may act and are neither ranks nor the parent half's.
     """
 
     computed_s: Callable[[int], float] = lambda rank: 0.0
@@ -49,19 +45,10 @@ class Finding(Enum):
 
 
 class HangWatch:
-    """Watches one world.
+    """Watches one world from ``started_s`` on.
 
     A hang is found ``limits.hang_s`` seconds after a look at which every rank was blocked, if that holds at each look
     since, no thread has run meanwhile, and no other process may act.
-
-    Args:
-        limits: of the test.
-        started_s: the begin of the test.
-        measures: of the processes of the ranks.
-
-    Attributes:
-        next_s: time of the next look.
-        reasons: why the last look proves nothing, in words.
     """
 
     def __init__(self, limits: Limits, started_s: float, measures: Measures) -> None:
@@ -69,8 +56,8 @@ class HangWatch:
         self._every_s = limits.hang_s / _LOOKS if limits.hang_s else float("inf")
         self._deadline_s = started_s + limits.test_s
         self._measures = measures
-        self.next_s = started_s + self._every_s
-        self.reasons: tuple[str, ...] = ()
+        self.next_s = started_s + self._every_s  # time of the next look
+        self.reasons: tuple[str, ...] = ()  # why the last look proves nothing, in words
         self._asked: dict[int, Progress | None] = {}
         self._before: Mapping[int, Progress | None] = {}
         self._looked_s = started_s
@@ -207,35 +194,20 @@ class Step:
 
 
 class Watch:
-    """Follows one world from its start to its last ending.
-
-    Args:
-        world_size: number of ranks.
-        limits: of the test.
-        started_s: the start of the ranks, by the clock of :meth:`advance`.
-        measures: of their processes.
-        expected_exit: the exit code of ranks without a receipt; such an ending is no trouble.
-        any_exit: no ending without a receipt is trouble.
-        keep: the ranks live on after this test, which is over when each has handed in a receipt or ended.
-        ticket: the run of the test; other receipts do not count.
-        pids: the process of each rank; receipts of other processes do not count.
-
-    Attributes:
-        hangs: whether the ranks hang; fed by :attr:`Act.LOOK`.
-    """
+    """Follows one world from its start to its last ending. Times are by the clock of :meth:`advance`."""
 
     def __init__(  # noqa: PLR0913 - by keyword, all but four
         self,
         world_size: int,
         limits: Limits,
-        started_s: float,
-        measures: Measures = Measures(),
+        started_s: float,  # the start of the ranks
+        measures: Measures = Measures(),  # of their processes
         *,
-        expected_exit: int | None = None,
-        any_exit: bool = False,
-        keep: bool = False,
-        ticket: Ticket = NO_TICKET,
-        pids: Sequence[int] = (),
+        expected_exit: int | None = None,  # the exit code of ranks without a receipt; such an ending is no trouble
+        any_exit: bool = False,  # no ending without a receipt is trouble
+        keep: bool = False,  # ranks live on after this test, which is over when each has handed in a receipt or ended
+        ticket: Ticket = NO_TICKET,  # the run of the test; other receipts do not count
+        pids: Sequence[int] = (),  # the process of each rank; receipts of others do not count
     ) -> None:
         self._ticket = ticket
         self._pids = tuple(pids) or (0,) * world_size
@@ -257,8 +229,8 @@ class Watch:
         self.hangs = HangWatch(limits, started_s, measures)
 
     def received(self, rank: int, receipt: Receipt) -> None:
-        """Receive a receipt of ``rank``. It counts if it is from that process and about this run of the test, and if we
-        have not begun to stop the rank, which may make it fail.
+        """Receive a receipt, which counts unless it is about another run or process, or we have begun to stop the rank:
+        that may make it fail.
         """
         if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
@@ -355,14 +327,18 @@ class Watch:
         return all(rank in self._receipts for rank in self._alive())
 
     def _trouble(self) -> bool:
-        """Whether some rank failed or died, so that its peers may wait for it forever."""
-        if any(receipt.said is Said.FAILED for receipt in self._receipts.values()):
+        """Whether some rank failed or died, so that its peers may wait for it forever.
+
+        An expected failure is no trouble: what the peers do decides whether the test may pass.
+        """
+        if any(receipt.said is Said.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
             return True
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
 
     def _expected(self, rank: int, code: int) -> bool:
         return (
             (rank in self._receipts and rank in self._left and code == 0)
+            or (rank in self._receipts and self._receipts[rank].is_expected)
             or self._any_exit
             or code == self._expected_exit
         )

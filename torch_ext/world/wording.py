@@ -40,12 +40,7 @@ def printable(text: str) -> str:
     >>> printable("\x1b[2Jgone\0\tstays\n")
     '\\x1b[2Jgone\\x00\tstays\n'
     """
-    return _OBEYED.sub(_spelt, text)
-
-
-def _spelt(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    return _OBEYED.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else ascii(found[0])[1:-1], text)
 
 
 def left_behind(command: str) -> str:
@@ -124,8 +119,8 @@ def show(text: str) -> None:
     """Show ``text``, of one or more lines, at once: on stderr, or by :func:`show_by`."""
     if _shown_by:
         _shown_by[0](text)
-        return
-    print(f"{PREFIX}{printable(text)}", file=sys.stderr, flush=True)
+    else:
+        print(f"{PREFIX}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -151,6 +146,8 @@ _FOLDERS_BETWEEN = tuple(
 )
 # A frame of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
 _WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
+# An RPC's function runs above these, and waits for another RPC below those.
+_HANDLER, _CALLER = "/distributed/rpc/internal.py", "/distributed/rpc/api.py"
 _THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
 # Between a test and the collective that it calls.
 _WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
@@ -168,8 +165,7 @@ def hide(file: str, *functions: str, outwards: bool = False, thread: bool = Fals
 
     Args:
         file: regular expression that matches the end of the file's path, such as ``r"/world/rank\\.py"``.
-        functions: leave out the frames of these functions, in stacks and tracebacks. None: every frame of the file, in
-            tracebacks only.
+        functions: leave out their frames, in stacks and tracebacks. None: every frame of the file, in tracebacks only.
         outwards: in stacks, leave out the frames that called them too.
         thread: in stacks, leave out the whole thread in which one of them runs.
     """
@@ -233,38 +229,54 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
-    for text in threads:
-        read = [(found[1], int(found[2]), found[4], bool(found[3])) for found in _WRITTEN.finditer(text)]
-        read = read[::-1] if read and read[0][3] else read
-        found = _place([(file, line, name) for file, line, name, _ in read])
-        if found:
-            inside, line = found
-            return f"in {inside}, called at {line}" if inside else f"at {line}"
+    return next((place for text in threads if (place := _in_words(_frames(text)))), "")
+
+
+def place_in_rpc(stacks: str) -> str:
+    """Return the place, in words, of a function that a peer has called by RPC and that does not wait for another RPC;
+    empty if there is none.
+
+    >>> place_in_rpc('''  File "/home/u/test_a.py", line 31 in never
+    ...   File "/lib/torch/distributed/rpc/internal.py", line 209 in _run_function''')
+    'at test_a.py:31'
+    """
+    for text in _THREAD.split(stacks):
+        if _HANDLER in text and _CALLER not in text and (place := _in_words(_frames(text))):
+            return place
     return ""
+
+
+def _frames(text: str) -> list[tuple[str, int, str]]:
+    """Return the frames of one thread's stack, the innermost first."""
+    read = [(found[1], int(found[2]), found[4], bool(found[3])) for found in _WRITTEN.finditer(text)]
+    return [frame[:3] for frame in (read[::-1] if read and read[0][3] else read)]
+
+
+def _in_words(frames: Sequence[tuple[str, int, str]]) -> str:
+    found = _place(frames)
+    if not found:
+        return ""
+    inside, line = found
+    return f"in {inside}, called at {line}" if inside else f"at {line}"
 
 
 def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
     """Return the function of torch's that the user's innermost frame calls, if any, and the line of that frame."""
     inside = ""
     for file, line, name in frames:
-        if not _is_not_the_users(file):
+        if not file.startswith(_FOLDERS_BETWEEN) and not _NOT_THE_USERS.search(file):
             return inside, f"{os.path.basename(file)}:{line}"
         if "/torch/" in file and not _WRAPPERS.fullmatch(name):
             inside = "" if name.startswith("_") else name
     return None
 
 
-def _is_not_the_users(file: str) -> bool:
-    return file.startswith(_FOLDERS_BETWEEN) or _NOT_THE_USERS.search(file) is not None
-
-
 def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:  # its text begins with lines of source
         place = f"{os.path.basename(str(error.filename))}, line {error.lineno}"
         return f"{type(error).__name__}: {error.msg} ({place})"
-    first, *more = [line.strip() for line in "".join(shown.format_exception_only()).splitlines() if line.strip()] or [
-        ""
-    ]
+    lines = [line.strip() for line in "".join(shown.format_exception_only()).splitlines()]
+    first, *more = [line for line in lines if line] or [""]
     return f"{first} {more[0]}" if first.endswith(":") and more else first or type(error).__name__
 
 
@@ -280,7 +292,14 @@ def _links(error: BaseException) -> int:
 
 def _trim(shown: traceback.TracebackException, links: int) -> None:
     """Leave out hidden frames, and exceptions more than ``links`` causes back."""
-    kept = [frame for frame in shown.stack if not any(_covers(each, frame) for each in _hidden)]
+    kept = [
+        frame
+        for frame in shown.stack
+        if not any(
+            (not each.functions or frame.name in each.functions) and re.search(f"(?:{each.file})$", frame.filename)
+            for each in _hidden
+        )
+    ]
     if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
         shown.stack[:] = kept
     if links == 0:
@@ -291,20 +310,12 @@ def _trim(shown: traceback.TracebackException, links: int) -> None:
         _trim(shown.__context__, links - 1)
 
 
-def _covers(each: HiddenFrames, frame: traceback.FrameSummary) -> bool:
-    named = not each.functions or frame.name in each.functions
-    return named and re.search(f"(?:{each.file})$", frame.filename) is not None
-
-
 def trim_stacks(text: str) -> str:
     """Leave hidden frames out of faulthandler's output, and its list of extension modules."""
-    return re.sub("|".join((*_patterns(), r"^Extension modules: .*\n?")), "", text, flags=re.MULTILINE)
-
-
-def _patterns() -> list[str]:
     # Whole threads first: they contain what the other patterns would match.
     in_order = sorted((each for each in _hidden if each.functions), key=lambda each: (not each.thread, each.outwards))
-    return [_pattern(each) for each in in_order]
+    patterns = (*map(_pattern, in_order), r"^Extension modules: .*\n?")
+    return re.sub("|".join(patterns), "", text, flags=re.MULTILINE)
 
 
 def _pattern(each: HiddenFrames) -> str:

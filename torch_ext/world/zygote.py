@@ -3,24 +3,24 @@ request. See Note [Zygote protocol]. Imports the standard library and its own la
 
 Note [Huge pages]
 ~~~~~~~~~~~~~~~~~
-A fork copies page tables. It takes a third less time once the zygote's heap lies in huge pages (``MADV_COLLAPSE``), but
-moving the heap takes as long as some twenty forks save. So a zygote moves it once: before its second copy, since copies
-inherit the gain, or after its eighth child, while no client waits. Kernels without this call refuse it.
+A fork takes a third less time once the zygote's heap lies in huge pages (``MADV_COLLAPSE``), but moving the heap takes
+as long as some twenty forks save. So a zygote moves it once: before its second copy, since copies inherit the gain, or
+after its eighth child, while no client waits.
 
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Native libraries and some of torch's modules read variables once, when they load. A forked child cannot get other
-values, so a request whose environment differs in one of them from the zygote's gets fresh interpreters, and a message
-says why. A missing prefix shows as a variable without effect in forked ranks; one too many only costs time.
-``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``) or, as ``0``, always forks.
+Native libraries and some of torch's modules read variables when they load. A forked child cannot get other values, so a
+request whose environment differs in one of them gets fresh interpreters, and a message says why. A missing prefix shows
+as a variable without effect in forked ranks; one too many only costs time. ``TORCH_EXT_READ_AT_LOAD`` adds prefixes
+(``MYLIB_,OTHER_``) or, as ``0``, always forks.
 
 Note [Leftovers]
 ~~~~~~~~~~~~~~~~
-A zygote is the subreaper of its descendants: a process whose parent has ended becomes the zygote's child. Its owner is
-the child of the zygote that started it. Every child of a zygote leads its own process group, which the processes
-that it starts join, so the group names the owner. A process that has left the group still has ``TORCH_EXT_OWNER`` in
-its environment; one with neither is charged to the child that ended last. A process whose owner still lives stays: the
-processes of a class serve until the class ends. Helpers that end by themselves are no leftovers.
+A zygote is the subreaper of its descendants: a process whose parent has ended becomes its child. The owner of such a
+process is the child of the zygote that started it. Every child of a zygote leads its own process group, which names the
+owner of the processes that join it. A process that has left the group still has ``TORCH_EXT_OWNER`` in its environment;
+one with neither is charged to the child that ended last. A process whose owner still lives stays: the processes of a
+class serve until the class ends. Helpers that end by themselves are no leftovers.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ from torch_ext.world.protocol import (
 )
 
 # Targets of a zygote's copy and of a rank.
-_SERVE = "torch_ext.world.provider:serve_as_copy"
-
-_RANK = "torch_ext.world.rank:main"
+_SERVE, _RANK = "torch_ext.world.provider:serve_as_copy", "torch_ext.world.rank:main"
 # See Note [Huge pages].
 _FORKS_BEFORE_MOVE = 8
 
@@ -119,10 +117,8 @@ class Leftovers:
     def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
         """Kill the processes that ended children have left behind; return those that were still running.
 
-        Args:
-            indices: pid -> index, the children of the group that has ended.
-            living: pids of children of this process that still run.
-            last: index of the child that ended last.
+        ``indices`` has the index of each child of the group that has ended, by pid; ``living`` the pids of children
+        that still run; ``last`` is the index of the child that ended last.
         """
         found: list[LeftBehind] = []
         self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
@@ -186,26 +182,17 @@ class _Child:
 
 
 class Zygote:
-    """Serves clients until the first one is gone. See Note [Zygote protocol].
-
-    Args:
-        command: the first client's channel.
-        description: of this process, for messages ("the zygote of test.distributed.fsdp.test_fsdp_input").
-        preparation: makes a fresh interpreter like a forked child.
-        scratch: a folder of the first client's. The zygote removes it at its end, since the client may be dead.
-        original: pid of the zygote that this one is a copy of, if any.
-        others: processes of the original; see Note [Who else may act].
-    """
+    """Serves clients until the first one is gone. See Note [Zygote protocol]."""
 
     def __init__(
         self,
-        command: Channel,
-        description: str,
-        preparation: Preparation,
-        scratch: str = "",
+        command: Channel,  # the first client's channel
+        description: str,  # for messages ("the zygote of test.distributed.fsdp.test_fsdp_input")
+        preparation: Preparation,  # makes a fresh interpreter like a forked child
+        scratch: str = "",  # a folder of the first client's, which may be dead at the end: the zygote removes it
         *,
-        original: int = 0,
-        others: tuple[Process, ...] = (),
+        original: int = 0,  # pid of the zygote that this one is a copy of
+        others: tuple[Process, ...] = (),  # processes of the original; see Note [Who else may act]
     ) -> None:
         self._original = original
         self._others = others
@@ -218,7 +205,7 @@ class Zygote:
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._in_transit: list[int] = []  # descriptors of the current request, for children yet to be forked
-        self._environment = _os.environment_at_start()
+        self._environment = dict(_os.environment_of(os.getpid()) or os.environ)  # with which the program was started
         self._leftovers = Leftovers()
         self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
         self._forks = self._copies = 0
@@ -305,22 +292,16 @@ class Zygote:
             self._prepare_next(request.spares)
 
     def _why_interpreter(self, environment: dict[str, str]) -> str:
-        reason = reason_not_to_fork()
-        if reason:
+        if reason := reason_not_to_fork():
             return f"{self._description} cannot fork: {reason}"
-        changed = [
-            name for name in sorted(environment.keys() | self._environment.keys()) if self._differs(name, environment)
+        different = [
+            name
+            for name in environment.keys() | self._environment.keys()
+            # A module that sets a variable during its import has set it for every fork as well.
+            if environment.get(name) not in (self._environment.get(name), os.environ.get(name))
         ]
-        if changed:
-            return f"{', '.join(changed)} changed, which torch or a library reads only when it is loaded"
-        return ""
-
-    def _differs(self, name: str, environment: dict[str, str]) -> bool:
-        """See Note [Variables read at load]."""
-        if not read_when_loaded(name):
-            return False
-        # A module that sets a variable during its import has set it for every fork as well.
-        return environment.get(name) not in (self._environment.get(name), os.environ.get(name))
+        changed = ", ".join(sorted(filter(read_when_loaded, different)))  # see Note [Variables read at load]
+        return f"{changed} changed, which torch or a library reads only when it is loaded" if changed else ""
 
     # See Note [Who else may act].
 
@@ -329,10 +310,10 @@ class Zygote:
         found = [
             *_os.words_of(child for pid in worlds for child in _os.children_of(pid)),
             *_os.words_of(worlds.difference(ranks)),
+            *_os.words_of(self._adopted()),
+            *_os.still_there(self._others),
+            *(f"{word} of the zygote" for word in threads.observe().may_act),
         ]
-        found += _os.words_of(self._adopted())
-        found += _os.still_there(self._others)
-        found += [f"{word} of the zygote" for word in threads.observe().may_act]
         if self._original and _os.tasks(self._original) > 1:
             found.append(f"a thread of process {self._original}, which has imported the file of the test")
         if not _os.lists_children():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from test.torch_ext.verdict.programs import first_line, named_first
+from test.torch_ext.world.programs import first_line, named_first
 from test.torch_ext.world.suites import PREAMBLE
 
 __all__ = ["FAULTS", "Program", "draw", "judge_report", "source_of"]

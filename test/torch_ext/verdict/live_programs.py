@@ -116,10 +116,9 @@ def bide(how, seconds):
         lock.acquire(timeout=seconds)
 
 
-def of_forkserver(pid, seconds, acts):
+def of_forkserver(pid, seconds):
     bide("sleep", seconds)
-    if acts:
-        os.kill(pid, signal.SIGUSR1)
+    os.kill(pid, signal.SIGUSR1)
 
 
 class Sigevent(ctypes.Structure):
@@ -139,7 +138,7 @@ class Acting:
         """Have ``act`` called by a thread of this process, or by a process that it starts."""
         seconds = self.program.seconds if self.acts else 0.05
         how, actor, acts = self.program.bide, self.program.actor, self.acts
-        if not acts and actor in ("notified", "forkserver"):
+        if not acts and actor in ("notified", "forkserver", "alarm"):
             return  # a thread of libc's and a server would stay, which may act
 
         def run():
@@ -147,16 +146,7 @@ class Acting:
             if acts:
                 act()
 
-        if actor == "threading":
-            threading.Thread(target=run, daemon=True).start()
-        elif actor == "timer":
-            threading.Timer(seconds, act if acts else int).start()
-        elif actor == "_thread":
-            _thread.start_new_thread(run, ())
-        elif actor == "executor":
-            pool = concurrent.futures.ThreadPoolExecutor(1)
-            _kept.append((pool, pool.submit(run)))
-        elif actor == "notified":  # by a POSIX timer, in a thread of libc's
+        def by_timer():  # a POSIX one, in a thread of libc's
             called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: act())
             event = Sigevent(None, 0, 2, ctypes.cast(called, ctypes.c_void_p))
             timer = ctypes.c_void_p()
@@ -164,30 +154,32 @@ class Acting:
             libc = ctypes.CDLL(None)
             assert libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer)) == 0
             libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9) or 1), None)
-        elif actor == "alarm":
-            if acts:
-                signal.signal(signal.SIGALRM, lambda *_: act())
-                signal.setitimer(signal.ITIMER_REAL, seconds)
-        elif actor == "forked":
-            self.fork(run)
-        elif actor == "daemon":
-            def become_daemon():
-                os.setsid()
-                self.fork(run)
-            os.waitpid(self.fork(become_daemon), 0)
-        elif actor in ("exec", "adopted"):
-            do = f"kill -USR1 {pid}" if acts else "true"
-            if actor == "exec":
-                _kept.append(subprocess.Popen(["sh", "-c", f"sleep {seconds}; {do}"]))
-            else:
-                subprocess.run(["sh", "-c", f"(sleep {seconds}; {do}) > /dev/null 2>&1 &"])
-        elif actor == "forkserver":
-            context = multiprocessing.get_context("forkserver")
-            process = context.Process(target=of_forkserver, args=(pid, seconds, acts))
+
+        def by_alarm():
+            signal.signal(signal.SIGALRM, lambda *_: act())
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+        def by_forkserver():
+            process = multiprocessing.get_context("forkserver").Process(target=of_forkserver, args=(pid, seconds))
             process.start()
             _kept.append(process)
-        else:
-            raise AssertionError(actor)
+
+        shell = f"sleep {seconds}; " + (f"kill -USR1 {pid}" if acts else "true")
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        starts = {
+            "threading": lambda: threading.Thread(target=run, daemon=True).start(),
+            "timer": lambda: threading.Timer(seconds, act if acts else int).start(),
+            "_thread": lambda: _thread.start_new_thread(run, ()),
+            "executor": lambda: _kept.append((pool, pool.submit(run))),
+            "notified": by_timer,
+            "alarm": by_alarm,
+            "forked": lambda: self.fork(run),
+            "daemon": lambda: self.start_daemon(run),
+            "exec": lambda: _kept.append(subprocess.Popen(["sh", "-c", shell])),
+            "adopted": lambda: subprocess.run(["sh", "-c", f"({shell}) > /dev/null 2>&1 &"]),
+            "forkserver": by_forkserver,
+        }
+        starts[actor]()
 
     def fork(self, run):
         pid = os.fork()
@@ -199,15 +191,17 @@ class Acting:
         _kept.append(pid)
         return pid
 
+    def start_daemon(self, run):
+        def become_daemon():
+            os.setsid()
+            self.fork(run)
+        os.waitpid(self.fork(become_daemon), 0)
+
     # The wait of rank 1
 
     def prepare_wait(self):
         """Return what waits, and what ends that from another thread of this process."""
-        wait = self.program.wait
-        if wait == "lock":
-            lock = threading.Lock()
-            lock.acquire()
-            return lock.acquire, lock.release
+        wait, event, fifo = self.program.wait, threading.Event(), queue.SimpleQueue()  # a handler may call its put()
         if wait == "condition":
             condition, over = threading.Condition(threading.RLock()), []
             def notify():
@@ -218,25 +212,25 @@ class Acting:
                 with condition:
                     condition.wait_for(lambda: over)
             return wait_for, notify
-        if wait in ("event", "join"):
-            event = threading.Event()
-            if wait == "event":
-                return event.wait, event.set
+        if wait == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            return lock.acquire, lock.release
+        if wait == "join":
             thread = threading.Thread(target=event.wait, daemon=True)
             thread.start()
             return thread.join, event.set
-        if wait == "queue":
-            fifo = queue.SimpleQueue()  # its put() may be called by a handler
-            return fifo.get, lambda: fifo.put(1)
         if wait == "future":
             future = concurrent.futures.Future()
             return future.result, lambda: future.set_result(1)
+        if wait in ("event", "queue"):
+            return (event.wait, event.set) if wait == "event" else (fifo.get, lambda: fifo.put(1))
         if wait == "pipe":
             reader, writer = os.pipe()
             return (lambda: os.read(reader, 1)), (lambda: os.write(writer, b"x"))
         if wait == "mp_queue":
-            fifo = multiprocessing.SimpleQueue()
-            return fifo.get, lambda: fifo.put(1)
+            shared = multiprocessing.SimpleQueue()
+            return shared.get, lambda: shared.put(1)
         if wait == "flock":
             held, other = (os.open(self.path("file"), os.O_RDWR | os.O_CREAT) for _ in range(2))
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -244,10 +238,7 @@ class Acting:
         if wait == "waitpid":
             never = self.fork(forever) if not self.acts else 0
             return (lambda: os.waitpid(never or self.last_pid(), 0)), lambda: None
-        if wait.startswith("file"):
-            store = dist.FileStore(self.path("store"), 9)
-        else:
-            store = self.connect()
+        store = self.open_store()
         store.set_timeout(LONG)
         return (lambda: store.wait(["key"]) if wait.endswith("wait") else store.get("key")), self.set_key
 
@@ -255,13 +246,14 @@ class Acting:
         last = _kept[-1]
         return last if isinstance(last, int) else last.pid
 
-    def connect(self):
+    def open_store(self):
+        if self.program.wait.startswith("file"):
+            return dist.FileStore(self.path("store"), 9)
         with open(self.path("port")) as stream:
             return dist.TCPStore("127.0.0.1", int(stream.read()), is_master=False, timeout=LONG)
 
     def set_key(self):
-        store = dist.FileStore(self.path("store"), 9) if self.program.wait.startswith("file") else self.connect()
-        store.set("key", "set")
+        self.open_store().set("key", "set")
 
     def waits(self):
         """What rank 1 does."""
@@ -310,17 +302,12 @@ class LiveRanks(Acting, DistributedTestBase):
         super().setUpClass()
         if cls.program.place == "class":
             self = object.__new__(cls)
-            def become_daemon():
-                os.setsid()
-                self.fork(lambda: cls.act_as_daemon())
-            os.waitpid(Acting.fork(self, become_daemon), 0)
+            self.start_daemon(self.act_as_daemon)
 
-    @classmethod
-    def act_as_daemon(cls):
-        self = object.__new__(cls)
+    def act_as_daemon(self):
         pid = self.await_pid()
-        if cls.acts:
-            bide(cls.program.bide, cls.program.seconds)
+        if self.acts:
+            bide(self.program.bide, self.program.seconds)
             os.kill(pid, signal.SIGUSR1) if self.is_local else self.set_key()
 
     def setUp(self):

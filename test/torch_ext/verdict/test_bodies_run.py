@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import CHECKOUT, suite_of
 
 HELPERS = """
@@ -28,14 +28,17 @@ def raise_(text="it failed"):
     raise ValueError(text)
 
 
+def raise_in_a_thread():
+    thread = threading.Thread(target=raise_)
+    thread.start()
+    thread.join()
+
+
 class Limited(Ranks):
     timeout = 6
 
 
 class TestUnrun(Ranks):
-    def test_returns_a_coroutine(self):  # failed: coroutine
-        return go()
-
     @decorated
     async def test_decorated(self):  # failed: async|coroutine
         self.fail("it ran")
@@ -161,18 +164,24 @@ OVERRIDDEN = {
     "returns": (RETURNED, "pass"),
     "swallows": (RETURNED, "self.fail('no')"),
 }
+FAILS_ALONE = "self.rank == 0 and self.fail('as expected')\n"
 EXPECTED = {
-    "fails": ("expected failure", "self.fail('as expected')"),
     "is_killed": ("failed by 1", "self.rank and os.kill(os.getpid(), signal.SIGKILL)"),
     "hangs": ("failed by 1", "self.rank and forever()"),
     "leaves": ("failed by 1", "self.rank and os._exit(0)"),
     "disagrees": ("failed", "self.rank and self.skipTest('alone')"),
     "skips_alone": ("failed", "self.rank and self.skipTest('alone')\nself.fail('as expected')"),
-    "thread_fails": ("failed", "thread = threading.Thread(target=raise_)\nthread.start()\nthread.join()"),
+    "thread_fails": ("failed", "raise_in_a_thread()"),
     "fails_at_exit": ("failed", "atexit.register(self.fail)"),
-    "class_cleanup_fails": ("failed", "type(self).addClassCleanup(raise_)\nself.fail('as expected')"),
+    # The body fails as expected, and something else goes wrong besides.
+    "fails_and_a_thread_too": ("failed", "threading.Timer(0.3, raise_).start()\nself.fail('as expected')"),
+    "fails_and_at_exit_too": ("failed", "atexit.register(raise_)\nself.fail('as expected')"),
+    "fails_while_its_peer_waits": ("expected failure", f"self.join_group()\n{FAILS_ALONE}dist.barrier()"),
+    "fails_beside_a_hang": ("failed by 1", f"{FAILS_ALONE}threading.Event().wait()"),
+    "fails_before_a_death": ("failed by 1", f"{FAILS_ALONE}time.sleep(2)\nos.kill(os.getpid(), signal.SIGKILL)"),
+    "fails_before_a_skip": ("failed", f"{FAILS_ALONE}time.sleep(2)\nself.skipTest('alone')"),
+    "fails_and_leaves_later": ("failed", "atexit.register(os._exit, 0)\nself.fail('as expected')"),
 }
-EXPECTED_OF_THREADS = {"cleanup_exits": ("failed", "self.addCleanup(sys.exit, 3)\nself.fail('as expected')")}
 # How a class evades the harness, as a body of the class, so that no code waits for its ranks.
 EVADES = {
     "starts_twice": "def setUp(self):\n        super().setUp()\n        super(self.Base, self).setUp()",
@@ -211,22 +220,29 @@ class TestEvades_{name}_{base}({base}):{"  # failed" if (name, base) == ("overri
     for base in ("Starts", "Threads", "Standing")
     if name != "starts_twice" or base == "Starts"
 )
-# No limits and no numbers of ranks. A world of 0 ranks is that of a machine without devices.
-REFUSED = ("float('nan')", "0", "-1", "True", "'60'")
-LIMIT, NUMBER = "expected a finite number of seconds above 0", "expected the number of ranks as an int"
-NO_NUMBERS = "".join(
-    f"""
-
-class TestRefused_{attribute}_{index}({base}):
-    {attribute} = {value}
-
-    def test_it(self):  # {"skipped" if (attribute, value) == ("world_size", "0") else f"failed: {words}"}
-        pass
-"""
-    for attribute, base, words in (("timeout", "Ranks", LIMIT), ("world_size", "Threads", NUMBER))
-    for index, value in enumerate(REFUSED)
-)
+# `test_timeouts` has more that is no limit and no number of ranks.
 SUB_TESTS = """
+
+class TestNoLimit(Ranks):
+    timeout = float("nan")
+
+    def test_it(self):  # failed: expected a finite number of seconds above 0
+        pass
+
+
+class TestNoNumber(Threads):
+    world_size = "2"
+
+    def test_it(self):  # failed: expected the number of ranks as an int
+        pass
+
+
+class TestNoDevices(Threads):
+    world_size = 0
+
+    def test_it(self):  # skipped
+        pass
+
 
 class TestSubTests(Ranks):
     def test_each_is_listed(self):  # failed: (x=1) on ranks 0, 1...[case] (x=3) on rank 0...(x=2) on rank 1
@@ -253,12 +269,16 @@ class TestSubTests(Ranks):
 
 
 def source() -> str:
-    text = HELPERS + FIXED + OVERRIDES + EVADED + NO_NUMBERS + SUB_TESTS
+    text = HELPERS + FIXED + OVERRIDES + EVADED + SUB_TESTS
     for base in ("Overrides", "StandingOverrides"):
         text += class_of(f"Test{base}", base, OVERRIDDEN)
     text += class_of("TestExits", "Exits", EXITS, on="True")
-    for base, rows in (("Limited", EXPECTED), ("Threads", EXPECTED_OF_THREADS)):
-        text += "\n\n@unittest.expectedFailure\n" + class_of(f"TestExpected_{base}", base, rows, on="True").lstrip("\n")
+    both = {"fails_and_a_thread_too": ("failed", "raise_in_a_thread()\nself.fail('as expected')")}
+    for expected in (
+        class_of("TestExpected", "Limited", EXPECTED, on="True"),
+        *(class_of(f"TestExpected{base}", base, both, on="True") for base in ("Standing", "Threads")),
+    ):
+        text += f"\n\n@unittest.expectedFailure\n{expected.lstrip()}"
     return text
 
 
@@ -269,12 +289,12 @@ def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
 
 def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
-    killed = "TestExpected_Limited.test_is_killed"  # no test may expect a kill, and no runner judges again
+    killed = "TestExpected.test_is_killed"  # no test may expect a kill, and no runner judges again
     with suite_of(tmp_path, source()) as suite:
         found = suite.run_unittest("TestUnrun", "TestAsked", killed, *evading)
         assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found
         assert len(re.findall("ended without waiting for them", found.err)) >= len(EVADES), found
-        assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 4, found
+        assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 3, found
         evading.remove("TestEvades_overrides_run_Starts")  # it tells pytest nothing
         names = ["TestUnrun", killed.replace(".", " and "), *evading]
         found = suite.run_pytest("-k", " or ".join(names))

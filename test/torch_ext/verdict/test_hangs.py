@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
+from torch_ext import cache
 
 SOURCE = """
 import socket
@@ -29,7 +30,6 @@ class TestCollectives(Ranks):
         dist.recv(torch.ones(3), src=1 - self.rank)
 
 
-class TestStores(Ranks):
     def test_one_passes_and_its_peer_waits(self):  # hangs by 1
         store = self.join_group()
         if self.rank == 0:
@@ -71,15 +71,6 @@ class RanksWithAddress(Ranks):
         super().setUp()
 
 
-class TestRpc(RanksWithAddress):
-    def test_worker_waits_elsewhere(self):  # hangs by 1
-        if self.rank == 0:
-            options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{self.file_name}")
-            rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
-        else:
-            threading.Event().wait()
-
-
 class TestLong(Ranks):
     world_size = 3
 
@@ -100,6 +91,20 @@ class TestLong(Ranks):
         elif self.rank:
             store.wait(["key"])
         dist.barrier()
+
+
+def never_returns():
+    threading.Event().wait()
+
+
+class TestServes(RanksWithAddress):
+    world_size = 3
+
+    def test_rpc_that_waits(self):  # hangs by 1: ^kept ranks 0, 2 waiting...an RPC had called was at
+        rpc.init_rpc(f"worker{self.rank}", rank=self.rank, world_size=3)
+        if self.rank == 0:
+            rpc.rpc_sync("worker1", never_returns, timeout=0)
+        rpc.shutdown()
 
 
 class TestLate(RanksWithAddress):
@@ -123,6 +128,11 @@ MEETING = {
     ),
     "server_waits": ("hangs by 1", 'dist.TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=300))'),
     "workers_of_rpc_do_not_come": ("hangs by 1", 'rpc.init_rpc("worker0", rank=0, world_size=2)'),
+    "worker_waits_elsewhere": (
+        "hangs by 1",
+        'options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{self.file_name}")\n'
+        'rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)',
+    ),
 }
 
 
@@ -132,3 +142,11 @@ def test_each_wait_ends_as_its_row_says(tmp_path: Path) -> None:
         source += class_of(f"TestOver_{base}", base, OVER, on="self.rank == 0") + "\n    world_size = 2\n"
     options = ("--timeout", "60", "--slots", "32")
     check_rows(tmp_path, source, *options, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
+
+
+def test_a_shorter_loop_is_told_with_the_line_of_the_suites_last_barrier(tmp_path: Path) -> None:
+    """Simccl compares the calls: its message has the caller of the barrier, and no line of the harness."""
+    row = {"loop": ("failed by 1: called barrier at...cases.py:", "dist.all_reduce(torch.ones(3, device='sim'))")}
+    source = "\nfrom torch_ext.testing._internal.common_fsdp import FSDPTest\n"
+    source += class_of("TestShorter", "FSDPTest", row, on="self.rank == 0") + "\n    world_size = 2\n"
+    check_rows(tmp_path, source, "--device", "sim", extra={"TORCH_EXT_CACHE": str(cache.folder())})

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from test.torch_ext.verdict.live_programs import Program, draw, source_of
-from test.torch_ext.verdict.programs import tells_of_a_hang
+from test.torch_ext.world.programs import tells_of_a_hang
 from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 

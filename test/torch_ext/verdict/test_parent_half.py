@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER, suite_of
 
 INTERRUPTS = """
@@ -140,9 +140,7 @@ IMPORTS = {
 }
 # What a child does that a file has forked while it was imported, and the status with which its parent sees it end.
 CHILDREN = {
-    "leaves": ("sys.exit(0)", 0),
     "leaves_with_a_code": ("sys.exit(7)", 7),
-    "raises": ("raise ValueError('in the child')", 1),
     "skips": ("raise unittest.SkipTest('the child')", 1),
     "goes_on": ("pass", 0),
 }

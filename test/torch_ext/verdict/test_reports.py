@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of, named_first
+from test.torch_ext.world.programs import check_rows, class_of, named_first
 from test.torch_ext.world.suites import SLOWER
 
 SOURCE = r"""

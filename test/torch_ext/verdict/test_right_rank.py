@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER, Run, suite_of
 from torch_ext import cache
 

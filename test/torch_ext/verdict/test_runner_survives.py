@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER, suite_of
 
 STARTED = """
@@ -20,10 +20,10 @@ import stat
 from multiprocessing import shared_memory
 
 
-def start_daemon(seconds):
+def start_daemon(seconds, **how):
     # Its parent ends at once, so the zygote or init adopts it.
     shell = f"sleep {seconds} >/dev/null 2>&1 & echo $!"
-    return int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True).stdout)
+    return int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True, **how).stdout)
 
 
 class TestServers(Ranks):
@@ -49,7 +49,9 @@ class TestServers(Ranks):
 
 class TestOwners(Ranks):
     def test_are_charged(self):  # failed: rank 0 raised...sleep 7000...rank 1 raised...sleep 7001
-        start_daemon(7000 + self.rank)
+        # One is known by its environment alone, the other by its process group.
+        how = {"start_new_session": True} if self.rank == 0 else {"env": {"PATH": os.environ["PATH"]}}
+        start_daemon(7000 + self.rank, **how)
         self.join_group()
         dist.barrier()
         self.fail("to see the processes")

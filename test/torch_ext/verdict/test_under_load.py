@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.faults import processes_where
-from test.torch_ext.world.suites import CHECKOUT, PATIENCE
+from test.torch_ext.world.suites import CHECKOUT, PATIENCE, suite_of
+from torch_ext import cache
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
 # Runs side by side for each core, and how much longer each may take for that.
@@ -26,32 +23,15 @@ LOAD, SLOWER = 4, 8
 DEADLINE_S = 300
 
 
-def run_rows(file: Path, folder: Path) -> tuple[str, str]:
-    """Run all rows of ``file``; return how many ended how, and what else was wrong, with all that was said."""
-    temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/rows", str(file)]
-    environment = {**os.environ, PATIENCE: str(SLOWER), "TMPDIR": str(temporary)}
-    with (folder / "said").open("w+") as said:
-        process = subprocess.Popen(
-            command, cwd=CHECKOUT, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = str(process.wait(DEADLINE_S * SLOWER))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = "no end"
-        left = processes_where(lambda variable: variable.startswith(f"TMPDIR={folder}/".encode()))
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        said.seek(0)
-        text = said.read()
-    # Importing torch._dynamo creates Inductor's cache folder.
-    files = [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
-    counts = re.findall(r"^(\d+ \w+.*) in [\d.]+s", text, re.MULTILINE)
-    wrong = "" if code == "0" and not left and not files else f"{file.name}: {code}, left {left} {files}\n{text}"
-    return counts[-1] if counts else "", wrong
+def run_rows(file: Path, folder: Path) -> str:
+    """Run all rows of ``file``; return how many ended how."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/rows", str(file)]
+    extra = {PATIENCE: str(SLOWER), "TORCH_EXT_CACHE": str(cache.folder())}
+    with suite_of(folder, "") as suite:
+        run = suite.finish(suite.start(command, extra, cwd=CHECKOUT), deadline_s=DEADLINE_S * SLOWER)
+        assert run.code == 0, f"{file.name}: {run}"
+        (counts,) = re.findall(r"^(\d+ \w+.*) in [\d.]+s", run.out, re.MULTILINE)
+        return str(counts)
 
 
 @pytest.mark.long
@@ -59,6 +39,5 @@ def run_rows(file: Path, folder: Path) -> tuple[str, str]:
 def test_rows_end_alike_each_time(file: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     times: int = request.config.getoption("times")
     with ThreadPoolExecutor(LOAD * (os.cpu_count() or 1)) as pool:
-        runs = list(pool.map(lambda n: run_rows(Path(__file__).with_name(file), tmp_path / str(n)), range(times)))
-    assert not (wrong := [wrong for _, wrong in runs if wrong]), "\n\n".join(wrong)
-    assert len({counts for counts, _ in runs}) == 1, runs
+        runs = pool.map(lambda n: run_rows(Path(__file__).with_name(file), tmp_path / str(n)), range(times))
+        assert len(set(runs)) == 1

@@ -5,32 +5,24 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 
 from torch_ext.world import _os
 
-__all__ = ["MARK", "Census", "ancestors", "marked_processes", "processes_where"]
+__all__ = ["MARK", "Census", "ancestors", "marked_processes"]
 
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
 MARK = "MARK_OF_A_TEST"
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Return the pid and command line of every process that carries ``mark``."""
-    return processes_where(lambda variable: variable == f"{MARK}={mark}".encode())
-
-
-def processes_where(holds: Callable[[bytes], bool]) -> dict[int, str]:
-    """Return the pid and command line of every process that has been started with a variable (``NAME=value``) for
-    which ``holds`` does. Zombies have none.
-    """
-    found = {}
+    """Return the pid and command line of every process that carries ``mark``. Zombies have none."""
+    wanted, found = f"{MARK}={mark}".encode(), {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
             with open(f"/proc/{entry}/environ", "rb") as environment, open(f"/proc/{entry}/cmdline", "rb") as command:
-                if any(map(holds, environment.read().split(b"\0"))):
+                if wanted in environment.read().split(b"\0"):
                     found[int(entry)] = command.read().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
@@ -60,9 +52,9 @@ class Census:
 
 def _count() -> dict[str, int]:
     tree = ancestors()
-    counts = {f"descriptors {level}": _descriptors(pid) for level, pid in enumerate(tree)}
+    counts = {f"descriptors {level}": len(os.listdir(f"/proc/{pid}/fd")) for level, pid in enumerate(tree)}
     counts["processes"] = len(marked_processes(os.environ[MARK]))
-    counts["zombies"] = sum(_is_zombie(child) for pid in tree for child in _children(pid))
+    counts["zombies"] = sum(_os.field_of(child, 0) == "Z" for pid in tree for child in _os.children_of(pid))
     counts["files"] = sum(len(files) + len(folders) for _, folders, files in os.walk(os.environ["TMPDIR"]))
     return counts
 
@@ -71,33 +63,6 @@ def ancestors() -> list[int]:
     """Return the pids of this process and of its ancestors that carry the mark, from the bottom up."""
     marked = marked_processes(os.environ[MARK])
     found = [os.getpid()]
-    while (parent := int(_stat(found[-1])[1])) in marked:
+    while (parent := int(_os.field_of(found[-1], 1) or 0)) in marked:
         found.append(parent)
     return found
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the command name, which may contain anything: state, parent, ..."""
-    try:
-        return _os.stat_of(pid)
-    except OSError:
-        return ["X", "0"]
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as stream:
-            return [int(child) for child in stream.read().split()]
-    except OSError:
-        return []
-
-
-def _is_zombie(pid: int) -> bool:
-    return _stat(pid)[0] == "Z"
-
-
-def _descriptors(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return -1

@@ -21,24 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from test.torch_ext.interpreter import CHECKOUT, RUN_TEST
 from test.torch_ext.world.faults import MARK, marked_processes
 
-__all__ = [
-    "CHECKOUT",
-    "DEADLINE_S",
-    "PATIENCE",
-    "PREAMBLE",
-    "SLOWER",
-    "WORDS",
-    "Run",
-    "Suite",
-    "endings",
-    "parse_pytest",
-    "parse_unittest",
-    "suite_of",
-]
-
-CHECKOUT = Path(__file__).resolve().parents[3]
 # In the environment: how much longer than on a quiet machine a run may take.
 PATIENCE = "VERDICT_PATIENCE"
 SLOWER = float(os.environ.get(PATIENCE, "1"))
@@ -184,7 +169,7 @@ class Suite:
         )  # fmt: skip
 
     def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
-        return self.start([str(CHECKOUT / "run_test.py"), "--root", str(self.folder), "-v", *arguments], extra, **how)
+        return self.start([RUN_TEST, "--root", str(self.folder), "-v", *arguments], extra, **how)
 
     def finish(
         self,

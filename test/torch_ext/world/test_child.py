@@ -31,6 +31,11 @@ class TestPool(Ranks):
         with open(os.environ["TEST_CALLS"] + ".ranks", "a") as stream:
             stream.write(f"{os.getpid()} {os.getpgrp()}\\n")
 
+    def test_seeds_without_stacks(self):
+        import traceback, unittest.mock
+        with unittest.mock.patch("traceback.format_stack", side_effect=AssertionError("this takes long")):
+            torch.manual_seed(7)
+
 
 class TestPlain(unittest.TestCase):
     def test_plain(self):
@@ -62,10 +67,13 @@ def test_a_signal_to_the_group_reaches_this_process_alone() -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        child._os.lead_process_group()
-        os.write(writer, b"ready")
-        os.kill(0, signal.SIGTERM)
-        os._exit(1)
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            child._os.lead_process_group()
+            os.write(writer, b"ready")
+            os.kill(0, signal.SIGTERM)
+        finally:
+            os._exit(1)
     os.read(reader, 5)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
     os.close(reader)

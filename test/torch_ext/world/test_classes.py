@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.programs import check_rows
 
 CONFORMS = """
 import json

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from test.torch_ext.verdict.programs import check_rows, class_of
+from test.torch_ext.world.programs import check_rows, class_of
 
 SOURCE = """
 from test.torch_ext.world.faults import Census

@@ -227,12 +227,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("tells_s", "shares", "told", "end_s"),
+    ("tells_s", "shares", "ends_s", "told", "end_s"),
     [
-        ((0.25, 0.5), (0.0, 0.0), [0, 1], 0.5),
-        ((0.0, 7.5), (0.0, 0.5), [0, 1], 7.5),  # the second one waits for a core
-        ((0.0, None), (1.0, 0.0), [0], 2),  # that of the one that has told does not count
-        ((0.0, None), (1.0, 1.0), [0], 11),
+        ((0.25, 0.5), (0.0, 0.0), None, [0, 1], 0.5),
+        ((0.0, 7.5), (0.0, 0.5), None, [0, 1], 7.5),  # the second one waits for a core
+        ((0.0, None), (1.0, 0.0), None, [0], 2),  # that of the one that has told does not count
+        ((0.0, None), (1.0, 1.0), None, [0], 11),
+        ((0.0, None), (0.0, 1.0), 0.25, [0], 0.25),
     ],
 )
 def test_collectives_are_waited_for_until_all_have_told_or_a_silent_one_has_a_core(
@@ -240,24 +241,21 @@ def test_collectives_are_waited_for_until_all_have_told_or_a_silent_one_has_a_co
     asked: Any,
     tells_s: tuple[float | None, ...],
     shares: tuple[float, ...],
+    ends_s: float | None,
     told: list[int],
     end_s: float,
 ) -> None:
-    world, _, ranks, starved = asked
+    world, zygote, ranks, starved = asked
     starved.update(enumerate(shares))
     for line, tell_s in zip(ranks, tells_s, strict=True):
         if tell_s is not None:
             clock.at(tell_s, lambda line=line: line.send(COLLECTIVES))
+    if ends_s is not None:
+        clock.at(ends_s, lambda: zygote.send(Ended(1, -9, ends_s)))
     world._await_collectives([0, 1])
     assert (sorted(world._collectives), clock.now_s) == (told, end_s)
-
-
-def test_collectives_are_not_waited_for_from_a_rank_that_has_ended(clock: Clock, asked: Any) -> None:
-    world, zygote, ranks, _ = asked
-    ranks[0].send(COLLECTIVES)
-    clock.at(0.25, lambda: zygote.send(Ended(1, -9, 0.25)))
-    world._await_collectives([0, 1])
-    assert (sorted(world._collectives), clock.now_s) == ([0], 0.25)
+    expected_s = [0.0 if ends_s is not None and rank == 1 else end_s * share for rank, share in enumerate(shares)]
+    assert [world._starved_s(rank) for rank in (0, 1)] == expected_s, "the pid of one that has ended is another's"
 
 
 def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: Any) -> None:

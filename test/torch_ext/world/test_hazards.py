@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.verdict.programs import check_rows
+from test.torch_ext.world.programs import check_rows
 from test.torch_ext.world.suites import suite_of
 
 pytestmark = pytest.mark.long  # .ci/nightly kills

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from test.torch_ext.world.suites import suite_of
 
 # `TestA` and `TestB` wait for each other, and so pass only if both run at once.
@@ -43,7 +41,7 @@ class Counted(Ranks):
     def test_counts_who_is_there(self):
         # A lock that all classes share, and that the one that is alone must get at once.
         with open(os.path.join(HERE, "lock"), "a") as lock:
-            how = fcntl.LOCK_EX if type(self).alone or "ONE_BY_ONE" in os.environ else fcntl.LOCK_SH
+            how = fcntl.LOCK_EX if type(self).alone else fcntl.LOCK_SH
             fcntl.flock(lock, how | fcntl.LOCK_NB) if self.rank == 0 else None
             self.check()
             time.sleep(0.0 if type(self).alone else 0.5)  # the one that is alone is the last to start
@@ -75,13 +73,6 @@ def test_classes_run_at_once_share_no_folder_and_leave_one_alone_that_asks_for_i
         ]
         assert places[0][0] == places[0][1] and places[1][0] == places[1][1]
         assert not set(places[0][0]) & set(places[1][0])
-
-
-@pytest.mark.parametrize("arguments", [("--slots", "3"), ("--show-output",)])
-def test_classes_that_do_not_fit_run_one_after_the_other(tmp_path: Path, arguments: tuple[str]) -> None:
-    with suite_of(tmp_path, ALONE) as suite:
-        run = suite.run(*arguments, extra={"ONE_BY_ONE": "1"})
-        assert run.code == 0, run
 
 
 FAILS_FAST = """

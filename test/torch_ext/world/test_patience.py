@@ -16,19 +16,18 @@ def end_s(patience: Patience, share: float, until_s: float = 1000.0) -> float:
     return until_s
 
 
-def test_idle_process_is_given_up_at_its_limit() -> None:
-    assert end_s(Patience(7, now_s=0), share=0) == 8
-    assert end_s(Patience(7, now_s=0), share=0.04) == 8
-
-
-def test_process_that_computes_gets_half_a_minute_more() -> None:
-    for share in (0.06, 1, 2):
-        assert end_s(Patience(7, now_s=0), share) == 37
-
-
-def test_where_it_is_known_how_much_it_had_computed_an_idle_process_is_given_up_at_its_limit() -> None:
-    assert end_s(Patience(7, now_s=0, computed_s=0.0), share=0) == 7
-    assert end_s(Patience(7, now_s=0, computed_s=0.0), share=0.06) == 37
+@pytest.mark.parametrize(
+    ("how", "shares", "expected_s"),
+    [
+        ({}, (0, 0.04), 8),  # idle
+        ({}, (0.06, 1, 2), 37),  # computes: half a minute more
+        ({"computed_s": 0.0}, (0,), 7),  # what it had computed is known
+        ({"computed_s": 0.0}, (0.06,), 37),
+        ({"more_s": 0}, (0, 1), 7),  # gets nothing more
+    ],
+)
+def test_a_process_is_given_up_at(how: dict[str, float], shares: tuple[float, ...], expected_s: float) -> None:
+    assert [end_s(Patience(7, 0, **how), share) for share in shares] == [expected_s] * len(shares)
 
 
 def test_a_smaller_sum_is_the_end_of_one_of_several_processes_and_so_progress() -> None:
@@ -46,8 +45,3 @@ def test_process_that_ends_its_computing_late_is_given_up_then() -> None:
     while not patience.is_over(patience.look_s, computed_s):
         computed_s = min(patience.look_s, 20)
     assert 20 <= patience.look_s <= 22
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_what_gets_nothing_more_ends_at_once(share: float) -> None:
-    assert end_s(Patience(7, now_s=0, more_s=0), share) == 7

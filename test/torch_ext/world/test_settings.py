@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from torch_ext.world import child, zygote
-from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.channel import channel_pair
 from torch_ext.world.child import preparation_of_this_process
-
-
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    ours, theirs = channel_pair()
-    yield ours
-    ours.close()
-    theirs.close()
-
-
-def make_zygote(channel: Channel) -> zygote.Zygote:
-    return zygote.Zygote(channel, "the zygote", preparation_of_this_process(()))
 
 
 @pytest.mark.parametrize(
@@ -35,13 +22,16 @@ def make_zygote(channel: Channel) -> zygote.Zygote:
     ],
 )
 def test_variables_read_at_load_force_a_fresh_interpreter(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, switch: str | None, changed: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, switch: str | None, changed: dict[str, str], told: str
 ) -> None:
     if switch is not None:
         monkeypatch.setenv("TORCH_EXT_READ_AT_LOAD", switch)
     monkeypatch.setattr(zygote, "reason_not_to_fork", lambda: "")
-    made = make_zygote(channel)
+    ends = channel_pair()
+    made = zygote.Zygote(ends[0], "the zygote", preparation_of_this_process(()))
     why = made._why_interpreter({**made._environment, **changed})
+    for end in ends:
+        end.close()
     assert (told in why) if told else why == ""
 
 

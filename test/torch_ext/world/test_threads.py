@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from torch_ext.world import operations, threads
 from torch_ext.world.operations import Operation, ThreadWait
-from torch_ext.world.protocol import Progress, Wait
+from torch_ext.world.protocol import Wait
 from torch_ext.world.threads import ThreadState, judge_threads
 
 # As zygotes and parent halves do.
@@ -78,14 +78,11 @@ def test_one_thread_that_may_go_on_is_enough(task: ThreadState) -> None:
     assert not judge_threads([blocked, task], "").blocked
 
 
-def test_threads_of_a_transport_are_left_out() -> None:
+def test_a_thread_that_has_run_shows_unless_it_is_a_transports() -> None:
     blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
     polls = [ThreadState(1, "gloo_tcp_loop", "poll", INF, number, serves=True) for number in (1, 2)]
     first, second = (judge_threads([blocked, poll], "") for poll in polls)
     assert first.blocked and first == second
-
-
-def test_a_thread_that_has_run_shows() -> None:
     looks = [judge_threads([ThreadState(1, "python", "lock", INF, switches, IN_BARRIER)], "") for switches in (5, 6)]
     assert looks[0].fingerprint != looks[1].fingerprint
     sliced = [ThreadState(1, "python", "sleep", INF, switches, IN_BARRIER, sliced=True) for switches in (5, 6)]
@@ -133,6 +130,7 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
     timed = task_of(daemon(lambda: lock.acquire(timeout=40)))
     assert timed.doing == "lock" and timed.until_s == pytest.approx(time.monotonic() + 40, abs=5)
     assert task_of(daemon(lambda: time.sleep(40))).doing == "sleep"
+    assert not threads.observe().blocked, "a thread of this process sleeps"
     empty: queue.Queue[int] = queue.Queue()
     assert task_of(daemon(empty.get)).until_s == INF
 
@@ -232,12 +230,6 @@ def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.Monkey
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     assert threads.observe().blocked
-
-
-def test_this_process_is_not_blocked_while_a_thread_sleeps(daemon: Callable[[Callable[[], object]], int]) -> None:
-    daemon(lambda: time.sleep(40))
-    progress = threads.observe()
-    assert isinstance(progress, Progress) and not progress.blocked
 
 
 def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:

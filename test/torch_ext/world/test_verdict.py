@@ -45,10 +45,6 @@ def timed_out(rank: int, collectives: str = "") -> Outcome:
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
-def test_all_pass() -> None:
-    assert judge([passed(0), passed(1)]) == Verdict(Judgement.PASSED)
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(
     ("bad", "words"),
@@ -72,59 +68,6 @@ def test_one_bad_rank_fails_the_world_whichever_it_is(bad: Outcome, words: str, 
     assert verdict.judgement is Judgement.FAILED
     assert verdict.summary.startswith(f"rank {rank} {words}")
     assert (verdict.culprits, verdict.victims) == ((rank,), ())
-
-
-def test_no_rank_at_all_is_no_pass() -> None:
-    verdict = judge([])
-    assert verdict.judgement is Judgement.SKIPPED
-    assert "world_size" in verdict.summary
-
-
-def test_equal_reasons_of_a_skip_are_told_once() -> None:
-    assert judge([skipped(0, "a"), skipped(1, "b"), skipped(2, "a")]) == Verdict(Judgement.SKIPPED, "a; b")
-
-
-def test_ranks_that_disagree_on_skipping_fail() -> None:
-    verdict = judge([passed(0), skipped(1), passed(2)])
-    assert verdict.judgement is Judgement.FAILED
-    assert verdict.summary == (
-        "rank 1 skipped (no device), and ranks 0, 2 did not: make the condition the same on every rank"
-    )
-    assert verdict.culprits == (1,)
-
-
-def test_death_comes_before_the_failures_that_it_caused_whatever_their_times() -> None:
-    verdict = judge([failed(0, PEER_GONE, time_s=1.0), killed(1, time_s=1.5)])
-    assert (verdict.culprits, verdict.victims) == ((1,), (0,))
-    assert verdict.summary == "rank 1 was killed by SIGKILL"
-
-
-def test_lost_connection_alone_is_still_somebodys_fault() -> None:
-    verdict = judge([failed(0, PEER_GONE, time_s=2.0), failed(1, PEER_GONE, time_s=1.0), stopped(2)])
-    assert (verdict.culprits, verdict.victims) == ((1,), (0, 2))
-
-
-def test_equal_failures_are_told_together_and_others_counted() -> None:
-    verdict = judge([failed(0), failed(1), killed(2, time_s=9.0)])
-    assert verdict.summary == "ranks 0, 1 raised ValueError: no; rank 2 failed in another way"
-
-
-def test_expected_exit_code_must_be_met_by_every_rank_without_a_receipt() -> None:
-    assert judge([killed(0), killed(1)], expected_exit=-9).judgement is Judgement.PASSED
-    assert judge([killed(0), passed(1)], expected_exit=-9).judgement is Judgement.PASSED
-    verdict = judge([killed(0), killed(1, 11)], expected_exit=-9)
-    assert verdict.summary == "rank 1 was killed by SIGSEGV (expected exit code -9)"
-
-
-@pytest.mark.parametrize("bad", [timed_out(1), stopped(1), failed(1)])
-def test_expected_exit_code_does_not_excuse(bad: Outcome) -> None:
-    assert judge([killed(0), bad], expected_exit=-9).judgement is Judgement.FAILED
-
-
-def test_any_exit_excuses_endings_and_no_failures() -> None:
-    assert judge([killed(0), Outcome(1, Ending.EXITED, 3)], any_exit=True).judgement is Judgement.PASSED
-    assert judge([killed(0), failed(1)], any_exit=True).judgement is Judgement.FAILED
-    assert judge([killed(0), timed_out(1)], any_exit=True).judgement is Judgement.FAILED
 
 
 def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
@@ -155,10 +98,118 @@ def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
 
 
-def test_hang_blames_the_rank_that_did_not_come() -> None:
-    verdict = judge([timed_out(0, record((1, "all_reduce", False))), timed_out(1, record())])
-    assert verdict.summary == "rank 1 never called all_reduce, which rank 0 waited in"
-    assert (verdict.culprits, verdict.victims) == ((1,), (0,))
+SENDER = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
+PEER = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"
+IN_REDUCE = (Wait("all_reduce() in test_b (test_a.py:7)", transport=True),)
+MEMORY = "OutOfMemoryError: out of memory. Device sim:{} is full"
+PLACES = (
+    '  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n'
+    '  File "/home/u/test_a.py", line 12 in test_b\n'
+)
+FATAL = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n{PLACES}"
+
+# The outcomes of ranks, those to blame and their victims, and how the summary begins. Only the last two skip.
+CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
+    # A death comes before the failures that it caused, whatever their times.
+    ([failed(0, PEER_GONE, 1.0), killed(1, time_s=1.5)], (1,), (0,), "rank 1 was killed by SIGKILL"),
+    # A lost connection alone is still the fault of a rank.
+    ([failed(0, PEER_GONE, 2.0), failed(1, PEER_GONE, 1.0), stopped(2)], (1,), (0, 2), "rank 1 raised RuntimeError"),
+    # Equal failures are told together, whatever their devices, and others are counted.
+    ([failed(0), failed(1), killed(2, time_s=9.0)], (0, 1, 2), (), "ranks 0, 1 raised ValueError: no; rank 2 failed"),
+    ([failed(rank, MEMORY.format(rank)) for rank in (0, 1)], (0, 1), (), "ranks 0, 1 raised OutOfMemoryError"),
+    (
+        [passed(0), skipped(1), passed(2)],
+        (1,),
+        (),
+        "rank 1 skipped (no device), and ranks 0, 2 did not: make the condition the same on every rank",
+    ),
+    (
+        [timed_out(0, record((1, "all_reduce", False))), timed_out(1, record())],
+        (1,),
+        (0,),
+        "rank 1 never called all_reduce, which rank 0 waited in",
+    ),
+    # The error appears where the host synchronizes with the device, and no collective shows the waiting ranks.
+    ([waited(SENDER), passed(1), passed(2)], (2,), (0,), "rank 2 kept rank 0 waiting in a collective; its test was"),
+    ([waited(SENDER, transport=False), passed(1), passed(2)], (0,), (), ""),  # a test's own words
+    ([waited(SENDER), passed(1), failed(2, time_s=2.0)], (2,), (0,), ""),
+    # On the host, gloo says that the connection was closed.
+    (
+        [
+            waited(PEER, collectives=of_two(entry(1, "simccl:barrier", "scheduled"))),
+            replace(passed(1), collectives=of_two()),
+        ],
+        (1,),
+        (0,),
+        "rank 1 never called barrier, which rank 0 waited in; its test was over",
+    ),
+    (
+        [
+            waited(PEER_GONE, waits=IN_REDUCE, collectives=of_two(entry(1, "gloo:all_reduce", "scheduled"))),
+            replace(passed(1), collectives=of_two(groups={}, destroyed={"*": "test_a.py:5"})),
+        ],
+        (1,),
+        (0,),
+        "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)",
+    ),
+    *(
+        ([waited(f"DistBackendError: simccl{told}"), failed(1, time_s=2.0)], (1,), (0,), "")
+        for told in (
+            " on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called",
+            " on rank 0: rank 1 (process 7) has ended and sends nothing more for recv",
+            " on rank 0: rank 1 (process 7) has ended within all_reduce",
+            ": rank 1 (process 7) ended while the group was made",
+        )
+    ),
+    # The place of a death is read from what the process wrote.
+    (
+        [passed(0), replace(killed(1, 11), output=FATAL)],
+        (1,),
+        (),
+        "rank 1 was killed by SIGSEGV in all_reduce, called at test_a.py:12",
+    ),
+    (
+        [passed(0), Outcome(1, Ending.EXITED, 3, stacks=PLACES.splitlines()[1])],
+        (1,),
+        (),
+        "rank 1 exited with code 3 at test_a.py:12 before its test was over",
+    ),
+    ([], (), (), "no rank was started, because the test's world_size is 0"),
+    ([skipped(0, "a"), skipped(1, "b"), skipped(2, "a")], (), (), "a; b"),
+]
+
+
+@pytest.mark.parametrize(("outcomes", "culprits", "victims", "summary"), CASES)
+def test_the_verdict_names(
+    outcomes: list[Outcome], culprits: tuple[int, ...], victims: tuple[int, ...], summary: str
+) -> None:
+    verdict = judge(outcomes)
+    assert verdict.judgement is (Judgement.FAILED if culprits else Judgement.SKIPPED)
+    assert (verdict.culprits, verdict.victims) == (culprits, victims)
+    assert verdict.summary.startswith(summary)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "how", "passes"),
+    [
+        ([passed(0), passed(1)], {}, True),
+        # An expected exit code must be met by every rank without a receipt, and excuses nothing else.
+        ([killed(0), killed(1)], {"expected_exit": -9}, True),
+        ([killed(0), passed(1)], {"expected_exit": -9}, True),
+        ([killed(0), killed(1, 11)], {"expected_exit": -9}, False),
+        *(([killed(0), bad], {"expected_exit": -9}, False) for bad in (timed_out(1), stopped(1), failed(1))),
+        # Any exit excuses endings, and no failures.
+        ([killed(0), Outcome(1, Ending.EXITED, 3)], {"any_exit": True}, True),
+        ([killed(0), failed(1)], {"any_exit": True}, False),
+        ([killed(0), timed_out(1)], {"any_exit": True}, False),
+    ],
+)
+def test_a_world_passes_if_each_rank_does_or_ends_as_expected(
+    outcomes: list[Outcome], how: dict[str, Any], passes: bool
+) -> None:
+    verdict = judge(outcomes, **how)
+    assert (verdict == Verdict(Judgement.PASSED)) is passes
+    assert ("(expected exit code -9)" in verdict.summary) == (not passes and "expected_exit" in how)
 
 
 # The text
@@ -172,6 +223,8 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert lines[3] == f"  rank 0 raised {PEER_GONE}  (because of that)"
     assert lines[4] == "  rank 1 was killed by SIGSEGV  <- first"
     assert lines[5] == "  rank 2 was stopped while its test was running"
+    text = text_of([failed(0, PEER_GONE), failed(1, "KeyError: 'x'")], 1.0)
+    assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
 def test_report_tells_that_ranks_which_timed_out_had_to_wait_for_a_core() -> None:
@@ -195,25 +248,15 @@ def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
     assert text.count("Traceback:") == 1
 
 
-def test_different_tracebacks_are_all_shown_culprit_first() -> None:
-    outcomes = [failed(0, PEER_GONE), failed(1, "KeyError: 'x'")]
-    text = text_of(outcomes, 1.0)
-    assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:")
-
-
 def test_long_output_is_cut_at_its_beginning() -> None:
     outcome = killed(0)
     outcome.output = "\n".join(f"line {number}" for number in range(70))
+    outcome.left_behind = ["sleep 60"]
     text = text_of([outcome], 1.0)
+    assert "left a process behind, which was ended: sleep 60" in text
     assert "    ... 10 lines before these\n    line 10\n" in text
     assert "line 9\n" not in text
     assert text.endswith("line 69")
-
-
-def test_process_left_behind_is_named() -> None:
-    outcome = killed(0)
-    outcome.left_behind = ["sleep 60"]
-    assert "left a process behind, which was ended: sleep 60" in text_of([outcome], 1.0)
 
 
 def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
@@ -227,47 +270,6 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
         "rank 1 called gloo:all_gather([3] Float)." in text
     )
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
-
-
-def test_ranks_that_say_the_same_of_devices_of_their_own_are_named_together() -> None:
-    verdict = judge([failed(rank, f"OutOfMemoryError: out of memory. Device sim:{rank} is full") for rank in (0, 1)])
-    assert verdict.summary.startswith("ranks 0, 1 raised OutOfMemoryError")
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        "on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called",
-        "on rank 0: rank 1 (process 7) has ended and sends nothing more for recv",
-        "on rank 0: rank 1 (process 7) has ended within all_reduce",
-        ": rank 1 (process 7) ended while the group was made",
-    ],
-)
-def test_a_rank_whose_peer_in_simccl_has_ended_is_a_victim(told: str) -> None:
-    failure = waited(f"DistBackendError: simccl{told}")
-    assert (judge([failure, failed(1, time_s=2.0)]).culprits, judge([failure, failed(1)]).victims) == ((1,), (0,))
-
-
-def test_a_sender_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
-    """The error appears where the host synchronizes with the device, and no collective shows the waiting ranks."""
-    said = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
-    verdict = judge([waited(said), passed(1), passed(2)])
-    assert (verdict.culprits, verdict.victims) == ((2,), (0,))
-    assert verdict.summary.startswith("rank 2 kept rank 0 waiting in a collective; its test was over")
-    own = waited(said, transport=False)
-    assert judge([own, passed(1), passed(2)]).culprits == (0,), "these are a test's own words"
-    verdict = judge([waited(said), passed(1), failed(2, time_s=2.0)])
-    assert (verdict.culprits, verdict.victims) == ((2,), (0,))
-
-
-def test_a_peer_that_destroyed_its_group_in_simccl_and_passed_is_to_blame() -> None:
-    """On the host, gloo says that the connection was closed."""
-    said = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"
-    failure = waited(said, collectives=of_two(entry(1, "simccl:barrier", "scheduled")))
-    verdict = judge([failure, replace(passed(1), collectives=of_two())])
-    assert verdict.culprits == (1,) and verdict.summary.startswith(
-        "rank 1 never called barrier, which rank 0 waited in; its test was over"
-    )
 
 
 def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outcome:
@@ -292,29 +294,9 @@ def test_of_ranks_that_disagree_the_few_are_to_blame_whoever_raised_first(first:
     )
     verdict = judge([disagrees(0, "a", 1, "b", 2.0), disagrees(1, "b", 0, "a", 1.0)])
     assert verdict.culprits == (0, 1) and verdict.summary.startswith("ranks 0, 1 called different collectives: ")
-
-
-def test_what_raised_before_the_disagreement_comes_first() -> None:
-    peers = [disagrees(rank, "a", 1 - rank, "b", 2.0) for rank in (0, 1)]
-    assert judge([*peers, failed(2)]).culprits[0] == 2
-
-
-def test_a_rank_that_destroyed_its_group_is_to_blame_and_its_line_is_told() -> None:
-    waits = (Wait("all_reduce() in test_b (test_a.py:7)", transport=True),)
-    failure = waited(PEER_GONE, waits=waits, collectives=of_two(entry(1, "gloo:all_reduce", "scheduled")))
-    verdict = judge([failure, replace(passed(1), collectives=of_two(groups={}, destroyed={"*": "test_a.py:5"}))])
+    at_its_end = replace(disagrees(1, "barrier", 0, "a", 1.0), waits=(Wait("the barrier", transport=True, over=True),))
+    verdict = judge([disagrees(0, "a", 1, "barrier", 2.0), at_its_end])
     assert (verdict.culprits, verdict.victims) == ((1,), (0,))
-    assert verdict.summary == (
-        "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)"
-    )
-
-
-def test_the_place_of_a_death_is_read_from_what_the_process_wrote() -> None:
-    frames = (
-        '  File "/lib/torch/distributed/distributed_c10d.py", line 9 in all_reduce\n'
-        '  File "/home/u/test_a.py", line 12 in test_b\n'
-    )
-    dead = replace(killed(1, 11), output=f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n{frames}")
-    assert judge([passed(0), dead]).summary == "rank 1 was killed by SIGSEGV in all_reduce, called at test_a.py:12"
-    left = Outcome(1, Ending.EXITED, 3, stacks=frames.splitlines()[1])
-    assert judge([passed(0), left]).summary == "rank 1 exited with code 3 at test_a.py:12 before its test was over"
+    assert verdict.summary == "rank 1 never called a, which rank 0 waited in (test_a.py:10); its test was over"
+    peers = [disagrees(rank, "a", 1 - rank, "b", 2.0) for rank in (0, 1)]
+    assert judge([*peers, failed(2)]).culprits[0] == 2, "it raised before the others disagreed"

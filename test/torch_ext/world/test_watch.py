@@ -119,14 +119,8 @@ def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> N
     assert leave(lambda rank, now_s: 0.0) == 17.0
     assert leave(lambda rank, now_s: 0.1 * now_s * rank) == 46.0
     assert leave(lambda rank, now_s: 0.1 * min(now_s, 21.0)) == 22.0
-
-
-def test_one_rank_that_ends_meanwhile_is_progress_of_the_other() -> None:
-    assert leave(lambda rank, now_s: 5.0, ends={1: 16.5}) == 18.0
-
-
-def test_ranks_that_leave_late_get_no_more_than_whoever_watches_the_test_waits_for() -> None:
-    for released_s in (40.0, 50.0, 59.0):
+    assert leave(lambda rank, now_s: 5.0, ends={1: 16.5}) == 18.0, "one that ends is progress of the other"
+    for released_s in (40.0, 50.0, 59.0):  # no more than whoever watches the test waits for
         assert leave(lambda rank, now_s: now_s, released_s) == LIMITS.test_s + LIMITS.exit_s
 
 
@@ -145,16 +139,6 @@ def test_trouble_while_leaving_ends_patience() -> None:
     assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
 
 
-def stopped_s(watch: Watch, now: list[float]) -> float:
-    """Let time pass until the watch stops rank 0; return when."""
-    while True:
-        now[0] = max(now[0], watch.deadline_s)
-        steps = watch.advance(now[0])
-        if steps:
-            assert steps == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
-            return now[0]
-
-
 @pytest.mark.parametrize(
     ("share", "end_s"), [(0.0, 6.0), (0.04, 6.0), (0.3, 11.0)], ids=["has what it needs", "nearly", "waits for a core"]
 )
@@ -162,8 +146,11 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
     now = [5.0]
     watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: now[0], lambda rank: share * now[0]))
     watch.ended(1, -11, 5.0)
-    assert watch.advance(5.0) == []
-    assert stopped_s(watch, now) == end_s
+    steps = watch.advance(5.0)
+    while not steps:
+        now[0] = max(now[0], watch.deadline_s)
+        steps = watch.advance(now[0])
+    assert (steps, now[0]) == ([Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))], end_s)
     watch.ended(0, -9, end_s)
     assert endings(watch) == [Ending.STOPPED, Ending.KILLED]
 
@@ -229,34 +216,18 @@ def play(scripts: list[Script], seed: int) -> Watch:
     return watch
 
 
-SCHEDULES = given(scripts=st.lists(SCRIPTS, min_size=1, max_size=5), seed=st.integers(0, 2**16))
-
-
-@SCHEDULES
-def test_every_schedule_ends_with_one_ending_a_rank(scripts: list[Script], seed: int) -> None:
+@given(scripts=st.lists(SCRIPTS, min_size=1, max_size=5), seed=st.integers(0, 2**16))
+def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every_rank(
+    scripts: list[Script], seed: int
+) -> None:
+    """A failure names a culprit, and never one that was stopped."""
     outcomes = play(scripts, seed).outcomes()
     assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
     assert all(outcome.exit_code is not None for outcome in outcomes)
-
-
-@SCHEDULES
-def test_pass_needs_a_passing_receipt_and_exit_code_0_of_every_rank(scripts: list[Script], seed: int) -> None:
-    outcomes = play(scripts, seed).outcomes()
-    clean = all(o.receipt is not None and o.receipt.said is Said.PASSED and o.exit_code == 0 for o in outcomes)
-    assert (judge(outcomes).judgement is Judgement.PASSED) == clean
-
-
-@SCHEDULES
-def test_skip_needs_a_skipping_receipt_of_every_rank(scripts: list[Script], seed: int) -> None:
-    outcomes = play(scripts, seed).outcomes()
-    clean = all(o.receipt is not None and o.receipt.said is Said.SKIPPED and o.exit_code == 0 for o in outcomes)
-    assert (judge(outcomes).judgement is Judgement.SKIPPED) == clean
-
-
-@SCHEDULES
-def test_failure_names_a_culprit_and_never_one_that_was_stopped(scripts: list[Script], seed: int) -> None:
-    outcomes = play(scripts, seed).outcomes()
     verdict = judge(outcomes)
+    for said, judgement in ((Said.PASSED, Judgement.PASSED), (Said.SKIPPED, Judgement.SKIPPED)):
+        clean = all(o.receipt is not None and o.receipt.said is said and o.exit_code == 0 for o in outcomes)
+        assert (verdict.judgement is judgement) == clean
     if verdict.judgement is not Judgement.FAILED:
         return
     assert verdict.culprits
@@ -399,17 +370,13 @@ def test_a_thread_that_a_rank_has_left_whose_test_is_over_may_act() -> None:
     assert looks.until(30.0) == []
 
 
-@pytest.mark.parametrize(("own_limit_s", "hangs"), [(90.0, True), (40.0, False)])
-def test_where_nothing_else_ends_it_a_wait_of_a_long_limit_counts_as_endless(own_limit_s: float, hangs: bool) -> None:
-    looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0))
-    looks.answers[1] = Progress(True, own_limit_s, "1:2")
-    assert looks.until(10.0) == (STOPS if hangs else [])
-
-
-@pytest.mark.parametrize(("raises_s", "hangs"), [(15.0, True), (12.0, False)])
-def test_an_operation_that_raises_later_is_told_apart_from_a_lock(raises_s: float, hangs: bool) -> None:
+@pytest.mark.parametrize(
+    ("lock_s", "raises_s", "hangs"), [(90.0, INF, True), (40.0, INF, False), (INF, 15.0, True), (INF, 12.0, False)]
+)
+def test_where_nothing_else_ends_it_a_long_wait_counts_as_endless(lock_s: float, raises_s: float, hangs: bool) -> None:
+    """An operation, which raises at its limit, is told apart from a lock."""
     looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0, raises_later_s=5.0))
-    looks.answers[1] = Progress(True, INF, "1:2", raises_s=raises_s)
+    looks.answers[1] = Progress(True, lock_s, "1:2", raises_s=raises_s)
     assert looks.until(10.0) == (STOPS if hangs else [])
 
 
