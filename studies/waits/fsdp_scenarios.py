@@ -25,15 +25,11 @@ class FailureForTest(Exception):
 
 
 class Layers(nn.Sequential):
-    """A few layers.
-
-    Attributes:
-        fails_before: the number of the layer before which forward raises; None for never.
-    """
+    """A few layers."""
 
     def __init__(self, count: int = 3, width: int = 16) -> None:
         super().__init__(*(nn.Linear(width, width) for _ in range(count)))
-        self.fails_before: int | None = None
+        self.fails_before: int | None = None  # the number of the layer before which forward raises; None for never
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self):

@@ -96,17 +96,11 @@ def mark_all() -> None:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one test ended.
+    """How one test ended."""
 
-    Attributes:
-        status: as the runner says.
-        took_s: how long it took.
-        text: what the runner says of a failure.
-    """
-
-    status: str
+    status: str  # as the runner says
     took_s: float
-    text: str = ""
+    text: str = ""  # what the runner says of a failure
 
     @property
     def races(self) -> list[str]:
@@ -116,19 +110,12 @@ class Ending:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one site.
+    """The result for one site."""
 
-    Attributes:
-        said: ``load-bearing``, ``redundant`` or ``not reached``.
-        test: the first test that failed without it.
-        how: that test's report.
-        tries: in how many tests it was deleted.
-    """
-
-    said: str
-    test: str = ""
-    how: str = ""
-    tries: int = 0
+    said: str  # `load-bearing`, `redundant` or `not reached`
+    test: str = ""  # the first test that failed without it
+    how: str = ""  # that test's report
+    tries: int = 0  # in how many tests it was deleted
 
 
 def reach(suites: Mapping[str, str]) -> tuple[dict[str, set[str]], dict[str, Ending]]:

@@ -1,20 +1,18 @@
 """Where torch's code waits, or keeps memory from being used again: found in its source, and deleted one at a time.
 
-A function's code object is exchanged in place, as in ``test/torch_ext/suite_faults/mutation.py``. Runs in ranks too.
+Runs in ranks too.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
 import importlib
 import inspect
-import textwrap
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+
+from test.torch_ext.suite_faults.mutation import OtherTorchError, exchange
 
 __all__ = ["MODULES", "Site", "delete", "mark", "sites"]
 
@@ -61,18 +59,12 @@ _REACHED = "__torch_ext_reached__"
 
 @dataclass(frozen=True)
 class Site:
-    """A place that waits.
-
-    Attributes:
-        module, function: where; a method as ``Class.method``.
-        line: in the module's file.
-        text: the call.
-    """
+    """A place that waits."""
 
     module: str
-    function: str
-    line: int
-    text: str
+    function: str  # a method as `Class.method`
+    line: int  # in the module's file
+    text: str  # the call
 
     @property
     def id(self) -> str:
@@ -163,41 +155,12 @@ class _Mark(ast.NodeTransformer):
         return [ast.copy_location(call, statement) for call in calls]
 
 
-def _exchange(module: str, name: str, change: ast.NodeTransformer) -> None:
-    """Give a function other code.
-
-    Raises:
-        ValueError: its code cannot be exchanged.
-    """
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    if isinstance(found, property):
-        found = found.fget
-    if isinstance(found, (staticmethod, classmethod)):
-        found = found.__func__
-    function = inspect.unwrap(found)
-    if not isinstance(function, types.FunctionType):
-        raise ValueError(f"{module}:{name} is no function but {function!r}")
-    if function.__closure__:
-        raise ValueError(f"{module}:{name} is a closure, whose code cannot be exchanged")
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    (definition,) = tree.body
-    assert isinstance(definition, ast.FunctionDef)
-    definition.decorator_list = []  # they stay where they are, around the function
-    changed = ast.fix_missing_locations(change.visit(tree))
-    namespace: dict[str, Any] = dict(function.__globals__)
-    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
-    exec(compile(changed, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
-    function.__code__ = namespace[definition.name].__code__
-
-
 def delete(*ids: str) -> None:
     """Take sites out of torch's code, in this process and in all that are forked from it.
 
     Raises:
-        ValueError: there is no such site, or the code of its function cannot be exchanged.
+        OtherTorchError: the code of its function cannot be exchanged.
+        ValueError: there is no such site.
     """
     lines: dict[tuple[str, str], set[int]] = {}
     for each in ids:
@@ -205,7 +168,7 @@ def delete(*ids: str) -> None:
         lines.setdefault((module, function), set()).add(int(line))
     for (module, function), those in lines.items():
         change = _Delete(those)
-        _exchange(module, function, change)
+        exchange(f"{module}:{function}", change.visit)
         if change.found < len(those):
             raise ValueError(f"{module}:{function} has no wait in one of the lines {sorted(those)}")
 
@@ -220,7 +183,7 @@ def mark(reached: Callable[[str], None]) -> list[str]:
             by_function.setdefault(site.function, {})[site.line] = site.id
         for function, ids in by_function.items():
             try:
-                _exchange(module, function, _Mark(ids))
-            except ValueError:
+                exchange(f"{module}:{function}", _Mark(ids).visit)
+            except OtherTorchError:
                 silent += ids.values()
     return silent

@@ -45,17 +45,11 @@ _FAILED = frozenset(status.value for status in Status if status.counted is Statu
 
 
 class _Record(NamedTuple):
-    """How one test ended in one run.
+    """How one test ended in one run."""
 
-    Attributes:
-        device: the device type that was asked for; empty: the machine's best.
-        status: the value of its ``Status``: of several rounds the first failure, else the last.
-        duration_s: how long it took; the median of all rounds and attempts.
-    """
-
-    device: str
-    status: str
-    duration_s: float
+    device: str  # the device type that was asked for; empty: the machine's best
+    status: str  # the value of its `Status`: of several rounds the first failure, else the last
+    duration_s: float  # how long it took; the median of all rounds and attempts
 
 
 class History:

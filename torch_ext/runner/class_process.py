@@ -27,7 +27,6 @@ from torch_ext.runner.messages import (
     ClassLeft,
     ClassOrder,
     ClassSkipped,
-    CollectOrder,
     TestEnded,
     TestNames,
     TestStarted,
@@ -35,7 +34,7 @@ from torch_ext.runner.messages import (
 from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
-from torch_ext.world.exits import ExitFunctions, UnfinishedWorkError
+from torch_ext.world.exits import UnfinishedWorkError, call_exit_functions, disown_exit_functions
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.outcome import Outcome, may_be_expected
 from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
@@ -104,15 +103,15 @@ def _count(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def collect(order: CollectOrder, descriptors: Sequence[int]) -> int:
-    """Target of a child: send the names of every test.
+def collect(module: str, descriptors: Sequence[int]) -> int:
+    """Target of a child: send the names of every test of ``module``, which is loaded.
 
     Descriptors: the channel to the supervisor, a pipe for stacks.
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
     # A load_tests function may name one twice, which runs once.
-    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(order.module)}.values())
+    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(module)}.values())
     names = tuple((cls, test._testMethodName) for cls, test in tests)
     accelerator = sys.modules.get("torch_ext.accelerator")  # loaded by tests that ask for a device
     device = accelerator.device_type() if accelerator is not None else ""
@@ -149,7 +148,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     os.environ[OWNER_VARIABLE] = str(_os.getpid())
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
-    exit_functions = ExitFunctions()
+    disown_exit_functions()
     result = _ClassResult(Channel.from_descriptor(channel), stdout, order.failfast)
     wording.show_by(lambda text: result.tell(Notice(text)))
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
@@ -167,7 +166,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
         check_its_fixtures(cls)
     try:
         suite.run(result)
-        for where, error in exit_functions.call():
+        for where, error in call_exit_functions():
             raise UnfinishedWorkError(f"{where}: {type(error).__name__}: {error}") from error
     except BaseException as error:
         result.end_fork(error)
@@ -277,14 +276,12 @@ class _ClassResult(unittest.TestResult):
 
     All that happens from :meth:`begin` to :meth:`over` is about one test of the plan, which ends once however often its
     class runs it.
-
-    Attributes:
-        told: the exception that the result of a test told last, though unittest lets it through.
     """
 
     def __init__(self, channel: Channel, output: int, failfast: bool) -> None:
         super().__init__()
         self.failfast = failfast
+        # The exception that the result of a test told last, though unittest lets it through
         self.told: BaseException | None = None
         self._pid = _os.getpid()
         self._channel = channel
@@ -337,7 +334,7 @@ class _ClassResult(unittest.TestResult):
             limit_s = timeout_of(planned)
         except ValueError:  # setUp() of a class with ranks refuses it
             limit_s = float(TIMEOUT_DEFAULT)
-        self.tell(TestStarted(_method(planned), limit_s, _has_ranks(planned)))
+        self.tell(TestStarted(_method(planned), limit_s))
 
     @_os.with_room
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -424,7 +421,7 @@ class _ClassResult(unittest.TestResult):
     @_os.with_room
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
-        if isinstance(error, WorldFailure) and not may_be_expected(error.outcomes):
+        if isinstance(error, WorldFailure) and not may_be_expected(error.report.outcomes):
             self._fail(_problem(err))  # see there: not in any way
         else:
             self._end(Status.XFAIL)

@@ -5,7 +5,6 @@ result. :class:`ClassChild` is one such process: its events, its output, its lim
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -40,38 +39,23 @@ __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
 
 @dataclass(frozen=True)
 class ClassFacts:
-    """What is known of a class process that is gone.
+    """What is known of a class process that is gone."""
 
-    Attributes:
-        running: whether a test had begun and not ended.
-        ended: how many tests ended in it.
-        left: how many tests have not begun.
-        last: its last message, if that was one about its end.
-        death: its end, unless it exited by itself with code 0.
-        lost_zygote: whether it ended because its zygote did.
-    """
-
-    running: bool
-    ended: int
-    left: int
-    last: ClassEnded | ClassLeft | None
-    death: Died | None = None
-    lost_zygote: bool = False
+    running: bool  # whether a test had begun and not ended
+    ended: int  # how many tests ended in it
+    left: int  # how many tests have not begun
+    last: ClassEnded | ClassLeft | None  # its last message, if that was one about its end
+    death: Died | None = None  # its end, unless it exited by itself with code 0
+    lost_zygote: bool = False  # whether it ended because its zygote did
 
 
 @dataclass(frozen=True)
 class Next:
-    """What follows from the end of a class process.
+    """What follows from the end of a class process."""
 
-    Attributes:
-        test: why the test that was running failed, if one was.
-        cls: why the class failed, if it did.
-        go_on: whether another class process runs the tests that are left.
-    """
-
-    test: Problem | None = None
-    cls: Problem | None = None
-    go_on: bool = False
+    test: Problem | None = None  # why the test that was running failed, if one was
+    cls: Problem | None = None  # why the class failed, if it did
+    go_on: bool = False  # whether another class process runs the tests that are left
 
 
 def what_next(facts: ClassFacts, exited: Died) -> Next:
@@ -87,28 +71,19 @@ def what_next(facts: ClassFacts, exited: Died) -> Next:
     if facts.running:
         return Next(test=left_by or facts.death or exited, go_on=facts.left > 0)
     went_on = facts.left > 0 and facts.ended > 0
-    if isinstance(facts.last, ClassLeft):
-        unfinished = Remark(f"The class was interrupted before {facts.left} of its tests began.")
-        return Next(cls=left_by or facts.death or (unfinished if facts.left and not went_on else None), go_on=went_on)
-    if facts.last is not None:
-        unfinished = Remark(f"unittest ended the class before {facts.left} of its tests began.")
-        return Next(cls=facts.death or (unfinished if facts.left and not went_on else None), go_on=went_on)
-    if facts.lost_zygote and facts.left:
+    if facts.last is None and facts.lost_zygote and facts.left:
         return Next(go_on=True)
-    return Next(cls=facts.death or exited, go_on=went_on)
+    if facts.last is None:
+        return Next(cls=facts.death or exited, go_on=went_on)
+    how = "The class was interrupted" if isinstance(facts.last, ClassLeft) else "unittest ended the class"
+    unfinished = Remark(f"{how} before {facts.left} of its tests began.") if facts.left and not went_on else None
+    return Next(cls=left_by or facts.death or unfinished, go_on=went_on)
 
 
 class ClassRunner:
     """Runs one batch. Every planned test gets one result: its own, or the death of its process."""
 
-    def __init__(
-        self,
-        zygotes: RunZygotes,
-        place: Place,
-        batch: Batch,
-        options: RunOptions,
-        sink: Sink,
-    ) -> None:
+    def __init__(self, zygotes: RunZygotes, place: Place, batch: Batch, options: RunOptions, sink: Sink) -> None:
         self._zygotes = zygotes
         self._place = place
         self._batch = batch
@@ -243,6 +218,8 @@ _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 _STOPPED_S = 5.0
 # How long a zygote may take to end a child.
 _KILL_S = 5.0
+# How often output is shown, in seconds.
+_SHOW_S = 0.1
 
 _EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestEnded, TestStarted)
 
@@ -250,15 +227,12 @@ _EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestE
 class ClassChild:
     """A class process that obeys ``order``.
 
-    Attributes:
-        lost_zygote: the process ended because its zygote did.
-
     Raises:
         ZygoteDiedError: the zygote is gone.
     """
 
     def __init__(self, order: ClassOrder, zygote: ZygoteClient, place: Place, options: RunOptions) -> None:
-        self.lost_zygote = False
+        self.lost_zygote = False  # the process ended because its zygote did
         self._zygote = zygote
         self._hung: str | None = None  # the stacks, if it was ended because it hung
         self._stopped = ""  # which process had been stopped by a signal, in words
@@ -268,7 +242,7 @@ class ClassChild:
         self._allow(self._fixture_s)
         self._events, theirs = channel_pair()
         self._stacks, stacks_writer = os.pipe()
-        self._output = _Shown() if options.show_output else _Kept()
+        self._output = _Output(options.show_output)
         descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
         theirs.close()
         try:
@@ -280,18 +254,12 @@ class ClassChild:
             raise
         finally:
             close_all(descriptors)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._events, selectors.EVENT_READ)
-        self._selector.register(self._child, selectors.EVENT_READ)
-        for reader in self._output.readers():
-            self._selector.register(reader, selectors.EVENT_READ)
 
     def __enter__(self) -> ClassChild:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._child.close()
-        self._selector.close()
         self._close_own()
 
     def _close_own(self) -> None:
@@ -312,10 +280,11 @@ class ClassChild:
                 if isinstance(event, Body):
                     self._allow_body(event.begins)
                 elif event is not None:
+                    self._output.show()
                     return event
                 continue
             if self._child.ended is not None or self.lost_zygote:
-                self._output.pass_on()
+                self._output.show()
                 return None
             yield from self._wait()
 
@@ -327,7 +296,6 @@ class ClassChild:
             if not isinstance(event, _EVENTS):
                 raise self._events.refuse(f"a {type(event).__name__}, which is no message of a test class,")
         except ChannelClosedError as error:
-            self._selector.unregister(self._events)
             self._events.close()
             if isinstance(error, ChannelBrokenError):
                 self.end_broken(str(error))
@@ -354,7 +322,9 @@ class ClassChild:
 
     def _wait(self) -> Task[None]:
         if self._patience is None:
-            self._end_zygote()
+            # The zygote does not answer: end it, and with it the process.
+            self._zygote.kill()
+            self.lost_zygote = True
             return
         now_s = _os.monotonic()
         stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
@@ -384,22 +354,15 @@ class ClassChild:
             yield from self._pump(end_s)
         self._patience = None
 
-    def _end_zygote(self) -> None:
-        """The zygote does not answer: end it, and with it the process."""
-        self._zygote.kill()
-        self.lost_zygote = True
-
     def _pump(self, until_s: float) -> Task[None]:
-        yield Pause(tuple(key.fileobj for key in self._selector.get_map().values()), until_s)
-        for key, _ in self._selector.select(0):
-            if key.fileobj is self._child:
-                try:
-                    self._child.take_in()
-                except ZygoteDiedError:
-                    self.lost_zygote = True
-                    self._selector.unregister(self._child)
-            elif key.fileobj is not self._events and not self._output.pass_on():
-                self._selector.unregister(key.fileobj)
+        if self._output.shows:
+            until_s = min(until_s, _os.monotonic() + _SHOW_S)
+        yield Pause((self._child,) if self._events.closed else (self._child, self._events), until_s)
+        self._output.show()
+        try:
+            self._child.take_in()
+        except ZygoteDiedError:
+            self.lost_zygote = True
 
     def death(self, what: str, when: str = "") -> Died:
         """Say how the process ended.
@@ -438,71 +401,43 @@ class ClassChild:
         return wording.trim_stacks(self._output.new(to))
 
 
-class _Kept:
-    """What a process prints, in a file without a name."""
+class _Output:
+    """What a process prints, in a file without a name. ``shows``: print each line when it is complete, without what a
+    terminal would obey.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, shows: bool) -> None:
+        self.shows = shows
         self._file = _os.unnamed_file()
         self._read_to = 0
+        self._line = b""
 
     def writers(self) -> list[int]:
         return [os.dup(self._file.fileno()) for _ in range(2)]
 
-    def readers(self) -> list[int]:
-        return []
+    def new(self, to: int | None = None) -> str:
+        """Return what was printed since the last call, up to the position ``to``; empty if it is shown."""
+        return "" if self.shows else self._read(to).decode(errors="replace")
 
-    def pass_on(self) -> bool:
-        return False
-
-    def new(self, to: int | None) -> str:
+    def _read(self, to: int | None) -> bytes:
         if to is None:
             to = os.fstat(self._file.fileno()).st_size
         # By position: a writer moves the one that it shares with this file.
         text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
         self._read_to += len(text)
-        return text.decode(errors="replace")
+        return text
 
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Shown:
-    """What a process prints, shown line by line as it comes, without what a terminal would obey."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        self._line = b""
-
-    def writers(self) -> list[int]:
-        writer, self._writer = self._writer, -1
-        return [os.dup(writer), writer]
-
-    def readers(self) -> list[int]:
-        return [self._reader]
-
-    def pass_on(self) -> bool:
-        """Show what has arrived; a line without an end waits for it. Return whether more may come."""
-        while True:
-            try:
-                part = os.read(self._reader, 1 << 16)
-            except BlockingIOError:
-                return True
-            *lines, self._line = (self._line + part).split(b"\n")
-            if not part:
-                return False
+    def show(self) -> None:
+        """Print the lines that have come."""
+        if self.shows:
+            *lines, self._line = (self._line + self._read(None)).split(b"\n")
             for line in lines:
-                self._show(line)
+                self._print(line)
 
-    def _show(self, line: bytes) -> None:
+    def _print(self, line: bytes) -> None:
         print(printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
-
-    def new(self, to: int | None) -> str:
-        return ""
 
     def close(self) -> None:
         if self._line:
-            self._show(self._line)
-        os.close(self._reader)
-        if self._writer >= 0:
-            os.close(self._writer)
+            self._print(self._line)
+        self._file.close()

@@ -201,7 +201,10 @@ def _judge(chosen: Chosen) -> Judge | None:
     request, options = chosen.request, chosen.request.options
     if request.upstream is None:
         return None
-    surroundings = {"device": chosen.device, "cuda_as_sim": str(options.cuda_as_sim).lower()}
+    surroundings = {
+        "device": "sim" if options.cuda_as_sim else chosen.device,
+        "cuda_as_sim": str(options.cuda_as_sim).lower(),
+    }
     judge = request.upstream.judge([file.path for file in request.files], options.differences, surroundings)
     _warn(judge.told)
     return judge

@@ -16,7 +16,7 @@ from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.interrupts import held
 from torch_ext.runner.loop import Loop, Pause, Task
-from torch_ext.runner.messages import CollectOrder, TestNames
+from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
@@ -106,9 +106,7 @@ class RunExecutor:
         stacks, stacks_writer = os.pipe()
         descriptors = [theirs.fileno(), stacks_writer]
         try:
-            child = zygote.start(
-                "torch_ext.runner.class_process:collect", CollectOrder(module), descriptors, self.environment
-            )
+            child = zygote.start("torch_ext.runner.class_process:collect", module, descriptors, self.environment)
         except BaseException:
             close_all([stacks])
             raise
@@ -194,7 +192,7 @@ def open_executor(options: RunOptions) -> Executor:
         return here
     try:
         cluster = importlib.import_module("torch_ext.runner.cluster.executor")
-        remote: Executor = cluster.ClusterExecutor(options, here.collect, here.close)
+        remote: Executor = cluster.ClusterExecutor(options, here)
     except BaseException:
         here.close()
         raise

@@ -27,14 +27,11 @@ class Interrupts:
     Args:
         once: after the first interrupt, ignore more while the process cleans up.
         signals: which to take.
-
-    Attributes:
-        number: the signal that has interrupted last; 0 if none has.
     """
 
     def __init__(self, *, once: bool = False, signals: Sequence[int] = (signal.SIGINT,)) -> None:
         self._once = once
-        self.number = 0
+        self.number = 0  # the signal that has interrupted last; 0 if none has
         self._held = 0
         self._waiting = False
         self._over = False

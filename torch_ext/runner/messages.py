@@ -4,8 +4,8 @@ only.
 ====================  =====================================================================================
 from -> to            messages
 ====================  =====================================================================================
-supervisor -> child   :class:`CollectOrder` or :class:`ClassOrder`, as the payload of the child's order
-child -> supervisor   after :class:`CollectOrder` one :class:`TestNames`
+supervisor -> child   :class:`ClassOrder`, or the name of a module, as the payload of the child's order
+child -> supervisor   of a module one :class:`TestNames`
 class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`, and the world's ``Notice``;
 supervisor            :class:`ClassFailed` and :class:`ClassSkipped` for what ``setUpClass`` and ``tearDownClass`` do;
                       last of all :class:`ClassEnded` or :class:`ClassLeft`
@@ -28,7 +28,6 @@ __all__ = [
     "ClassLeft",
     "ClassOrder",
     "ClassSkipped",
-    "CollectOrder",
     "TestEnded",
     "TestNames",
     "TestStarted",
@@ -39,13 +38,6 @@ __all__ = [
 wording.hide(r"/runner/class_process\.py", "main", outwards=True)
 wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
 wording.hide(r"/runner/interrupts\.py", "_take")
-
-
-@dataclass(frozen=True)
-class CollectOrder:
-    """Name the tests of ``module``, which is loaded."""
-
-    module: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,6 @@ class TestStarted:
 
     method: str
     timeout_s: float
-    has_ranks: bool
 
 
 @dataclass(frozen=True)

@@ -47,21 +47,14 @@ _OURS = ("test_*.py",)
 
 @dataclass(frozen=True, slots=True)
 class TestFile:
-    """One test file.
-
-    Attributes:
-        name: path below the root with forward slashes, such as ``distributed/fsdp/test_a.py``; the first part of an id.
-        path: absolute path.
-        module: the dotted name that unittest and pytest give it, such as ``test.distributed.fsdp.test_a``.
-        import_root: the folder that must be on ``sys.path`` for ``module`` to be importable.
-    """
+    """One test file."""
 
     __test__ = False
 
-    name: str
-    path: Path
-    module: str
-    import_root: Path
+    name: str  # path below the root with forward slashes, such as `distributed/fsdp/test_a.py`; the first part of an id
+    path: Path  # absolute path
+    module: str  # the dotted name that unittest and pytest give it, such as `test.distributed.fsdp.test_a`
+    import_root: Path  # the folder that must be on `sys.path` for `module` to be importable
 
 
 def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
@@ -108,27 +101,17 @@ _TEST_VARIABLES = ("PYTORCH_TEST", "TEST_WITH_", "DISTRIBUTED_TESTS_")
 
 @dataclass(frozen=True)
 class Collected:
-    """What importing one file told.
-
-    Attributes:
-        file: the file.
-        tests: its tests, in the order in which they should run.
-        imported: absolute paths of the project files that it imported, directly or not; its own path may be missing.
-        cached: whether the answer is an earlier import's.
-        error: the traceback if it could not be imported, else empty. Then ``tests`` means nothing.
-        needs: what each of ``tests`` asks for, in their order; empty if that is not known.
-        device: the device type that they test, as far as it is known.
-        left: why the file asked not to be run while it was imported, and ``error`` says the same; else empty.
-    """
+    """What importing one file told."""
 
     file: TestFile
-    tests: tuple[TestName, ...] = ()
+    tests: tuple[TestName, ...] = ()  # its tests, in the order in which they should run
+    # Absolute paths of the project files that it imported, directly or not; its own path may be missing
     imported: tuple[str, ...] = ()
-    cached: bool = False
-    error: str = ""
-    needs: tuple[Needs, ...] = ()
-    left: str = ""
-    device: str = ""
+    cached: bool = False  # whether the answer is an earlier import's
+    error: str = ""  # the traceback if it could not be imported, else empty. Then `tests` means nothing.
+    needs: tuple[Needs, ...] = ()  # what each of `tests` asks for, in their order; empty if that is not known
+    left: str = ""  # why the file asked not to be run while it was imported, and `error` says the same; else empty
+    device: str = ""  # the device type that they test, as far as it is known
 
 
 def surroundings(device: str) -> dict[str, str] | None:
@@ -152,12 +135,10 @@ class NameCache:
     Args:
         folder: where they lie; created when first written to. None: nothing is cached.
         surroundings: what the names of every file depend on; None as well: nothing is cached.
-
-    Attributes:
-        refused: why the folder is not used, in a sentence with the remedy; empty if it is.
     """
 
     def __init__(self, folder: Path | None, surroundings: Mapping[str, str] | None) -> None:
+        # Why the folder is not used, in a sentence with the remedy; empty if it is
         self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and surroundings is not None else ""
         self._folder = folder if surroundings is not None and not self.refused else None
         self._surroundings = dict(surroundings or {})

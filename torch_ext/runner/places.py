@@ -42,18 +42,12 @@ _DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 
 
 class Place(NamedTuple):
-    """What a class has to itself while it runs.
+    """What a class has to itself while it runs."""
 
-    Attributes:
-        environment: of its processes.
-        scratch: a folder for its short-lived files.
-        opened: a descriptor of the folder, where its path is too long.
-        add_client: returns the descriptor on which its class process asks for ranks, which a zygote starts here.
-    """
-
-    environment: dict[str, str]
-    scratch: str
-    opened: int = -1
+    environment: dict[str, str]  # of its processes
+    scratch: str  # a folder for its short-lived files
+    opened: int = -1  # a descriptor of the folder, where its path is too long
+    # Returns the descriptor on which its class process asks for ranks, which a zygote starts here
     add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
 
     def leave(self) -> None:
@@ -72,9 +66,6 @@ class Machine:
         devices: what ranks must share; none on ``cpu`` and on simulated devices, of which there are as many as a test
             wants.
         slots: how many there are, if the user says so.
-
-    Attributes:
-        slots: how many ranks may run at a time.
     """
 
     def __init__(
@@ -83,7 +74,7 @@ class Machine:
         self._scratch = scratch
         self._environment = environment
         self._devices = devices
-        self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()
+        self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()  # how many ranks may run at a time
 
     def place(self, slots: Sequence[int], *, packed: bool) -> Place:
         """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""

@@ -26,13 +26,7 @@ __all__ = ["Rounds"]
 class Rounds:
     """Runs ``plan`` as often as ``options`` say; ``reporters`` see only results with round and attempt."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        options: RunOptions,
-        reporters: Reporters,
-        judge: Judge | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, options: RunOptions, reporters: Reporters, judge: Judge | None = None) -> None:
         self.plan = plan
         self._options = options
         self._reporters = reporters

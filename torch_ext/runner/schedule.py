@@ -23,17 +23,11 @@ _UNKNOWN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a class needs while it runs.
+    """What a class needs while it runs."""
 
-    Attributes:
-        ranks: the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads.
-        alone: nothing else runs beside it.
-        hosts: on how many hosts its ranks run, as many on each.
-    """
-
-    ranks: int = 1
-    alone: bool = False
-    hosts: int = 1
+    ranks: int = 1  # the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads
+    alone: bool = False  # nothing else runs beside it
+    hosts: int = 1  # on how many hosts its ranks run, as many on each
 
     @property
     def of_each_host(self) -> Need:

@@ -56,19 +56,12 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class PatternTarget:
-    """What a pattern means once the files are known.
+    """What a pattern means once the files are known."""
 
-    Attributes:
-        text: the pattern as typed.
-        files: names of the files it selects from; empty if it can mean nothing here.
-        names: ways to read its class and method parts; empty if it means whole files.
-        anchored: it mentions a folder or a module, so that it says nothing about other files.
-    """
-
-    text: str
-    files: frozenset[str]
-    names: tuple[_Parts, ...] = ()
-    anchored: bool = True
+    text: str  # the pattern as typed
+    files: frozenset[str]  # names of the files it selects from; empty if it can mean nothing here
+    names: tuple[_Parts, ...] = ()  # ways to read its class and method parts; empty if it means whole files
+    anchored: bool = True  # it mentions a folder or a module, so that it says nothing about other files
 
     def matches(self, test: TestName) -> bool:
         """Whether the pattern selects ``test``."""
@@ -322,13 +315,9 @@ def advice(text: str, names: Iterable[str]) -> str:
     >>> advice("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
     '; nearest: TestInput, TestInput.test_words'
     """
-    scored = [(score, name) for name in names if (score := _likeness(text, name)) >= _CUTOFF]
-    near = [name for _, name in sorted(scored, key=lambda pair: -pair[0])[:5]]
+    scored = [(max(map(_ratio, _views(text), _views(name))), name) for name in names]
+    near = [name for score, name in sorted(scored, key=lambda pair: -pair[0])[:5] if score >= _CUTOFF]
     return f"; nearest: {', '.join(near)}" if near else ""
-
-
-def _likeness(text: str, name: str) -> float:
-    return max(map(_ratio, _views(text), _views(name)))
 
 
 def _views(name: str) -> tuple[str, str]:

@@ -198,26 +198,16 @@ def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collect
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tests that run, and what the user should know of the choice.
-
-    Attributes:
-        tests: in the order of their files.
-        failures: results of files that cannot be imported.
-        needs: of tests, as far as they are known.
-        note: a sentence for the report about a part of the tests; empty if all run.
-        warnings: a sentence for each pattern or file that was asked for and does not run.
-        device: the device type that the files test, as far as it is known.
-        cached: how many files have cached names.
-    """
+    """The tests that run, and what the user should know of the choice."""
 
     request: Request
-    tests: Sequence[TestName]
-    failures: Sequence[TestResult]
-    needs: Mapping[TestName, Needs]
-    note: str
-    warnings: Sequence[str]
-    device: str
-    cached: int
+    tests: Sequence[TestName]  # in the order of their files
+    failures: Sequence[TestResult]  # results of files that cannot be imported
+    needs: Mapping[TestName, Needs]  # of tests, as far as they are known
+    note: str  # a sentence for the report about a part of the tests; empty if all run
+    warnings: Sequence[str]  # a sentence for each pattern or file that was asked for and does not run
+    device: str  # the device type that the files test, as far as it is known
+    cached: int  # how many files have cached names
 
 
 def choose(request: Request, collected: Sequence[Collected]) -> Chosen:

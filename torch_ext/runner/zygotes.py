@@ -42,18 +42,14 @@ class RunZygotes:
 
     Args:
         scratch: a folder that the root removes if this process is gone.
-
-    Attributes:
-        limit_s: how long an import may take, in seconds.
-        copies: each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
     """
 
     def __init__(self, options: RunOptions, environment: Mapping[str, str], scratch: str) -> None:
         self._options = options
         self._environment = dict(environment)
         self._scratch = scratch
-        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)
-        self.copies = False
+        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # how long an import may take, in seconds
+        self.copies = False  # each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
         self._ahead = (_REWRITING,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
@@ -136,7 +132,7 @@ class RunZygotes:
                 self._copies[batch.key] = yield from self._copy_of(original)
                 break
             except ZygoteDiedError:
-                self._drop_file(batch.file, original)
+                self.forget(batch.file, original)
                 if not once_more:
                     raise
         return self._copies[batch.key]
@@ -161,7 +157,7 @@ class RunZygotes:
         if copy is not None and copy is zygote:
             self.leave(batch)
         elif not self.copies:
-            self._drop_file(batch.file, zygote)
+            self.forget(batch.file, zygote)
 
     def leave(self, batch: Batch) -> None:
         """End what a class had to itself."""
@@ -169,13 +165,10 @@ class RunZygotes:
         if copy is not None:
             copy.close()
 
-    def forget(self, file: TestFile) -> None:
-        """End the file's zygote; the next use starts another."""
-        self._drop_file(file, None)
-
-    def _drop_file(self, file: TestFile, zygote: ZygoteClient | None) -> None:
-        """End the file's zygote; with ``zygote`` only if it is that one: of two classes that have lost it, the first
-        has got another already. If the root is gone too, the next use starts another of that.
+    def forget(self, file: TestFile, zygote: ZygoteClient | None = None) -> None:
+        """End the file's zygote; the next use starts another. With ``zygote`` only if it is that one: of two classes
+        that have lost it, the first has got another already. If the root is gone too, the next use starts another of
+        that.
         """
         if self._options.script:
             provider.forget(provider.zygote_for("__main__"))

@@ -120,7 +120,7 @@ class Differences:
                     return replace(result, status=Status.XFAIL, reason=entry.told, problems=(), output="")
         return result
 
-    def out_of_date(self, planned: Sequence[TestName], whole: bool) -> list[TestResult]:
+    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
         """Return a failure for each entry none of whose tests failed.
 
         Args:
@@ -139,15 +139,12 @@ class Differences:
         ]
 
 
-class Judge:
+class Judge(Differences):
     """Judges the results of one run; the runner's ``Judge``.
 
     Args:
         lists: files of known differences besides our own.
         surroundings: the values of their conditions, except torch's release.
-
-    Attributes:
-        told: a sentence at the beginning of the run; may be empty.
 
     Raises:
         SetupError: a list cannot be read, or is none.
@@ -157,21 +154,16 @@ class Judge:
         self._paths = tuple(paths)
         self._cuda_as_sim = surroundings.get("cuda_as_sim") == "true"
         self._releases = Releases(self._paths, cuda_as_sim=self._cuda_as_sim)
-        self.told = self._releases.told
+        self.told = self._releases.told  # a sentence at the beginning of the run; may be empty
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
         except (OSError, ValueError) as error:
             raise SetupError(f"the known differences cannot be read: {error}") from error
-        here = {"torch": metadata.version("torch"), **surroundings}
-        self._differences = Differences(entries, here)
-
-    def skipped(self, test: TestName) -> str:
-        """Return why ``test`` must not run; empty if it may."""
-        return self._differences.skipped(test)
+        super().__init__(entries, {"torch": metadata.version("torch"), **surroundings})
 
     def judged(self, result: TestResult) -> TestResult:
         """Return the result that counts in place of ``result``."""
-        judged = self._releases.judged(self._differences.judged(result))
+        judged = self._releases.judged(super().judged(result))
         if judged.status is not Status.SKIPPED:
             return judged
         reason = told(judged.reason)
@@ -185,7 +177,3 @@ class Judge:
             return path.read_text(encoding="utf-8", errors="replace") if path is not None else ""
         except OSError:
             return ""
-
-    def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each known difference that no longer is one."""
-        return self._differences.out_of_date(planned, whole)

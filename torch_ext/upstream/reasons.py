@@ -13,13 +13,7 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = [
-    "Releases",
-    "advised",
-    "reason_of",
-    "release_of_checkout",
-    "told",
-]
+__all__ = ["Releases", "advised", "reason_of", "release_of_checkout", "told"]
 
 _ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
@@ -172,9 +166,6 @@ class Releases:
     Args:
         paths: the files of the run.
         cuda_as_sim: whether CUDA means the simulated accelerator in them.
-
-    Attributes:
-        told: a sentence to begin with if the checkout is newer; else empty.
     """
 
     def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
@@ -188,7 +179,7 @@ class Releases:
         self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
         self._checkout = checkouts[-1] if checkouts else ""
         self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
-        self.told = ""
+        self.told = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.told = (
                 f"the checkout is of torch {self._checkout}, and {self._installed} is installed: "

@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT, suite_of
+from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
+from test.torch_ext.world.suites import suite_of
 
 SOURCE = """
 import pickle
@@ -56,9 +56,8 @@ class TestThreads(Threads):
 if __name__ == "__main__":
     run_tests()
 """
-RUN_TEST = (str(CHECKOUT / "run_test.py"), "--root", ".", "-v")
 WAYS = {
-    "run_test.py": RUN_TEST,
+    "run_test.py": (RUN_TEST, "--root", ".", "-v"),
     "python file.py": ("test_suite.py", "-v"),
     "unittest module": ("-m", "unittest", "-v", "test_suite"),
     "unittest path": ("-m", "unittest", "-v", "./test_suite.py"),
@@ -106,8 +105,8 @@ def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
     if lines:
         pytest.importorskip("coverage")
         for step in (["combine", "-q"], ["json", "-q", "--include=test_suite.py", "-o", "covered.json"]):
-            command = [sys.executable, "-m", "coverage", step[0], f"--rcfile={settings}", *step[1:]]
-            subprocess.run(command, cwd=tmp_path, check=True)
+            done = python("-m", "coverage", step[0], f"--rcfile={settings}", *step[1:], folder=tmp_path)
+            assert done.returncode == 0, done
         (file,) = json.loads((tmp_path / "covered.json").read_text())["files"].values()
         text = suite.file.read_text().splitlines()
         assert {text.index(line) + 1 for line in text if line.endswith(lines)} <= set(file["executed_lines"])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from torch.testing import _internal as upstream_helpers
 import torch_ext.runner
 import torch_ext.world
 from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
+from test.torch_ext.interpreter import python
 
 # What each layer may import from this project, besides itself. Names of the package stand without `torch_ext.`.
 _OF_THE_PACKAGE = {
@@ -25,14 +23,15 @@ _OF_THE_PACKAGE = {
     "cache": "",
     "machine_memory": "",
     "unbuilt": "",
-    "sim": "cache machine_memory",
-    "cuda_as_sim": "cache sim",
+    "personality": "",
+    "sim": "cache machine_memory personality",
+    "cuda_as_sim": "cache personality sim",
     "accelerator": "compat",
     "world": "compat machine_memory",
     "results": "world",
-    "runner": "world results cache compat.untested_torch machine_memory cuda_as_sim.words",
-    "upstream": "accelerator world results compat unbuilt",
-    "program": "world cache compat cuda_as_sim machine_memory sim",
+    "runner": "world results cache compat.untested_torch machine_memory cuda_as_sim.words personality",
+    "upstream": "accelerator world results compat personality unbuilt",
+    "program": "world cache compat cuda_as_sim machine_memory personality sim",
     "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
@@ -208,9 +207,8 @@ def test_the_front_doors_name_no_torch(file: str) -> None:
 
 def modules_after(statement: str) -> set[str]:
     program = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
-    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # without the entry point that torch would call
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=CHECKOUT, env=alone, stdout=subprocess.PIPE, check=True, text=True)
+    done = python("-c", program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")  # without the entry point that torch would call
+    assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -225,6 +223,7 @@ _OF_RUNNER = {
     "torch_ext.cache",
     "torch_ext.compat",
     "torch_ext.machine_memory",
+    "torch_ext.personality",
 }
 _OF_TESTS = {"torch_ext.testing", "torch_ext.accelerator", "torch_ext.compat", *_OF_WORLD}
 _HEAVY = {"torch", "numpy", "torch_ext.accelerator"}

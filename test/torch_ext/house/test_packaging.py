@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import zipfile
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 import torch_ext
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
+from test.torch_ext.interpreter import python
 
 # Prints what setup() receives, with torch made unimportable.
 _DESCRIBE = """
@@ -30,9 +29,7 @@ print(json.dumps({"version": told.get_version(), "requires": told.install_requir
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     pytest.importorskip("setuptools")
-    command = [sys.executable, "-c", _DESCRIBE]
-    done = subprocess.run(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
     return found
 
 
@@ -66,7 +63,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / name, folder / name, symlinks=True, ignore=ignored)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", "out"]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", ".", *options], cwd=folder, check=True)
+    done = python("-m", "pip", "wheel", ".", *options, folder=folder)
+    assert done.returncode == 0, done.stderr
     (built,) = (folder / "out").glob("*.whl")
     return zipfile.ZipFile(built)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,14 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     for path in root.rglob("*.py"):
         os.utime(path, (0, 0))
     return root
+
+
+@pytest.fixture
+def before() -> Iterator[object]:
+    """What handles SIGINT before the test, and after it again."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield handler
+    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture

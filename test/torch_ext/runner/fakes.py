@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,20 @@ class FakeExecutor:
             if result is not None and options.failfast and result.status is Status.FAILED:
                 return False
         return True
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def file(name: str) -> TestFile:
+    """A test file that is not there."""
+    return TestFile(f"{name}.py", Path("/root") / f"{name}.py", name.replace("/", "."), Path("/root"))
+
+
+def named(*ids: str) -> list[TestName]:
+    return [TestName(*each.split("::")) for each in ids]
 
 
 def ending(test: str, status: Status = Status.FAILED, duration_s: float = 0.1) -> TestResult:

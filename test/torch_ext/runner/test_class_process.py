@@ -21,6 +21,8 @@ from torch_ext.world import files, provider
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.follow import ZygoteLostError
 
+pytestmark = pytest.mark.usefixtures("before")
+
 
 class Told:
     def __init__(self) -> None:
@@ -28,13 +30,6 @@ class Told:
 
     def send(self, message: Any) -> None:
         self.messages.append(message)
-
-
-@pytest.fixture(autouse=True)
-def handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def ending(test: unittest.TestCase) -> TestEnded:

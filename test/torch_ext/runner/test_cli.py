@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from test.torch_ext.interpreter import python
 from test.torch_ext.runner.fakes import Cli, ending
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 from torch_ext.results import Status
 
@@ -121,6 +122,11 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
         (["--timeout", "soon"], "got 'soon', expected a number of seconds above 0"),
         (["--timeout", "-1"], "got '-1', expected"),
         (["--timeout", "nan"], "got 'nan', expected"),
+        (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
+        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
+        (["--cluster", ""], "argument --cluster: got nothing"),
+        (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
+        (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
         (["--root", "nowhere"], "nowhere, which is no folder"),
         (["--start-method", "spawn"], "invalid choice"),
         (["--no-such-option"], "there is no option --no-such-option; see --help"),
@@ -253,30 +259,26 @@ RUN = """
 import os, sys
 from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
 
+root, file, *arguments = sys.argv[1:]
 {before}
 from torch_ext.runner.cli import main
 
-root, file = sys.argv[1:]
 sys.modules["torch_ext.runner.execute"] = FakeExecutor(FakeCollector({{file: ["TestA.test_1"]}}))
-code = main(["--root", root, "-i", file, {more}])
+code = main(["--root", root, "-i", file, *arguments])
 for descriptor in range(3):
     os.fstat(descriptor)  # or the next file that is opened would take its place
 raise SystemExit(code)
 """
 
 
-def run_in(root: Path, before: str = "", more: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", RUN.format(before=before, more=more), str(root), RPC],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, stderr=subprocess.PIPE, text=True, timeout=60, **how,
-    )  # fmt: skip
+def run_in(root: Path, *arguments: str, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+    return python("-c", RUN.format(before=before), root, RPC, *arguments, folder=root, **how)
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, closed: int) -> None:
     told = "error: stdout is closed, and the report goes there; give one, such as > /dev/null\n"
-    how = {} if closed == 1 else {"stdout": subprocess.PIPE}
-    done = run_in(root, preexec_fn=lambda: os.close(closed), **how)
+    done = run_in(root, preexec_fn=lambda: os.close(closed))
     assert (done.returncode, done.stderr) == ((2, told) if closed == 1 else (0, ""))
     assert closed == 1 or done.stdout.endswith("1 passed, 0 failed, 0 skipped\n")
 
@@ -294,7 +296,7 @@ def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, c
 )
 def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], told: str) -> None:
     with open(os.devnull if "/dev/full" in arguments else "/dev/full", "w") as stdout:
-        done = run_in(root, more=f"*{arguments!r}", stdout=stdout)
+        done = run_in(root, *arguments, stdout=stdout.fileno())
     assert done.returncode == 1
     (said,) = done.stderr.splitlines()
     assert said.startswith(told) and "No space left" in said
@@ -302,7 +304,7 @@ def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: li
 
 def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    done = run_in(root, f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir({str(tmp_path / 'gone')!r})")
+    done = run_in(root, before=f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())")
     assert done.returncode == 2
     assert done.stderr == "error: the working directory is gone; change to one that exists\n"
 
@@ -314,10 +316,7 @@ def test_what_the_locale_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None
         "import unittest\nclass TestÄ(unittest.TestCase):\n    def test_ö(self): print('ß')\n"
     )
     for arguments in (["--show-output", "--device", "cpu"], ["--show-config"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "torch_ext", "--root", str(folder), *arguments], env={**os.environ,
-            "PYTHONPATH": str(CHECKOUT), "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+        done = python("-m", "torch_ext", "--root", folder, *arguments, PYTHONIOENCODING="ascii")
         assert done.returncode == 0 and "\\x" in done.stdout, done
 
 
@@ -331,34 +330,13 @@ def test_a_cache_of_others_is_one_sentence_and_costs_only_time(cli: Cli, root: P
         assert cli.asked == sorted(LAYOUT)
 
 
-LEAVE = """
-import sys
-from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor
-from torch_ext.runner.cli import main
-
-file, *arguments = sys.argv[1:]
-collector = FakeCollector({file: ["TestA.test_1"]})
-collector.on_collect = sys.stdin.readline  # until the reader has left
-sys.modules["torch_ext.runner.execute"] = FakeExecutor(collector)
-raise SystemExit(main(["--root", "suites", "-i", file, *arguments]))
-"""
-
-
 @pytest.mark.parametrize("arguments", [[], ["--list"]])
 def test_a_reader_that_leaves_is_an_interrupt_without_a_traceback(root: Path, arguments: list[str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEAVE, RPC, *arguments],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    process.stdout = None
-    _, complaint = process.communicate("\n", timeout=60)
-    assert (process.returncode, complaint) == (130, "")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_in(root, *arguments, stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 # --- python some_test_file.py -----------------------------------------------------------------------------------------
@@ -417,6 +395,12 @@ def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(cli: Cli) -> No
     assert cli.ran == ["torch_ext/runner/test_cli.py::TestA::test_1"]
 
 
+TWO = """
+class TestTwo(Ranks):
+    def test_file(self):
+        self.assertEqual({"torch._dynamo", "torch.distributed.tensor"} - set(sys.modules), set())
+        self.assertEqual(open(self.file_name).read(), "")
+"""
 TWICE = """
 import sys
 from torch_ext.runner.cli import main
@@ -428,21 +412,6 @@ for _ in range(2):
 
 def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
     """The real one, with processes: nothing of the first run may be left for the second to trip over."""
-    (tmp_path / "test_two.py").write_text(
-        "from torch_ext.testing._internal.common_distributed import MultiProcessTestCase\n"
-        "class TestTwo(MultiProcessTestCase):\n"
-        "    world_size = 2\n"
-        "    def setUp(self):\n"
-        "        super().setUp()\n"
-        "        self._spawn_processes()\n"
-        "    def test_file(self):\n"
-        "        import sys\n"
-        "        self.assertEqual({'torch._dynamo', 'torch.distributed.tensor'} - set(sys.modules), set())\n"
-        "        assert open(self.file_name).read() == ''\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TORCH_EXT_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE, str(tmp_path)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout.count("1 passed, 0 failed, 0 skipped") == done.stdout.count("code 0") == 2, done.stdout
+    with suite_of(tmp_path, TWO) as suite:
+        run = suite.finish(suite.start(["-c", TWICE, str(tmp_path)]))
+    assert run.out.count("1 passed, 0 failed, 0 skipped") == run.out.count("code 0") == 2, run

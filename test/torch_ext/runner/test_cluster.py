@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
 from torch_ext.runner.cluster.hosts import Share, on_our_clock
 from torch_ext.runner.cluster.machines import Machines
@@ -191,7 +191,7 @@ def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, add
     notes.mkdir()
     suite.mkdir()
     (suite / "test_all.py").write_text(SUITE.format(notes=str(notes)))
-    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite), "--cluster", address]
+    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address]
     events = tmp_path / "events.jsonl"
     with subprocess.Popen(
         [*command, "--device", "cpu", "-v", "--json", str(events)],
@@ -233,7 +233,7 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Pa
     notes.mkdir()
     suite.mkdir()
     (suite / "test_hosts.py").write_text(ON_TWO_HOSTS.format(notes=str(notes)))
-    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(suite), "--cluster", address, "-j", "1"]
+    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address, "-j", "1"]
     with subprocess.Popen(
         [*command, "--device", "cpu", "-v", "--json", str(events)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.interpreter import RUN_TEST, python
 from torch_ext.runner.arguments import _patterns_below_root
 
 
@@ -42,6 +39,5 @@ def test_the_command_answers_a_shell(tmp_path: Path, line: str, found: str) -> N
         "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
         "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
     }  # fmt: skip
-    command = [sys.executable, str(CHECKOUT / "run_test.py")]
-    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=False, timeout=60)
+    done = python(RUN_TEST, **asked)
     assert done.returncode == 0 and sorted(told.read_text().split()) == found.split(), done

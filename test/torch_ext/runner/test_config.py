@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 import torch_ext
+from test.torch_ext.interpreter import CHECKOUT, python
 from torch_ext.results import SetupError
 from torch_ext.runner.arguments import parse
 from torch_ext.runner.options import TABLE, RunOptions, default_root
-
-CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -32,10 +31,10 @@ def write(project: Path, text: str) -> None:
     (project / "pyproject.toml").write_text(f"[tool.other]\nx = 1\n[tool.torch_ext]\n{text}\n")
 
 
-def refused(*arguments: str) -> str:
-    """Return the sentence with which the command refuses ``arguments``."""
+def refused() -> str:
+    """Return the sentence with which the command refuses its surroundings."""
     with pytest.raises(SetupError) as error:
-        parse(list(arguments))
+        parse([])
     (line,) = str(error.value).splitlines()
     return line
 
@@ -78,20 +77,6 @@ def test_what_is_shown_can_be_typed_and_every_option_is_shown(
     found = shown(capsys)
     assert (found["jobs"][0], found["shard"][0]) == ("2", "2/3")
     assert len(found) == len({row.field for row in TABLE})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
-        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
-        (["--cluster", ""], "argument --cluster: got nothing"),
-        (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
-        (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
-    ],
-)
-def test_what_would_be_lost_in_silence_is_refused(project: Path, arguments: list[str], said: str) -> None:
-    assert said in refused("--root", str(project), *arguments)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +170,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
         "import sys; from torch_ext.runner.cli import main; code = main(sys.argv[1:]); "
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--shrad", "1/2"],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    done = python("-c", program, "--shrad", "1/2")
     assert done.stdout == "2 False\n"
     assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.interpreter import RUN_TEST, python
 from torch_ext.world import settings
 
 SUITE = """
@@ -76,10 +74,7 @@ class TestOdd(DistributedTestBase):
 
 def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path: Path) -> None:
     (tmp_path / "test_hosts.py").write_text(SUITE)
-    command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", str(tmp_path), "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--json", "-"], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=240
-    )
+    done = python(RUN_TEST, "--root", tmp_path, "--device", "cpu", "--json", "-", folder=tmp_path)
     told = [json.loads(line) for line in done.stdout.splitlines()]
     results = {one["method"]: one for one in told if one["event"] == "result"}
     assert {name: one["status"] for name, one in results.items()} == {

@@ -5,18 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from torch_ext.runner.interrupts import Interrupts, held
-
-
-@pytest.fixture
-def before() -> Iterator[object]:
-    handler = signal.getsignal(signal.SIGINT)
-    yield handler
-    signal.signal(signal.SIGINT, handler)
 
 
 def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from test.torch_ext.runner.fakes import file, named
 from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult
-from torch_ext.runner.names import TestFile
 from torch_ext.runner.reporters.make import InOrder
 from torch_ext.runner.schedule import make_plan
 
-FILES = [TestFile(f"{name}.py", Path("/root") / name, name, Path("/root")) for name in "ab"]
-A1, A2, B1, C1 = (
-    TestName(*where) for where in (("a.py", "A", "1"), ("a.py", "A", "2"), ("a.py", "B", "1"), ("b.py", "C", "1"))
-)
+A1, A2, B1, C1 = named("a.py::A::1", "a.py::A::2", "a.py::B::1", "b.py::C::1")
 
 
 class Kept:
@@ -32,7 +27,7 @@ class Kept:
 
 def made() -> tuple[Kept, InOrder]:
     kept = Kept()
-    return kept, InOrder(make_plan(FILES, [A1, A2, B1, C1]), kept)
+    return kept, InOrder(make_plan([file("a"), file("b")], [A1, A2, B1, C1]), kept)
 
 
 def result(test: TestName) -> TestResult:

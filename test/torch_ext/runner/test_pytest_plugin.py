@@ -40,9 +40,16 @@ class TestB(TestA):
     def test_skips(self):
         self.skipTest("no reason")
 
+    def test_skips_by_pytest(self):
+        pytest.skip("as pytest does")
+
     @unittest.expectedFailure
     def test_xfails(self):
         raise ValueError("expected")
+
+    @unittest.expectedFailure
+    def test_dies_where_a_failure_is_expected(self):
+        os._exit(1)
 
 
 class TestInside(Ranks):
@@ -59,6 +66,7 @@ def test_function(tmp_path):
 """
 ENDINGS = {
     "test_meets_the_other": "passed", "test_fails": "failed", "test_dies": "failed",
+    "test_dies_where_a_failure_is_expected": "failed",
     "test_uses_a_fixture": "passed", "test_function": "passed",
 }  # fmt: skip
 
@@ -69,6 +77,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
         run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
     assert run.code == 1 and run.status == ENDINGS, run
     assert re.search(r"^SKIPPED \[1\] test_suite.py:\d+: .*no reason", run.out, re.M), run
+    assert re.search(r"^SKIPPED \[1\] test_suite.py:\d+: .*as pytest does", run.out, re.M), run
     assert re.search(r"rank 1 raised ValueError at test_suite.py:\d+: this is rank 1", run.out)
     assert "rerun: python -m pytest test_suite.py::TestB::test_fails" in run.out and "SIGSEGV" in run.out
     assert "site-packages/_pytest" not in run.out and "1 xfailed" in run.out
@@ -76,7 +85,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
     order = re.findall(r"^test_suite\.py::(?:(\w+)::)?\w+ (?!FAILED)[A-Z]", run.out, re.M)
     assert [cls for cls, _ in itertools.groupby(order)] == list(dict.fromkeys(order)) and order[0] == "TestA"
     root = ElementTree.parse(xml).getroot().find("testsuite")
-    assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("8", "2", "0")
+    assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +110,9 @@ def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(
     tmp_path: Path, slots: tuple[str, ...]
 ) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
-        run = suite.run_pytest(*PLUGIN, *slots, "-k", "test_fails or test_function" if slots else "test_fails")
-        assert run.code == 1 and run.status == {"test_fails": "failed"}, run
+        run = suite.run_pytest(*PLUGIN, *slots, "-k", "test_fails or test_function" if slots else "fails or dies_where")
+        failed = ["test_fails"] if slots else ["test_dies_where_a_failure_is_expected", "test_fails"]
+        assert run.code == 1 and run.status == dict.fromkeys(failed, "failed"), run
         assert ("stopping after 1 failures" in run.out) == ("rerun: python -m pytest" in run.out) == bool(slots), run
 
 

@@ -9,22 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from test.torch_ext.runner.fakes import Terminal, file, named
 from torch_ext.results import Remark, RunEnded, Status, TestName, TestResult
-from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.text import StyledWriter, TextReporter, rerun_command
 from torch_ext.runner.schedule import make_plan
 
-FILE = TestFile("fsdp/test_a.py", Path("/root/fsdp/test_a.py"), "fsdp.test_a", Path("/root"))
-ONE, TWO, THREE, OTHER = (
-    TestName(FILE.name, cls, method)
-    for cls, method in (("TestA", "test_1"), ("TestA", "test_2"), ("TestA", "test_3"), ("TestB", "test_1"))
+FILE = file("fsdp/test_a")
+ONE, TWO, THREE, OTHER = named(
+    *(f"{FILE.name}::{name}" for name in ("TestA::test_1", "TestA::test_2", "TestA::test_3", "TestB::test_1"))
 )
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def passed(test: TestName) -> TestResult:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import CHECKOUT
+from test.torch_ext.interpreter import CHECKOUT, RUN_TEST
 
 _LINE = re.compile(r"^(\S+::\w+::\w+)  (passed|failed|skipped|flaky)", re.MULTILINE)
 
 
 def start(*arguments: str, cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(CHECKOUT / "run_test.py"), "-v", *arguments],
+        [sys.executable, RUN_TEST, "-v", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=CHECKOUT,
         env={**os.environ, "TORCH_EXT_CACHE": str(cache)},
     )  # fmt: skip

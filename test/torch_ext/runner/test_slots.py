@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulate import Span, lower_bound, makespan, simulate
+from test.torch_ext.runner.fakes import file
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine
 from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Queue, Slots, make_plan, slots_of
 from torch_ext.world.protocol import Devices
@@ -31,10 +31,6 @@ RECORDED = [
     (0.2, 2, 25), (3.1, 4, 25), (3.6, 6, 25), (8.3, 3, 25), (6.3, 3, 25), (1.9, 3, 25), (9.2, 3, 25), (3.3, 2, 25),
     (8.3, 2, 25), (4.5, 3, 25), (2.3, 2, 25), (0.8, 3, 25),
 ]  # fmt: skip
-
-
-def file(name: str) -> TestFile:
-    return TestFile(f"{name}.py", Path("/root") / name, name, Path("/root"))
 
 
 def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), copies: int = 1) -> Plan:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from test.torch_ext.runner.fakes import Terminal, file, named
 from torch_ext.results import (
     Began,
     Event,
@@ -25,7 +26,6 @@ from torch_ext.results import (
     TestResult,
     Tick,
 )
-from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import Tally
 from torch_ext.runner.reporters.make import Reporters
@@ -34,13 +34,8 @@ from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
 from torch_ext.runner.schedule import make_plan
 from torch_ext.world.wording import LEFT_BEHIND
 
-FILE = TestFile("a.py", Path("/root/a.py"), "a", Path("/root"))
-ONE, TWO, OTHER = (
-    TestName("a.py", "TestA", "test_1"),
-    TestName("a.py", "TestA", "test_2"),
-    TestName("a.py", "TestB", "t"),
-)
-PLAN = make_plan([FILE], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
+ONE, TWO, OTHER = named("a.py::TestA::test_1", "a.py::TestA::test_2", "a.py::TestB::t")
+PLAN = make_plan([file("a")], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
 
 
 class View(Running):
@@ -129,11 +124,6 @@ def test_a_pipe_gets_a_line_after_long_silence(monkeypatch: pytest.MonkeyPatch) 
     now[0] = 161.0
     rarely(Tick())
     assert quiet.getvalue() == "[0/3]  1:01\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def screen(raw: str) -> list[str]:

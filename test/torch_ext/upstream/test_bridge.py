@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+from test.torch_ext.interpreter import RUN_TEST, python
 
 # Imports what upstream's files import.
 FILE = """
@@ -265,9 +263,7 @@ instantiate_device_type_tests(TestSharded, globals(), only_for=FSDP_DEVICES, all
 
 
 def run(folder: Path, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TORCH_EXT_DEVICE": device}
-    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--upstream", str(folder), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    return python(RUN_TEST, "--upstream", folder, *arguments, TORCH_EXT_DEVICE=device)
 
 
 def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.interpreter import RUN_TEST, python
 from torch_ext.runner.cli import main
 from torch_ext.runner.steps import Upstream
 from torch_ext.upstream.judge import Judge, read
 from torch_ext.upstream.reasons import release_of_checkout
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 PASSES = (
     'import unittest\n\nclass TestA(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(len("é"), 1)\n'
 )
@@ -69,9 +66,7 @@ def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
     # Without tests: a skip that says so.
     (folder / "test_without.py").write_text("import torch\nif torch.cuda.is_available():\n    pass\n")
     (folder / "test_plain.py").write_text("x = 1\n")
-    command = [sys.executable, str(REPOSITORY / "run_test.py"), "--upstream", str(folder), "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python(RUN_TEST, "--upstream", folder, "--device", "cpu", folder=tmp_path)
     assert done.returncode == 1, done
     assert "1 passed, 2 failed, 2 skipped" in done.stdout
     assert "1  the file defines no test here\n" in done.stdout

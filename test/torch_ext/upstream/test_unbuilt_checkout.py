@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
 from torch_ext.unbuilt import has_unbuilt_torch
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 # What comes first says whose torch it is; what a test starts looks where the test runs.
 FILE = """
 import multiprocessing
@@ -64,19 +62,14 @@ def make_checkout(root: Path) -> Path:
 @pytest.mark.parametrize(
     ("command", "path"),
     [
-        (("-m", "torch_ext", "--start-method", "interpreter"), (REPOSITORY,)),
-        ((str(REPOSITORY / "run_test.py"),), (".", REPOSITORY)),
+        (("-m", "torch_ext", "--start-method", "interpreter"), (CHECKOUT,)),
+        ((RUN_TEST,), (".", CHECKOUT)),
     ],
 )
 def test_the_installed_torch_is_found(tmp_path: Path, command: tuple[str, ...], path: tuple[object, ...]) -> None:
     file = make_checkout(tmp_path)
-    done = subprocess.run(
-        [sys.executable, *command, "--upstream", str(file), "--device", "cpu", "--junit", "report.xml"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
-        capture_output=True,
-        text=True,
-    )
+    words = (*command, "--upstream", file, "--device", "cpu", "--junit", "report.xml")
+    done = python(*words, folder=tmp_path, PYTHONPATH=os.pathsep.join(map(str, path)))
     assert "3 passed, 0 failed, 0 skipped" in done.stdout, done
     assert (tmp_path / "report.xml").is_file()  # where the command started, wherever its tests ran
 

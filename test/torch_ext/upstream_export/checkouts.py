@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.testing import _internal as upstream_helpers
 
-__all__ = ["PERSON", "commit", "like_upstream", "repository"]
+__all__ = ["PERSON", "commit", "git", "like_upstream", "repository"]
 
 PERSON = ("A Person", "person@example.org")
 
@@ -17,10 +17,10 @@ PERSON = ("A Person", "person@example.org")
 def repository(folder: Path, files: Mapping[str, str], person: tuple[str, str] | None = PERSON) -> Path:
     """Return a repository at ``folder`` with one commit of ``files``."""
     folder.mkdir(parents=True, exist_ok=True)
-    _git(folder, "init", "-q")
+    git(folder, "init", "-q")
     if person:
         for key, value in zip(("user.name", "user.email"), person, strict=True):
-            _git(folder, "config", key, value)
+            git(folder, "config", key, value)
     return commit(folder, files)
 
 
@@ -28,8 +28,8 @@ def commit(folder: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    _git(folder, "add", "-A")
-    _git(folder, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "As it is")
+    git(folder, "add", "-A")
+    git(folder, "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "As it is")
     return folder
 
 
@@ -41,5 +41,6 @@ def like_upstream(folder: Path) -> Path:
     return repository(folder, {"test/distributed/fsdp/test_wrap.py": '# Owner(s): ["oncall: distributed"]\n'})
 
 
-def _git(folder: Path, *command: str) -> None:
-    subprocess.run(["git", "-C", str(folder), *command], check=True)
+def git(folder: Path, *command: str) -> str:
+    """Return what a command of git prints."""
+    return subprocess.check_output(["git", "-C", str(folder), *command], text=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[3] / "docs" / "findings"
+from test.torch_ext.interpreter import CHECKOUT, python
+
+FOLDER = CHECKOUT / "docs" / "findings"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "README.md")
 
 _PROGRAM = re.compile(r"<!-- program -->\n```python\n(.*?)```\n\n<!-- prints -->\n```text\n(.*?)```", re.DOTALL)
@@ -23,10 +22,8 @@ def test_torch_still_does_what_the_page_says(page: Path, tmp_path: Path) -> None
     assert found is not None, f"{page.name} has no program"
     program, printed = found.groups()
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-W", "ignore", "program.py"]
-    # Where it is set, torch's run_tests() asks for a package that writes XML.
-    environment = {name: value for name, value in os.environ.items() if name != "CI"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    # Where CI is set, torch's run_tests() asks for a package that writes XML.
+    done = python("-W", "ignore", "program.py", folder=tmp_path, CI=None)
     shown = [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if line in printed.splitlines()]
     assert shown == printed.splitlines(), (
         f"torch {torch.__version__} no longer does what docs/findings/{page.name} says. If torch has mended it, remove "

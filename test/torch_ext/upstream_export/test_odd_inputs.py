@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.upstream_export.checkouts import commit, repository
+from test.torch_ext.interpreter import CHECKOUT
+from test.torch_ext.upstream_export.checkouts import commit, git, repository
 from torch_ext.upstream import drift
 from torch_ext.upstream.export import check, command
 from torch_ext.upstream.export.command import main
@@ -20,7 +21,6 @@ from torch_ext.upstream.export.git import mailbox
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import Module, our_tree, upstream_at
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 SUITE = "test/distributed/test_suite.py"
 HELPERS = "torch/testing/_internal/common_fsdp.py"
 TEST = (
@@ -100,8 +100,9 @@ def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, told: Cal
 
 
 def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, told: Callable[..., str]) -> None:
-    (tmp_path / "plain").mkdir()
-    subprocess.run(["git", "init", "-q", str(tmp_path / "new")], check=True)
+    for name in ("plain", "new"):
+        (tmp_path / name).mkdir()
+    git(tmp_path / "new", "init", "-q")
     for folder, sentence in (
         ("nowhere", "nowhere is no git checkout with the revision 'HEAD'"),
         ("plain", "plain is no git checkout with the revision 'HEAD'"),
@@ -122,19 +123,6 @@ def test_without_git_or_an_author_there_is_no_patch(
     assert "git knows no author here" in sentence and "PyTorch takes patches from people" in sentence
     monkeypatch.setenv("PATH", str(root))
     assert "there is no git on the PATH; install it" in told(SUITE, "--onto", checkout)
-
-
-def test_a_branch_that_exists_or_cannot_be_named_so(
-    root: Path, checkout: Path, told: Callable[..., str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    asked = [SUITE, "--onto", str(checkout)]
-    assert main([*asked, "--branch=mine"]) == 0
-    capfd.readouterr()
-    before = subprocess.check_output(["git", "-C", str(checkout), "for-each-ref"])
-    for name in ("mine", "bad..name", "-D"):
-        assert f"got --branch {name}: give a name that git allows" in told(*asked, f"--branch={name}")
-    assert "refs/heads/mine/below" in told(*asked, "--branch=mine/below")  # git's own words
-    assert subprocess.check_output(["git", "-C", str(checkout), "for-each-ref"]) == before
 
 
 def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, told: Callable[..., str]) -> None:
@@ -175,13 +163,6 @@ def test_a_list_that_is_put_together_is_no_list() -> None:
     assert Module("m", "__all__ = [*others, 'a']\n").all is None
 
 
-def test_a_full_disk_is_said() -> None:
-    program = [sys.executable, "-m", "torch_ext", "drift", "--json"]
-    with open("/dev/full", "w") as stream:
-        done = subprocess.run(program, cwd=REPOSITORY, stdout=stream, stderr=subprocess.PIPE, text=True)
-    assert (done.stderr, done.returncode) == ("error: the output cannot be written: No space left on device\n", 1)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_check_leaves_nothing_behind(checkout: Path, tmp_path: Path, number: int, code: int) -> None:
     scratch, mark = tmp_path / "scratch", tmp_path / "mark"
@@ -199,7 +180,7 @@ def test_an_interrupted_check_leaves_nothing_behind(checkout: Path, tmp_path: Pa
     environment = {**os.environ, "TMPDIR": str(scratch)}
     asked = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
     child = subprocess.Popen(
-        [sys.executable, "-c", program, *asked], cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *asked], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
     )
     while not (mark.exists() and mark.read_text()):
         assert child.poll() is None, child.communicate()

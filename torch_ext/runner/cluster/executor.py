@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, 
 from torch_ext.runner.cluster.hosts import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, said_in_a_line
 from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, Told
-from torch_ext.runner.names import Collected, TestFile
+from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Packed, Plan
+from torch_ext.runner.steps import Executor
 from torch_ext.world.wording import PREFIX
 
 __all__ = ["ClusterExecutor"]
@@ -44,25 +45,16 @@ _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 @dataclass
 class _Job:
-    """A class on its way.
-
-    Attributes:
-        left: its tests without a result.
-        lost: how many machines it has lost.
-        place: Ray's reservation for it; None before Ray is asked, and once the room is given back.
-        nodes: the ids of the machines that it runs on, host 0 first; none before it runs.
-        joined: how many of those from host 1 on can start ranks.
-        over: no event of it counts any more.
-    """
+    """A class on its way."""
 
     batch: Batch
-    left: list[TestName]
-    lost: int = 0
+    left: list[TestName]  # its tests without a result
+    lost: int = 0  # how many machines it has lost
     number: int = field(default_factory=itertools.count(1).__next__)
-    place: Any = None
-    nodes: tuple[str, ...] = ()
-    joined: int = 0
-    over: bool = False
+    place: Any = None  # Ray's reservation for it; None before Ray is asked, and once the room is given back
+    nodes: tuple[str, ...] = ()  # the ids of the machines that it runs on, host 0 first; none before it runs
+    joined: int = 0  # how many of those from host 1 on can start ranks
+    over: bool = False  # no event of it counts any more
 
     @property
     def cls(self) -> TestName:
@@ -70,46 +62,32 @@ class _Job:
 
 
 class ClusterExecutor:
-    """See :class:`~torch_ext.runner.steps.Executor`. Names are collected on this machine, by ``collect``, which
-    ``close`` ends; tests run on the machines of ``options.cluster``.
+    """See :class:`~torch_ext.runner.steps.Executor`. Names are collected on this machine, by ``here``; tests run on the
+    machines of ``options.cluster``.
     """
 
-    def __init__(
-        self,
-        options: RunOptions,
-        collect: Callable[[Sequence[TestFile]], Iterator[Collected]],
-        close: Callable[[], None],
-    ) -> None:
-        self.collect = collect
-        self._close_local = close
+    def __init__(self, options: RunOptions, here: Executor) -> None:
+        self.collect, self._close_local = here.collect, here.close
         self._options = options
         self._machines = Machines(options)
-
-    def run(self, plan: Plan, sink: Sink) -> None:
-        """See the Protocol."""
-        if plan.batches:
-            folder = _folder_of(self._options.root, [batch.file for batch in plan])
-            self._machines.connect(_runtime_environment(folder))
-            _ClusterRun(self._options, self._machines, folder, sink).run(Packed(1).order(plan.batches))
+        # Classes that wait, those that Ray is placing, and the event streams of those that run, each with its host.
+        self._waiting: list[_Job] = []
+        self._placed: list[_Job] = []
+        self._running: dict[Any, tuple[_Job, int]] = {}
 
     def close(self) -> None:
         """Let go of the cluster, and end it if it is our own. Idempotent."""
         self._machines.close()
         self._close_local()
 
-
-class _ClusterRun:
-    """Classes that wait, those that Ray is placing, and the event streams of those that run, each with its host."""
-
-    def __init__(self, options: RunOptions, machines: Machines, folder: Path, sink: Sink) -> None:
-        self._options, self._machines, self._folder, self._sink = options, machines, folder, sink
-        self._waiting: list[_Job] = []
-        self._placed: list[_Job] = []
-        self._running: dict[Any, tuple[_Job, int]] = {}
-
-    def run(self, batches: Iterable[Batch]) -> None:
-        """Run each of ``batches``, or until the first failure if that is enough."""
-        self._waiting = [_Job(batch, list(batch.tests)) for batch in batches]
+    def run(self, plan: Plan, sink: Sink) -> None:
+        """See the Protocol."""
+        if not plan.batches:
+            return
+        self._sink, self._folder = sink, _folder_of(self._options.root, [batch.file for batch in plan])
+        self._machines.connect(_runtime_environment(self._folder))
+        self._waiting = [_Job(batch, list(batch.tests)) for batch in Packed(1).order(plan.batches)]
+        self._placed, self._running = [], {}
         try:
             while self._waiting or self._placed or self._running:
                 self._place_more()
@@ -135,11 +113,12 @@ class _ClusterRun:
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has as many machines as a class asks for; end the class if not."""
-        wanted, there = job.batch.need.hosts, self._machines.number
+        wanted, there, most = job.batch.need.hosts, self._machines.number, self._machines.most
         if wanted <= max(1, there):
             return True
-        told = f"the class asks for {wanted} hosts, and the cluster has {there} machine{'s' * (there != 1)}"
-        if wanted <= self._machines.most:
+        has = there if wanted <= most else most
+        told = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
+        if wanted <= most:
             self._end(job, f"{told} left")
             return False
         for test in job.left:
@@ -180,7 +159,7 @@ class _ClusterRun:
             job, host = self._running[stream]
             try:
                 told = self._machines.next_of(stream)
-            except StopIteration:
+            except StopIteration:  # the share of this host is over
                 del self._running[stream]
                 if not host:
                     self._leave(job)
@@ -188,7 +167,7 @@ class _ClusterRun:
                 del self._running[stream]
                 self._lost(job, host, said_in_a_line(error))
             else:
-                if told.event is not None and not job.over and self._hear(job, host, told):
+                if not job.over and self._hear(job, host, told):
                     return True
         return False
 
@@ -209,7 +188,7 @@ class _ClusterRun:
             shift_s = time.monotonic() - told.now_s
             self._sink(replace(event, ranks=tuple(on_our_clock(rank, shift_s) for rank in event.ranks)))
             return self._options.failfast and event.status.counted is Status.FAILED
-        elif event is not None:
+        else:
             self._sink(event)
         return False
 

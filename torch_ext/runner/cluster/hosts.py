@@ -166,23 +166,14 @@ class Share:
 
 @dataclass
 class _SpreadWorld:
-    """The ranks that the parent half has asked for at once.
+    """The ranks that the parent half has asked for at once."""
 
-    Attributes:
-        number: of the world.
-        group: the channel on which the parent half hears of its ranks.
-        order: the place of each rank.
-        here: the group channel of this host's ranks at its zygote; None if it has none of them.
-        far: the ranks of other hosts that have not ended.
-        started: the answer of each host that has started its ranks.
-    """
-
-    number: int
-    group: Channel
-    order: list[_Place]
-    here: Channel | None = None
-    far: dict[_Place, _Ends] = field(default_factory=dict)
-    started: dict[int, Started] = field(default_factory=dict)
+    number: int  # of the world
+    group: Channel  # the channel on which the parent half hears of its ranks
+    order: list[_Place]  # the place of each rank
+    here: Channel | None = None  # the group channel of this host's ranks at its zygote; None if it has none of them
+    far: dict[_Place, _Ends] = field(default_factory=dict)  # the ranks of other hosts that have not ended
+    started: dict[int, Started] = field(default_factory=dict)  # the answer of each host that has started its ranks
 
 
 class Spread(Share):
@@ -254,11 +245,9 @@ class Spread(Share):
             if host:
                 self.send(host, world.number, RankStream.GROUP, (share, self._origin))
                 continue
-            world.here, theirs = channel_pair()
             try:
-                zygote.channel.send(share, [theirs.fileno(), *here])
+                world.here = zygote.channel.connect(share, here)
             finally:
-                theirs.close()
                 close_all(here)
             self._callbacks.watch(world.here, lambda: self._on_here(world))
 

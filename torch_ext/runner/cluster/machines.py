@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -16,10 +15,10 @@ from typing import Any
 
 from torch_ext import cache
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.messages import Leave, Line, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import Line, RunClass, Settings, Told
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Need, cores
-from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
 
 __all__ = ["Machines", "Node", "bundle", "said_in_a_line"]
 
@@ -40,9 +39,7 @@ class Node:
         )
         theirs.close()
         self._sending = threading.Lock()
-        self._queues: dict[int, queue.SimpleQueue[Told | None]] = {}
-        self._peers: dict[int, Sequence[Any]] = {}  # the actors of a class's hosts, by its number
-        self._over = False
+        self._channels: dict[int, Channel] = {}  # of the classes that run, by number
         self._channel.send(settings)
 
     def ready(self) -> int:
@@ -53,11 +50,9 @@ class Node:
             SupervisorDiedError: it cannot load what it needs; its own words are in Ray's log of this machine.
         """
         try:
-            devices: int = self._channel.receive()[0]
+            return int(self._channel.receive()[0])
         except ChannelClosedError:
             raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} as it began") from None
-        threading.Thread(target=self._listen, name="torch_ext supervisor", daemon=True).start()
-        return devices
 
     def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[Told]:
         """Run a class, or ranks of one, with the actors ``peers`` of all its hosts; yield its events as they happen.
@@ -65,43 +60,34 @@ class Node:
         Raises:
             SupervisorDiedError: that ended before the class was over.
         """
-        told: queue.SimpleQueue[Told | None] = queue.SimpleQueue()
-        self._queues[order.number] = told
-        self._peers[order.number] = peers
-        self.pass_on(order)
-        if self._over:
-            told.put(None)
-        while (message := told.get()) is not None:
-            yield message
-            if message.event is None:
-                del self._queues[order.number], self._peers[order.number]
-                return
-        raise SupervisorDiedError("its supervisor ended")
+        try:
+            with self._sending:
+                channel = self._channels[order.number] = self._channel.connect(order)
+            while (message := channel.receive()[0]) is not None:
+                if isinstance(message, Line):
+                    peers[message.to].pass_on.remote(order.number, message)  # the driver hears of a host that is lost
+                else:
+                    yield message
+        except (ChannelClosedError, OSError):
+            raise SupervisorDiedError("its supervisor ended") from None
+        finally:
+            with self._sending:
+                if order.number in self._channels:
+                    self._channels.pop(order.number).close()
 
-    def pass_on(self, message: RunClass | Leave | Line) -> None:
-        """Hand the supervisor a message of the driver, or of another host."""
-        with self._sending, contextlib.suppress(ChannelClosedError):  # then _listen ends the classes
-            self._channel.send(message)
+    def pass_on(self, number: int, line: Line | None) -> None:
+        """Hand the supervisor a message of another host of class ``number``; None: end the class. Ignored if it has
+        ended.
+        """
+        with self._sending, contextlib.suppress(ChannelClosedError, OSError):
+            if number in self._channels:
+                self._channels[number].send(line)
 
     def end(self) -> None:
         """End the supervisor with all that it has started, and wait until it is gone."""
         with self._sending, contextlib.suppress(OSError):
             self._channel.shut()
         self._process.wait()
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                message, _ = self._channel.receive()
-                if isinstance(message, Line):
-                    if peers := self._peers.get(message.number):
-                        peers[message.to].pass_on.remote(message)  # the driver hears of a host that is lost
-                elif waiting := self._queues.get(message.number):
-                    waiting.put(message)
-        except (ChannelClosedError, OSError):
-            self._over = True
-            for waiting in list(self._queues.values()):
-                waiting.put(None)
 
 
 # How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
@@ -115,10 +101,6 @@ _RANKS_PER_CPU = 4
 class Machines:
     """Those of ``options.cluster``, which is ``local:N`` or an address that Ray understands.
 
-    Attributes:
-        addresses: where others reach each, by its id.
-        most: how many there have been at a time.
-
     Raises:
         SetupError: Ray is not installed.
     """
@@ -129,8 +111,8 @@ class Machines:
         except ImportError:
             told = "--cluster needs Ray, which is not installed here; install it with: pip install ray"
             raise SetupError(told) from None
-        self.addresses: dict[str, str] = {}
-        self.most = 0
+        self.addresses: dict[str, str] = {}  # where others reach each, by its id
+        self.most = 0  # how many there have been at a time
         self._largest_cpus, self._devices = 1.0, 0  # of one machine
         self._options = options
         self._ray = ray
@@ -251,7 +233,7 @@ class Machines:
 
         with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
             for actor in filter(None, map(self._actors.get, nodes)):
-                actor.pass_on.remote(Leave(number))
+                actor.pass_on.remote(number, None)
             remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -4,10 +4,12 @@ and own layer only.
 ======================  =======================================================================
 from -> to              messages
 ======================  =======================================================================
-actor -> supervisor     :class:`Settings` first, then :class:`RunClass`, :class:`Leave`
-supervisor -> actor     the number of its devices first, then :class:`Told`
-supervisor -> another   :class:`Line`, through the actors of both machines
+actor -> supervisor     :class:`Settings` first, then a :class:`RunClass` with a channel each
+supervisor -> actor     the number of its devices
 ======================  =======================================================================
+
+On the channel of a class the supervisor sends :class:`Told`, and None when the class is over. None from the actor ends
+the class. :class:`Line` goes to the supervisor of another host, through the actors of both machines.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 
-__all__ = ["Event", "HostFailed", "Joined", "Leave", "Line", "RankStream", "RunClass", "Settings", "Told"]
+__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings", "Told"]
 
 
 @dataclass(frozen=True)
@@ -36,28 +38,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class RunClass:
-    """Run the tests of one class as its host 0, or ranks of it as another host.
+    """Run the tests of one class as its host 0, or ranks of it as another host."""
 
-    Attributes:
-        number: identifies the class on all of its hosts; a class that runs again gets another number.
-        batch: the class, with its need of this machine. Paths of its file are relative to the shipped folder.
-        host: which of its hosts this machine is.
-        address: where other machines reach this one.
-        names: how the report names the machine of each host; empty for a class on one host.
-    """
-
-    number: int
-    batch: Batch
-    host: int = 0
-    address: str = ""
-    names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Leave:
-    """End the class of order ``number``, and every rank of it. Ignored if it has ended."""
-
-    number: int
+    number: int  # identifies the class on all of its hosts; a class that runs again gets another number
+    batch: Batch  # the class, with its need of this machine. Paths of its file are relative to the shipped folder.
+    host: int = 0  # which of its hosts this machine is
+    address: str = ""  # where other machines reach this one
+    names: tuple[str, ...] = ()  # how the report names the machine of each host; empty for a class on one host
 
 
 @dataclass(frozen=True)
@@ -78,13 +65,9 @@ Event = Began | Over | TestResult | Tick | Stalled | Joined | HostFailed
 
 @dataclass(frozen=True)
 class Told:
-    """An event of the class of order ``number``; None after the last one.
+    """An event of a class. ``now_s`` is the machine's ``time.monotonic``, whose zero is its own."""
 
-    ``now_s`` is the machine's ``time.monotonic``, whose zero is its own.
-    """
-
-    number: int
-    event: Event | None
+    event: Event
     now_s: float
 
 
@@ -99,25 +82,16 @@ class RankStream(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """A message between host 0 of the class of order ``number`` and another host.
-
-    Attributes:
-        source: the host that sends it.
-        to: the host that gets it.
-        sequence: counts the messages between the two; Ray's threads overtake each other.
-        now_s: ``time.monotonic`` of the sender.
-        world: the world, by its number on host 0.
-        stream: a connection of rank ``index``, by its number on the other host.
-        payload: a message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of
-            ``world/protocol.py``; ``Start`` comes with the environment of the class on host 0.
-    """
+    """A message between host 0 of the class of order ``number`` and another host."""
 
     number: int
     source: int
     to: int
-    sequence: int
-    now_s: float
-    world: int
-    stream: RankStream | int
+    sequence: int  # counts the messages between the two; Ray's threads overtake each other
+    now_s: float  # `time.monotonic` of the sender
+    world: int  # the world, by its number on host 0
+    stream: RankStream | int  # a connection of rank `index`, by its number on the other host
+    # A message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of
+    # `world/protocol.py`; `Start` comes with the environment of the class on host 0.
     payload: Any
     index: int = 0

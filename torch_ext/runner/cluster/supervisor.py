@@ -14,13 +14,13 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import FarRanks, Spread
-from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Leave, Line, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings, Told
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
@@ -69,7 +69,6 @@ class _Supervisor:
         self._slots = Slots(self._machine.slots) if devices.number else None
         self._loop = Loop()
         self._over = False
-        self._tasks: dict[int, Task[None]] = {}
         self._shares: dict[int, Spread | FarRanks] = {}
         self._used: dict[str, int] = {}  # file -> how many of its classes run, the one that was used last at the end
         channel.send(devices.number)
@@ -89,20 +88,39 @@ class _Supervisor:
             while not self._channel.poll():
                 yield Pause((self._channel,))
             try:
-                message, _ = self._channel.receive()
+                order, descriptors = self._channel.receive()
             except ChannelClosedError:
                 self._over = True
                 return
-            if isinstance(message, RunClass):
-                self._tasks[message.number] = self._obey(message)
-                self._loop.add(self._tasks[message.number])
-            elif isinstance(message, Leave):
-                if task := self._tasks.get(message.number):
-                    self._loop.end(task)
-            elif share := self._shares.get(message.number):  # else it has ended meanwhile
-                share.take(message)
+            self._loop.add(self._listen(order, Channel.from_descriptor(descriptors[0])))
 
-    def _obey(self, order: RunClass) -> Task[None]:
+    def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
+        """Run a class, and take the messages of its other hosts, until the actor ends it or lets go of its channel."""
+
+        def send(message: Told | Line | None) -> None:
+            with contextlib.suppress(ChannelClosedError):  # the actor is gone
+                channel.send(message)
+
+        run = self._obey(order, send)
+        self._loop.add(run)
+        while True:
+            while not channel.poll():
+                yield Pause((channel,))
+            try:
+                line, _ = channel.receive()
+            except ChannelClosedError:
+                break
+            if line is None:
+                break
+            if share := self._shares.get(order.number):  # else it has ended meanwhile
+                share.take(line)
+        self._loop.end(run)
+        channel.close()
+
+    def _obey(self, order: RunClass, send: Callable[[Told | Line | None], None]) -> Task[None]:
+        def tell(event: Event) -> None:
+            send(Told(event, time.monotonic()))
+
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
         batch = order.batch._replace(file=file)
@@ -111,54 +129,44 @@ class _Supervisor:
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
             if order.host:
-                yield from self._join(order, batch, place)
+                yield from self._join(order, batch, place, tell, send)
             else:
-                place = self._spread(order, place) if order.names else place
-                sink = partial(self._tell, order)
-                yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
+                place = self._spread(order, place, send) if order.names else place
+                yield from ClassRunner(self._zygotes, place, batch, self._options, tell).run()
         finally:
             if share := self._shares.pop(order.number, None):
                 share.close()
-            self._tasks.pop(order.number, None)
             self._zygotes.leave(batch)
             place.leave()
             if self._slots:
                 self._slots.give_back(taken)
             self._used[file.name] -= 1
             self._forget_files(file)
-            with contextlib.suppress(ChannelClosedError):
-                self._tell(order, None)
+            send(None)
 
-    def _spread(self, order: RunClass, place: Place) -> Place:
+    def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
         """Return the place of a class whose host 0 this machine is."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
-        self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, self._send)
+        self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, send)
         self._loop.add(spread.serve())
         return place._replace(environment=environment, add_client=spread.add_client)
 
-    def _join(self, order: RunClass, batch: Batch, place: Place) -> Task[None]:
+    def _join(
+        self, order: RunClass, batch: Batch, place: Place, tell: Callable[[Event], None], send: Callable[[Line], None]
+    ) -> Task[None]:
         """Run ranks of a class of which another machine is host 0."""
-
-        def fail(why: str) -> None:
-            self._tell(order, HostFailed(why, lost=True))
-
         try:
             zygote = yield from self._zygotes.of_class(batch)
         except (LoadError, ZygoteDiedError) as error:
-            self._tell(order, HostFailed(str(error).rstrip().rpartition("\n")[2]))
+            tell(HostFailed(str(error).rstrip().rpartition("\n")[2]))
             return
         environment = {**place.environment, **interface_variables(order.address, place.environment)}
-        ranks = FarRanks(zygote, environment, fail, order.number, order.host, self._send)
+        ranks = FarRanks(
+            zygote, environment, lambda why: tell(HostFailed(why, lost=True)), order.number, order.host, send
+        )
         self._shares[order.number] = ranks
-        self._tell(order, Joined())
+        tell(Joined())
         yield from ranks.serve()
-
-    def _send(self, line: Line) -> None:
-        with contextlib.suppress(ChannelClosedError):
-            self._channel.send(line)
-
-    def _tell(self, order: RunClass, event: Event | None) -> None:
-        self._channel.send(Told(order.number, event, time.monotonic()))
 
     def _forget_files(self, last: TestFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]

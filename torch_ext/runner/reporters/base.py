@@ -27,9 +27,6 @@ class Tally:
     """The results of one run, in the order in which they came; of several attempts at a test the last.
 
     Tests are missed by round: after :class:`~torch_ext.results.RoundBegan`, the whole plan is expected once more.
-
-    Attributes:
-        waiting: the tests of the plan that have no result in this round.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -38,7 +35,7 @@ class Tally:
         self._lost: list[TestName] = []  # by the rounds before
         self._latest: dict[TestName, TestResult] = {}
         self._batches = {batch.key: batch for batch in plan}
-        self.waiting = dict.fromkeys(plan.tests)
+        self.waiting = dict.fromkeys(plan.tests)  # the tests of the plan that have no result in this round
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TestResult):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable
 
 import torch_ext
-from torch_ext.results import RanksFailed, Status, TestResult
+from torch_ext.results import Status, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import COLUMNS, ReportFile, Tally, counts
 from torch_ext.runner.reporters.text import describe_failure, rerun_command
@@ -110,18 +109,11 @@ def _row(place: int, result: TestResult, options: RunOptions) -> str:
 def _details(result: TestResult, several: bool) -> str:
     parts = [f"<p>attempt {result.attempt}:</p>"] if several else []
     parts.append(f"<pre>{_text(describe_failure(result))}</pre>")
-    parts += _ranks(result)
+    for one in result.failed_ranks:
+        if one.output:  # whole, below what the report quotes of it
+            title = _text(f"output of {one.who}, which {one.describe()}")
+            parts.append(f"<details><summary>{title}</summary><pre>{_text(one.output)}</pre></details>")
     return "".join(parts)
-
-
-def _ranks(result: TestResult) -> Iterable[str]:
-    """What each rank printed, whole, below what the report quotes of it."""
-    reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
-    for report in reports:
-        for outcome in sorted(report.outcomes, key=lambda one: one.rank):
-            if outcome.output:
-                title = _text(f"output of {outcome.who}, which {outcome.describe()}")
-                yield f"<details><summary>{title}</summary><pre>{_text(outcome.output)}</pre></details>"
 
 
 def _text(text: str) -> str:

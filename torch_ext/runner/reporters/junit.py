@@ -10,7 +10,7 @@ import re
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from torch_ext.results import Died, Problem, Raised, RanksFailed, Status, TestName, TestResult
+from torch_ext.results import Died, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.base import ReportFile, Tally
 from torch_ext.runner.reporters.text import describe_failure
@@ -73,11 +73,11 @@ def _case(result: TestResult) -> Element:
         SubElement(case, "skipped", type="expected failure", message="failed, as it is expected to")
     elif result.status is Status.FLAKY:
         for earlier in result.earlier:
-            _attempt(case, "flaky", earlier)
+            _failure(case, earlier, "flaky")
     elif result.status.counted is Status.FAILED:
         _failure(case, attempts[0])
         for later in attempts[1:]:
-            _attempt(case, "rerun", later)
+            _failure(case, later, "rerun")
         for text in _outputs(attempts[0]):
             SubElement(case, "system-out").text = text
     return case
@@ -99,17 +99,16 @@ def _missing(test: TestName, stopped: bool) -> Element:
     return case
 
 
-def _failure(case: Element, result: TestResult) -> None:
-    element = SubElement(
-        case, "error" if _is_error(result) else "failure", type=_type(result), message=_message(result)
-    )
-    element.text = _clean(describe_failure(result))
-
-
-def _attempt(case: Element, kind: str, result: TestResult) -> None:
-    tag = f"{kind}{'Error' if _is_error(result) else 'Failure'}"
+def _failure(case: Element, result: TestResult, kind: str = "") -> None:
+    """Add how an attempt failed; ``kind`` says of which kind it is, unless it is the one that counts."""
+    tag = "error" if _is_error(result) else "failure"
+    tag = f"{kind}{tag.capitalize()}" if kind else tag
     element = SubElement(case, tag, type=_type(result), message=_message(result))
-    SubElement(element, "stackTrace").text = _clean(describe_failure(result))
+    text = _clean(describe_failure(result))
+    if not kind:
+        element.text = text
+        return
+    SubElement(element, "stackTrace").text = text
     if outputs := _outputs(result):
         SubElement(element, "system-out").text = "\n".join(outputs)
 
@@ -117,8 +116,7 @@ def _attempt(case: Element, kind: str, result: TestResult) -> None:
 def _is_error(result: TestResult) -> bool:
     if not result.test.method or result.died:
         return True
-    reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
-    return any(outcome.ending in _ERRORS for report in reports for outcome in report.outcomes)
+    return any(outcome.ending in _ERRORS for outcome in result.failed_ranks)
 
 
 def _type(result: TestResult) -> str:
@@ -135,24 +133,12 @@ def _type(result: TestResult) -> str:
 
 
 def _message(result: TestResult) -> str:
-    words = [_summary(problem) for problem in result.problems]
-    return _clean("; ".join(words) or result.status.value)
-
-
-def _summary(problem: Problem) -> str:
-    if isinstance(problem, Raised):
-        return problem.error
-    return problem.report.verdict.summary if isinstance(problem, RanksFailed) else problem.sentence
+    return _clean("; ".join(problem.sentence for problem in result.problems) or result.status.value)
 
 
 def _outputs(result: TestResult) -> list[str]:
     """What each rank did and printed, then what the parent half printed."""
-    reports = [problem.report for problem in result.problems if isinstance(problem, RanksFailed)]
-    texts = [
-        f"{outcome.who} {outcome.describe()}\n{outcome.output}"
-        for report in reports
-        for outcome in sorted(report.outcomes, key=lambda outcome: outcome.rank)
-    ]
+    texts = [f"{outcome.who} {outcome.describe()}\n{outcome.output}" for outcome in result.failed_ranks]
     if result.output:
         texts.append(f"parent half\n{result.output}")
     return [_clean(text) for text in texts]

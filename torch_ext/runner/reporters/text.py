@@ -64,10 +64,8 @@ def describe_failure(result: TestResult) -> str:
 
 
 def _describe(problem: Problem) -> str:
-    if isinstance(problem, Raised):
-        return f"in {problem.where}\n{problem.trace}" if problem.where else problem.trace
-    if isinstance(problem, RanksFailed):
-        text = render(problem.report)
+    if isinstance(problem, (Raised, RanksFailed)):
+        text = problem.trace if isinstance(problem, Raised) else render(problem.report)
         return f"in {problem.where}\n{text}" if problem.where else text
     if isinstance(problem, Died):
         return f"{problem.sentence}\n{problem.stacks.rstrip()}" if problem.stacks else problem.sentence
@@ -108,18 +106,15 @@ class StyledWriter:
     import (0.1 s). The message of a failed test never passes through rich, which would expand tabs. Control characters
     are spelt out, wherever they come from, so that no test commands the terminal.
 
-    Attributes:
-        guard: makes what is entered around each write, such as what takes a live view aside.
-        wrote_s: when a line was written last, by ``time.monotonic``.
-
     Every method raises :class:`OutputError` where the stream takes no more, and ``BrokenPipeError`` where its reader
     has left.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        # Makes what is entered around each write, such as what takes a live view aside
         self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        self.wrote_s = time.monotonic()
+        self.wrote_s = time.monotonic()  # when a line was written last, by `time.monotonic`
         self._console: Console | None = None
         if stream.isatty():
             from rich.console import Console
@@ -128,7 +123,8 @@ class StyledWriter:
 
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
-        styled = [(self._encodable(text), style) for text, style in map(_styled, parts)]
+        pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+        styled = [(self._encodable(text), style) for text, style in pairs]
         if self._console is None:
             self.verbatim("".join(text for text, _ in styled))
             return
@@ -170,10 +166,6 @@ class StyledWriter:
     def _encodable(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
         return printable(text).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _styled(part: str | tuple[str, str]) -> tuple[str, str]:
-    return (part, "") if isinstance(part, str) else part
 
 
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
@@ -236,7 +228,8 @@ class TextReporter:
         if self._options.verbosity > 0:
             self._test_line(result)
         if result.status is Status.FLAKY:
-            self._flaky(result)
+            times = "once" if len(result.earlier) == 1 else f"{len(result.earlier)} times"
+            self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
         elif result.status.counted is Status.FAILED:
             self._failure(result)
         batch = self._progress.batch_of(result.test)
@@ -249,7 +242,7 @@ class TextReporter:
         """
         self._unfinished()
         self._skips()
-        self._warnings()
+        self._grouped("Warnings", (text for result in self._progress.results for text in result.warnings))
         self._named_again("Flaky:", Status.FLAKY)
         self._named_again("Failed:", Status.FAILED)
         self._not_run(interrupted)
@@ -279,10 +272,6 @@ class TextReporter:
         word = (result.status.value, _STYLES[result.status.counted])
         self._out.line(result.test.id, "  ", word, f"  {result.duration_s:.2f} s{reason}")
 
-    def _flaky(self, result: TestResult) -> None:
-        times = "once" if len(result.earlier) == 1 else f"{len(result.earlier)} times"
-        self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
-
     def _failure(self, result: TestResult) -> None:
         attempt = f"  attempt {result.attempt} of {self._options.reruns + 1}" if result.again or result.earlier else ""
         self._out.line()
@@ -308,9 +297,6 @@ class TextReporter:
         self._grouped("Skipped", (result.reason or "no reason given" for result in skipped))
         if skipped and len(skipped) == len(self._progress.results):
             self._out.line(("Nothing ran: every test was skipped.", "yellow"))
-
-    def _warnings(self) -> None:
-        self._grouped("Warnings", (text for result in self._progress.results for text in result.warnings))
 
     def _grouped(self, title: str, texts: Iterable[str]) -> None:
         groups = Counter(texts).most_common()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch_ext.results import Began, Event, Over, RanksFailed, RoundBegan, TestName, TestResult
+from torch_ext.results import Began, Event, Over, RoundBegan, TestName, TestResult
 from torch_ext.runner.reporters.base import ReportFile
 from torch_ext.world.outcome import Outcome
 
@@ -98,9 +98,8 @@ class _Classes:
 
 def _said(result: TestResult) -> dict[str, Any]:
     told: dict[str, Any] = {"status": result.status.value, "round": result.round, "attempt": result.attempt}
-    for problem in result.problems:
-        if isinstance(problem, RanksFailed):
-            told["ranks"] = {str(one.rank): one.describe() for one in problem.report.outcomes}
+    if result.failed_ranks:
+        told["ranks"] = {str(one.rank): one.describe() for one in result.failed_ranks}
     return told
 
 

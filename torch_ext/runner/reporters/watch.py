@@ -21,17 +21,11 @@ _SLOW_S, _SLOW_FACTOR = 30.0, 3.0
 
 @dataclass
 class _Class:
-    """A class that runs.
+    """A class that runs."""
 
-    Attributes:
-        ranks: the most that one of its tests starts.
-        test: the one that runs; None between two.
-        since_s: since when.
-    """
-
-    ranks: int
-    since_s: float
-    test: TestName | None = None
+    ranks: int  # the most that one of its tests starts
+    since_s: float  # since when
+    test: TestName | None = None  # the one that runs; None between two
 
 
 class Running:

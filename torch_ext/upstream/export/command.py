@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import platform
 import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,50 +18,20 @@ from types import FrameType
 from typing import NoReturn
 
 from torch_ext.upstream.export import check, lint, spelled
-from torch_ext.upstream.export.git import (
-    CheckoutError,
-    check_author,
-    check_branch,
-    commit_of,
-    commit_on_branch,
-    git,
-    mailbox,
-    shown,
-)
+from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, git, mailbox, shown
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import Definition, Module, our_tree, path_of, project_root, upstream_at
 from torch_ext.upstream.export.targets import Target, text_of
 
-__all__ = ["Request", "Result", "add", "export", "main"]
+__all__ = ["Result", "add", "export", "main"]
 
 _DEVICES = ("cpu", "sim")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command line.
-
-    Attributes:
-        what: see :func:`add`.
-        onto: the PyTorch checkout.
-        branch: commit on this new branch; empty for a mail only.
-        subject: the first line of the message; empty for one made of the change.
-        tools: further lines for the message.
-        devices: where to run the change; none to not run it.
-    """
-
-    what: Sequence[str]
-    onto: Path
-    branch: str = ""
-    subject: str = ""
-    tools: Sequence[str] = ()
-    devices: Sequence[str] = ()
-
-
 @dataclass
 class Result:
-    """The files and the mail of an export. With problems, there is no mail and no branch."""
+    """The files and the mail of an export. With problems, there is no mail."""
 
     problems: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -75,12 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        for number in _ENDED_BY:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
-                signal.signal(number, _end)
-        devices = (options.device or _DEVICES) if options.check else ()
-        request = Request(options.what, options.onto, options.branch, options.subject, options.tool, devices)
-        result = export(request, lambda line: print(line, file=sys.stderr, flush=True))
+        devices = _DEVICES if options.check else ()
+        with _ended_by_signals():
+            result = export(options.what, options.onto, devices, lambda line: print(line, file=sys.stderr, flush=True))
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -90,9 +58,23 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
     if options.output and result.mail:
         options.output.write_bytes(result.mail.encode())
-    elif not options.branch:
+    else:
         sys.stdout.buffer.write(result.mail.encode())  # UTF-8, in any terminal
     return 1 if result.problems else 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let signals raise SystemExit, so that nothing is left behind; afterwards their handlers are as before."""
+    before = {number: signal.getsignal(number) for number in _ENDED_BY}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+                signal.signal(number, _end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
@@ -105,19 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     summary = "Write tests and helpers of this tree as a patch for a PyTorch checkout."
     parser = argparse.ArgumentParser("torch_ext export", description=summary)
     add = parser.add_argument
-    add(
-        "what",
-        nargs="+",
-        metavar="PATH|FILE::NAME|REV..",
-        help="files, folders, names, or all additions since REV",
-    )
+    what = "files, folders, names, or all additions since REV"
+    add("what", nargs="+", metavar="PATH|FILE::NAME|REV..", help=what)
     add("--onto", required=True, type=Path, metavar="CHECKOUT", help="a git checkout of PyTorch; its HEAD counts")
     add("--output", type=_new_file, metavar="FILE", help="write the mail there; default: to standard output")
-    add("--branch", default="", metavar="NAME", help="commit on this new branch of the checkout instead")
-    add("--subject", default="", help="the first line of the message; default: made of the change")
-    add("--tool", action="append", default=[], metavar="TEXT", help="another tool that helped to make it; repeat")
     add("--check", action="store_true", help="apply it to a scratch copy and run it there, on cpu and on sim")
-    add("--device", action="append", choices=_DEVICES, help="with --check: only there")
     return parser
 
 
@@ -128,25 +102,26 @@ def _new_file(text: str) -> Path:
     return path
 
 
-def export(request: Request, say: Callable[[str], None] = lambda line: None) -> Result:
+def export(
+    what: Sequence[str], onto: Path, devices: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+) -> Result:
     """Make a patch.
 
     Args:
-        request: the change, and where it goes.
+        what: see :func:`add`.
+        onto: the PyTorch checkout.
+        devices: where to run the change; none to not run it.
         say: prints a line of progress.
 
     Raises:
-        CheckoutError: the checkout, a path or a revision is not there, the branch is there already, git knows no
-            author, or there is no ruff.
+        CheckoutError: the checkout, a path or a revision is not there, git knows no author, or there is no ruff.
     """
-    root, onto = project_root(), request.onto
+    root = project_root()
     theirs = upstream_at(onto)
     check_author(onto)
-    if request.branch:
-        check_branch(onto, request.branch)
     ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
-    add(linker, request.what, root)
+    add(linker, what, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
     targets = [each for each in linker.targets.values() if each.whole or each.pieces]
     if not targets and not result.problems:
@@ -158,38 +133,35 @@ def export(request: Request, say: Callable[[str], None] = lambda line: None) -> 
     settings = shown(onto, "pyproject.toml", commit_of(onto))
     result.problems = lint.problems(result.files, before, None if settings is None else settings.decode())
     runs: list[check.Run] = []
-    if request.devices and not result.problems:
-        runs, result.problems = _checked(request, targets, result.files, say)
+    if devices and not result.problems:
+        runs, result.problems = _checked(onto, devices, targets, result.files, say)
     if not result.problems:
-        message = _message(request, targets, runs)
-        result.mail = mailbox(onto, result.files, message)
-        if request.branch:
-            say(f"{request.branch}: {commit_on_branch(onto, result.files, message, request.branch)}")
+        result.mail = mailbox(onto, result.files, _message(targets, runs))
     return result
 
 
 def _checked(
-    request: Request, targets: Sequence[Target], files: dict[str, str], say: Callable[[str], None]
+    onto: Path, devices: Sequence[str], targets: Sequence[Target], files: dict[str, str], say: Callable[[str], None]
 ) -> tuple[list[check.Run], list[str]]:
     """Apply the change to a scratch copy, import every file there, and run the test files."""
-    mail = mailbox(request.onto, files, "check\n")
+    mail = mailbox(onto, files, "check\n")
     with tempfile.TemporaryDirectory() as folder:
-        copy = check.apply_to_copy(request.onto, mail, Path(folder))
+        copy = check.apply_to_copy(onto, mail, Path(folder))
         tests = [target.path for target in targets if target.path.startswith("test/")]
         helpers = [target.module for target in targets if not target.path.startswith("test/")]
         if wrong := check.import_in_copy(copy, [*helpers, *(str(copy / each) for each in tests)]):
             return [], [f"the changed files do not import on plain torch: {wrong}"]
         runs = []
         for file in tests:
-            for device in request.devices:
+            for device in devices:
                 runs.append(check.run_in_copy(copy, file, device))
                 say(str(runs[-1]))
     return runs, [f"{run}\n{run.output}" for run in runs if not run.good]
 
 
-def _message(request: Request, targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
+def _message(targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
     """Return the commit message: the files and tests of the change, its runs, and the tools."""
-    parts = [request.subject or _subject(targets)]
+    parts = [_subject(targets)]
     parts += [textwrap.fill(_about(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
     tests = [f"{each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
     own = [
@@ -198,7 +170,7 @@ def _message(request: Request, targets: Sequence[Target], runs: Sequence[check.R
     ]
     parts += [_listed("Tests", tests)] if tests else []
     parts += [_listed("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
-    parts += [_listed("Tools", [*own, *request.tools])]
+    parts += [_listed("Tools", own)]
     return "\n\n".join(parts) + "\n"
 
 

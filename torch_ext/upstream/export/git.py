@@ -1,4 +1,4 @@
-"""Git: reads a repository, and writes a change as a mail or a branch without touching the working tree or index."""
+"""Git: reads a repository, and writes a change as a mail, without touching the repository."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "CheckoutError",
-    "check_author",
-    "check_branch",
-    "commit_of",
-    "commit_on_branch",
-    "git",
-    "mailbox",
-    "shown",
-]
+__all__ = ["CheckoutError", "check_author", "commit_of", "git", "mailbox", "shown"]
 
 # Git sets these variables for its hooks. They take precedence over the folder that a command names.
 _OF_A_HOOK = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_WORK_TREE")
@@ -92,40 +83,27 @@ def check_author(checkout: Path) -> None:
             )
 
 
-def check_branch(checkout: Path, branch: str) -> None:
-    """Raise a :class:`CheckoutError` unless ``branch`` can be made in ``checkout``."""
-    is_name = not branch.startswith("-") and not _ran(checkout, "check-ref-format", f"refs/heads/{branch}").returncode
-    if not is_name or not _ran(checkout, "show-ref", "--verify", "--quiet", f"refs/heads/{branch}").returncode:
-        raise CheckoutError(f"got --branch {branch}: give a name that git allows and that {checkout} has no branch of")
-
-
 def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
     """Return a change of ``files``, by path, as a mail for ``git am``. The repository gets no new object."""
     with tempfile.TemporaryDirectory() as folder:
         objects = git(checkout, "rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
-        environment = {"GIT_OBJECT_DIRECTORY": folder, "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects}
-        commit = _commit(checkout, files, message, environment)
+        environment = {
+            "GIT_OBJECT_DIRECTORY": folder,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": objects,
+            "GIT_INDEX_FILE": str(Path(folder, "index")),
+        }
+
+        def there(*command: str, text: str = "") -> str:
+            return git(checkout, *command, text=text, environment=environment).strip()
+
+        there("read-tree", "HEAD")
+        for path, text in files.items():
+            blob = there("hash-object", "-w", "--stdin", text=text)
+            mode = there("ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0] or "100644"
+            there("update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}")
+        tree = there("write-tree")
+        commit = there(*_NO_GUESS, *_UTF8, "commit-tree", tree, "-p", "HEAD", text=message)
         # Against the user's own settings: git am would refuse some of them.
         options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
         options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
         return git(checkout, *_UTF8, "format-patch", "-1", *options, commit, environment=environment)
-
-
-def commit_on_branch(checkout: Path, files: Mapping[str, str], message: str, branch: str) -> str:
-    """Commit a change of ``HEAD`` on the new branch ``branch``, and return the commit."""
-    commit = _commit(checkout, files, message, {})
-    git(checkout, "update-ref", f"refs/heads/{branch}", commit, "")  # "": fail if there is such a branch
-    return commit
-
-
-def _commit(checkout: Path, files: Mapping[str, str], message: str, environment: dict[str, str]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**environment, "GIT_INDEX_FILE": str(Path(folder, "index"))}
-        git(checkout, "read-tree", "HEAD", environment=environment)
-        for path, text in files.items():
-            blob = git(checkout, "hash-object", "-w", "--stdin", text=text, environment=environment).strip()
-            mode = git(checkout, "ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0] or "100644"
-            git(checkout, "update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}", environment=environment)
-        tree = git(checkout, "write-tree", environment=environment).strip()
-        command = (*_NO_GUESS, *_UTF8, "commit-tree", tree, "-p", "HEAD")
-        return git(checkout, *command, text=message, environment=environment).strip()

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Edit", "Use", "apply", "bound_anywhere", "bound_names", "own_attributes", "renamed"]
+__all__ = ["Edit", "Use", "apply", "bound_names", "own_attributes", "renamed"]
 __all__ += ["replace_lines", "replace_node", "uses"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -53,7 +53,8 @@ def uses(
     elif isinstance(node, ast.ClassDef):
         inside = (bound, frozenset(name for each in node.body for name in bound_names(each, imports=True)))
     elif isinstance(node, _COMPREHENSIONS):
-        bound |= bound_anywhere(each.target for each in node.generators)
+        targets = (each for comprehension in node.generators for each in ast.walk(comprehension.target))
+        bound |= {each.id for each in targets if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     for child in ast.iter_child_nodes(node):
         scope = inside if child is body or (isinstance(body, list) and child in body) else (bound, in_class)
         on = isinstance(node, ast.Attribute) or (isinstance(node, ast.Call) and child is node.func)
@@ -86,19 +87,6 @@ def _bound(node: ast.AST, imports: bool) -> Iterator[str]:
         yield node.name
     for child in ast.iter_child_nodes(node):
         yield from _bound(child, imports)
-
-
-def bound_anywhere(nodes: Iterable[ast.AST]) -> set[str]:
-    """Return the names that ``nodes`` bind in any scope, but for imports."""
-    found: set[str] = set()
-    for node in (each for top in nodes for each in ast.walk(top)):
-        if isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, _DEFINITIONS):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
 
 
 def own_attributes(node: ast.AST) -> set[str]:

@@ -17,21 +17,13 @@ _OWNERS = '# Owner(s): ["oncall: distributed"]\n'
 
 @dataclass
 class Piece:
-    """Statements of ours on their way upstream, with the edits that their new place needs.
-
-    Attributes:
-        module: our module.
-        target: the file of upstream's.
-        statements: a definition and its trailers, one member of a class, or the whole module.
-        name: the name upstream.
-        into: upstream's class, for a member.
-    """
+    """Statements of ours on their way upstream, with the edits that their new place needs."""
 
     module: Module
     target: Target
-    statements: Sequence[ast.stmt]
-    name: str = ""
-    into: str = ""
+    statements: Sequence[ast.stmt]  # a definition and its trailers, one member of a class, or the whole module
+    name: str = ""  # the name upstream
+    into: str = ""  # upstream's class, for a member
     edits: list[Edit] = field(default_factory=list)
 
     @property
@@ -41,21 +33,14 @@ class Piece:
 
 @dataclass
 class Target:
-    """A file of upstream's that a change touches.
+    """A file of upstream's that a change touches."""
 
-    Attributes:
-        module: the dotted name, such as ``torch.testing._internal.common_fsdp`` or ``test.distributed.fsdp.test_x``.
-        existing: upstream's module, if there is one.
-        whole: our module as the new file, if upstream has none.
-        pieces: what goes into the file, by our module and name, in the order in which the linker found it.
-        imports: what the file must import, by local name.
-    """
-
-    module: str
-    existing: Module | None
-    whole: Piece | None = None
+    module: str  # the dotted name, such as `torch.testing._internal.common_fsdp` or `test.distributed.fsdp.test_x`
+    existing: Module | None  # upstream's module, if there is one
+    whole: Piece | None = None  # our module as the new file, if upstream has none
+    # What goes into the file, by our module and name, in the order in which the linker found it
     pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
-    imports: dict[str, Import] = field(default_factory=dict)
+    imports: dict[str, Import] = field(default_factory=dict)  # what the file must import, by local name
 
     @property
     def path(self) -> str:
