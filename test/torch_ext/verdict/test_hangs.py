@@ -17,6 +17,8 @@ from unittest import mock
 from torch.distributed import rpc
 from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestContinuous
 
+REAL_TIME = time.time
+
 
 class TestCollectives(Ranks):
     def test_groups_in_opposite_order(self):  # hangs: cycle...(one)...(other)
@@ -48,7 +50,7 @@ class TestStanding(Standing):
 
 
 class TestClock(Ranks):
-    # As freezegun does. The parent half waits by a clock too.
+    # The parent half waits by a clock too.
     def setUp(self):
         for name in ("time.monotonic", "time.time"):
             patch = mock.patch(name, return_value=5.0)
@@ -61,6 +63,24 @@ class TestClock(Ranks):
         if self.rank == 1:
             threading.Event().wait()
         dist.barrier()
+
+
+class ReplacesInParentHalf(Ranks):
+    def setUp(self):
+        super().setUp()
+        pid = self.processes[1].pid
+        child = subprocess.Popen(["sh", "-c", f"sleep 7; kill -USR1 {pid}"])
+        self.addCleanup(child.wait)
+        patch = mock.patch("builtins.open", mock.mock_open(read_data=""))
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+def wait_by_the_wall_clock(seconds):
+    libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.sem_init(semaphore, 0, 0)
+    with mock.patch("time.time", return_value=5.0):
+        libc.sem_timedwait(semaphore, (ctypes.c_long * 2)(int(REAL_TIME() + seconds), 0))
 
 
 class RanksWithAddress(Ranks):
@@ -135,9 +155,21 @@ MEETING = {
     ),
 }
 
+# Each class replaces functions with which a look at a rank could read what its threads do. All go on after a while.
+REPLACES = {
+    "listdir": ("Ranks", "with mock.patch('os.listdir', return_value=['1']): time.sleep(7)"),
+    "wall_clock": ("Ranks", "wait_by_the_wall_clock(7)"),
+    "in_parent_half": (
+        "ReplacesInParentHalf",
+        "told = threading.Event()\nsignal.signal(signal.SIGUSR1, lambda *_: told.set())\ntold.wait()",
+    ),
+}
+
 
 def test_each_wait_ends_as_its_row_says(tmp_path: Path) -> None:
     source = SOURCE + class_of("TestMeeting", "RanksWithAddress", MEETING, on="self.rank == 0")
+    for name, (base, act) in REPLACES.items():
+        source += class_of(f"TestReplaces_{name}", base, {name: ("passed", act)})
     for base in ("FSDPTest", "FSDPTestContinuous"):
         source += class_of(f"TestOver_{base}", base, OVER, on="self.rank == 0") + "\n    world_size = 2\n"
     options = ("--timeout", "60", "--slots", "32")
