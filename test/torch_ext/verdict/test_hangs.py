@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from test.torch_ext.world.programs import check_rows, class_of
+from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
 SOURCE = """
@@ -182,3 +185,52 @@ def test_a_shorter_loop_is_told_with_the_line_of_the_suites_last_barrier(tmp_pat
     source = "\nfrom torch_ext.testing._internal.common_fsdp import FSDPTest\n"
     source += class_of("TestShorter", "FSDPTest", row, on="self.rank == 0") + "\n    world_size = 2\n"
     check_rows(tmp_path, source, "--device", "sim", extra={"TORCH_EXT_CACHE": str(cache.folder())})
+
+
+# A file whose import starts a daemon that ends a wait of a rank, later than a hang is proven.
+DAEMON = """
+def act():
+    pid = int(await_note("waits"))
+    time.sleep(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+
+
+def start_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            act()
+        os._exit(0)
+    os.wait()
+
+
+start_daemon()
+
+
+class TestDaemon(Ranks):
+    def test_waits(self):
+        told = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: told.set())
+        if self.rank == 1:
+            note("waits", os.getpid())
+            told.wait()
+        self.check()
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+@pytest.mark.parametrize("way", ["run_test.py", "python file.py", "pytest", "unittest"])
+def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path: Path, way: str) -> None:
+    with suite_of(tmp_path, DAEMON) as suite:
+        extra = {"TORCH_EXT_HANG_AFTER": "2"}
+        if way == "python file.py":
+            run = suite.finish(suite.start([str(suite.file), "-v"], extra))
+        else:
+            run = {"run_test.py": suite.run, "pytest": suite.run_pytest, "unittest": suite.run_unittest}[way](
+                extra=extra
+            )
+        assert (run.status, run.code) == ({"test_waits": "passed"}, 0), run
