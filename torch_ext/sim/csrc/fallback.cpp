@@ -5,17 +5,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <utility>
-
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {
