@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import torch_ext
 from torch_ext import machine_memory
+from torch_ext.personality import is_cuda
 from torch_ext.world import settings
 from torch_ext.world.child import reason_not_to_fork
 
@@ -70,6 +71,10 @@ def _facts() -> Iterator[tuple[str, str]]:
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = f"{torch.get_device_module(found.type).device_count()} {found.type}" if found else ""
     yield "devices", devices or "no accelerator: tests and programs run on the simulated one"
+    yield (
+        "cuda",
+        "the simulated device, which hides GPUs" if is_cuda() else "GPUs; the simulated device with --cuda-as-sim",
+    )
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"

@@ -118,11 +118,6 @@ def _prepare(program: Program) -> Any:
         from torch_ext.cuda_as_sim import visible
 
         visible.record()
-    if program.rewritten:
-        from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda
-
-        root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
-        spawned.install([root], (loader.HELPERS, *program.packages))
     races.stop()  # a check of the process that has begun with the import
     if program.races == "off":
         return None

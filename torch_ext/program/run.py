@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torch_ext import machine_memory, personality
-from torch_ext.cuda_as_sim.words import DEVICE
+from torch_ext.personality import SIM
 from torch_ext.program import autoload, rank
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, what_was_never_used
@@ -87,9 +87,9 @@ def parse(arguments: Sequence[str]) -> Options:
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("which program? Name a script, or a module behind -m")
-    on_sim, as_cuda = found.device == DEVICE, bool(found.cuda_as_sim or found.cuda_in)
+    on_sim = found.device == SIM
     for given, flag in (
-        (as_cuda, "--cuda-as-sim"),
+        (found.cuda_as_sim, "--cuda-as-sim"),
         (found.memory is not None, "--memory"),
         (found.races not in (None, "off"), "--races"),
         (found.strict, "--strict"),
@@ -105,8 +105,7 @@ def parse(arguments: Sequence[str]) -> Options:
         found.module,
         tuple(words[1:]),
         simulated=on_sim,
-        cuda_as_sim=as_cuda,
-        packages=tuple(found.cuda_in),
+        cuda_as_sim=found.cuda_as_sim,
         races=found.races or os.environ.get("TORCH_EXT_RACES") or "off",
     )
     ends_hangs = found.hang == "end"
@@ -118,11 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
     add("-n", "--ranks", type=_ranks, default=4, metavar="N", help="how many ranks (4)")
-    where = f"the ranks' device ({DEVICE}); each rank has one"
-    add("--device", choices=(DEVICE, "cpu", "cuda"), default=DEVICE, help=where)
-    meaning = "in the program's files, CUDA and NCCL mean the simulated accelerator"
-    add("--cuda-as-sim", action="store_true", help=meaning)
-    add("--cuda-in", action="append", default=[], metavar="PACKAGE", help="and in this package; may be repeated")
+    where = f"the ranks' device ({SIM}); each rank has one"
+    add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
+    add("--cuda-as-sim", action="store_true", help="the simulated accelerator is CUDA's, its backend NCCL")
     add("--memory", type=_size, metavar="SIZE", help="how much memory each simulated device has, such as 2GiB")
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
     add("--timeout", type=_seconds, metavar="S", help="end the program after so many seconds")
@@ -198,7 +195,7 @@ def _run(options: Options) -> int:
     path = search_path()
     autoload.hide()
     before = dict(os.environ)
-    if options.program.cuda_as_sim and not options.program.rewritten:
+    if options.program.cuda_as_sim:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
     with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
@@ -250,25 +247,17 @@ class _Store:
 def _set_environment(options: Options) -> None:
     """Set in this process the variables of all ranks, and of the processes that they start."""
     if options.program.simulated:
-        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON, options.program.packages)
+        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # now, so that all processes of the run have the same
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if options.program.rewritten:
-        from torch_ext.cuda_as_sim.words import environment_as_sim
-
-        os.environ.update(environment_as_sim(os.environ))
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # torchrun leaves it alone where it is set
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
 def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
     program = replace(options.program, path=path)
-    if program.rewritten:
-        from torch_ext.cuda_as_sim.words import words_as_sim
-
-        program = replace(program, arguments=tuple(words_as_sim(program.arguments)))
     return [
         RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
         for number in range(options.ranks)

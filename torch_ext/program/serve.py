@@ -46,7 +46,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.personality import AS_CUDA, VARIABLE, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, VARIABLE
 from torch_ext.program import autoload
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
@@ -92,9 +92,8 @@ _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Preparation:
     """Return the modules that a warm zygote loads."""
-    as_cuda = environment.get(VARIABLE) == AS_CUDA and torch_lacks_cuda()
-    device = ("torch_ext.cuda_as_sim.ahead",) if as_cuda else ("torch_ext.sim",)
-    return Preparation(path, (*_LOADED, *(device if simulated else ())))
+    device = "torch_ext.cuda_as_sim.stand_in" if environment.get(VARIABLE) == AS_CUDA else "torch_ext.sim"
+    return Preparation(path, (*_LOADED, *((device,) if simulated else ())))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch_ext
-from torch_ext.personality import AS_CUDA, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, SIM
 from torch_ext.results import SetupError
 from torch_ext.runner.names import find_test_files, holds_tests
 from torch_ext.runner.options import TABLE, Row, RunOptions, default_root
@@ -226,11 +226,9 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
 def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"typed_root": ""}
     if given.get("cuda_as_sim"):
-        from torch_ext.cuda_as_sim.words import DEVICE
-
-        if (asked := given.get("device", DEVICE)) != DEVICE:
-            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {DEVICE}")
-        places["device"] = AS_CUDA if torch_lacks_cuda() else DEVICE
+        if (asked := given.get("device", SIM)) != SIM:
+            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {SIM}")
+        places["device"] = AS_CUDA
     folders = []
     for path in map(Path, upstream):
         if not path.is_dir() and (path.suffix != ".py" or "." in path.stem or not path.is_file()):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch_ext
 from torch_ext.machine_memory import bytes_of
-from torch_ext.personality import AS_CUDA, VARIABLE, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, VARIABLE
 
 __all__ = ["TABLE", "Row", "RunOptions", "default_root"]
 
@@ -146,8 +146,8 @@ class RunOptions:
     typed_root: str = _typed("", Row(("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False))
     upstream: tuple[str, ...] = _typed((), Row(("--upstream",), _WHICH, "run these unmodified test files, or folders "
         "of them, of a PyTorch checkout on our harness", "PATH", many=True, alone=False))
-    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated "
-        "accelerator and its backend", alone=False))
+    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "the simulated accelerator is CUDA's device in "
+        "these files", alone=False))
     differences: tuple[str, ...] = _typed((), Row(("--differences",), _WHICH, "with --upstream: a list of known "
         "differences, besides our own", _FILE, many=True, alone=False))
     device: str = _typed("", Row(("--device",), _HOW, "device type to test, such as cpu (default: the best that this "
@@ -224,13 +224,7 @@ class RunOptions:
         if self.upstream and not self.races:  # the races of upstream's own tests are not ours to mend
             environment["TORCH_EXT_RACES"] = "off"
         if self.cuda_as_sim:
-            environment["TORCH_EXT_CUDA_AS_SIM"] = str(self.root)
-            if torch_lacks_cuda():
-                environment[VARIABLE] = AS_CUDA
-            else:
-                from torch_ext.cuda_as_sim.words import environment_as_sim
-
-                environment = environment_as_sim(environment)
+            environment[VARIABLE] = AS_CUDA
         return environment
 
 

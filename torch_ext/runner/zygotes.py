@@ -30,8 +30,8 @@ __all__ = ["RunZygotes"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
-# What makes an unmodified upstream file see the simulated device as CUDA.
-_REWRITING = "torch_ext.cuda_as_sim.ahead"
+# What makes an unmodified upstream file see the simulated device as CUDA's.
+_STAND_IN = "torch_ext.cuda_as_sim.stand_in"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
 # says little of an import on a busy machine, which would cost the file all its tests.
 _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
@@ -50,7 +50,7 @@ class RunZygotes:
         self._scratch = scratch
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # how long an import may take, in seconds
         self.copies = False  # each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
-        self._ahead = (_REWRITING,) if options.cuda_as_sim else ()
+        self._ahead = (_STAND_IN,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
         self._copies: dict[tuple[str, str], ZygoteCopy] = {}

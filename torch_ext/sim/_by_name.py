@@ -16,7 +16,7 @@ from torch.nn.parallel import distributed as ddp
 
 from torch_ext.sim._devices import device_count, index_of
 from torch_ext.sim._imports import when_imported
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
 
 __all__ = ["register"]
 
@@ -68,7 +68,7 @@ def _pin_for_cuda_alone(module: ModuleType) -> None:
 
 def _unless_cuda(original: Any) -> Any:
     def call(*arguments: int) -> None:
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not IS_CUDA:
             original(*arguments)
 
     return call

@@ -14,8 +14,9 @@ them define is a compile error.
 Note [Two personalities]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 One source makes two devices. ``sim`` is torch's PrivateUse1 device: it stands beside a real GPU, and no program takes
-it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so, on builds of torch without CUDA's kernels.
-A process has one of them. They have builds of their own, and Python knows the choice as
+it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so; on builds of torch with CUDA's kernels it
+replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one of them, and
+``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. They have builds of their own, and Python knows the choice as
 ``_name.IS_CUDA``.
 """
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torch_ext import accelerator
+from torch_ext import accelerator, personality
 from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import files
@@ -74,8 +74,7 @@ def _constants(nodes: Iterable[ast.AST | None]) -> Iterator[int]:
 
 def _set_variables() -> None:
     """Set what upstream's runner would, and the user has not: two ranks, on the device's backend or on the host's."""
-    on_device = accelerator.STANDS_IN_VARIABLE in os.environ
-    os.environ.setdefault("BACKEND", accelerator.backend() if on_device else "gloo")
+    os.environ.setdefault("BACKEND", accelerator.backend() if personality.is_cuda() else "gloo")
     os.environ.setdefault("WORLD_SIZE", "2")
     os.environ.setdefault("TEMP_DIR", files.folder())
 

@@ -5,6 +5,7 @@ Loads no torch.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,6 +19,7 @@ __all__ = ["Releases", "advised", "reason_of", "release_of_checkout", "told"]
 _ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _TRITON = "needs Triton, which has no compiler for this device"
+_NO_TRITON = "needs Triton, which is not installed: that may do where it is only imported"
 _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
 )
@@ -40,8 +42,9 @@ _NAMES_CUDA = (
     re.compile(r"RuntimeError: Attempting to deserialize object on a CUDA device"),
     re.compile(r"RuntimeError: Invalid device, must be cuda device"),
 )
+_IMPORTS_TRITON = re.compile(r"ModuleNotFoundError: No module named 'triton")
 _NAMES_TRITON = (
-    re.compile(r"ModuleNotFoundError: No module named 'triton"),
+    re.compile(r"RuntimeError: 0 active drivers \("),
     re.compile(r"\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"),
     re.compile(r"(?:\w+\.)*TritonMissing\b"),
 )
@@ -61,6 +64,8 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     >>> reason_of("RuntimeError: SymmetricMemory does not support device type sim", cuda_as_sim=True)[:22]
     'needs symmetric memory'
     """
+    if _IMPORTS_TRITON.match(error):
+        return _NO_TRITON
     if any(pattern.match(error) for pattern in _NAMES_TRITON):
         return _TRITON
     if any(pattern.match(error) for pattern in _NAMES_SYMMETRIC):
@@ -123,6 +128,7 @@ _MISSING = (
     re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
     re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: type object '(?P<cls>\w+)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
 )
 # Names that a build without CUDA lacks.
@@ -131,6 +137,8 @@ _BUILD = re.compile(r"ImportError|AttributeError")
 _BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
 # What this project adds to torch; a name that it lacks is a failure of ours.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
+# Modules whose classes may be ours.
+_REPLACED = re.compile(r"torch\.(?:sim|cuda|testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))(?:\.|$)")
 # Upstream's linter wants this line in each of its test files.
 _OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
 
@@ -157,6 +165,10 @@ def _key(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] == "torch" and not _REPLACED.match(module)
+
+
 class Releases:
     """Compares a checkout with the installed torch.
 
@@ -174,9 +186,9 @@ class Releases:
             self._installed = metadata.version("torch")
         except metadata.PackageNotFoundError:
             self._installed = ""
-        files = list(paths)
-        checkouts = sorted({release_of_checkout(path) for path in files}, key=_key)
-        self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
+        self._files = list(paths)
+        checkouts = sorted({release_of_checkout(path) for path in self._files}, key=_key)
+        self._of_unknown_release = [path.as_posix() for path in self._files if _outside_a_checkout(path)]
         self._checkout = checkouts[-1] if checkouts else ""
         self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
         self.told = ""  # a sentence to begin with if the checkout is newer; else empty
@@ -195,6 +207,16 @@ class Releases:
             return result
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
 
+    def _class_of_torch(self, name: str, file: str) -> str:
+        """Return the full name of the class ``name`` if ``file`` imports it from torch, and it is no class of ours."""
+        for path in self._files:
+            if path.as_posix().endswith(f"/{file}"):
+                for node in ast.walk(ast.parse(path.read_bytes())):
+                    if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+                        module = node.module or ""
+                        return f"{module}.{name}" if _is_torchs(module) else ""
+        return ""
+
     def _reason(self, error: str, file: str) -> str:
         if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
             return reason
@@ -203,7 +225,9 @@ class Releases:
             return ""
         parts = found.groupdict()
         where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
-        if _OURS.match(where):
+        if "cls" in parts:
+            where = self._class_of_torch(parts["cls"], file)
+        if _OURS.match(where) or ("cls" in parts and not where):
             return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
         if _BUILD.match(error) and _CUDAS.search(parts["name"]):

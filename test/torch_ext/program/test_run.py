@@ -252,7 +252,7 @@ def test_a_program_that_names_cuda_runs_as_it_is(tmp_path: Path) -> None:
     ended = run("-n 2 --cuda-as-sim --output rank0", program, folder=tmp_path)
     assert ended.err == ""
     assert "step 4: loss" in ended.out
-    assert "simulated on the CPU True" in ended.out
+    assert "Simulated accelerator True" in ended.out
     assert ended.code == 0
 
 
