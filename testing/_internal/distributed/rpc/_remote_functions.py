@@ -12,22 +12,6 @@ from torch.distributed import rpc
 
 from torch_ext.testing._internal.dist_utils import worker_name
 
-__all__ = [
-    "Accumulator",
-    "UnrebuildableError",
-    "add_to_rref",
-    "arrivals",
-    "identity",
-    "my_name",
-    "note_arrival",
-    "open_gate",
-    "pass_gate",
-    "raise_unrebuildable",
-    "raise_value_error",
-    "relay",
-    "scaled",
-]
-
 
 def my_name() -> str:
     """Return the name of the worker that runs this."""

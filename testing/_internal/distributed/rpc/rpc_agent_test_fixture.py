@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:
     _MixedInLater = ABC
 
-__all__ = ["CALL_MODES", "RpcAgentTestFixture"]
-
 # For each way to call: how its result comes here.
 CALL_MODES: dict[str, Callable[[Any], Any]] = {
     "rpc_sync": lambda result: result,
@@ -35,9 +33,17 @@ CALL_MODES: dict[str, Callable[[Any], Any]] = {
 class RpcAgentTestFixture(_MixedInLater):
     """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one
     of each with a test case.
+
+    Each test of a suite runs under ``dist_init``, unless it is decorated with it.
     """
 
     world_size = 4
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, test in [*vars(cls).items()]:
+            if name.startswith("test") and not hasattr(test, "is_dist_init"):
+                setattr(cls, name, dist_utils.dist_init(test))
 
     @property
     def init_method(self) -> str:

@@ -35,7 +35,6 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     # Names.
 
-    @dist_init
     def test_workers_know_each_other_by_name_and_rank(self) -> None:
         own = rpc.get_worker_info()
         self.assertEqual((own.name, own.id), (worker_name(self.rank), self.rank))
@@ -48,7 +47,6 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, "nobody"):
             rpc.get_worker_info("nobody")
 
-    @dist_init
     def test_worker_info_survives_pickle(self) -> None:
         info = rpc.get_worker_info(self.peer())
         self.assertEqual(pickle.loads(pickle.dumps(info)), info)
@@ -75,7 +73,6 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     # Start.
 
-    @dist_init
     def test_second_start_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is already initialized"):
             self.start_agent()
@@ -112,7 +109,6 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self.assertEqual(rpc.get_rpc_timeout(), 17)
         rpc.shutdown()
 
-    @dist_init
     def test_process_group_and_agents_meet_apart(self) -> None:
         self.assertNotEqual(self.init_method, self.pg_init_method)
         for _ in range(2):  # the second call does nothing
@@ -125,14 +121,12 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     # Group operations.
 
-    @dist_init
     def test_all_gather_collects_by_name(self) -> None:
         for turn in range(3):
             gathered = private.all_gather((self.rank, turn))
             ranks = range(self.world_size)
             self.assertEqual(gathered, {worker_name(r): (r, turn) for r in ranks})
 
-    @dist_init
     def test_barrier_of_some_workers_does_not_wait_for_the_rest(self) -> None:
         """Worker 2 reaches no barrier until workers 0 and 1 have passed theirs."""
         if self.rank == 2:
@@ -144,7 +138,6 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             rpc.rpc_sync(worker_name(2), remote.open_gate)
         self._check_barrier(3, set(range(self.world_size)))
 
-    @dist_init
     def test_no_worker_passes_a_barrier_before_the_last_arrives(self) -> None:
         for turn in range(self.world_size):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)

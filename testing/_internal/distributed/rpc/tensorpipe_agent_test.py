@@ -72,7 +72,6 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         self.assertEqual(int(info["agent.thread_pool_size"]), 2)
         rpc.shutdown()
 
-    @dist_init
     def test_time_limit_is_seconds(self) -> None:
         for bad in (timedelta(seconds=10), "10"):
             with self.assertRaises(TypeError):
@@ -104,7 +103,6 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def _active_calls() -> int:
         return int(current_agent().get_debug_info()["agent.client_active_calls"])
 
-    @dist_init
     def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
             self.call(remote.my_name)
