@@ -1,22 +1,9 @@
-"""The inner tensors of a tensor subclass: how to find them, compare them, overwrite
-them and identify their memory.
-"""
+"""The inner tensors of a tensor subclass: how to find them and overwrite them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.overrides import TorchFunctionMode
-
-__all__ = [
-    "ContractError",
-    "ScribbledEmpty",
-    "check_close",
-    "inner_tensors",
-    "scribble",
-    "storage_keys",
-]
 
 
 class ContractError(AssertionError):
@@ -24,8 +11,6 @@ class ContractError(AssertionError):
     where, how, and what to do.
     """
 
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Functions that return uninitialized memory.
 _EMPTY = {
@@ -41,7 +26,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     Raises:
         ContractError: a subclass has no ``__tensor_flatten__``.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return [tensor.detach()]
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
@@ -55,24 +40,15 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [each for name in names for each in inner_tensors(getattr(tensor, name))]
 
 
-def storage_keys(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Return the addresses of the storages of plain ``tensors``, except of
-    empty ones.
-    """
-    return {
-        tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel() > 0
-    }
-
-
 def scribble(tensor: torch.Tensor) -> None:
     """Overwrite plain ``tensor`` with NaN, or for other types with their maximum."""
+    value: float = float("nan")
+    if tensor.dtype is torch.bool:
+        value = True
+    elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        value = torch.iinfo(tensor.dtype).max
     with torch.no_grad():
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.fill_(float("nan"))
-        else:
-            tensor.fill_(
-                True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
-            )
+        tensor.fill_(value)
 
 
 class ScribbledEmpty(TorchFunctionMode):
@@ -85,42 +61,3 @@ class ScribbledEmpty(TorchFunctionMode):
         if func in _EMPTY and type(result) is torch.Tensor and not result.is_meta:
             scribble(result)
         return result
-
-
-def check_close(
-    got: Sequence[torch.Tensor],
-    expected: Sequence[torch.Tensor],
-    *,
-    tolerances: tuple[float | None, float | None],
-    complaint: str,
-    check_dtype: bool = True,
-) -> None:
-    """Compare plain tensors pairwise within ``(rtol, atol)``; None for both means
-    torch's defaults for the type.
-
-    Raises:
-        ContractError: ``complaint``, and the first difference.
-    """
-    if len(got) != len(expected):
-        raise ContractError(
-            f"{complaint}: made of {len(got)} tensors, expected {len(expected)}"
-        )
-    rtol, atol = _both(tolerances)
-    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        try:
-            torch.testing.assert_close(
-                mine, theirs, rtol=rtol, atol=atol, check_dtype=check_dtype
-            )
-        except AssertionError as error:
-            which = f" (inner tensor {index} of {len(got)})" if len(got) > 1 else ""
-            raise ContractError(
-                f"{complaint}{which}. {' '.join(str(error).split())}"
-            ) from None
-
-
-def _both(
-    tolerances: tuple[float | None, float | None],
-) -> tuple[float | None, float | None]:
-    # assert_close needs both or neither
-    rtol, atol = tolerances
-    return tolerances if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
