@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
+from torch_ext.testing._internal.common_utils import FILE_SCHEMA
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
 
 INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
-_TSAN_SLOWDOWN = 5
 _POLL_INTERVAL_S = 0.01
 # The two ways in which torch names the worker that raised: in a Python function, or
 # while serving a message.
@@ -69,8 +68,7 @@ def dist_init(
         with mock.patch.object(private.api, "_ignore_rref_leak", False):
             if not setup_rpc:
                 return old_test_method(self, *args, **kwargs)
-            slow = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * _TSAN_SLOWDOWN
-            self.start_agent(**({"rpc_timeout": slow} if TEST_WITH_TSAN else {}))
+            self.start_agent()
             with _remote_failures_named(worker_name(self.rank)):
                 result = old_test_method(self, *args, **kwargs)
             rpc.shutdown(graceful=clean_shutdown)
@@ -143,9 +141,7 @@ _SHUTDOWN_ERRORS = (
 
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the errors that a call may raise if the callee has shut
-    down.
-    """
+    """Return a pattern for errors of calls to a callee that shut down."""
     return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS)
 
 
@@ -199,9 +195,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return how many RRefs this worker owns and how many forks of them exist, as torch
-    prints the counts.
-    """
+    """Return how many RRefs this worker owns, and their forks."""
     counts = private.rref_debug_info()
     return counts["num_owner_rrefs"], counts["num_forks"]
 
@@ -229,9 +223,7 @@ def wait_until_owners_and_forks_on_rank(
 
 
 def _until(timeout: float) -> Iterator[None]:
-    """Yield at once, then every 10 milliseconds until ``timeout`` seconds
-    have passed.
-    """
+    """Yield at once, then every 10 milliseconds for ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     yield
     while time.monotonic() < deadline:

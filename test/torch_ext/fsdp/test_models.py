@@ -52,9 +52,7 @@ def values(module):
 
 
 class TestFSDP1Models(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _init(self, model_class, mode=FSDPInitMode.NO_FSDP, device_mode=DEVICEInitMode.DEVICE_BEFORE, **kwargs):
         return model_class.init(self.process_group, mode, device_mode, **kwargs)
@@ -216,10 +214,9 @@ class TestFSDP1Models(FSDPTest):
         model = self._init(MixtureOfExperts, FSDPInitMode.RECURSIVE)
         self.assertEqual(model.module[2].process_group.size(), 1)
         self.assertEqual(model.module[1].process_group.size(), 2)
-        self.assertTrue(all(hasattr(parameter, "expert") for parameter in self._expert_of_plain().parameters()))
-
-    def _expert_of_plain(self):
-        return self._init(MixtureOfExperts).module[2]
+        self.assertTrue(
+            all(hasattr(parameter, "expert") for parameter in self._init(MixtureOfExperts).module[2].parameters())
+        )
 
     def test_delays_come_after_the_loss_and_before_each_reduction(self):
         events, reduce_scatter = [], dist.reduce_scatter_single
@@ -293,9 +290,7 @@ class TestFSDP1Models(FSDPTest):
 
 
 class TestMLPStackParallelized(FSDPTest):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def test_parallelize_shards_over_both_meshes_and_trains_like_one_process(self):
         self.run_subtests(

@@ -24,7 +24,6 @@ from torch_ext.testing._internal.common_fsdp import (
     NonUniformReqGradNWM,
     check_sharded_parity,
     get_devtype,
-    patch_reduce_scatter,
     reduce_scatter_with_assert,
 )
 
@@ -53,9 +52,7 @@ DIFFERENCES = [
 
 
 class TestShardedParity(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _pair(self):
         """Return a replicated and a sharded model with equal parameters and gradients."""
@@ -139,9 +136,7 @@ def _with_gradient(parameter, whole, placement):
 
 
 class TestDoublySharded(FSDPTest):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def test_parameter_sharded_twice_along_one_dimension_cannot_be_compared(self):
         mesh = init_device_mesh(get_devtype().type, (2, 2))
@@ -154,9 +149,7 @@ class TestDoublySharded(FSDPTest):
 
 
 class TestReduceScatterWithAssert(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def test_output_is_seen_by_position_and_by_keyword(self):
         for keywords in (False, True):
@@ -187,15 +180,6 @@ class TestReduceScatterWithAssert(FSDPTest):
     def _never(self, *args, **kwargs):
         raise RuntimeError("never called")
 
-    def test_fsdp2_reduces_through_it(self):
-
-        seen = []
-        model = fully_shard(nn.Linear(4, 4, bias=False, device=get_devtype()))
-        reducing = partial(reduce_scatter_with_assert, self, dist.reduce_scatter_single, seen.append)
-        with patch_reduce_scatter(reducing):
-            model(torch.ones(1, 4, device=get_devtype())).sum().backward()
-        self.assertEqual([tensor.numel() for tensor in seen], [8])
-
 
 class ForgetfulDDP(DDP):
     """Like DDP, but with doubled gradients."""
@@ -207,9 +191,7 @@ class ForgetfulDDP(DDP):
 
 
 class TestFSDPParity(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _parity(self, model_class=NestedWrappedModule, device_mode=DEVICEInitMode.DEVICE_BEFORE, **kwargs):
         self._test_fsdp_parity(model_class, FSDPInitMode.RECURSIVE, device_mode, **kwargs)
@@ -285,9 +267,7 @@ class TestFSDPParity(FSDPTest):
 
 
 class TestTraining(FSDPTest):
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     def _nested(self):
         return DDP(

@@ -47,9 +47,7 @@ def _skip_without_devices(world_size: int) -> None:
 
 
 def _use_device(rank: int) -> list[int] | None:
-    """Make the device of ``rank`` current and return ``device_ids`` for ``barrier``,
-    which is None on the host.
-    """
+    """Make ``rank``'s device current and return ``device_ids`` for ``barrier``."""
     if not device.is_accelerator():
         return None
     index = device.rank_device(rank).index
@@ -96,9 +94,7 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(TrainingMixin):
-    """What FSDP1 test cases share, however their ranks start: the run of a rank, and
-    its device.
-    """
+    """What FSDP test cases share, however their ranks start."""
 
     if TYPE_CHECKING:
         rank: int
@@ -157,9 +153,7 @@ class FSDPTestMixin(TrainingMixin):
         return device.rank_device(self.rank)
 
     def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
-        """Return normal random numbers of shape ``(count, width)`` on this rank's
-        device, drawn from a seed of the rank and ``step``.
-        """
+        """Return random ``(count, width)`` rows of this rank and ``step``."""
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(count, width, generator=generator).to(self.device)
 
@@ -188,9 +182,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
         return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
 
     def shared_folder(self) -> str:
-        """Return an empty folder, the same on all ranks, which is removed after the
-        run. Collective.
-        """
+        """Return an empty folder of the run, the same on all ranks. Collective."""
         folder = [""]
         if self.rank == 0:
             folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name))]

@@ -109,9 +109,7 @@ def release_all() -> None:
 
 
 class AsyncExecutionTest(RpcAgentTestFixture):
-    """Every worker calls the next one, which passes the work on to the one
-    after that.
-    """
+    """Every worker calls the next one, which passes the work on."""
 
     world_size = 3
 

@@ -115,9 +115,7 @@ def make_embedding() -> nn.EmbeddingBag:
 
 
 class DistAutogradTest(RpcAgentTestFixture):
-    """Every worker sends work to the next one. The reference is plain autograd in one
-    process.
-    """
+    """Every worker calls the next one; plain autograd is the reference."""
 
     world_size = 3
 
@@ -412,9 +410,7 @@ def on_device(a: Tensor, rank: int) -> Tensor:
 
 
 class CudaDistAutogradTest(RpcAgentTestFixture):
-    """Graphs that move from the host to an accelerator of any type and back within a
-    call.
-    """
+    """Graphs that move to an accelerator and back within a call."""
 
     world_size = 2
 

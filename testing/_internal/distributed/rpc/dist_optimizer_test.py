@@ -63,9 +63,7 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 
 
 class DistOptimizerTest(RpcAgentTestFixture):
-    """Trains two layers on two other workers, and the same two layers in this process
-    as the reference.
-    """
+    """Trains two layers on two other workers, and the same layers here."""
 
     world_size = 3
 

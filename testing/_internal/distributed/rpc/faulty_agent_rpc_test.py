@@ -79,9 +79,7 @@ def each_call(*kinds_and_callees: tuple[str, int]) -> Callable[..., Any]:
 
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
-    """Messages that torch resends survive loss. Losing any other is an error, and so is
-    exceeding a time limit.
-    """
+    """Messages that torch resends survive loss; other faults are errors."""
 
     world_size = 3
 
@@ -218,9 +216,7 @@ instantiate_parametrized_tests(FaultyAgentRpcTest)
 
 
 class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
-    """Contexts end on every worker although the messages that end them are lost at
-    first.
-    """
+    """Contexts end everywhere though their messages are lost at first."""
 
     world_size = 3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,28 +46,16 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def init_method(self) -> str:
-        """The rendezvous of the RPC agents: a file of the test, or a TCP address if
-        ``RPC_INIT_WITH_TCP=1``.
-        """
-        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
-            return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        return self.file_init_method
-
-    @property
-    def file_init_method(self) -> str:
+        """The rendezvous of the RPC agents, a file of the test."""
         return dist_utils.INIT_METHOD_TEMPLATE.format(file_name=self.file_name)
 
     @property
     def pg_init_method(self) -> str:
-        """The rendezvous of a process group: another file, since agents and groups both
-        store keys in their own.
-        """
-        return f"{self.file_init_method}_pg"
+        """Another file for groups: they and agents store keys in their own."""
+        return f"{self.init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
-        """Return the name of the worker ``distance`` places after this one,
-        in a ring.
-        """
+        """Return the name of the worker ``distance`` places on in the ring."""
         return dist_utils.worker_name((self.rank + distance) % self.world_size)
 
     @property
@@ -89,9 +76,7 @@ class RpcAgentTestFixture(_MixedInLater):
         mode: str = "rpc_sync",
         **kwargs: Any,
     ) -> Any:
-        """Call ``function`` on the worker ``to``, by default the next one, in one of
-        :data:`CALL_MODES`, and return its result here.
-        """
+        """Call ``function``, by default on the next worker; return its result."""
         to = self.peer() if to is None else to
         result = getattr(rpc, mode)(to, function, args=args, kwargs=kwargs or None)
         return CALL_MODES[mode](result)
@@ -104,9 +89,7 @@ class RpcAgentTestFixture(_MixedInLater):
         to: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the result of a call in each of ``CALL_MODES``, by default to the next
-        worker.
-        """
+        """Check the result of a call in each of ``CALL_MODES``."""
         for mode in CALL_MODES:
             with self.subTest(f"{mode}: {function} to {to}"):
                 got = self.call(function, *args, to=to, mode=mode, **kwargs)
@@ -120,9 +103,7 @@ class RpcAgentTestFixture(_MixedInLater):
         *args: Any,
         to: Any = None,
     ) -> list[str]:
-        """Check the error of a call in each of ``CALL_MODES``, and return the whole
-        messages.
-        """
+        """Check a call's error in each of ``CALL_MODES``; return the messages."""
         messages = []
         for mode in CALL_MODES:
             with self.subTest(mode), self.assertRaisesRegex(error, message) as caught:
@@ -135,14 +116,10 @@ class RpcAgentTestFixture(_MixedInLater):
         faulty_messages: Sequence[str] | None,
         messages_to_delay: dict[str, float] | None,
     ) -> None:
-        """Receive the faults given to ``dist_init``, before the options are read. Other
-        agents ignore them.
-        """
+        """Receive ``dist_init``'s faults. Most agents ignore them."""
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
-        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.
-        ``options`` are attributes to set on the fixture's ``rpc_backend_options``.
-        """
+        """Start this worker's agent. ``options`` replace the fixture's."""
         backend_options = self.rpc_backend_options
         for key, value in options.items():
             setattr(backend_options, key, value)

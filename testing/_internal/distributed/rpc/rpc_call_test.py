@@ -52,9 +52,7 @@ def scripted_double(tensor: Tensor) -> Tensor:
 
 
 class RpcCallTest(RpcAgentTestFixture):
-    """Every worker calls the next one in a ring, so each is caller and callee
-    at once.
-    """
+    """Every worker calls the next one, so each is caller and callee."""
 
     world_size = 2
 

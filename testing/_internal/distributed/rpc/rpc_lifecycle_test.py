@@ -27,9 +27,7 @@ _NOT_RUNNING = "RPC has not been initialized"
 
 
 class RpcLifecycleTest(RpcAgentTestFixture):
-    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and
-    :meth:`start_agent`.
-    """
+    """Tests with ``setup_rpc=False`` start the agent themselves."""
 
     world_size = 3
 
@@ -143,9 +141,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)
 
     def _check_barrier(self, turn: int, ranks: set[int], late: int = 0) -> None:
-        """Pass a barrier of ``ranks`` and check that all of them reached it. ``late``
-        is the last.
-        """
+        """Pass a barrier and check that all ``ranks`` reached it."""
         if self.rank == late:
             # A barrier that waits passes however long this is. Without one, the peers
             # pass long before.

@@ -175,9 +175,7 @@ class RRefTest(RpcAgentTestFixture):
     def _proxy_calls(
         self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float
     ) -> dict[str, Any]:
-        """Return, for each kind of proxy, a function that calls ``method`` and, except
-        for ``remote``, waits for its result.
-        """
+        """Return a function for each proxy; that of ``remote`` does not wait."""
         return {
             "rpc_sync": lambda: getattr(rref.rpc_sync(**limit), method)(*args),
             "rpc_async": lambda: getattr(rref.rpc_async(**limit), method)(*args).wait(),
@@ -216,9 +214,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(unlimited.wait(), torch.tensor(5.0))
 
     def test_time_limit_of_a_proxy_holds_while_the_object_is_created(self) -> None:
-        """The type of the object, which a proxy asks for first, comes under its limit
-        too.
-        """
+        """The proxy's question for the type comes under its limit too."""
         args, kinds = (remote.Accumulator(5), GATE_S), [*CALL_MODES]
         rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
         calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
@@ -324,9 +320,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while another worker still uses a value of this one; a graceful
-        shutdown would release it.
-        """
+        """Shut down while another worker uses a value of this one."""
         self.start_agent()
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()

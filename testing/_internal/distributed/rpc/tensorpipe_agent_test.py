@@ -25,9 +25,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     world_size = 2
 
     def _start(self, **options: Any) -> None:
-        """Start with the fixture's rendezvous and these options. Torch infers the
-        backend from them.
-        """
+        """Start with these options, from which torch infers the backend."""
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,

@@ -1,5 +1,5 @@
 """Calls the two hooks of a sharded weight as FSDP2 calls them, and checks what they
-return.
+return. Also: the inner tensors of a tensor subclass.
 
 Note [What FSDP2 does with the hooks] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ Unsharding
 calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor that it
@@ -24,19 +24,66 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from torch_ext.testing._internal._fsdp.extensions.values import (
-    ContractError,
-    ScribbledEmpty,
-    inner_tensors,
-    scribble,
-)
+from torch.overrides import TorchFunctionMode
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _SIGNATURES = {
     PRE: f"{PRE}(self, mesh, outer_size, outer_stride, module, mp_policy)",
     POST: f"{POST}(self, all_gather_outputs, metadata, param_dtype, *, out=None)",
 }
+
+
+class ContractError(AssertionError):
+    """A tensor subclass breaks the contract of all-gather extensions."""
+
+
+# Functions that return uninitialized memory.
+_EMPTY = {
+    torch.empty, torch.empty_like, torch.empty_strided,
+    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
+}  # fmt: skip
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that ``tensor`` consists of, detached, including those
+    of nested subclasses.
+
+    Raises:
+        ContractError: a subclass has no ``__tensor_flatten__``.
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [tensor.detach()]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        raise ContractError(
+            f"{type(tensor).__name__} has no __tensor_flatten__, so its values "
+            "cannot be read. Define "
+            "__tensor_flatten__ and __tensor_unflatten__, or override values(tensor) "
+            "in the test class."
+        )
+    names, _ = flatten()
+    return [each for name in names for each in inner_tensors(getattr(tensor, name))]
+
+
+def scribble(tensor: torch.Tensor) -> None:
+    """Overwrite plain ``tensor`` with NaN, or for other types with their maximum."""
+    value: float = float("nan")
+    if tensor.dtype is torch.bool:
+        value = True
+    elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        value = torch.iinfo(tensor.dtype).max
+    with torch.no_grad():
+        tensor.fill_(value)
+
+
+class ScribbledEmpty(TorchFunctionMode):
+    """Overwrites what ``torch.empty`` and the like return."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY and type(result) is torch.Tensor and not result.is_meta:
+            scribble(result)
+        return result
 
 
 def require_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -155,9 +202,7 @@ class HookCheck:
         return inputs, metadata
 
     def _check_ranks_agree(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check what an all-gather requires: the same number of tensors, sizes and
-        types on every rank.
-        """
+        """Check that inputs are as an all-gather requires."""
         mine = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)

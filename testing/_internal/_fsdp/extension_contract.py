@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
-from torch_ext.testing._internal._fsdp.extensions.hooks import HookCheck, require_hooks
-from torch_ext.testing._internal._fsdp.extensions.values import (
+from torch_ext.testing._internal._fsdp.extension_hooks import (
     ContractError,
+    HookCheck,
     inner_tensors,
+    require_hooks,
 )
 from torch_ext.testing._internal._fsdp.models.base import fully_shard_children
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 else:
     _FSDPTest = object
 
-__all__ = ["FSDPExtensionContract"]
+__all__ = ["ContractError", "FSDPExtensionContract"]
 
 _STEPS = 10
 # For tests that vary only the layout: enough to find a weight that is not updated.
@@ -56,17 +57,7 @@ class FSDPExtensionContract(_FSDPTest):
     name instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
     simulated accelerator. All tests together take a few seconds.
 
-    Attributes:
-        dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should
-            be divisible by the number of ranks.
-        uneven_dim: another width, whose shards differ in size and may be empty; None if
-            the subclass does not support uneven sharding.
-        rtol, atol: tolerances between sharded and unsharded values in full precision;
-            None is torch's default for the type. Allow for rounding in the all-gather
-            over ten steps of training.
-        param_dtype: the type of unsharded parameters under mixed precision.
-        mixed_precision_rtol, mixed_precision_atol: tolerances under mixed precision.
-        learning_rate: of SGD with momentum.
+    ``EXTENSIONS.md`` says what you may set.
     """
 
     dim: int = 8
@@ -79,9 +70,7 @@ class FSDPExtensionContract(_FSDPTest):
     learning_rate: float = 0.05
 
     def make_tensor(self, data: torch.Tensor) -> torch.Tensor:
-        """Return your subclass with the values of ``data``, a plain 2D tensor on any
-        device, even ``meta``.
-        """
+        """Return your subclass with the values of ``data``, 2D, perhaps on ``meta``."""
         raise TypeError(
             f"{type(self).__name__} defines neither make_tensor(self, data) nor "
             "swap_weights(self, model). The "
@@ -89,11 +78,8 @@ class FSDPExtensionContract(_FSDPTest):
         )
 
     def swap_weights(self, model: nn.Module) -> None:
-        """Replace the weights of ``model`` by tensors of your subclass, by default with
-        :meth:`make_tensor`.
-
-        Override it to swap modules, such as ``nn.Linear`` for your own class. Names of
-        parameters must not change.
+        """Replace the weights of ``model`` by tensors of your subclass. Override it to
+        swap modules. Names of parameters must not change.
         """
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -102,11 +88,8 @@ class FSDPExtensionContract(_FSDPTest):
                 )
 
     def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the plain tensors that are compared in place of ``tensor``: a weight,
-        an output, or a shard of one.
-
-        By default these are its inner tensors. Override it if the unsharded tensor and
-        the shard have different inner tensors, and return values that can be compared.
+        """Return the plain tensors that are compared in place of ``tensor``. Override
+        it if unsharded tensors and shards have different inner tensors.
         """
         return inner_tensors(tensor)
 
@@ -229,9 +212,7 @@ class FSDPExtensionContract(_FSDPTest):
         )
 
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
-        """Return two blocks of two layers each, with weights of the subclass, the same
-        on all ranks.
-        """
+        """Return blocks with weights of the subclass, the same on all ranks."""
         torch.manual_seed(seed)
         hidden = 3 * dim if dim % 2 else 4 * dim
         model = nn.Sequential()
@@ -272,9 +253,7 @@ class FSDPExtensionContract(_FSDPTest):
         mp_policy: MixedPrecisionPolicy | None = None,
         **options: Any,
     ) -> nn.Module:
-        """Return a model after ``steps`` steps of training, which it has in common with
-        the same model unsharded. No step only checks the hooks.
-        """
+        """Check the hooks of a model, train it, and return it."""
         policy = mp_policy or MixedPrecisionPolicy()
         model = fully_shard_children(self._whole(dim), mp_policy=policy, **options)
         self._train_both(model, self._whole(dim), dim, steps, policy)
@@ -310,9 +289,7 @@ class FSDPExtensionContract(_FSDPTest):
             self._check_weights(model, reference, f"after step {step}", tolerances)
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
-        """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all
-        ranks.
-        """
+        """Return every rank's input of ``step``, ``(_BATCH, dim)`` each."""
         generator = torch.Generator().manual_seed(1000 + step)
         rows = torch.randn(dist.get_world_size() * _BATCH, dim, generator=generator)
         return list(rows.to(self._device).chunk(dist.get_world_size()))
