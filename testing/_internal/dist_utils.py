@@ -153,24 +153,26 @@ def get_timeout_error_regex(rpc_backend: Any) -> str:
 def wait_until_node_failure(
     rank: int, expected_error_regex: str = ".*", timeout: int = 60
 ) -> str:
-    """Call ``rank`` until a call fails with a matching message, and return the message.
+    """Call ``rank`` until a call fails with a matching message, and return it.
 
     Raises:
         TimeoutError: after ``timeout`` seconds the worker still answered, or calls
             failed only with other messages.
     """
     last = "it still answered"
-    for _ in _until(timeout):
+
+    def has_failed() -> bool:
+        nonlocal last
         try:
             rpc.rpc_sync(worker_name(rank), noop, timeout=timeout)
         except Exception as error:
             last = str(error)
-            if re.search(expected_error_regex, last):
-                return last
-    raise TimeoutError(
-        f"{worker_name(rank)} did not fail with an error matching "
-        f"{expected_error_regex!r} in {timeout} s: {last}"
-    )
+            return re.search(expected_error_regex, last) is not None
+        return False
+
+    expected = f"{worker_name(rank)} did not fail with {expected_error_regex!r}"
+    poll_until(has_failed, lambda: f"{expected}: {last}", timeout)
+    return last
 
 
 def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
@@ -180,17 +182,15 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     Call this before you check the counts in the RRef context.
 
     Raises:
-        ValueError: forks or futures were still pending after ``timeout`` seconds.
+        TimeoutError: forks or futures were still pending after ``timeout`` seconds.
     """
-    for _ in _until(timeout):
-        counts = private.rref_debug_info()
-        futures = int(counts["num_pending_futures"])
-        users = int(counts["num_pending_users"])
-        if futures == users == 0:
-            return
-    raise ValueError(
-        f"After {timeout} s there are still {futures} pending futures and {users} "
-        "pending users"
+
+    def pending() -> dict[str, str]:
+        names = ("num_pending_futures", "num_pending_users")
+        return {name: private.rref_debug_info()[name] for name in names}
+
+    poll_until(
+        lambda: set(pending().values()) == {"0"}, lambda: str(pending()), timeout
     )
 
 
@@ -206,44 +206,34 @@ def wait_until_owners_and_forks_on_rank(
     """Wait until ``rank`` owns exactly ``num_owners`` RRefs with ``num_forks`` forks.
 
     Raises:
-        ValueError: the counts still differed after ``timeout`` seconds.
+        TimeoutError: the counts still differed after ``timeout`` seconds.
     """
-    expected = (num_owners, num_forks)
-    for _ in _until(timeout):
-        owners, forks = rpc.rpc_sync(
-            worker_name(rank), get_num_owners_and_forks, timeout=timeout
-        )
-        seen = (int(owners), int(forks))
-        if seen == expected:
-            return
-    raise ValueError(
-        f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} "
-        f"forks, expected {num_owners} and {num_forks}"
-    )
+    to, expected = worker_name(rank), (str(num_owners), str(num_forks))
+    seen = ("", "")
 
+    def has_them() -> bool:
+        nonlocal seen
+        seen = rpc.rpc_sync(to, get_num_owners_and_forks, timeout=timeout)
+        return seen == expected
 
-def _until(timeout: float) -> Iterator[None]:
-    """Yield at once, then every 10 milliseconds for ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_INTERVAL_S)
-        yield
+    why = f"{to} should have {num_owners} owners and {num_forks} forks"
+    poll_until(has_them, lambda: f"{why}, got {seen}", timeout)
 
 
 def poll_until(
-    condition: Callable[[], bool], otherwise: str, timeout: float = 20
+    condition: Callable[[], bool], otherwise: Callable[[], str], timeout: float = 20
 ) -> None:
     """Evaluate ``condition`` every 10 milliseconds until it is true.
 
     Raises:
-        TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the
-            message.
+        TimeoutError: it was still false after ``timeout`` seconds, with the message
+            that ``otherwise`` returns.
     """
-    for _ in _until(timeout):
-        if condition():
-            return
-    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"After {timeout:g} s: {otherwise()}")
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def get_function_event(

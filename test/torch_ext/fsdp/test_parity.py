@@ -166,14 +166,12 @@ class TestReduceScatterWithAssert(FSDPTest):
         dist.reduce_scatter(output, list(input.chunk(2)))
         return "done"
 
-    def test_failing_assertion_keeps_the_collective_from_running(self):
+    def test_failing_assertion_or_a_missing_output_keeps_the_collective_from_running(self):
         def refuse(output):
             raise AssertionError(f"got {output.dtype}")
 
         with self.assertRaisesRegex(AssertionError, "got torch.float32"):
             reduce_scatter_with_assert(self, self._never, refuse, torch.zeros(1))
-
-    def test_call_without_an_output_is_an_error(self):
         with self.assertRaisesRegex(AssertionError, "without an output"):
             reduce_scatter_with_assert(self, self._never, self._never, input=torch.zeros(1))
 

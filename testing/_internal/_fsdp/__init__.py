@@ -3,7 +3,6 @@
 
 ::
 
-    ddp                    base class of tests of DDP
     cases, compiled        base classes; a test that runs compiled too
     fsdp2_parity           FSDP2 against an unsharded replica
     step_log               a log of collectives and training steps

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -22,7 +21,6 @@ from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
-    initialize_pg,
     poll_until,
     wait_until_node_failure,
     worker_name,
@@ -80,7 +78,7 @@ def wait_until_forgotten(workers: Iterable[str], context_id: int) -> None:
     for worker in workers:
         poll_until(
             lambda: not rpc.rpc_sync(worker, knows_context, args=(context_id,)),  # noqa: B023  # called at once
-            f"{worker} still has the context",
+            lambda: f"{worker} still has the context",  # noqa: B023  # likewise
         )
 
 
@@ -383,24 +381,18 @@ class DistAutogradTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent(rpc_timeout=20)
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
             product = self.call(remote.relay, multiply, (a, a), hops, self.world_size)
-            dist.barrier()
-            if self.rank == 1:
-                rpc.shutdown(graceful=False)
-            else:
-                gone = self.get_shutdown_error_regex()
-                wait_until_node_failure(1, gone)
-                with self.assertRaisesRegex(RuntimeError, gone):
-                    dist_autograd.backward(context_id, [product.sum()])
-            dist.barrier()  # workers 0 and 2 stay until both have seen the error
-        if self.rank != 1:
-            rpc.shutdown(graceful=False)
+            with self.leaving_first(1) as stays:
+                if stays:
+                    gone = self.get_shutdown_error_regex()
+                    wait_until_node_failure(1, gone)
+                    with self.assertRaisesRegex(RuntimeError, gone):
+                        dist_autograd.backward(context_id, [product.sum()])
 
 
 def on_device(a: Tensor, rank: int) -> Tensor:

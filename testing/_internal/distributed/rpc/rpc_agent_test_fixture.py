@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.testing._internal import dist_utils
@@ -130,6 +132,20 @@ class RpcAgentTestFixture(_MixedInLater):
             world_size=self.world_size,
             rpc_backend_options=backend_options,
         )
+
+    @contextlib.contextmanager
+    def leaving_first(self, rank: int) -> Iterator[bool]:
+        """Shut down ``rank``'s agent before all bodies, which yield whether this worker
+        stays, and the others' agents after them.
+        """
+        dist_utils.initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        dist.barrier()
+        if self.rank == rank:
+            rpc.shutdown(graceful=False)
+        yield self.rank != rank
+        dist.barrier()
+        if self.rank != rank:
+            rpc.shutdown(graceful=False)
 
     def get_shutdown_error_regex(self) -> str:
         """Return a pattern for the errors of calls to a worker that has shut down."""

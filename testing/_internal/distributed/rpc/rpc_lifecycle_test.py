@@ -177,30 +177,19 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_local_shutdown_does_not_wait(self) -> None:
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
-        dist.barrier()
-        if self.rank == 0:
-            rpc.shutdown(graceful=False)
-        dist.barrier()  # worker 0 has left; its peers have not started to
-        if self.rank != 0:
-            rpc.shutdown(graceful=False)
+        with self.leaving_first(0):
+            """Worker 0 has left; its peers have not started to."""
 
     @dist_init(setup_rpc=False)
     def test_calls_to_a_worker_that_left_fail_as_such(self) -> None:
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
-        dist.barrier()
-        if self.rank == 1:
-            rpc.shutdown(graceful=False)
-        else:
-            gone = self.get_shutdown_error_regex()
-            wait_until_node_failure(1, gone)
-            for _ in range(2):
-                with self.assertRaisesRegex(RuntimeError, gone):
-                    rpc.rpc_sync(worker_name(1), remote.my_name)
-            left_over = worker_name(2 - self.rank)
-            self.assertEqual(rpc.rpc_sync(left_over, remote.my_name), left_over)
-        dist.barrier()
-        if self.rank != 1:
-            rpc.shutdown(graceful=False)
+        with self.leaving_first(1) as stays:
+            if stays:
+                gone = self.get_shutdown_error_regex()
+                wait_until_node_failure(1, gone)
+                for _ in range(2):
+                    with self.assertRaisesRegex(RuntimeError, gone):
+                        rpc.rpc_sync(worker_name(1), remote.my_name)
+                left_over = worker_name(2 - self.rank)
+                self.assertEqual(rpc.rpc_sync(left_over, remote.my_name), left_over)
