@@ -73,9 +73,7 @@ def _shard_and_compile(
 
 
 def compile_backend() -> str:
-    """Return the backend with which :func:`compiled_fsdp_test` compiles on the device
-    under test.
-    """
+    """Return the backend that serves the device under test."""
     kind = device.get_devtype().type
     if not device.is_accelerator():
         serves = True

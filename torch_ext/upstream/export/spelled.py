@@ -50,7 +50,7 @@ ADVICE: dict[str, str] = {
     "names",
     f"{_OURS}.hypothesis_utils": "hypothesis_utils is made of the engine, all but across_ranks(), which has a stand-in",
     "torch_ext.testing.fsdp_extension_contract": "a front door for users of this project: export the names that it "
-    "re-exports, from testing/_internal/_fsdp/extensions",
+    "re-exports, from testing/_internal/_fsdp/extension_contract.py",
     "torch_ext.compat": "compat never goes upstream, which imports torch's names from where they are: the export "
     "rewrites uses of it",
     "torch_ext": "the engine stays here: only tests and the helpers below testing/_internal go upstream",
