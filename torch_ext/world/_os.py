@@ -1,5 +1,6 @@
 """The operating-system calls of the world that Python lacks or that tests replace, and what /proc says about processes.
-Tests may replace functions of ``os`` and ``time``; the names here keep the originals.
+Tests may replace ``open`` and functions of ``os`` and ``time``; the names here keep the originals. A freezer of clocks
+also replaces them in the modules that have imported them, so the clocks here are other objects.
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. Linux only.
 
@@ -28,15 +29,18 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from os import close as _close
 from os import fork as fork
 from os import getpid as getpid
 from os import getppid as getppid
+from os import listdir as listdir
 from os import open as _open
+from os import pread as _pread
 from os import read as _read
+from os import readlink as readlink
 from os import waitpid as waitpid
-from time import monotonic as monotonic
 from time import sleep as sleep
 from typing import IO, ParamSpec, TypeVar
 
@@ -54,6 +58,9 @@ _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 
 _FRAMES = 1000  # Python's own recursion limit
 _STAT_BYTES = 4096  # far above a line of /proc/PID/stat
+
+monotonic = functools.partial(time.monotonic)
+wall_clock = functools.partial(time.time)
 
 
 def require_supported() -> None:
@@ -83,20 +90,51 @@ def children_of(pid: int) -> list[int]:
     """Return the pids of the live and unreaped children of ``pid``; empty if it is gone or the system cannot tell."""
     found: list[int] = []
     with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as stream:
-                found.extend(int(child) for child in stream.read().split())
+        for task in listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found.extend(int(child) for child in read_file(f"/proc/{pid}/task/{task}/children").split())
     return found
 
 
 def lists_children() -> bool:
     """Whether :func:`children_of` finds any on this system."""
-    return os.path.exists(f"/proc/self/task/{getpid()}/children")
+    try:
+        read_file(f"/proc/self/task/{getpid()}/children")
+    except OSError:
+        return False
+    return True
 
 
 def descendants_of(pid: int) -> list[int]:
     """Return the pids of the children of ``pid``, and of theirs."""
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
+
+
+def read_file(path: str) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    descriptor = _open(path, os.O_RDONLY)
+    try:
+        return b"".join(iter(lambda: _read(descriptor, 1 << 16), b""))
+    finally:
+        _close(descriptor)
+
+
+def read_memory(address: int, size: int) -> bytes:
+    """Return so many bytes at ``address`` of this process. Raises OSError as :func:`read_file` does."""
+    descriptor = _open("/proc/self/mem", os.O_RDONLY)
+    try:
+        return _pread(descriptor, size, address)
+    finally:
+        _close(descriptor)
+
+
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file of text. Raises OSError as :func:`read_file` does."""
+    return read_file(path).decode(errors="replace").splitlines()
 
 
 def stat_of(pid: int) -> list[str]:
@@ -151,7 +189,7 @@ def computed_s(pid: int) -> float:
 def starved_s(pid: int) -> float:
     """Return the seconds for which the threads of ``pid`` have waited for a core; 0 if unknown."""
     try:
-        return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task"))
+        return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0.0
 
@@ -163,8 +201,7 @@ def delayed_s(pid: int) -> float:
 
 def _waited_s(folder: str) -> float:
     try:
-        with open(f"{folder}/schedstat") as stream:
-            return int(stream.read().split()[1]) * 1e-9
+        return int(read_file(f"{folder}/schedstat").split()[1]) * 1e-9
     except (OSError, IndexError):  # it is gone, or the kernel keeps no such statistics
         return 0.0
 
@@ -172,8 +209,7 @@ def _waited_s(folder: str) -> float:
 def command_line(pid: int) -> str:
     """Return the command line of ``pid``, or an empty string if it is gone or a zombie."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as stream:
-            return stream.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        return read_file(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return ""
 
@@ -181,7 +217,7 @@ def command_line(pid: int) -> str:
 def tasks(pid: int = 0) -> int:
     """Return the number of threads, native ones included, of ``pid`` (default: this process); 0 if it is gone."""
     try:
-        return len(os.listdir(f"/proc/{pid or 'self'}/task"))
+        return len(listdir(f"/proc/{pid or 'self'}/task"))
     except OSError:
         return 0 if pid else threading.active_count()
 
@@ -210,8 +246,7 @@ def lead_process_group() -> None:
 def environment_of(pid: int) -> dict[str, str]:
     """Return the environment with which the program of ``pid`` was started; empty if it is gone or not ours."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as stream:
-            entries = stream.read().split(b"\0")
+        entries = read_file(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
         return {}
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
@@ -221,9 +256,9 @@ def environment_of(pid: int) -> dict[str, str]:
 def is_ending(pid: int) -> bool:
     """Whether ``pid`` is exiting or has a pending SIGKILL; False if it is gone."""
     try:
-        with open(f"/proc/{pid}/status") as stream:
-            pending = (int(line.split()[1], 16) for line in stream if line.startswith(("SigPnd:", "ShdPnd:")))
-            killed = any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
+        lines = lines_of(f"/proc/{pid}/status")
+        pending = (int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
+        killed = any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
         return killed or bool(int(stat_of(pid)[6]) & (_PF_EXITING | _PF_SIGNALED))
     except (OSError, IndexError):
         return False
@@ -292,8 +327,7 @@ def unnamed_file() -> IO[bytes]:
 def move_heap_to_huge_pages() -> None:
     """See Note [Huge pages]. Kernels before 6.1, or without huge pages, refuse."""
     libc = _libc()
-    with open("/proc/self/maps") as stream:
-        areas = [line.split() for line in stream]
+    areas = [line.split() for line in lines_of("/proc/self/maps")]
     for bounds, rights, *rest in areas:
         if rights == "rw-p" and (len(rest) < 4 or rest[3] == "[heap]"):
             start, end = (int(bound, 16) for bound in bounds.split("-"))

@@ -50,6 +50,8 @@ from torch_ext.world.protocol import Preparation
 
 # Exit codes from here on overflow in Python.
 _LONG = 1 << 63
+# Whether a zygote has started this process, as a fresh interpreter.
+is_of_zygote = False
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
@@ -252,6 +254,8 @@ def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
 
 def main(parent: int, descriptor: int) -> NoReturn:
     """Program of the fresh interpreter: load the preparation that arrives first, then be an ordinary child."""
+    global is_of_zygote
+    is_of_zygote = True
     channel = Channel.from_descriptor(descriptor)
     os.set_inheritable(descriptor, False)
     preparation, _ = channel.receive()

@@ -401,7 +401,7 @@ def waits_of_threads() -> dict[int, ThreadWait]:
     with contextlib.suppress(OSError, ValueError):
         descriptor = int(os.environ.get(VARIABLE, ""))
         # A program may close what it has inherited, and open something else under the number.
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} "):
+        if _os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} "):
             with mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ) as memory:
                 return {entry.tid: entry for entry in _entries(memory)}
     return {}

@@ -126,10 +126,10 @@ def zygotes() -> tuple[int, ...]:
 
 def watch_this_process() -> None:
     """Adopt the orphans of this process and note the threads of its transports, unless a zygote does so for it. See
-    Note [Who else may act].
+    Note [Who else may act]. Call it before a test's file can start processes, and again in each process.
     """
     own = _mine()
-    if own.given is None and not own.starts_none and not own.is_watched:
+    if own.given is None and not own.starts_none and not own.is_watched and not child.is_of_zygote:
         own.is_watched = True
         _os.adopt_orphans()
         threads.prepare()
@@ -159,6 +159,7 @@ def forget(channel: Channel) -> None:
 
 
 def _fork(own: _Zygotes) -> Channel:
+    others = _os.known(set(_os.children_of(_os.getpid())).difference(zygotes()))  # which imports have started
     if own.forked is not None:
         own.forked[0].close()
         files.give_up()
@@ -175,7 +176,8 @@ def _fork(own: _Zygotes) -> Channel:
             loadable = tuple(name for name in modules if _is_loadable(name))
             load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in loadable))
             compute_on_one_thread()
-            Zygote(theirs, "the zygote of this program", preparation_of_this_process(loadable), folder).serve()
+            preparation = preparation_of_this_process(loadable)
+            Zygote(theirs, "the zygote of this program", preparation, folder, others=others).serve()
         finally:
             os._exit(1)
     theirs.close()

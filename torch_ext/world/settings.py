@@ -67,14 +67,21 @@ def time_limit_s() -> float | None:
         ValueError: it is no finite time above 0.
     """
     asked = os.environ.get("TORCH_EXT_TIMEOUT", "")
-    if asked and not 0 < _seconds(asked, 0.0) < float("inf"):
+    if asked and not 0 < _number(asked) < math.inf:
         raise ValueError(f"TORCH_EXT_TIMEOUT is {asked!r}; expected a finite number of seconds above 0")
     return float(asked) if asked else None
 
 
 def hang_after_s() -> float:
-    """Return the seconds from the last progress to the end of a provable hang; 0: hangs are not looked for."""
-    return _seconds(os.environ.get("TORCH_EXT_HANG_AFTER", ""), _HANG_AFTER_S)
+    """Return the seconds from the last progress to the end of a provable hang; 0: hangs are not looked for.
+
+    Raises:
+        ValueError: ``TORCH_EXT_HANG_AFTER`` is no finite time.
+    """
+    asked = os.environ.get("TORCH_EXT_HANG_AFTER", "")
+    if asked and not 0 <= _number(asked) < math.inf:
+        raise ValueError(f"TORCH_EXT_HANG_AFTER is {asked!r}; expected a finite number of seconds, or 0: never")
+    return float(asked) if asked else _HANG_AFTER_S
 
 
 def trial_fork() -> bool:
@@ -88,11 +95,11 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     return () if asked == "0" else (*known, *(prefix for prefix in asked.split(",") if prefix))
 
 
-def _seconds(asked: str, default: float) -> float:
+def _number(asked: str) -> float:
     try:
-        return max(0.0, float(asked)) if asked else default
+        return float(asked)
     except ValueError:
-        return default
+        return math.nan
 
 
 # Time limits

@@ -51,7 +51,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -193,7 +192,7 @@ def judge_threads(threads: list[ThreadState], record: str) -> Progress:
 
 def _tids() -> set[int]:
     try:
-        return {int(name) for name in os.listdir("/proc/self/task")}
+        return {int(name) for name in _os.listdir("/proc/self/task")}
     except OSError:
         return set()
 
@@ -221,10 +220,9 @@ def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | No
     """Return a thread; None if it is gone, or one of the harness."""
     folder = f"/proc/self/task/{tid}"
     try:
-        with open(f"{folder}/comm", errors="replace") as stream:
-            comm = stream.read().strip()
-        with open(f"{folder}/status", errors="replace") as stream:
-            switches = sum(int(line.split()[-1]) for line in stream if "ctxt_switches" in line)
+        comm = _os.read_file(f"{folder}/comm").decode(errors="replace").strip()
+        lines = _os.lines_of(f"{folder}/status")
+        switches = sum(int(line.split()[-1]) for line in lines if "ctxt_switches" in line)
         identity = tid, _os.start_of(tid)
         if identity in _ours:
             return None
@@ -234,10 +232,10 @@ def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | No
             for _ in range(_MORE_LOOKS):
                 if _read_call(call)[0] in _WAITS:
                     break
-                time.sleep(_BETWEEN_LOOKS_S)
+                _os.sleep(_BETWEEN_LOOKS_S)
                 call = _call_of(tid)
     except OSError:
-        return replace(_UNKNOWN, tid=tid) if os.path.exists(folder) else None
+        return replace(_UNKNOWN, tid=tid) if tid in _tids() else None
     doing, until_s = _read_call(call)
     if entry is not None:
         operation = _on_page(operation, entry)
@@ -250,8 +248,7 @@ def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | No
 
 
 def _call_of(tid: int) -> list[str]:
-    with open(f"/proc/self/task/{tid}/syscall") as stream:
-        return stream.read().split()
+    return _os.read_file(f"/proc/self/task/{tid}/syscall").decode().split()
 
 
 def _on_page(operation: Operation | None, entry: ThreadWait) -> Operation:
@@ -278,15 +275,13 @@ def _read_call(call: list[str]) -> tuple[str, float]:
 
 def _futex_limit(operation: int, timeout: int) -> float:
     try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:
-            memory.seek(timeout)
-            seconds, nanoseconds = _TIMESPEC.unpack(memory.read(_TIMESPEC.size))
+        seconds, nanoseconds = _TIMESPEC.unpack(_os.read_memory(timeout, _TIMESPEC.size))
     except (OSError, ValueError, struct.error):
         return 0.0
     at = seconds + nanoseconds * 1e-9
     if operation & _FUTEX_COMMAND == _FUTEX_WAIT:
         return _os.monotonic() + at
-    return at if not operation & _FUTEX_REALTIME else at - time.time() + _os.monotonic()
+    return at if not operation & _FUTEX_REALTIME else at - _os.wall_clock() + _os.monotonic()
 
 
 def _signals() -> Iterator[str]:
@@ -295,16 +290,14 @@ def _signals() -> Iterator[str]:
         yield "a timer that sends a signal (signal.alarm() or the like)"
     if callable(signal.getsignal(signal.SIGIO)):
         yield "the handler of SIGIO, which files send"
-    with open("/proc/self/status", errors="replace") as stream:
-        if re.search(r"^TracerPid:\s+[1-9]", stream.read(), re.MULTILINE):
-            yield "a debugger"
+    if any(re.match(r"TracerPid:\s+[1-9]", line) for line in _os.lines_of("/proc/self/status")):
+        yield "a debugger"
 
 
 def _has_timer() -> bool:
     with contextlib.suppress(OSError):  # the kernel has no such timers, or does not show them
-        with open("/proc/self/timers") as stream:
-            if re.search(r"^signal: \d+/", stream.read(), re.MULTILINE):
-                return True
+        if any(re.match(r"signal: \d+/", line) for line in _os.lines_of("/proc/self/timers")):
+            return True
     return signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 

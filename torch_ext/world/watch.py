@@ -94,19 +94,22 @@ class HangWatch:
         """Return the finding of the looks so far, once for as long as it lasts."""
         if not self._asked or self._moved:
             return None
-        if not self._is_complete():
+        is_complete = self._is_complete()
+        if not is_complete:
             silent = [rank for rank, progress in self._asked.items() if progress is None]
             self.reasons = (f"{_who(silent)}, which cannot answer",)
         elif not self._is_judged:
             self._take_in(now_s)
         if self._since_s is None:
             self._told_hang = False
-            if now_s - self._progress_s >= SILENCE_S and not self._told_silence:
-                self._told_silence = True
-                return Finding.SILENT
-        elif self._looked_s - self._since_s >= self._limits.hang_s and not self._told_hang:
-            self._told_hang = True
-            return Finding.HUNG
+        # A look without all answers proves nothing, however long ago the last one found all ranks blocked.
+        if is_complete and self._since_s is not None:
+            if self._looked_s - self._since_s >= self._limits.hang_s and not self._told_hang:
+                self._told_hang = True
+                return Finding.HUNG
+        elif now_s - self._progress_s >= SILENCE_S and not self._told_silence:
+            self._told_silence = True
+            return Finding.SILENT
         return None
 
     def _is_complete(self) -> bool:

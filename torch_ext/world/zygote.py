@@ -20,7 +20,8 @@ A zygote is the subreaper of its descendants: a process whose parent has ended b
 process is the child of the zygote that started it. Every child of a zygote leads its own process group, which names the
 owner of the processes that join it. A process that has left the group still has ``TORCH_EXT_OWNER`` in its environment;
 one with neither is charged to the child that ended last. A process whose owner still lives stays: the processes of a
-class serve until the class ends. Helpers that end by themselves are no leftovers.
+class serve until the class ends, and those of the file's import until the zygote does. Helpers that end by themselves
+are no leftovers.
 """
 
 from __future__ import annotations
@@ -113,6 +114,11 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._helpers: set[int] = set()  # adopted, and known to end by themselves
+        self._of_import: frozenset[Process] = frozenset()
+
+    def keep_those_of_import(self) -> None:
+        """Count the processes that run now as those of the import of the test's file."""
+        self._of_import = frozenset(_os.known(_os.descendants_of(_os.getpid())))
 
     def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
         """Kill the processes that ended children have left behind; return those that were still running.
@@ -122,11 +128,12 @@ class Leftovers:
         """
         found: list[LeftBehind] = []
         self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
+        kept = {each.pid for each in self._of_import if _os.start_of(each.pid) == each.start}
         # A killed process may leave children of its own to this one.
         while adopted := {
             pid: owner
             for pid in _os.children_of(_os.getpid())
-            if pid not in living and pid not in self._helpers and (owner := _owner(pid)) not in living
+            if not {pid} & {*living, *kept, *self._helpers} and (owner := _owner(pid)) not in living
         }:
             for pid, owner in adopted.items():
                 command = _os.command_line(pid)
@@ -192,7 +199,7 @@ class Zygote:
         scratch: str = "",  # a folder of the first client's, which may be dead at the end: the zygote removes it
         *,
         original: int = 0,  # pid of the zygote that this one is a copy of
-        others: tuple[Process, ...] = (),  # processes of the original; see Note [Who else may act]
+        others: tuple[Process, ...] = (),  # processes of the original or of the program; see Note [Who else may act]
     ) -> None:
         self._original = original
         self._others = others
@@ -214,6 +221,7 @@ class Zygote:
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
+        self._leftovers.keep_those_of_import()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a test module's may not reap ours
         _read_sources()

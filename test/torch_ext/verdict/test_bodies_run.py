@@ -252,6 +252,10 @@ class TestSubTests(Ranks):
                     self.skipTest("none")
                 self.assertFalse(x == 1 or x + self.rank == 3, f"x is {x}")
 
+    def test_class_cleanup_skips_alone(self):
+        if self.rank:
+            type(self).addClassCleanup(self.skipTest, "alone")
+
     def test_skip_different_ones(self):  # failed: ^rank 0 skipped sub-test (x=0) (not here), and rank 1 did not
         for x in range(2):
             with self.subTest(x=x):

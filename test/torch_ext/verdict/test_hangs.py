@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from test.torch_ext.world.programs import check_rows, class_of
+from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
 SOURCE = """
@@ -16,6 +19,8 @@ import socket
 from unittest import mock
 from torch.distributed import rpc
 from torch_ext.testing._internal.common_fsdp import FSDPTest, FSDPTestContinuous
+
+REAL_TIME = time.time
 
 
 class TestCollectives(Ranks):
@@ -48,7 +53,7 @@ class TestStanding(Standing):
 
 
 class TestClock(Ranks):
-    # As freezegun does. The parent half waits by a clock too.
+    # The parent half waits by a clock too.
     def setUp(self):
         for name in ("time.monotonic", "time.time"):
             patch = mock.patch(name, return_value=5.0)
@@ -61,6 +66,24 @@ class TestClock(Ranks):
         if self.rank == 1:
             threading.Event().wait()
         dist.barrier()
+
+
+class ReplacesInParentHalf(Ranks):
+    def setUp(self):
+        super().setUp()
+        pid = self.processes[1].pid
+        child = subprocess.Popen(["sh", "-c", f"sleep 7; kill -USR1 {pid}"])
+        self.addCleanup(child.wait)
+        patch = mock.patch("builtins.open", mock.mock_open(read_data=""))
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+def wait_by_the_wall_clock(seconds):
+    libc, semaphore = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.sem_init(semaphore, 0, 0)
+    with mock.patch("time.time", return_value=5.0):
+        libc.sem_timedwait(semaphore, (ctypes.c_long * 2)(int(REAL_TIME() + seconds), 0))
 
 
 class RanksWithAddress(Ranks):
@@ -135,9 +158,21 @@ MEETING = {
     ),
 }
 
+# Each class replaces functions with which a look at a rank could read what its threads do. All go on after a while.
+REPLACES = {
+    "listdir": ("Ranks", "with mock.patch('os.listdir', return_value=['1']): time.sleep(7)"),
+    "wall_clock": ("Ranks", "wait_by_the_wall_clock(7)"),
+    "in_parent_half": (
+        "ReplacesInParentHalf",
+        "told = threading.Event()\nsignal.signal(signal.SIGUSR1, lambda *_: told.set())\ntold.wait()",
+    ),
+}
+
 
 def test_each_wait_ends_as_its_row_says(tmp_path: Path) -> None:
     source = SOURCE + class_of("TestMeeting", "RanksWithAddress", MEETING, on="self.rank == 0")
+    for name, (base, act) in REPLACES.items():
+        source += class_of(f"TestReplaces_{name}", base, {name: ("passed", act)})
     for base in ("FSDPTest", "FSDPTestContinuous"):
         source += class_of(f"TestOver_{base}", base, OVER, on="self.rank == 0") + "\n    world_size = 2\n"
     options = ("--timeout", "60", "--slots", "32")
@@ -150,3 +185,52 @@ def test_a_shorter_loop_is_told_with_the_line_of_the_suites_last_barrier(tmp_pat
     source = "\nfrom torch_ext.testing._internal.common_fsdp import FSDPTest\n"
     source += class_of("TestShorter", "FSDPTest", row, on="self.rank == 0") + "\n    world_size = 2\n"
     check_rows(tmp_path, source, "--device", "sim", extra={"TORCH_EXT_CACHE": str(cache.folder())})
+
+
+# A file whose import starts a daemon that ends a wait of a rank, later than a hang is proven.
+DAEMON = """
+def act():
+    pid = int(await_note("waits"))
+    time.sleep(5)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
+
+
+def start_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            act()
+        os._exit(0)
+    os.wait()
+
+
+start_daemon()
+
+
+class TestDaemon(Ranks):
+    def test_waits(self):
+        told = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: told.set())
+        if self.rank == 1:
+            note("waits", os.getpid())
+            told.wait()
+        self.check()
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+@pytest.mark.parametrize("way", ["run_test.py", "python file.py", "pytest", "unittest"])
+def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path: Path, way: str) -> None:
+    with suite_of(tmp_path, DAEMON) as suite:
+        extra = {"TORCH_EXT_HANG_AFTER": "2"}
+        if way == "python file.py":
+            run = suite.finish(suite.start([str(suite.file), "-v"], extra))
+        else:
+            run = {"run_test.py": suite.run, "pytest": suite.run_pytest, "unittest": suite.run_unittest}[way](
+                extra=extra
+            )
+        assert (run.status, run.code) == ({"test_waits": "passed"}, 0), run

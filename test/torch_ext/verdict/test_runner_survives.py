@@ -26,6 +26,9 @@ def start_daemon(seconds, **how):
     return int(subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, text=True, **how).stdout)
 
 
+OF_IMPORT = [subprocess.Popen(["sleep", "6003"]).pid, start_daemon(6004, start_new_session=True)]
+
+
 class TestServers(Ranks):
     @classmethod
     def setUpClass(cls):
@@ -40,11 +43,15 @@ class TestServers(Ranks):
         super().tearDown()
         os.kill(self.server, 0)
 
+    def check_servers(self):
+        for pid in (int(os.environ["SERVER"]), *OF_IMPORT):
+            os.kill(pid, 0)
+
     def test_1(self):
-        os.kill(int(os.environ["SERVER"]), 0)
+        self.check_servers()
 
     def test_2(self):
-        os.kill(int(os.environ["SERVER"]), 0)
+        self.check_servers()
 
 
 class TestOwners(Ranks):

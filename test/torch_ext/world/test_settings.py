@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torch_ext.world import child, zygote
+from torch_ext.world import child, settings, zygote
 from torch_ext.world.channel import channel_pair
 from torch_ext.world.child import preparation_of_this_process
 
@@ -61,3 +61,19 @@ def test_a_trial_fork_does_not_end_other_peoples_threads() -> None:
     finally:
         done.set()
         thread.join()
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [("", 10.0), ("0", 0.0), ("2.5", 2.5)])
+def test_a_provable_hang_ends_ten_seconds_after_the_last_progress_unless_a_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str, seconds: float
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_HANG_AFTER", asked)
+    assert settings.hang_after_s() == seconds
+
+
+@pytest.mark.parametrize("asked", ["nan", "inf", "-1", "ten"])
+def test_a_variable_with_no_finite_time_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    for name, read in (("TORCH_EXT_HANG_AFTER", settings.hang_after_s), ("TORCH_EXT_TIMEOUT", settings.time_limit_s)):
+        monkeypatch.setenv(name, asked)
+        with pytest.raises(ValueError, match=f"{name} is '{asked}'; expected a finite number of seconds"):
+            read()

@@ -345,6 +345,17 @@ def test_while_one_does_not_answer_nothing_is_proven_and_no_other_look_begins() 
     assert looks.until(39.0) == STOPS
 
 
+def test_a_look_that_begins_late_proves_nothing_before_it_is_answered() -> None:
+    """This process may wait for a core for longer than a hang takes to be proven."""
+    looks = Looks()
+    assert looks.until(1.0) == []
+    looks.now_s, looks.answers[1] = 30.0, None
+    assert looks.until(50.0) == []
+    looks.watch.hangs.observed(1, FREE)
+    looks.answers[1] = FREE
+    assert looks.until(59.0) == []
+
+
 def test_while_somebody_else_may_act_nothing_is_proven_unless_ranks_wait_in_memory_of_their_own() -> None:
     looks = Looks()
     looks.others = ("process 7 (sleep 100)",)

@@ -36,6 +36,8 @@ from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 # unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
 __unittest = "_pytest.unittest" not in sys.modules
 
+provider.watch_this_process()
+
 _DEFAULT = "runTest"
 # The attribute of a test method that set_parent_half() sets.
 PARENT_HALF = "_torch_ext_parent_half"
