@@ -9,12 +9,10 @@ class that takes longest goes to the part with the least to do so far.
 
 Note [The history]
 ~~~~~~~~~~~~~~~~~~
-One JSON file for each root lies in the cache's folder, for the last 100 roots. It holds the last 5 records of each
-of the 20,000 tests that ran last. A run reads it once, and adds its own records at its end, under a lock and by
-renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that cannot be read or
-written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
-
-A run adds one record of a test, whatever the number of its rounds: failed if the test failed in any of them.
+One JSON file in the cache's folder holds how each of the 20,000 tests that ran last ended, and how long it took. A run
+reads it once, and adds its own results at its end, under a lock and by renaming, to what lies there then: so runs side
+by side lose nothing of each other's. A history that cannot be read or written costs what is made of it, never a run;
+see Note [Trusted folders] for whose it may be. A test that ran in several rounds failed if it failed in any of them.
 """
 
 from __future__ import annotations
@@ -39,43 +37,41 @@ from torch_ext.runner.selection import SelectionError
 
 __all__ = ["History", "divide", "narrow"]
 
-_FOLDER = "history"  # below the cache's
-_ROOTS, _RECORDS, _TESTS = 100, 5, 20_000
-_FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
+_FOLDER, _FILE = "history", "tests.json"  # below the cache's
+_TESTS = 20_000
 
 
 class _Record(NamedTuple):
-    """How one test ended in one run."""
+    """How a test ended in the last run that had it."""
 
-    device: str  # the device type that was asked for; empty: the machine's best
-    status: str  # the value of its `Status`: of several rounds the first failure, else the last
-    duration_s: float  # how long it took; the median of all rounds and attempts
+    failed: bool
+    duration_s: float  # the median of all rounds and attempts
 
 
 class History:
-    """The records of one root, below the cache's ``folder``; None: nothing is remembered."""
+    """The records of the tests below ``root``, in the cache's ``folder``; None: nothing is remembered."""
 
-    def __init__(self, folder: Path | None, root: Path, device: str) -> None:
+    def __init__(self, folder: Path | None, root: Path) -> None:
         place = None if folder is None else folder / _FOLDER
-        trusted = place is not None and not cache.why_not_trusted(place)
-        digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-        self._path = place / f"{root.name}-{digest}.json" if place is not None and trusted else None
-        self._device = device
+        self._path = place / _FILE if place is not None and not cache.why_not_trusted(place) else None
+        self._root = root
 
     @cached_property
-    def _known(self) -> Mapping[str, Sequence[_Record]]:
+    def _known(self) -> Mapping[str, _Record]:
         return {} if self._path is None else _read(self._path)
+
+    def _key(self, test: TestName) -> str:
+        return f"{self._root}/{test.id}"
 
     def failed(self, test: TestName) -> bool:
         """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
-        ids = (test.id, TestName(test.file, test.cls).id, test.file)
-        return any(found[-1].status in _FAILED for each in ids if (found := self._known.get(each)))
+        found = (self._known.get(self._key(each)) for each in (test, *_above(test)))
+        return any(record is not None and record.failed for record in found)
 
     def expected_s(self, test: TestName) -> float | None:
-        """Return how long ``test`` should take, by its last times on this device, else on any; None if it has none."""
-        ran = [record for record in self._known.get(test.id, ()) if record.status != Status.SKIPPED.value]
-        ours = [record for record in ran if record.device == self._device] or ran
-        return statistics.median(record.duration_s for record in ours) if ours else None
+        """Return how long ``test`` took when it ran last; None if it never has."""
+        found = self._known.get(self._key(test))
+        return found.duration_s if found is not None else None
 
     def save(self, results: Iterable[TestResult]) -> None:
         """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
@@ -90,34 +86,33 @@ class History:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 known = _read(self._path)
                 for test in of_test:
-                    if test.method:  # its file could be imported, and its class begun
-                        for above in (test.file, TestName(test.file, test.cls).id):
-                            known.pop(above, None)
+                    for above in _above(test) if test.method else ():  # its file could be imported, and its class begun
+                        known.pop(self._key(above), None)
                 for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
-                    known[test.id] = [*known.pop(test.id, ()), self._record(rounds)][-_RECORDS:]
+                    before = known.pop(self._key(test), None)
+                    known[self._key(test)] = _record(rounds, before)
                 cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
-            _drop_old_roots(self._path.parent)
-
-    def _record(self, rounds: Sequence[TestResult]) -> _Record:
-        told = next((one for one in rounds if one.status.value in _FAILED), rounds[-1])
-        times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
-        return _Record(self._device, told.status.value, round(statistics.median(times_s), 4))
 
 
-def _read(path: Path) -> dict[str, list[_Record]]:
+def _above(test: TestName) -> tuple[TestName, ...]:
+    return TestName(test.file, test.cls), TestName(test.file)
+
+
+def _record(rounds: Sequence[TestResult], before: _Record | None) -> _Record:
+    failed = any(one.status.counted is Status.FAILED for one in rounds)
+    if before is not None and all(one.status is Status.SKIPPED for one in rounds):  # that took no time
+        return _Record(failed, before.duration_s)
+    times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
+    return _Record(failed, round(statistics.median(times_s), 4))
+
+
+def _read(path: Path) -> dict[str, _Record]:
     """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
     try:
         told: Any = json.loads(path.read_bytes())
-        return {str(test): [_Record(*fields) for fields in rows] for test, rows in told["tests"].items() if rows}
+        return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in told["tests"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-
-
-def _drop_old_roots(folder: Path) -> None:
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    for path in files[:-_ROOTS]:
-        for each in (path, path.with_suffix(".lock")):
-            each.unlink(missing_ok=True)
 
 
 def narrow(

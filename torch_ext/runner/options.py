@@ -186,9 +186,6 @@ class RunOptions:
     json: str = _typed("", Row(("--json",), _SHOWN, "write what happens to FILE (- is stdout), one JSON object a line; "
         "with --list, the tests and their needs", _FILE))
     junit: str = _typed("", Row(("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE))
-    html: str = _typed("", Row(("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE))
-    trace: str = _typed("", Row(("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev",
-        _FILE))
     github: bool = _typed(False, Row(("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"))
     show_config: bool = _typed(False, Row(("--show-config",), _MORE, "show the value of each option and where it comes "
         "from"))

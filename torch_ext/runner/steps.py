@@ -5,8 +5,7 @@ step               returns                     decides
 =================  ==========================  ==================================================================
 :func:`select`     :class:`Request`            which test files the patterns mean
 :func:`name`       a :class:`Collected` each   the tests of these files, from the cache or by importing them
-:func:`choose`     :class:`Chosen`             which tests run, and what to warn of
-:func:`schedule`   :class:`Plan`               by class, in which order
+:func:`choose`     :class:`Chosen`             which tests run, by class, and what to warn of
 =================  ==========================  ==================================================================
 
 :func:`name` starts processes, through an executor; the other steps start none.
@@ -37,7 +36,7 @@ from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selection, SelectionError, keyword_filter, select_files, select_tests
 
-__all__ = ["Chosen", "Executor", "Judge", "Request", "Upstream", "choose", "name", "schedule", "select"]
+__all__ = ["Chosen", "Executor", "Judge", "Request", "Upstream", "choose", "name", "select"]
 
 # So many files take a while to import, and a user wonders what the run does.
 _MANY_FILES = 5
@@ -137,7 +136,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
         names = NameCache(cache.folder(), surroundings(options.device))
     selection = select_files([file.name for file in found], options.include, options.exclude, _prefixes(options))
     files = [file for file in found if file.name in set(selection.files)]
-    fits, history = keyword_filter(options.keywords), History(cache.folder(), options.root, options.device)
+    fits, history = keyword_filter(options.keywords), History(cache.folder(), options.root)
     return Request(options, files, names, selection, fits, history, upstream if options.upstream else None)
 
 
@@ -190,7 +189,7 @@ def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collect
         return collected
     # Parts are chosen after that: machines must agree.
     undivided = replace(request, options=replace(request.options, shard=None))
-    wanted = {test.file for test in choose(undivided, collected).tests}
+    wanted = {test.file for test in choose(undivided, collected).plan.tests}
     stale = [one.file for one in collected if one.cached and one.file.name in wanted]
     fresh = {one.file: one for one in collect_names(stale, request.names, collect, cached=False)}
     return [fresh.get(one.file, one) for one in collected]
@@ -201,7 +200,7 @@ class Chosen:
     """The tests that run, and what the user should know of the choice."""
 
     request: Request
-    tests: Sequence[TestName]  # in the order of their files
+    plan: Plan
     failures: Sequence[TestResult]  # results of files that cannot be imported
     needs: Mapping[TestName, Needs]  # of tests, as far as they are known
     note: str  # a sentence for the report about a part of the tests; empty if all run
@@ -236,7 +235,8 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
     tests, note = narrow(options, request.history, fitting, collected)
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     device = next((one.device for one in collected if one.device), options.device)
-    return Chosen(request, tests, failures, needs, note, warnings, device, sum(one.cached for one in collected))
+    plan = make_plan(request.files, tests, needs, lambda test: request.history.expected_s(test) or 1.0)
+    return Chosen(request, plan, failures, needs, note, warnings, device, sum(one.cached for one in collected))
 
 
 def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
@@ -247,9 +247,3 @@ def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
         return []
     more = f" and {len(asked) - 1} more files" if len(asked) > 1 else ""
     return [f"no test in {asked[0]}{more}; functions and classes without a base are pytest's: python -m pytest FILE"]
-
-
-def schedule(chosen: Chosen) -> Plan:
-    """Return the plan of the chosen tests, by class, in the order of their files."""
-    expected_s = chosen.request.history.expected_s
-    return make_plan(chosen.request.files, chosen.tests, chosen.needs, lambda test: expected_s(test) or 1.0)

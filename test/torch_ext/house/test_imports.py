@@ -242,7 +242,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
         (
             "import torch_ext.__main__",
             None,
-            {"rich", "difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"},
+            {"difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"},
         ),
         (f"from {_HELPERS} import common_distributed, common_utils", _OF_TESTS, _UPSTREAMS),
         (f"import {_HELPERS}.hypothesis_utils", None, {f"{_HELPERS}._fsdp"}),

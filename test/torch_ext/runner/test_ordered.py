@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test.torch_ext.runner.fakes import file, named
 from torch_ext.results import Began, Event, Over, RoundBegan, RunEnded, Status, TestName, TestResult
-from torch_ext.runner.reporters.make import InOrder
+from torch_ext.runner.reporters.tally import InOrder
 from torch_ext.runner.schedule import make_plan
 
 A1, A2, B1, C1 = named("a.py::A::1", "a.py::A::2", "a.py::B::1", "b.py::C::1")

@@ -8,86 +8,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torch_ext.results import (
-    Began,
-    Event,
-    Needs,
-    Over,
-    RoundBegan,
-    RunEnded,
-    Stalled,
-    Status,
-    TestName,
-    TestResult,
-    Tick,
-)
+from torch_ext.results import Event, Needs, RunEnded, Status, TestName
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import Reporter, ReportFile, Tally
-from torch_ext.runner.reporters.text import StyledWriter, TextReporter, describe_failure, is_live
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
+from torch_ext.runner.reporters.tally import InOrder, Reporter, ReportFile, Tally
+from torch_ext.runner.reporters.text import TextReporter, Writer, describe_failure, is_live
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.schedule import Plan
 
-__all__ = ["InOrder", "Reporters", "annotate", "annotation"]
-
-_Key = tuple[str, str]
-
-
-class InOrder:
-    """A reporter that hands all events on to another, class after class.
-
-    The first class of the plan that is not over passes through as it happens. Events of later classes wait for their
-    turn, or for the end of the run. A failure is reported at once, and so is the beginning of a class, since it says
-    that the run goes on.
-    """
-
-    def __init__(self, plan: Plan, reporter: Reporter) -> None:
-        self._reporter = reporter
-        self._held: dict[_Key, list[Event]] = {}
-        self._over: set[_Key] = set()
-        self._order = [batch.key for batch in plan]
-        self._place = {key: place for place, key in reversed(list(enumerate(self._order)))}
-        self._at = 0
-
-    def __call__(self, event: Event) -> None:
-        failed = isinstance(event, TestResult) and event.status.counted is Status.FAILED
-        if not failed and isinstance(event, (Began, TestResult)) and event.test.method:
-            self._take(event)
-        elif isinstance(event, (Began, TestResult, Stalled)):
-            self._reporter(event)
-        elif isinstance(event, Over):
-            self._end(event.test)
-        elif isinstance(event, (RoundBegan, RunEnded)):
-            for key in sorted(self._held, key=lambda key: self._place.get(key, -1)):
-                self._hand_on(key)
-            self._over.clear()
-            self._at = 0
-            self._reporter(event)
-
-    def _take(self, event: Began | TestResult) -> None:
-        key = event.test.file, event.test.cls
-        self._held.setdefault(key, []).append(event)
-        if self._place.get(key, -1) <= self._at:
-            self._hand_on(key)
-
-    def _end(self, test: TestName) -> None:
-        """Nothing more comes of a class: hand on the classes whose turn it is."""
-        self._over.add((test.file, test.cls))
-        while self._at < len(self._order):
-            self._hand_on(self._order[self._at])
-            if self._order[self._at] not in self._over:
-                return
-            self._at += 1
-
-    def _hand_on(self, key: _Key) -> None:
-        for event in self._held.pop(key, ()):
-            self._reporter(event)
-
+__all__ = ["Reporters", "annotate", "annotation"]
 
 # Of one of GitHub's annotations, lines on stdout that it shows beside the code; ten of a step for each level.
 _MOST_CHARACTERS = 4000
 
 
-def annotate(tally: Tally, interrupted: bool, *, root: str, out: StyledWriter) -> None:
+def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
     """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. At the end of the run, no other
     output stands between them.
     """
@@ -137,37 +71,25 @@ class Reporters:
         notes: Sequence[str] = (),
     ) -> None:
         self.tally = Tally(plan)
-        stream, start_s = sys.stderr if options.json == "-" else sys.stdout, time.time()
-        files: list[Reporter] = []
+        stream = sys.stderr if options.json == "-" else sys.stdout
+        out, files = Writer(stream), list[Reporter]()
         self._at_end: list[Callable[[Tally, bool], None]] = []
         if options.json:
             from torch_ext.runner.reporters.jsonlines import JsonReporter
 
             files.append(JsonReporter(self.tally, options, ReportFile(options.json, "the JSON report"), needs))
-        if options.trace:
-            from torch_ext.runner.reporters.trace import write_trace
-
-            file = ReportFile(options.trace, "the trace")
-            log: list[tuple[float, Event]] = [(time.monotonic(), Tick())]
-            files.append(lambda event: log.append((time.monotonic(), event)))
-            self._at_end.append(lambda tally, interrupted: write_trace(log, file))
         if options.junit:
             from torch_ext.runner.reporters.junit import write_junit
 
             junit = ReportFile(options.junit, "the JUnit report")
-            self._at_end.append(partial(write_junit, options=options, file=junit, start_s=start_s))
-        if options.html:
-            from torch_ext.runner.reporters.html import write_page
-
-            page = ReportFile(options.html, "the HTML page")
-            self._at_end.append(partial(write_page, options=options, file=page, start_s=start_s))
+            self._at_end.append(partial(write_junit, options=options, file=junit, start_s=time.time()))
         if options.github:
-            self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=StyledWriter(stream)))
-        live = is_live(stream) and options.verbosity >= 0 and not options.show_output
-        text = TextReporter(plan, options, stream, notes, announce=not live)
-        running = Running(self.tally, expected_s, time.monotonic())
+            self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=out))
         often = options.verbosity >= 0
-        watch = LiveWatch(running, text.writer) if live else PlainWatch(running, text.writer, often=often)
+        live = is_live(stream) and often and not options.show_output
+        text = TextReporter(self.tally, options, out, notes, announce=not live)
+        make_watch = LiveWatch if live else partial(PlainWatch, often=often)
+        watch = make_watch(self.tally, expected_s, out)
         self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
 
     def __call__(self, event: Event) -> None:
