@@ -19,7 +19,7 @@ import torch_ext
 from torch_ext.personality import AS_CUDA, torch_lacks_cuda
 from torch_ext.results import SetupError
 from torch_ext.runner.names import find_test_files, holds_tests
-from torch_ext.runner.options import TABLE, Row, RunOptions, default_root
+from torch_ext.runner.options import TABLE, Row, RunOptions, default_root, typed
 from torch_ext.runner.selection import advice
 
 __all__ = ["parse"]
@@ -44,8 +44,8 @@ Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usag
 _VARIABLE = "TORCH_EXT_OPTIONS"
 # Options of earlier versions, and what to type in their place.
 _GONE = {
-    "--html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
-    "--trace": "--json FILE says when each class and test began and ended",
+    "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
+    "trace": "--json FILE says when each class and test began and ended",
 }
 _SECTION, _TYPED = "[tool.torch_ext]", "command line"
 
@@ -90,25 +90,18 @@ class _Parser(argparse.ArgumentParser):
         return {field: tuple(value) if isinstance(value, list) else value for field, value in given.items()}
 
 
-def _instead(flag: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown ``flag``: what to type in its place, as far as that is known."""
-    return f"; {_GONE[flag]}" if flag in _GONE else advice(flag, known)
+def _instead(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown option: what to type in its place, as far as that is known."""
+    gone = _GONE.get(name.lstrip("-"))
+    return f"; {gone}" if gone else advice(name, known)
 
 
 def _add(group: argparse._ArgumentGroup, row: Row) -> None:
-    def read(text: str) -> object:
-        if not text:
-            raise argparse.ArgumentTypeError("got nothing, as from a variable that is not set")
-        try:
-            return row.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
     how: dict[str, Any] = {"dest": row.field, "help": row.help.replace("%", "%%")}
     if not row.metavar:
         how |= {"action": "store_const", "const": row.const}
     else:
-        how |= {"metavar": row.metavar, "type": read, "choices": row.choices or None}
+        how |= {"metavar": row.metavar, "type": typed(row.read), "choices": row.choices or None}
         if row.many:
             how |= {"action": "append"} if row.field == "keywords" else {"action": "extend", "nargs": "+"}
     group.add_argument(*row.flags, **how)
@@ -194,7 +187,7 @@ def _flags_of(path: Path) -> list[str]:
     flags = []
     for key, value in section.items():
         if (row := rows.get(key.replace("_", "-"))) is None:
-            near = _instead(f"--{key.replace('_', '-')}", [f"--{name}" for name in rows])
+            near = _instead(key.replace("_", "-"), rows)
             raise SetupError(f"{path}: {_SECTION} has the key {key!r}, which is no option{near}")
         if isinstance(value, bool) == bool(row.metavar):
             expected = "a value" if row.metavar else "true or false"

@@ -1,4 +1,5 @@
-"""Which of the tests that patterns select run: those that failed, those of changed files, a part.
+"""Which tests run: those of the files of a request that its patterns and keywords mean, and of these what failed, what
+changed, or a part.
 
 Note [Parts]
 ~~~~~~~~~~~~
@@ -6,113 +7,109 @@ Note [Parts]
 the selected tests and from ``--times`` alone, never from what one machine happens to remember, and the report names the
 plan that was divided: parts of one run show the same name. Classes stay whole, since their tests share fixtures. The
 class that takes longest goes to the part with the least to do so far.
-
-Note [The history]
-~~~~~~~~~~~~~~~~~~
-One JSON file in the cache's folder holds how each of the 20,000 tests that ran last ended, and how long it took. A run
-reads it once, and adds its own results at its end, under a lock and by renaming, to what lies there then: so runs side
-by side lose nothing of each other's. A history that cannot be read or written costs what is made of it, never a run;
-see Note [Trusted folders] for whose it may be. A test that ran in several rounds failed if it failed in any of them.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from torch_ext import cache
-from torch_ext.results import Status, TestName, TestResult
-from torch_ext.runner.names import Collected
+from torch_ext.results import WITHOUT_TESTS, Needs, TestName, TestResult, import_failure
+from torch_ext.runner.history import History
+from torch_ext.runner.names import Collected, TestFile, collect_names
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.selection import SelectionError
+from torch_ext.runner.schedule import Plan, make_plan
+from torch_ext.runner.selection import Selection, SelectionError, select_tests
+from torch_ext.runner.steps import Executor, Request
 
-__all__ = ["History", "divide", "narrow"]
+__all__ = ["Chosen", "choose", "divide", "name"]
 
-_FOLDER, _FILE = "history", "tests.json"  # below the cache's
-_TESTS = 20_000
-
-
-class _Record(NamedTuple):
-    """How a test ended in the last run that had it."""
-
-    failed: bool
-    duration_s: float  # the median of all rounds and attempts
+# So many files take a while to import, and a user wonders what the run does.
+_MANY_FILES = 5
 
 
-class History:
-    """The records of the tests below ``root``, in the cache's ``folder``; None: nothing is remembered."""
+def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:
+    """Return the tests of every file, from the cache where it has them. For a run, import the files whose cached names
+    hold a selected test; see Note [Cached names].
+    """
 
-    def __init__(self, folder: Path | None, root: Path) -> None:
-        place = None if folder is None else folder / _FOLDER
-        self._path = place / _FILE if place is not None and not cache.why_not_trusted(place) else None
-        self._root = root
+    def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
+        if len(files) >= _MANY_FILES and request.options.verbosity >= 0 and sys.stderr is not None:
+            from torch_ext.world.wording import PREFIX  # on use: a list of cached names does not pay for it
 
-    @cached_property
-    def _known(self) -> Mapping[str, _Record]:
-        return {} if self._path is None else _read(self._path)
+            print(f"{PREFIX}imports {len(files)} files to name their tests", file=sys.stderr)
+        return executor().collect(files)
 
-    def _key(self, test: TestName) -> str:
-        return f"{self._root}/{test.id}"
-
-    def failed(self, test: TestName) -> bool:
-        """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
-        found = (self._known.get(self._key(each)) for each in (test, *_above(test)))
-        return any(record is not None and record.failed for record in found)
-
-    def expected_s(self, test: TestName) -> float | None:
-        """Return how long ``test`` took when it ran last; None if it never has."""
-        found = self._known.get(self._key(test))
-        return found.duration_s if found is not None else None
-
-    def save(self, results: Iterable[TestResult]) -> None:
-        """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
-        of_test: dict[TestName, list[TestResult]] = {}
-        for result in results:
-            of_test.setdefault(result.test, []).append(result)
-        if self._path is None or not of_test:
-            return
-        with suppress(OSError):
-            cache.make(self._path.parent)
-            with open(self._path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                known = _read(self._path)
-                for test in of_test:
-                    for above in _above(test) if test.method else ():  # its file could be imported, and its class begun
-                        known.pop(self._key(above), None)
-                for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
-                    before = known.pop(self._key(test), None)
-                    known[self._key(test)] = _record(rounds, before)
-                cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
+    collected = collect_names(request.files, request.names, collect)
+    if request.options.list_only or not any(one.cached for one in collected):
+        return collected
+    # Parts are chosen after that: machines must agree.
+    undivided = replace(request, options=replace(request.options, shard=None))
+    wanted = {test.file for test in choose(undivided, collected).plan.tests}
+    stale = [one.file for one in collected if one.cached and one.file.name in wanted]
+    fresh = {one.file: one for one in collect_names(stale, request.names, collect, cached=False)}
+    return [fresh.get(one.file, one) for one in collected]
 
 
-def _above(test: TestName) -> tuple[TestName, ...]:
-    return TestName(test.file, test.cls), TestName(test.file)
+@dataclass(frozen=True)
+class Chosen:
+    """The tests that run, and what the user should know of the choice."""
+
+    request: Request
+    plan: Plan
+    failures: Sequence[TestResult]  # results of files that cannot be imported
+    needs: Mapping[TestName, Needs]  # of tests, as far as they are known
+    note: str  # a sentence for the report about a part of the tests; empty if all run
+    warnings: Sequence[str]  # a sentence for each pattern or file that was asked for and does not run
+    device: str  # the device type that the files test, as far as it is known
+    cached: int  # how many files have cached names
 
 
-def _record(rounds: Sequence[TestResult], before: _Record | None) -> _Record:
-    failed = any(one.status.counted is Status.FAILED for one in rounds)
-    if before is not None and all(one.status is Status.SKIPPED for one in rounds):  # that took no time
-        return _Record(failed, before.duration_s)
-    times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
-    return _Record(failed, round(statistics.median(times_s), 4))
+def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
+    """Apply patterns, keywords, and the options that choose by history, by git or in parts.
+
+    Raises:
+        SelectionError: nothing is left, or a pattern fits no test.
+    """
+    options = request.options
+    broken = {one.file.name: one for one in collected if one.error}
+    known = [test for one in collected if not one.error for test in one.tests]
+    selected = select_tests(request.selection, known, broken)
+    fitting = [test for test in selected.tests if request.fits(test)]
+    failures = [import_failure(file, broken[file].error, broken[file].left) for file in selected.broken]
+    empty = [one.file.name for one in collected if not one.tests and not one.error]
+    if options.upstream and not options.narrowed:
+        failures += [import_failure(file, "", WITHOUT_TESTS) for file in empty]
+    warnings = [] if options.upstream else _without_tests(request.selection, empty)
+    if not fitting:
+        why = f"none of {len(selected.tests)} tests fits -k {' '.join(options.keywords)!r}"
+        if not selected.tests:
+            why = warnings.pop() if warnings else "-x excludes every test that -i selects"
+        if not failures:
+            raise SelectionError(f"nothing selected: {why}")
+        warnings += [why] if selected.tests else []  # without any test, failures say enough
+    tests, note = narrow(options, request.history, fitting, collected)
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+    device = next((one.device for one in collected if one.device), options.device)
+    plan = make_plan(request.files, tests, needs, lambda test: request.history.expected_s(test) or 1.0)
+    return Chosen(request, plan, failures, needs, note, warnings, device, sum(one.cached for one in collected))
 
 
-def _read(path: Path) -> dict[str, _Record]:
-    """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
-    try:
-        told: Any = json.loads(path.read_bytes())
-        return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in told["tests"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
+    """Say which of the files that were asked for hold no test."""
+    targets = [target.files for target in selection.include if not target.names]
+    asked = [file for file in empty if not selection.include or any(file in files for files in targets)]
+    if not asked:
+        return []
+    more = f" and {len(asked) - 1} more files" if len(asked) > 1 else ""
+    return [f"no test in {asked[0]}{more}; functions and classes without a base are pytest's: python -m pytest FILE"]
 
 
 def narrow(

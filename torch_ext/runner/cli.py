@@ -23,9 +23,10 @@ from pathlib import Path
 from torch_ext.compat import untested_torch
 from torch_ext.results import FAILED, INTERRUPTED, OK, USAGE, OutputError, SetupError
 from torch_ext.runner.arguments import parse
+from torch_ext.runner.choice import Chosen, choose, name
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.steps import Chosen, Executor, Upstream, choose, name, select
+from torch_ext.runner.steps import Executor, Upstream, select
 
 __all__ = ["main", "main_for_file"]
 

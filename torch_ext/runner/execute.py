@@ -133,7 +133,7 @@ class RunExecutor:
         """See :class:`Executor`."""
         if not plan.batches:
             return
-        packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
+        packs = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
         at_once = (self._options.jobs or slots.number) if packs else 1

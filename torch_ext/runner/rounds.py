@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch_ext.results import FAILED, INTERRUPTED, OK, ClassEvent, RoundBegan, RunEnded, Status, TestName, TestResult
+from torch_ext.runner.choice import Chosen
 from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.schedule import Plan
-from torch_ext.runner.steps import Chosen, Executor, Judge
+from torch_ext.runner.steps import Executor, Judge
 from torch_ext.world.wording import printable
 
 __all__ = ["Rounds"]

@@ -1,4 +1,4 @@
-"""The zygotes of a run: one for each file, and where classes run side by side a copy of it for each of them."""
+"""The zygotes of a run: one for each file, and a copy of it for each class that runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class RunZygotes:
         self._environment = dict(environment)
         self._scratch = scratch
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # how long an import may take, in seconds
-        self.copies = False  # each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
         self._ahead = (_REWRITING,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
@@ -122,8 +121,6 @@ class RunZygotes:
             LoadError: the file cannot be imported.
             ZygoteDiedError: the process ended while importing it.
         """
-        if not self.copies:
-            return (yield from self.of_file(batch.file))
         if batch.key in self._copies:
             return self._copies[batch.key]
         for once_more in (True, False):
@@ -153,11 +150,8 @@ class RunZygotes:
 
     def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
         """Give up ``zygote``, which is gone; None if there was none. The next use starts another."""
-        copy = self._copies.get(batch.key)
-        if copy is not None and copy is zygote:
+        if zygote is not None and self._copies.get(batch.key) is zygote:
             self.leave(batch)
-        elif not self.copies:
-            self.forget(batch.file, zygote)
 
     def leave(self, batch: Batch) -> None:
         """End what a class had to itself."""

@@ -62,7 +62,6 @@ class _Supervisor:
         self._options = replace(settings.options, root=Path.cwd(), show_output=False)
         environment = shared_environment(self._options.environment())
         self._zygotes = RunZygotes(self._options, environment, folder)
-        self._zygotes.copies = True
         here = TestFile("", Path.cwd(), "", Path.cwd())
         devices = ask_for_devices(self._zygotes.root(here), environment)
         self._machine = Machine(folder, environment, devices, self._options.slots)
