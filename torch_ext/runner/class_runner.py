@@ -22,7 +22,7 @@ from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClo
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Notice
 from torch_ext.world.settings import Patience
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
 __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
@@ -80,7 +80,7 @@ class ClassRunner:
         self._batch = batch
         self._options = options
         self._sink = sink
-        self._zygote: ZygoteClient | None = None
+        self._zygote: ZygoteCopy | None = None
         self._class = TestName(batch.file.name, batch.cls)
         self._left = list(batch.tests)
         self._failed = False
@@ -93,13 +93,16 @@ class ClassRunner:
     def run(self) -> Task[bool]:
         """A task that runs the batch, and returns whether the run goes on after it."""
         self._sink(Began(self._class))
-        while self._left and not self._class_is_over and not self._stop:
-            try:
-                yield from self._run_one_process()
-            except LoadError as error:
-                self._file_failed(raised(str(error)))
-            except ZygoteDiedError as error:
-                self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        try:
+            while self._left and not self._class_is_over and not self._stop:
+                try:
+                    yield from self._run_one_process()
+                except LoadError as error:
+                    self._file_failed(raised(str(error)))
+                except ZygoteDiedError as error:
+                    self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        finally:
+            self._close_zygote()
         self._sink(Over(self._class))
         return not self._stop
 
@@ -108,12 +111,13 @@ class ClassRunner:
         return self._failed and self._options.failfast
 
     def _run_one_process(self) -> Task[None]:
-        batch, place, options = self._batch, self._place, self._options
-        zygote = self._zygote = yield from self._zygotes.of_class(batch)
-        module, argv = self._zygotes.module_of(batch.file), (str(batch.file.path),)
+        file, place, options = self._batch.file, self._place, self._options
+        if self._zygote is None:
+            self._zygote = yield from self._zygotes.copy_of(file)
+        module, argv = self._zygotes.module_of(file), (str(file.path),)
         order = ClassOrder(module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
         self._running, self._last, before = None, None, len(self._left)
-        with ClassChild(order, zygote, place, options) as process:
+        with ClassChild(order, self._zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
                 self._hear(event, process)
             self._process_ended(process, before)
@@ -159,8 +163,13 @@ class ClassRunner:
         if not following.go_on:
             self._class_is_over = True
 
+    def _close_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
     def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
-        self._zygotes.drop(self._batch, self._zygote)
+        self._close_zygote()
         if not fruitless:
             return
         if not self._may_lose_zygote:
