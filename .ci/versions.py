@@ -32,8 +32,11 @@ PACKAGES = ["numpy", "expecttest", "hypothesis", "ninja", "pytest", "pytest-xdis
 def main(arguments: list[str]) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes the environment
-    commands = arguments[end + 1 :] or TESTS
-    failed = [step for version in arguments[:end] or RELEASES for step in failed_steps(version, commands)]
+    commands, releases = arguments[end + 1 :] or TESTS, arguments[:end] or RELEASES
+    if not all(version[:1].isdigit() for version in releases):
+        print(__doc__, file=sys.stderr)
+        return 2
+    failed = [step for version in releases for step in failed_steps(version, commands)]
     print("\n".join(["", *failed] if failed else ["", "ok"]))
     return int(bool(failed))
 
