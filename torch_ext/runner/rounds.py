@@ -1,4 +1,4 @@
-"""A run of the plan: as many rounds as were asked for, and in each the failed tests once more, in fresh worlds.
+"""A run of the chosen tests, with its reporters: as many rounds as were asked for, in each the failed tests once more.
 
 Note [Reruns]
 ~~~~~~~~~~~~~
@@ -10,18 +10,85 @@ imported.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from torch_ext.results import FAILED, INTERRUPTED, OK, ClassEvent, RoundBegan, RunEnded, Status, TestName, TestResult
+from torch_ext.results import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    ClassEvent,
+    Event,
+    Needs,
+    RoundBegan,
+    RunEnded,
+    Status,
+    TestName,
+    TestResult,
+)
 from torch_ext.runner.choice import Chosen
-from torch_ext.runner.reporters.make import Reporters
+from torch_ext.runner.options import RunOptions
+from torch_ext.runner.reporters.tally import InOrder, Reporter, ReportFile, Tally
+from torch_ext.runner.reporters.text import TextReporter, Writer, annotate, is_live
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
 from torch_ext.world.wording import printable
 
-__all__ = ["Rounds"]
+__all__ = ["Reporters", "Rounds"]
+
+
+class Reporters:
+    """Every reporter that ``options`` ask for. The text goes to stderr where JSON takes stdout.
+
+    Args:
+        expected_s: how long a test should take, if that is known.
+        notes: sentences to begin with.
+
+    Raises:
+        SetupError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: RunOptions,
+        needs: Mapping[TestName, Needs] = {},
+        expected_s: Callable[[TestName], float | None] = lambda test: None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.tally = Tally(plan)
+        stream = sys.stderr if options.json == "-" else sys.stdout
+        out, files = Writer(stream), list[Reporter]()
+        self._at_end: list[Callable[[Tally, bool], None]] = []
+        if options.json:
+            from torch_ext.runner.reporters.jsonlines import JsonReporter
+
+            files.append(JsonReporter(self.tally, options, ReportFile(options.json, "the JSON report"), needs))
+        if options.junit:
+            from torch_ext.runner.reporters.junit import write_junit
+
+            junit = ReportFile(options.junit, "the JUnit report")
+            self._at_end.append(partial(write_junit, options=options, file=junit, start_s=time.time()))
+        if options.github:
+            self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=out))
+        often = options.verbosity >= 0
+        live = is_live(stream) and often and not options.show_output
+        text = TextReporter(self.tally, options, out, notes, announce=not live)
+        make_watch = LiveWatch if live else partial(PlainWatch, often=often)
+        watch = make_watch(self.tally, expected_s, out)
+        self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
+
+    def __call__(self, event: Event) -> None:
+        for reporter in self._all:
+            reporter(event)
+        if isinstance(event, RunEnded):
+            for write in self._at_end:
+                write(self.tally, event.interrupted)
 
 
 class Rounds:

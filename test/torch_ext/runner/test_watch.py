@@ -27,10 +27,10 @@ from torch_ext.results import (
     Tick,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.make import Reporters
 from torch_ext.runner.reporters.tally import Tally
 from torch_ext.runner.reporters.text import Writer
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.rounds import Reporters
 from torch_ext.runner.schedule import make_plan
 
 ONE, TWO, OTHER = named("a.py::TestA::test_1", "a.py::TestA::test_2", "a.py::TestB::t")

@@ -1,4 +1,4 @@
-"""What a user reads of a run: progress, each failure as it happens, and the summary."""
+"""What a user reads of a run: progress, each failure as it happens, and the summary; and annotations of GitHub's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_ext.runner.schedule import Batch
 from torch_ext.world.verdict import end_of_output, render
 from torch_ext.world.wording import printable
 
-__all__ = ["TextReporter", "Writer", "describe_failure", "is_live", "rerun_command"]
+__all__ = ["TextReporter", "Writer", "annotate", "annotation", "describe_failure", "is_live", "rerun_command"]
 
 # What a command that runs a test again repeats.
 _CONDITIONS = {
@@ -312,3 +312,37 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
     for part in parts:
         line += [", ", part] if line else [part]
     return line
+
+
+# Of one of GitHub's annotations, lines on stdout that it shows beside the code; ten of a step for each level.
+_MOST_CHARACTERS = 4000
+
+
+def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
+    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. At the end of the run, no other
+    output stands between them.
+    """
+    for result in tally.results:
+        file = os.path.normpath(os.path.join(root, result.test.file))
+        if result.status is Status.FLAKY:
+            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
+            out.verbatim(annotation("warning", file, f"flaky: {result.test.id}", text))
+        elif result.status.counted is Status.FAILED:
+            out.verbatim(annotation("error", file, result.test.id, describe_failure(result)))
+
+
+def annotation(level: str, file: str, title: str, text: str) -> str:
+    r"""Return the line that GitHub's runner obeys.
+
+    >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
+    '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
+    """
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")
