@@ -4,8 +4,8 @@ The rooms, each below the ones that follow it:
 
 ``options``, ``arguments``     what a user can ask for; the command line, the configuration and the environment
 ``names``, ``selection``       the test files below a root and the tests of each; what patterns and keywords mean
-``history``, ``schedule``      how tests ended when they ran last; which class runs when, and on which slots
-``steps``, ``choice``          the test files that are asked for; which of their tests run
+``schedule``                   which class runs when, and on which slots
+``steps``, ``choice``          the test files that are asked for; which of their tests run, and how they ended last
 ``messages``                   what the supervisor and the processes that hold tests say to each other
 ``class_process``              what runs in those processes
 ``loop``, ``places``, ``zygotes``   tasks on one thread, what each running class has to itself, who starts it

@@ -99,7 +99,7 @@ class Rounds:
         self._executor = executor
         self._options = chosen.request.options
         self._judge = _judge(chosen)
-        notes, expected_s = filter(None, [chosen.note]), chosen.request.history.expected_s
+        notes, expected_s = filter(None, [chosen.note]), chosen.history.expected_s
         self._reporters = Reporters(chosen.plan, self._options, chosen.needs, expected_s, list(notes))
         self._tally = self._reporters.tally
         self._round = 1
@@ -122,7 +122,7 @@ class Rounds:
         if self._judge is not None and not interrupted:
             for stale in self._judge.out_of_date(self._chosen.plan.tests, whole=not self._options.narrowed):
                 self._take(stale)
-        self._chosen.request.history.save(self._tally.results)
+        self._chosen.history.save(self._tally.results)
         self._reporters(RunEnded(interrupted))
         flaky = any(result.status is Status.FLAKY for result in self._tally.results)
         passed = self._tally.passed and not (flaky and self._options.fail_on_flaky)

@@ -23,7 +23,6 @@ from typing import NamedTuple, Protocol
 
 from torch_ext import cache
 from torch_ext.results import Sink, TestName, TestResult
-from torch_ext.runner.history import History
 from torch_ext.runner.names import Collected, NameCache, TestFile, describe, find_test_files, surroundings
 from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.schedule import Plan
@@ -102,7 +101,6 @@ class Request:
     names: NameCache
     selection: Selection
     fits: Callable[[TestName], bool]
-    history: History
     upstream: Upstream | None = None
 
 
@@ -127,8 +125,8 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
         names = NameCache(cache.folder(), surroundings(options.device))
     selection = select_files([file.name for file in found], options.include, options.exclude, _prefixes(options))
     files = [file for file in found if file.name in set(selection.files)]
-    fits, history = keyword_filter(options.keywords), History(cache.folder(), options.root)
-    return Request(options, files, names, selection, fits, history, upstream if options.upstream else None)
+    fits = keyword_filter(options.keywords)
+    return Request(options, files, names, selection, fits, upstream if options.upstream else None)
 
 
 def _own_files(options: RunOptions) -> Sequence[TestFile]:

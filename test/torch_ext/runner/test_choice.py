@@ -16,8 +16,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import Cli, FakeCollector, FakeExecutor, ending
 from torch_ext.results import Status, TestName, TestResult
-from torch_ext.runner.choice import divide
-from torch_ext.runner.history import History
+from torch_ext.runner.choice import History, divide
 
 LAYOUT = {
     "a/test_one.py": ["TestA.test_1", "TestA.test_2", "TestB.test_1"],
@@ -292,7 +291,7 @@ def saved(found: History, *results: tuple[str, float], status: Status = Status.P
 
 
 def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_ext.runner.history._TESTS", 3)
+    monkeypatch.setattr("torch_ext.runner.choice._TESTS", 3)
     for number in range(6):
         saved(history(tmp_path), (f"t{number}", 1.0), ("always", float(number)))
     kept = json.loads((tmp_path / "cache/history/tests.json").read_text())["tests"]
@@ -311,7 +310,7 @@ def test_a_test_is_expected_to_take_as_long_as_when_it_ran_last(tmp_path: Path) 
 TWO_RUNNERS = """
 import sys
 from pathlib import Path
-from torch_ext.runner.history import History
+from torch_ext.runner.choice import History
 from torch_ext.results import Status, TestName, TestResult
 
 for number in range(40):
