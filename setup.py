@@ -21,7 +21,6 @@ setup(
         "numpy",
         "expecttest>=0.3",
         "hypothesis>=6",
-        "rich>=13",
         "ninja",
     ],
     extras_require={"cluster": ["ray>=2.40"], "completion": ["argcomplete>=3"]},

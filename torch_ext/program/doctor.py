@@ -28,7 +28,7 @@ from torch_ext.world.child import reason_not_to_fork
 
 __all__ = ["main"]
 
-_PACKAGES = ("numpy", "expecttest", "hypothesis", "rich", "ninja")
+_PACKAGES = ("numpy", "expecttest", "hypothesis", "ninja")
 # Collectives on the simulated accelerator keep their segments there, in bytes.
 _SHARED_BYTES = 64 << 20
 # A world of 8 ranks needs some 150.

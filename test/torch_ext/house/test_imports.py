@@ -31,7 +31,7 @@ _OF_THE_PACKAGE = {
     "results": "world",
     "runner": "world results cache compat.untested_torch machine_memory personality",
     "upstream": "accelerator world results compat personality unbuilt",
-    "program": "world cache compat cuda_as_sim machine_memory personality sim",
+    "program": "world cache compat cuda_as_sim machine_memory personality sim runner.interrupts runner.options",
     "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
@@ -242,7 +242,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
         (
             "import torch_ext.__main__",
             None,
-            {"rich", "difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"},
+            {"difflib", "torch_ext.runner.reporters", "torch_ext.runner.execute"},
         ),
         (f"from {_HELPERS} import common_distributed, common_utils", _OF_TESTS, _UPSTREAMS),
         (f"import {_HELPERS}.hypothesis_utils", None, {f"{_HELPERS}._fsdp"}),

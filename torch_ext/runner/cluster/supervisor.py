@@ -62,7 +62,6 @@ class _Supervisor:
         self._options = replace(settings.options, root=Path.cwd(), show_output=False)
         environment = shared_environment(self._options.environment())
         self._zygotes = RunZygotes(self._options, environment, folder)
-        self._zygotes.copies = True
         here = TestFile("", Path.cwd(), "", Path.cwd())
         devices = ask_for_devices(self._zygotes.root(here), environment)
         self._machine = Machine(folder, environment, devices, self._options.slots)
@@ -136,7 +135,6 @@ class _Supervisor:
         finally:
             if share := self._shares.pop(order.number, None):
                 share.close()
-            self._zygotes.leave(batch)
             place.leave()
             if self._slots:
                 self._slots.give_back(taken)
@@ -156,7 +154,7 @@ class _Supervisor:
     ) -> Task[None]:
         """Run ranks of a class of which another machine is host 0."""
         try:
-            zygote = yield from self._zygotes.of_class(batch)
+            zygote = yield from self._zygotes.copy_of(batch.file)
         except (LoadError, ZygoteDiedError) as error:
             tell(HostFailed(str(error).rstrip().rpartition("\n")[2]))
             return
@@ -166,7 +164,8 @@ class _Supervisor:
         )
         self._shares[order.number] = ranks
         tell(Joined())
-        yield from ranks.serve()
+        with contextlib.closing(zygote):
+            yield from ranks.serve()
 
     def _forget_files(self, last: TestFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]
