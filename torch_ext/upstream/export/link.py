@@ -286,7 +286,7 @@ class Linker:
         for front in (self.place(module), self.place(home)):
             if self._has(front, name) and not _is_private(found, use):
                 return local if use.through else self._reach(target, front, name, local)
-        if found is not None and _is_ours(home) and found[0].name == home:
+        if found is not None and not home.startswith("torch.") and found[0].name == home:
             return self._along(found, use, piece)
         here = self.ours.module(module)
         if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):

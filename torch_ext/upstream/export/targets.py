@@ -93,6 +93,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     classes = [each.node for each in existing.definitions.values() if each.is_class]
     first_class = existing.first_line(classes[0]) if classes else 0
     deferred = Import("__future__", "annotations") in existing.imports.values()
+    at_once = {name for piece in pieces if piece.into for name in _read_at_once(piece.statements[0])}
     at_end: list[str] = []
     edits: list[Edit] = []
     for piece in pieces:
@@ -101,8 +102,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
-        elif first_class and isinstance(getattr(piece.statements[0], "value", None), ast.Constant):
-            # A constant, which decorators and defaults of new members may need at once.
+        elif first_class and (piece.name in at_once or _is_constant(piece.statements[0])):
             edits.append(replace_lines(first_class, first_class - 1, f"{text}\n\n"))
         else:
             at_end.append(f"\n\n{text}")
@@ -110,6 +110,18 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     if sorted_imports(existing.text) == existing.text:
         text = sorted_imports(text)
     return "".join([text.rstrip("\n"), "\n", *at_end]) if at_end else text
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(getattr(statement, "value", None), ast.Constant)
+
+
+def _read_at_once(member: ast.stmt) -> set[str]:
+    """Return the names that decorators and defaults of a method read when its class is made."""
+    if not isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return set()
+    read = [*member.decorator_list, *member.args.defaults, *filter(None, member.args.kw_defaults)]
+    return {each.id for node in read for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:
