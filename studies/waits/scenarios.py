@@ -136,8 +136,9 @@ class TestDTensor(ScenarioTest):
         rows.sum().full_tensor().mul(2)
 
     def test_rows_that_two_dimensions_of_the_mesh_shard(self) -> None:
-        placements = [Replicate(), _StridedShard(0, split_factor=2)]
-        DTensor.from_local(_rows(4, 8), self._mesh(1, 2), placements).full_tensor().mul(2)
+        mesh = self._mesh(1, 2)
+        strided = DTensor.from_local(_rows(4, 8), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
+        strided.full_tensor().mul(2)
 
     def test_tensor_parallel_training(self) -> None:
         mesh = self._mesh(2)
@@ -205,7 +206,11 @@ class TestFSDP1(ScenarioTest):
         model = self._model()
         first, _, last = model.module
         _steps(model, 1)
-        first.register_forward_pre_hook(lambda *_: last._unshard(async_op=True))
+
+        def unshard_last(*_: Any) -> None:
+            last._unshard(async_op=True)
+
+        first.register_forward_pre_hook(unshard_last)
         _steps(model, 1)
 
     def test_hook_that_compresses(self) -> None:
