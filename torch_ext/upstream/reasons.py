@@ -15,8 +15,8 @@ from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Statu
 
 __all__ = ["Releases", "advised", "reason_of", "release_of_checkout", "told"]
 
-_ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
+_ASKS_BY_NAME = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
 _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
@@ -33,22 +33,23 @@ _WANTS_CUDA = re.compile(
 _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
 _NAMES_CUDA_ITSELF = re.compile(r"\bcuda\b|\bTEST_(?:CUDA|MULTIGPU)\b")
 
-# Errors that a build without CUDA raises wherever it is asked for.
-_NAMES_CUDA = (
-    re.compile(r"AssertionError: Torch not compiled with CUDA enabled"),
-    re.compile(r"RuntimeError: Distributed package doesn't have NCCL built in"),
-    re.compile(r"RuntimeError: Attempting to deserialize object on a CUDA device"),
-    re.compile(r"RuntimeError: Invalid device, must be cuda device"),
-)
-_NAMES_TRITON = (
-    re.compile(r"ModuleNotFoundError: No module named 'triton"),
-    re.compile(r"\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"),
-    re.compile(r"(?:\w+\.)*TritonMissing\b"),
-)
-_NAMES_SYMMETRIC = (
-    re.compile(r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"),
-    re.compile(r"NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"),
-)
+# Why a test cannot run here, and the errors that say so.
+_ERRORS = {
+    _TRITON: re.compile(
+        r"ModuleNotFoundError: No module named 'triton"
+        r"|\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"
+        r"|(?:\w+\.)*TritonMissing\b"
+    ),
+    _SYMMETRIC: re.compile(
+        r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"
+        r"|NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"
+    ),
+    _ASKS_BY_NAME: re.compile(
+        r"AssertionError: Torch not compiled with CUDA enabled"
+        r"|RuntimeError: (?:Distributed package doesn't have NCCL built in|Invalid device, must be cuda device)"
+        r"|RuntimeError: Attempting to deserialize object on a CUDA device"
+    ),
+}
 
 
 def reason_of(error: str, *, cuda_as_sim: bool) -> str:
@@ -61,13 +62,9 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     >>> reason_of("RuntimeError: SymmetricMemory does not support device type sim", cuda_as_sim=True)[:22]
     'needs symmetric memory'
     """
-    if any(pattern.match(error) for pattern in _NAMES_TRITON):
-        return _TRITON
-    if any(pattern.match(error) for pattern in _NAMES_SYMMETRIC):
-        return _SYMMETRIC
+    reason = next((reason for reason, pattern in _ERRORS.items() if pattern.match(error)), "")
     # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
-    names_cuda = not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA)
-    return f"{_ASKS_BY_NAME}: {_HINT}" if names_cuda else ""
+    return "" if cuda_as_sim and reason == _ASKS_BY_NAME else reason
 
 
 def told(skip: str) -> str:
@@ -97,16 +94,11 @@ def _errors(problem: Problem) -> list[str]:
     """Return the first line of each exception that ``problem`` is; an empty text for what is no exception."""
     if isinstance(problem, Raised):
         return [problem.error]
-    if isinstance(problem, RanksFailed):
-        receipts = [outcome.receipt for outcome in problem.report.outcomes if not outcome.ok]
-        # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
-        own = [
-            receipt.reason
-            for receipt in receipts
-            if receipt is not None and (not receipt.transport or reason_of(receipt.reason, cuda_as_sim=False))
-        ]
-        return own or [""]
-    return [""]
+    outcomes = problem.report.outcomes if isinstance(problem, RanksFailed) else ()
+    receipts = [outcome.receipt for outcome in outcomes if not outcome.ok and outcome.receipt is not None]
+    # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
+    own = (each.reason for each in receipts if not each.transport or reason_of(each.reason, cuda_as_sim=False))
+    return list(own) or [""]
 
 
 # Characters within which a file names its owners.
@@ -152,7 +144,7 @@ def _outside_a_checkout(path: Path) -> bool:
         return _OWNERS.search(file.read(_HEAD)) is not None
 
 
-def _key(version: str) -> tuple[int, int]:
+def _release(version: str) -> tuple[int, int]:
     found = _VERSION.match(version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -175,10 +167,9 @@ class Releases:
         except metadata.PackageNotFoundError:
             self._installed = ""
         files = list(paths)
-        checkouts = sorted({release_of_checkout(path) for path in files}, key=_key)
         self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
-        self._checkout = checkouts[-1] if checkouts else ""
-        self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
+        self._checkout = max(map(release_of_checkout, files), key=_release, default="")
+        self._newer = bool(self._installed) and _release(self._checkout) > _release(self._installed)
         self.told = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.told = (
@@ -212,5 +203,5 @@ class Releases:
             return f"needs another release of torch: {self._installed} has no {name}"
         if not self._newer:
             return ""
-        major, minor = _key(self._checkout)
+        major, minor = _release(self._checkout)
         return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"
