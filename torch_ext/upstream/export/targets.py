@@ -49,14 +49,10 @@ class Target:
 
     def import_name(self, local: str, origin: Import) -> str:
         """Import ``origin`` into the file, and return its local name there."""
-        known = {**(self.existing.imports if self.existing else {}), **self.imports}
-        for bound in (local, origin.attribute):
+        theirs = self.existing.imports if self.existing else {}
+        known = {**theirs, **self.imports}
+        for bound in (local, origin.attribute, *(theirs if origin.attribute else ())):
             if bound in known and _alike(known[bound], origin):
-                if self.existing is None or bound not in self.existing.imports:
-                    self.imports[bound] = known[bound]
-                return bound
-        for bound, each in self.existing.imports.items() if self.existing and origin.attribute else ():
-            if _alike(each, origin):
                 return bound
         clash = local in known or (self.existing is not None and local in self.existing.definitions)
         bound = f"_{local.lstrip('_')}_" if clash else local
