@@ -72,9 +72,7 @@ class Linker:
     def add_name(self, module: str, name: str) -> None:
         """Export a definition, unless upstream has it."""
         found = self.ours.find(module, name)
-        if found is None:
-            self.problems.append(f"{module} has no {name}")
-        elif (target := self._target_for(found[0].name)).whole is None:
+        if found is not None and (target := self._target_for(found[0].name)).whole is None:
             self._add_definition(target, *found)
 
     def add_member(self, module: Module, definition: Definition, name: str) -> None:
@@ -138,10 +136,7 @@ class Linker:
                     break
 
     def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
-        if name in spelled.MEMBERS:
-            there, owner = self._definition(spelled.MEMBERS[name])
-            self._add_member(target, there, owner, name, into)
-        elif advice := spelled.advice_for(home.name):
+        if advice := spelled.advice_for(home.name):
             self.problems.append(f"{into}.{name}, which a test calls, is not in upstream's class: {advice}")
         else:
             owner = next(each for each in home.definitions.values() if statement in each.members().values())
@@ -262,16 +257,13 @@ class Linker:
         found = self.ours.find(module, name)
         return f"{found[0].name if found else module}.{name}"
 
-    def _definition(self, place: str) -> tuple[Module, Definition]:
-        module, _, name = place.partition(":")
-        found = self.ours.find(module, name)
-        if found is None:
-            raise AssertionError(f"there is no {place}")
-        return found
-
     def _stand_in(self, site: str, place: str) -> str:
         """Have the stand-in for one of our helpers go to ``place``, and return its name."""
-        return self._add_definition(self._target_at(place), *self._definition(spelled.STAND_INS[site]))
+        module, _, name = spelled.STAND_INS[site].partition(":")
+        found = self.ours.find(module, name)
+        if found is None:
+            raise AssertionError(f"there is no {spelled.STAND_INS[site]}")
+        return self._add_definition(self._target_at(place), *found)
 
     def _named(self, use: _Wanted, piece: Piece) -> str:
         """Return upstream's name for ours, and import it into the file."""
