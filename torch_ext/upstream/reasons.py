@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = ["Releases", "advised", "reason_of", "release_of_checkout", "told"]
+__all__ = ["Releases", "advised", "explained", "reason_of", "release_of_checkout"]
 
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _ASKS_BY_NAME = f"the test asks for CUDA or NCCL by name: {_HINT}"
@@ -22,7 +22,7 @@ _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
 )
 
-# What upstream's helpers say where Inductor has no Triton for a GPU.
+# Skips of upstream's helpers where Inductor has no Triton for a GPU.
 _NEEDS_TRITON = re.compile(r"^(?:requires (?:gpu|triton)\b|Inductor\+gpu needs triton\b)", re.IGNORECASE)
 # Skips of files that find no CUDA: in their own words, or in our harness's.
 _WANTS_CUDA = re.compile(
@@ -63,23 +63,23 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     'needs symmetric memory'
     """
     reason = next((reason for reason, pattern in _ERRORS.items() if pattern.match(error)), "")
-    # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
+    # Under --cuda-as-sim nothing should ask for CUDA: this is a failure of ours.
     return "" if cuda_as_sim and reason == _ASKS_BY_NAME else reason
 
 
-def told(skip: str) -> str:
-    """Return why a test was skipped, in words where upstream's helpers have a few only.
+def explained(skip: str) -> str:
+    """Return why a test was skipped, as a sentence where upstream's helpers give a few words.
 
-    >>> told("requires gpu")
+    >>> explained("requires gpu")
     'needs Triton, which has no compiler for this device: requires gpu'
-    >>> told("requires 4 GPUs")
+    >>> explained("requires 4 GPUs")
     'requires 4 GPUs'
     """
     return f"{_TRITON}: {skip}" if _NEEDS_TRITON.search(skip) else skip
 
 
 def advised(skip: str, source: str) -> str:
-    """Return why a test of a file was skipped, with the advice of ``--cuda-as-sim`` where that has the test run.
+    """Return why a test of a file was skipped, with advice where ``--cuda-as-sim`` would run the test.
 
     >>> advised("This torch is built without NCCL.", "")
     'This torch is built without NCCL: --cuda-as-sim has CUDA mean the simulated accelerator'
@@ -91,7 +91,7 @@ def advised(skip: str, source: str) -> str:
 
 
 def _errors(problem: Problem) -> list[str]:
-    """Return the first line of each exception that ``problem`` is; an empty text for what is no exception."""
+    """Return the first line of each exception of ``problem``; an empty text for a problem without one."""
     if isinstance(problem, Raised):
         return [problem.error]
     outcomes = problem.report.outcomes if isinstance(problem, RanksFailed) else ()
@@ -104,7 +104,7 @@ def _errors(problem: Problem) -> list[str]:
 # Characters within which a file names its owners.
 _HEAD = 4096
 _VERSION = re.compile(r"(\d+)\.(\d+)")
-# What Python says of a name of torch's that is not there.
+# Python's errors for a name that torch lacks.
 _MISSING = (
     # A module of ours that stands in for torch's answers names that it lacks with torch's: torch lacks it as well.
     re.compile(
@@ -121,7 +121,7 @@ _MISSING = (
 _CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
 _BUILD = re.compile(r"ImportError|AttributeError")
 _BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
-# What this project adds to torch; a name that it lacks is a failure of ours.
+# Added to torch by this project; a missing name there is a failure of ours.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
 # Upstream's linter wants this line in each of its test files.
 _OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
@@ -178,7 +178,7 @@ class Releases:
             )
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return ``result``, or a skip if it failed only for what torch or this machine lacks."""
+        """Return ``result``, or a skip if it failed only because torch or this machine lacks something."""
         if result.status is not Status.FAILED:
             return result
         reasons = {self._reason(error, result.test.file) for problem in result.problems for error in _errors(problem)}

@@ -1,4 +1,4 @@
-"""Tables of the export: upstream's expressions for our helpers, stand-ins, and what never goes upstream."""
+"""Tables of the export: upstream's expressions for our helpers, stand-ins, and modules that never go upstream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAND_INS: dict[str, str] = {
     f"{_OURS}.hypothesis_utils.across_ranks": "torch_ext.upstream.export.stand_ins:across_ranks",
 }
 
-# Modules that stay here, and what to do instead.
+# Modules that stay here, and advice.
 ADVICE: dict[str, str] = {
     f"{_OURS}._distributed": "the engine's half of common_distributed stays here: write against upstream's "
     "common_distributed, or change upstream's file by hand in a separate patch",

@@ -38,9 +38,9 @@ class Target:
     module: str  # the dotted name, such as `torch.testing._internal.common_fsdp` or `test.distributed.fsdp.test_x`
     existing: Module | None  # upstream's module, if there is one
     whole: Piece | None = None  # our module as the new file, if upstream has none
-    # What goes into the file, by our module and name, in the order in which the linker found it
+    # Definitions for the file, by our module and name, in the order in which the linker found them
     pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
-    imports: dict[str, Import] = field(default_factory=dict)  # what the file must import, by local name
+    imports: dict[str, Import] = field(default_factory=dict)  # imports that the file needs, by local name
 
     @property
     def path(self) -> str:
