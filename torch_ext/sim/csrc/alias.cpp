@@ -2,11 +2,9 @@
 
 #include <c10/core/CPUAllocator.h>
 
-#include <cstddef>
-#include <utility>
-
 #include "allocator.h"
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -9,9 +9,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -5,30 +5,11 @@
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <iterator>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <optional>
-#include <shared_mutex>
-#include <thread>
-#include <unordered_set>
-#include <utility>
-#include <vector>
-
 #include "device.h"
 #include "kernel_observer.h"
 #include "machine_memory.h"
 #include "memory_history.h"
+#include "std.h"
 #include "stream.h"
 
 namespace torch_ext::sim {

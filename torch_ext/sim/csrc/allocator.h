@@ -25,18 +25,8 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Stream.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string_view>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -4,8 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include <cstdint>
-#include <optional>
+#include "std.h"
 
 // The registration macros below spell torch's types without their namespace. A namespace of its own keeps those names
 // from the other sources of the unit (Note [Two units] in build.py).

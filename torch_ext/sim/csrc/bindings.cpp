@@ -5,17 +5,13 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstddef>
-#include <cstring>
-#include <string>
-#include <tuple>
-
 #include "allocator.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
 #include "machine_memory.h"
 #include "profiler.h"
+#include "std.h"
 #include "stream.h"
 
 namespace torch_ext::sim {

@@ -4,7 +4,7 @@
 #include <c10/core/StorageImpl.h>
 #include <pybind11/pybind11.h>
 
-#include <cstddef>
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -9,19 +9,9 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <utility>
-
 #include "device.h"
 #include "memory_history.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -15,13 +15,8 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/Allocator.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -3,11 +3,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
-#include <array>
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -5,18 +5,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <utility>
-
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
 #include "replaced_kernels.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

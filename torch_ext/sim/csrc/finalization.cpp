@@ -23,15 +23,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <cstddef>
-#include <cstdlib>
-#include <exception>
-#include <future>
-#include <memory>
-#include <thread>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

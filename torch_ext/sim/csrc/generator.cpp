@@ -5,14 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <mutex>
-#include <optional>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -12,10 +12,8 @@
 
 #include <ATen/core/Generator.h>
 
-#include <cstdint>
-#include <memory>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -30,20 +30,12 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <string>
 #endif
-
-#include <array>
-#include <cstdint>
-#include <optional>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 #include "alias.h"
 #include "device.h"
 #include "kernel.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

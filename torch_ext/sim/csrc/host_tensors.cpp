@@ -4,16 +4,10 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <numeric>
-#include <optional>
-#include <string>
-#include <vector>
-
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

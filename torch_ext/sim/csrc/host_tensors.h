@@ -17,8 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include <string>
-#include <vector>
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -2,20 +2,12 @@
 
 #include <c10/util/Exception.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <initializer_list>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
 #include "kernel_observer.h"
 #include "profiler.h"
+#include "std.h"
 #include "stream.h"
 
 namespace torch_ext::sim {

@@ -23,15 +23,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <initializer_list>
-#include <optional>
-#include <string_view>
-
 #include "allocator.h"
 #include "device.h"
 #include "kernel_observer.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -15,12 +15,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <string_view>
+#include "std.h"
 
 namespace torch_ext::sim {
 

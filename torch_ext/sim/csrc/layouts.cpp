@@ -18,19 +18,12 @@
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <cstddef>
-#include <initializer_list>
-#include <optional>
-#include <string_view>
-#include <utility>
-
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
 #include "kernel.h"
 #include "replaced_kernels.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -12,7 +12,7 @@
 // Memory that was allocated for the host is not counted; the rest of the machine is for that.
 #pragma once
 
-#include <cstddef>
+#include "std.h"
 
 namespace torch_ext::sim {
 

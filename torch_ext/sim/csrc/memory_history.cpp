@@ -5,29 +5,11 @@
 #include <c10/util/StringUtil.h>
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <deque>
-#include <iomanip>
-#include <ios>
-#include <map>
-#include <mutex>
-#include <sstream>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "allocator.h"
 #include "bindings.h"
 #include "device.h"
 #include "machine_memory.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -6,16 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <deque>
-#include <memory>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "allocator.h"
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -16,15 +16,6 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <new>
-#include <optional>
-#include <string>
-#include <utility>
-
 #include "alias.h"
 #include "allocator.h"
 #include "bindings.h"
@@ -33,6 +24,7 @@
 #include "generator.h"
 #include "kernel.h"
 #include "pinned_memory.h"
+#include "std.h"
 #include "stream.h"
 
 namespace torch_ext::sim {

@@ -1,18 +1,9 @@
 // An observer that logs every call, for tests and for looking at a program. `torch.sim` does not use it.
 #include <pybind11/stl.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "bindings.h"
 #include "kernel_observer.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

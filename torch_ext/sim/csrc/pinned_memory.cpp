@@ -4,17 +4,8 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 
-#include <array>
-#include <atomic>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <iterator>
-#include <map>
-#include <mutex>
-#include <optional>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 namespace {

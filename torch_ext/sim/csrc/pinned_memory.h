@@ -5,10 +5,8 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-#include <optional>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

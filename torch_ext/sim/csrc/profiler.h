@@ -8,11 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
-#include <cstdint>
-#include <string>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -27,20 +27,8 @@
 #include <torch/csrc/distributed/rpc/tensorpipe_agent.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <exception>
-#include <memory>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {
@@ -255,5 +243,4 @@ namespace torch_ext::sim {
 void bind_rpc_agent(pybind11::module_& /*m*/) {}
 
 } // namespace torch_ext::sim
-
 #endif

@@ -15,28 +15,12 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "bindings.h"
 #include "device.h"
 #include "host_tensors.h"
 #include "kernel.h"
 #include "kernel_observer.h"
+#include "std.h"
 #include "stream.h"
 #include "transport/transport.h"
 #include "without_gil.h"

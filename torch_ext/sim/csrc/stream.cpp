@@ -4,22 +4,10 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string_view>
-#include <thread>
-
 #include "allocator.h"
 #include "device.h"
 #include "kernel_observer.h"
+#include "std.h"
 #include "without_gil.h"
 
 namespace torch_ext::sim {

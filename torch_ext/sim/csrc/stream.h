@@ -28,13 +28,9 @@
 
 #include <c10/core/Stream.h>
 
-#include <cstdint>
-#include <memory>
-#include <string_view>
-#include <vector>
-
 #include "device.h"
 #include "kernel_observer.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -7,22 +7,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
-#include <algorithm>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
-#include <exception>
-#include <memory>
-#include <mutex>
-#include <stdexcept>
-#include <utility>
-#include <vector>
-
 #include "bindings.h"
 #include "device.h"
 #include "kernel_observer.h"
 #include "profiler.h"
+#include "std.h"
 #include "stream.h"
 #include "transport/transport.h"
 #include "without_gil.h"

@@ -41,19 +41,9 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <exception>
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "allocator.h"
 #include "profiler.h"
+#include "std.h"
 #include "stream.h"
 #include "transport/transport.h"
 

@@ -1,10 +1,6 @@
 #include "checker.h"
 
-#include <cstddef>
-#include <cstdint>
-#include <utility>
-#include <vector>
-
+#include "../std.h"
 #include "history.h"
 
 namespace torch_ext::sim::races {

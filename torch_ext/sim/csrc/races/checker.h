@@ -27,12 +27,7 @@
 // back to the host in between. Neither tells any lane anything: only this block's history forgets.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <map>
-#include <utility>
-#include <vector>
-
+#include "../std.h"
 #include "history.h"
 
 namespace torch_ext::sim::races {

@@ -1,11 +1,6 @@
 #include "history.h"
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <span>
-#include <utility>
-#include <vector>
+#include "../std.h"
 
 namespace torch_ext::sim::races {
 namespace {

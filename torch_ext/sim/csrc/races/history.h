@@ -21,12 +21,7 @@
 // A block carries its history into its next life: see Note [Lives of a block] in checker.h.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
-#include <span>
-#include <vector>
+#include "../std.h"
 
 namespace torch_ext::sim::races {
 

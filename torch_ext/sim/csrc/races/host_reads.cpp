@@ -12,17 +12,13 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <array>
-#include <cstddef>
-#include <memory>
-#include <string_view>
-
 #include "../allocator.h"
 #include "../checks.h"
 #include "../device.h"
 #include "../kernel.h"
 #include "../kernel_observer.h"
 #include "../pinned_memory.h"
+#include "../std.h"
 #include "watch.h"
 
 namespace torch_ext::sim::races {

@@ -8,27 +8,13 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <tuple>
-#include <typeindex>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "../allocator.h"
 #include "../bindings.h"
 #include "../device.h"
 #include "../kernel.h"
 #include "../kernel_observer.h"
 #include "../memory_history.h"
+#include "../std.h"
 #include "../stream.h"
 #include "checker.h"
 #include "history.h"

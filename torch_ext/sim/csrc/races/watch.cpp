@@ -4,26 +4,13 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
-#include <algorithm>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <iterator>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <span>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
 #include "../allocator.h"
 #include "../device.h"
 #include "../generator.h"
 #include "../kernel_observer.h"
 #include "../memory_history.h"
 #include "../pinned_memory.h"
+#include "../std.h"
 #include "../stream.h"
 #include "checker.h"
 #include "history.h"

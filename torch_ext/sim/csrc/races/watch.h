@@ -21,25 +21,11 @@
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
-#include <array>
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "../allocator.h"
 #include "../device.h"
 #include "../kernel_observer.h"
 #include "../memory_history.h"
+#include "../std.h"
 #include "../stream.h"
 #include "checker.h"
 #include "history.h"

@@ -25,23 +25,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cerrno>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <fstream>
-#include <iterator>
-#include <memory>
-#include <random>
-#include <sstream>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
+#include "../std.h"
 #include "../without_gil.h"
 #include "fold.h"
 #include "segment.h"

@@ -6,16 +6,9 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <string>
-#include <string_view>
-#include <vector>
-
 #include "../device.h"
 #include "../host_tensors.h"
+#include "../std.h"
 #include "segment.h"
 #include "transport.h"
 

@@ -4,11 +4,7 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <cstdint>
-#include <span>
-#include <string>
-#include <vector>
-
+#include "../std.h"
 #include "segment.h"
 #include "transport.h"
 

@@ -4,16 +4,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
-#include <algorithm>
-#include <charconv>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <random>
-#include <string>
-#include <system_error>
-#include <type_traits>
-#include <vector>
+#include "../std.h"
 
 namespace torch_ext::sim {
 namespace {

@@ -11,10 +11,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <vector>
+#include "../std.h"
 
 namespace torch_ext::sim {
 

@@ -35,27 +35,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <deque>
-#include <exception>
-#include <functional>
-#include <limits>
-#include <memory>
-#include <mutex>
-#include <numeric>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "../host_tensors.h"
+#include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"
 #include "transport.h"

@@ -26,21 +26,8 @@
 //   claim: 0 free -> 1 + rank: being reduced -> kReduced
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <exception>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "../host_tensors.h"
+#include "../std.h"
 #include "fingerprint.h"
 #include "fold.h"
 #include "segment.h"

@@ -14,16 +14,7 @@
 // A letter is kept until the receiver has gone past it, because its `next` is where the list goes on.
 #include "shared_memory.h"
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
-#include <exception>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <utility>
-
+#include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"
 #include "transport.h"

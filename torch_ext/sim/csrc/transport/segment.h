@@ -39,13 +39,7 @@
 
 #include <sys/types.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <map>
-#include <memory>
+#include "../std.h"
 
 namespace torch_ext::sim {
 

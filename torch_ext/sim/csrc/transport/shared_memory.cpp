@@ -29,20 +29,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <cstdlib>
-#include <exception>
-#include <iterator>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-
+#include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"
 #include "transport.h"

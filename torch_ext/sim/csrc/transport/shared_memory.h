@@ -8,17 +8,7 @@
 // sleeps with it.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <deque>
-#include <exception>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
+#include "../std.h"
 #include "fingerprint.h"
 #include "fold.h"
 #include "segment.h"

@@ -19,21 +19,9 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <exception>
-#include <iterator>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
-
 #include "../bindings.h"
 #include "../host_tensors.h"
+#include "../std.h"
 #include "fingerprint.h"
 
 namespace torch_ext::sim {

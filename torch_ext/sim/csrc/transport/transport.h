@@ -13,19 +13,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdint>
-#include <exception>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "../host_tensors.h"
+#include "../std.h"
 
 namespace torch_ext::sim {
 
