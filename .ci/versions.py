@@ -31,7 +31,7 @@ TESTS = [
     "python -m pytest -q -n 3 --dist loadgroup test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
-PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "ninja", "pytest", "pytest-xdist"]
+PACKAGES = ["numpy", "expecttest", "hypothesis", "rich", "pytest", "pytest-xdist"]
 HEADER = f"{'torch':<10}{'passed':>8}{'failed':>8}{'skipped':>9}{'in all, s':>11}"
 
 
