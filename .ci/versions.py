@@ -26,7 +26,7 @@ TESTS = [
     "python -m pytest -q -n 3 --dist loadgroup test/torch_ext/sim",
     "python run_test.py --device sim -q -i distributed/fsdp distributed/_composable",
 ]
-PACKAGES = ["numpy", "expecttest", "hypothesis", "ninja", "pytest", "pytest-xdist"]
+PACKAGES = ["numpy", "expecttest", "hypothesis", "pytest", "pytest-xdist"]
 
 
 def main(arguments: list[str]) -> int:

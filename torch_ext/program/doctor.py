@@ -28,7 +28,7 @@ from torch_ext.world.child import reason_not_to_fork
 
 __all__ = ["main"]
 
-_PACKAGES = ("numpy", "expecttest", "hypothesis", "ninja")
+_PACKAGES = ("numpy", "expecttest", "hypothesis")
 # Collectives on the simulated accelerator keep their segments there, in bytes.
 _SHARED_BYTES = 64 << 20
 # A world of 8 ranks needs some 150.
@@ -96,8 +96,6 @@ def _problems() -> Iterator[str]:
             yield f"the simulator is built, but cannot be loaded: {error}"
     elif not build.compiler_found():
         yield "no C++ compiler: tests and programs that need a device are left out. Debian, Ubuntu: apt install g++"
-    elif not (Path(sys.executable).parent / "ninja").exists() and shutil.which("ninja") is None:
-        yield "no ninja, which builds the simulator: pip install ninja"
     if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < _SHARED_BYTES:
         yield "/dev/shm is full: collectives go through gloo, which is slow. In docker: --shm-size 1g"
     if 0 <= (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _FEW_FILES:

@@ -51,7 +51,9 @@ _STORE_ANSWER_S = 2.0
 
 wording.hide(r"/torch_ext/program/rank\.py")
 # Wait for their caller.
-operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
+operations.look_through(
+    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
+)
 
 # What runs the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")

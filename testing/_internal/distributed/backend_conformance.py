@@ -436,5 +436,6 @@ def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     for row in rows[1:]:
         total = folds[op](total, row)
     if op == OPS.AVG:
-        total = total / len(rows) if dtype.is_floating_point else total // len(rows)
+        exact = dtype.is_floating_point or dtype.is_complex
+        total = total / len(rows) if exact else total // len(rows)
     return total.to(dtype)
