@@ -4,7 +4,8 @@ Note [Who is to blame for a hang]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that waits is rarely at fault. In this order:
 
-1. Ranks that create a process group need all ranks: the absent ones are to blame.
+1. Ranks that create a process group need all ranks: the absent ones are to blame, but for those that wait for another
+   absent one.
 2. Ranks that called different collectives as number *n* of one group disagree. A minority is to blame; without one, the
    ranks whose body is over, if the others' is not: they wait in the harness's own collective.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
@@ -64,7 +65,7 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
     """Return the divergence of the ranks and those to blame; None if unknown. See Note [Who is to blame for a hang]."""
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     found = (
-        _creation(outcomes)
+        _creation(outcomes, records)
         or _difference(outcomes, records)
         or _waiting(outcomes, records)
         or _last_difference(outcomes, records)
@@ -111,11 +112,13 @@ def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Seq
     return Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, [o.rank for o in waiting], call))
 
 
-def _creation(outcomes: Sequence[Outcome]) -> Mismatch | None:
+def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     creating = [o for o in outcomes if any(wait.everyone for wait in o.waits)]
     others = [o.rank for o in outcomes if o not in creating]
     if not creating or not others:
         return None
+    awaited = _roots([edge for edge in _edges(outcomes, records) if edge.waiting in others])
+    others = [rank for rank in others if rank in awaited] or others
     wait = next(wait for wait in creating[0].waits if wait.everyone)
     who = [o.rank for o in creating]
     if destroyed := _destroyed(outcomes, others, who, "", _split(wait.words)):
@@ -172,7 +175,7 @@ def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks
 
 
 def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    edges = [*_collective_edges(outcomes, records), *_peer_edges(outcomes)]
+    edges = _edges(outcomes, records)
     roots = _roots(edges)
     if roots and all(_is_over(outcomes, rank) for rank in roots):
         awaited = {rank for edge in edges for rank in edge.missing}
@@ -182,6 +185,10 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
         return _of_roots(outcomes, edges, roots)
     found = _cycle(edges) if edges else None
     return found and _for_those_that_are_over(found, outcomes, found.ranks)
+
+
+def _edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> list[_Edge]:
+    return [*_collective_edges(outcomes, records), *_peer_edges(outcomes)]
 
 
 def _roots(edges: Sequence[_Edge]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of, named_first
 from test.torch_ext.world.suites import SLOWER
+from torch_ext import cache
 
 SOURCE = r"""
 BAD = "\x1b]0;owned\x07 \x1b[2J\0 \x9b5m \r overwritten \x08\x08"
@@ -153,3 +154,18 @@ def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
 
 def test_no_escape_sequence_is_shown_as_it_comes(tmp_path: Path) -> None:
     check_rows(tmp_path, SOURCE.partition("class TestDeaths")[0] + ESCAPES, "--show-output")
+
+
+MEMORY = """
+class TestMemory(Ranks):
+    def test_fits(self):
+        torch.ones(1 << 17, device="sim")
+
+    def test_does_not_fit(self):  # failed by 0, 1: ^raised torch.OutOfMemoryError...capacity of 1.00 MiB
+        torch.ones(1 << 19, device="sim")
+"""
+
+
+def test_the_memory_of_each_device_is_what_the_command_line_says(tmp_path: Path) -> None:
+    extra = {"TORCH_EXT_CACHE": str(cache.folder())}
+    check_rows(tmp_path, MEMORY, "--device", "sim", "--memory", "1MiB", extra=extra)

@@ -141,6 +141,15 @@ CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
         (1,),
         "which needs every rank; rank 1 never came",
     ),
+    "not one that waits elsewhere for another that does not come": (
+        [
+            hung(0, entry("0", 1, "scatter"), waits=SCATTERS),
+            hung(1, waits=AT_LOCK),
+            hung(2, entry("0", 1, "scatter", over=True), waits=CREATING),
+        ],
+        (1,),
+        "which needs every rank; rank 1 never came",
+    ),
     "one that cannot answer, if the others wait for it": ([hung(0, A), silent(1)], (1,), ""),
     "nobody who came, of inputs that differ": ([hung(0, A), hung(1, entry("0", 1, size=4))], (), "called different"),
     "nobody who died in the collective": (

@@ -16,7 +16,7 @@ from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, judge
-from torch_ext.world.watch import Act, Measures, Step, Watch
+from torch_ext.world.watch import Act, Measures, Step, Watch, silence_text
 from torch_ext.world.wording import ranks_phrase
 
 INF = float("inf")
@@ -409,6 +409,18 @@ def test_a_silence_is_told_once_for_as_long_as_it_lasts() -> None:
     looks.answers[1] = replace(BLOCKED, record="a collective")
     assert looks.until(260.0) == []
     assert looks.until(261.0) == [Step(Act.REPORT_SILENCE, (0, 1))]
+
+
+def test_a_silence_is_told_with_those_that_may_act_and_each_stack_once() -> None:
+    reasons = [f"thread {number}" for number in range(5)]
+    text = silence_text(reasons, {0: "in wait of rank 0", 1: "in wait of rank 1", 2: ""})
+    assert text.splitlines() == [
+        "no progress for 60 s; not proven to hang, because these may act: thread 0; thread 1; thread 2; and 2 more",
+        "Stacks of ranks 0, 1:",
+        "    in wait of rank 0",
+        "Stacks of rank 2:",
+        "    (cannot be shown)",
+    ]
 
 
 def test_a_rank_that_computes_or_has_handed_in_a_receipt_is_progress() -> None:

@@ -89,10 +89,8 @@ at::Tensor view_of(const c10::Storage& storage, const at::Tensor& like) {
 }
 
 c10::Storage AliasSet::host_storage(const c10::Storage& storage) {
-  for (const auto& pair : storages_) {
-    if (pair.device.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
-      return pair.host;
-    }
+  if (const auto* known = find(&StoragePair::device, storage)) {
+    return known->host;
   }
   storages_.push_back({storage, alias_storage(storage)});
   return storages_.back().host;
@@ -152,26 +150,22 @@ at::Tensor AliasSet::result(at::Tensor&& host, c10::DeviceIndex device) {
       return pair.device;
     }
   }
-  if (!is_known(host.storage()) && host.storage().use_count() == 1) {
+  if (find(&StoragePair::host, host.storage()) == nullptr && host.storage().use_count() == 1) {
     return adopt(std::move(host), device);
   }
   return view_of(device_storage(host, device), host);
 }
 
-bool AliasSet::is_known(const c10::Storage& host) const {
-  for (const auto& pair : storages_) {
-    if (pair.host.unsafeGetStorageImpl() == host.unsafeGetStorageImpl()) {
-      return true;
-    }
-  }
-  return false;
+const AliasSet::StoragePair* AliasSet::find(c10::Storage StoragePair::* side, const c10::Storage& storage) const {
+  const auto found = std::find_if(storages_.begin(), storages_.end(), [&](const StoragePair& pair) {
+    return (pair.*side).unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+  });
+  return found == storages_.end() ? nullptr : &*found;
 }
 
 c10::Storage AliasSet::device_storage(const at::Tensor& host, c10::DeviceIndex device) {
-  for (const auto& pair : storages_) {
-    if (pair.host.unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl()) {
-      return pair.device;
-    }
+  if (const auto* known = find(&StoragePair::host, host.storage())) {
+    return known->device;
   }
   // Results that share memory with each other keep sharing it: the first one brings the storage in.
   storages_.push_back({adopt_storage(host.storage(), /*sole_owner=*/false, device), host.storage()});

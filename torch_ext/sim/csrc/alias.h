@@ -50,7 +50,7 @@ class AliasSet {
   };
   c10::Storage host_storage(const c10::Storage& storage);
   c10::Storage device_storage(const at::Tensor& host, c10::DeviceIndex device);
-  bool is_known(const c10::Storage& host) const;
+  const StoragePair* find(c10::Storage StoragePair::* side, const c10::Storage& storage) const;
 
   std::vector<StoragePair> storages_;
   std::vector<TensorPair> tensors_;

@@ -5,21 +5,20 @@
 // are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
 //
 // Note [Pools by stream]
-// A block belongs to the stream that was current when it was taken, as with CUDA's caching allocator. Freed, it is at
-// once the first choice for the next request of its size on that stream: work on one stream is in order, so the new
-// owner needs to wait for nothing. Other streams that use it must be named (`record_stream`); then the block comes back
-// when what they had been given by the time it was freed is over. A program that forgets this has its memory
-// overwritten, here as there.
+// A block belongs to the stream that was current when it was taken, as with CUDA's caching allocator. Freed, it is the
+// first choice for the next request of its size on that stream: work on one stream is in order, so the new owner waits
+// for nothing. Other streams that use it must be named (`record_stream`); then the block comes back when the work they
+// had when it was freed is over. A program that forgets this has its memory overwritten, here as there.
 //
 // Note [Dangerous blocks]
 // The race checker knows the blocks on which a stream could meet an earlier owner's unordered work. The allocator hands
 // these out first, also to smaller requests, so any later request shows an unsafe free. A correct program has none.
 //
 // Note [All memory in the arena]
-// A host kernel that works for a device allocates its results and temporaries with torch's host allocator. An override
-// stands in front of that allocator and, inside a KernelScope, serves from the device's pool instead; the fallback then
-// relabels results as device memory without a copy. So statistics, limit and poison see every byte. Allocations on
-// worker threads inside a kernel's parallel region are the exception: the flag is per thread.
+// A host kernel that works for a device allocates results and temporaries with torch's host allocator. Our override of
+// that allocator serves them from the device's pool inside a KernelScope; the fallback then relabels results as device
+// memory without a copy. So statistics, limit and poison see every byte, except what worker threads allocate in a
+// kernel's parallel region: the scope is per thread.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -73,10 +72,14 @@ struct BlockFacts {
   State state;
 };
 
-// The profiler gets these with every change.
-struct Totals {
-  size_t allocated; // bytes
-  size_t reserved;  // bytes
+// Bytes of a pool. The profiler gets the first two with every change.
+struct Amounts {
+  size_t allocated;
+  size_t reserved;
+  size_t limit;
+  size_t allowed; // the part of the limit that this process may use
+
+  size_t left() const { return allowed > reserved ? allowed - reserved : 0; }
 };
 
 // Safe to call from any thread.
@@ -87,8 +90,8 @@ class BlockPool {
   c10::DeviceIndex device() const { return device_; }
 
   // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past what is allowed.
-  std::pair<Block*, Totals> take(size_t nbytes, c10::Stream stream);
-  Totals give_back(Block* block);
+  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream);
+  Amounts give_back(Block* block);
 
   // `stream` uses the block, which must be live, beside its home.
   void add_user(Block* block, c10::Stream stream);
@@ -97,13 +100,11 @@ class BlockPool {
   void empty();
 
   void set_limit(size_t nbytes);
-  size_t limit();
   // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
   void set_fraction(double fraction);
   double fraction();
-  size_t allowed();
+  Amounts amounts();
   std::vector<BlockFacts> blocks();
-  size_t reserved();
   c10::CachingDeviceAllocator::DeviceStats stats();
   void reset_accumulated();
   void reset_peaks();
@@ -115,18 +116,17 @@ class BlockPool {
   };
 
   // All of these require the lock.
-  Totals totals() const;
+  Amounts totals() const;
   Block* take_idle(size_t rounded, c10::StreamId home);
   Block* take_dangerous(size_t rounded, c10::Stream stream);
   Block* take_fresh(size_t nbytes, size_t rounded, Short& whose); // nullptr past what is allowed
   void* take_from_host(size_t rounded, Short& whose) const;       // likewise
-  size_t allowance() const;
   void settle(Block* block);
   void make_idle(Block* block);
   void poll();
   void release_idle();
   void release(Block* block);
-  void count_taken(const Block& block);
+
   const c10::DeviceIndex device_;
   std::mutex mutex_;
   size_t limit_;
@@ -147,8 +147,7 @@ class PinnedBlocks {
  public:
   PinnedBlocks() = default;
   ~PinnedBlocks() { clear(); }
-  PinnedBlocks(const PinnedBlocks&) = delete;
-  PinnedBlocks& operator=(const PinnedBlocks&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(PinnedBlocks);
 
   void add(const void* pointer);
   void clear() noexcept;
@@ -198,8 +197,7 @@ class KernelScope {
   KernelScope(c10::DeviceIndex device, std::string_view name) noexcept
       : previous_(std::exchange(running_kernel, {device, name})) {}
   ~KernelScope() { running_kernel = previous_; }
-  KernelScope(const KernelScope&) = delete;
-  KernelScope& operator=(const KernelScope&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(KernelScope);
 
  private:
   const RunningKernel previous_;

@@ -125,7 +125,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("is_in_bad_fork", &is_in_bad_fork);
   m.def("default_generator", &default_generator);
   m.def("set_memory_limit", &set_memory_limit);
-  m.def("memory_limit", [](DeviceIndex index) { return pool_of(index).limit(); });
+  m.def("memory_limit", [](DeviceIndex index) { return pool_of(index).amounts().limit; });
   m.def("set_memory_fraction", [](DeviceIndex index, double fraction) { pool_of(index).set_fraction(fraction); });
   m.def("memory_fraction", [](DeviceIndex index) { return pool_of(index).fraction(); });
   m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });

@@ -33,43 +33,6 @@ const Shrunk* shrunk_of(const c10::Storage& storage) {
   return memory.get_deleter() == &drop_shrunk ? static_cast<const Shrunk*>(memory.get_context()) : nullptr;
 }
 
-} // namespace
-
-std::string why_too_small(const c10::Storage& storage) {
-  const auto* shrunk = shrunk_of(storage);
-  if (shrunk == nullptr) {
-    return "";
-  }
-  const auto lines = lines_of(shrunk->by, kFramesOfShrinking);
-  return (storage.nbytes() == 0 ? " freed by resize_(0)" : " made smaller by resize_") +
-      (lines.empty() ? "" : " at" + lines);
-}
-
-void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument) {
-  const auto why = why_too_small(tensor.storage());
-  const auto named = argument.empty() ? std::string() : c10::str("argument '", argument, "', ");
-  throw c10::AcceleratorError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress,
-      c10::str(
-          tensor.device().type(), " error: an illegal memory access was encountered: ", kernel, " uses ", named,
-          c10::getDtypeNames(tensor.scalar_type()).first, " ", tensor.sizes(), " on ", tensor.device(),
-          ", which reaches byte ", reach_of(tensor), " of a storage of ", tensor.storage().nbytes(), " bytes",
-          why.empty() ? "" : ",", why));
-}
-
-c10::DataPtr note_shrinking(c10::DataPtr memory) {
-  auto stack = current_call_stack();
-  if (stack == nullptr) {
-    return memory;
-  }
-  void* data = memory.get();
-  const auto device = memory.device();
-  auto note = std::make_unique<Shrunk>(Shrunk{std::move(memory), std::move(stack)});
-  return {data, note.release(), &drop_shrunk, device};
-}
-
-namespace {
-
 // Operators whose tensor lists are indices or lengths, which GPUs accept from the host.
 constexpr std::array<std::string_view, 8> kHostIndexOperators{
     "aten::index",     "aten::_unsafe_index",      "aten::index_put_",
@@ -162,6 +125,39 @@ class DeviceCheck {
 };
 
 } // namespace
+
+std::string why_too_small(const c10::Storage& storage) {
+  const auto* shrunk = shrunk_of(storage);
+  if (shrunk == nullptr) {
+    return "";
+  }
+  const auto lines = lines_of(shrunk->by, kFramesOfShrinking);
+  return (storage.nbytes() == 0 ? " freed by resize_(0)" : " made smaller by resize_") +
+      (lines.empty() ? "" : " at" + lines);
+}
+
+void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument) {
+  const auto why = why_too_small(tensor.storage());
+  const auto named = argument.empty() ? std::string() : c10::str("argument '", argument, "', ");
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kIllegalAddress,
+      c10::str(
+          tensor.device().type(), " error: an illegal memory access was encountered: ", kernel, " uses ", named,
+          c10::getDtypeNames(tensor.scalar_type()).first, " ", tensor.sizes(), " on ", tensor.device(),
+          ", which reaches byte ", reach_of(tensor), " of a storage of ", tensor.storage().nbytes(), " bytes",
+          why.empty() ? "" : ",", why));
+}
+
+c10::DataPtr note_shrinking(c10::DataPtr memory) {
+  auto stack = current_call_stack();
+  if (stack == nullptr) {
+    return memory;
+  }
+  void* data = memory.get();
+  const auto device = memory.device();
+  auto note = std::make_unique<Shrunk>(Shrunk{std::move(memory), std::move(stack)});
+  return {data, note.release(), &drop_shrunk, device};
+}
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
   // Per thread, so that no lock is taken for each operator. Schemas may be freed and another one made at the same

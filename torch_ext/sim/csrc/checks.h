@@ -1,11 +1,9 @@
-// Whether tensors lie inside their storages.
-//
 // Note [Bounds]
-// A storage can lose its memory, or part of it, while tensors still refer to it: FSDP frees parameters by
-// `untyped_storage().resize_(0)`. Metadata of such a tensor may be asked for and views of it be made, as on a GPU. A
-// kernel must not read or write it: a GPU ends the program with an illegal memory access, and a host would read on past
-// the storage. So every kernel's tensors are looked at before it runs, and the error says where the memory went. The
-// one exception to what GPUs do: a tensor that is passed as `out=`, and would be resized, is looked at as well.
+// A storage can lose memory while tensors still refer to it: FSDP frees parameters by `untyped_storage().resize_(0)`.
+// As on a GPU, a program may ask for the metadata of such a tensor and make views of it, and no kernel may read or
+// write it: a GPU ends the program with an illegal memory access, and a host would read on past the storage. So every
+// kernel's tensors are checked before it runs, and the error says where the memory went. Stricter than GPUs in one
+// case: a tensor passed as `out=` that would be resized is checked as well.
 //
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once

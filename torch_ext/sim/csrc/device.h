@@ -10,11 +10,10 @@
 // use of a device freezes the device count and marks the process, so that a fork of it knows (see is_in_bad_fork).
 //
 // Note [Visible devices]
-// A program that runs with CUDA meaning the device may choose its devices as on a GPU: it sets CUDA_VISIBLE_DEVICES
-// before their first use, and counts those that the value names from 0. Everything in the process goes by that count;
-// only what ranks compare, and what identifies a device, goes by the numbers that all processes of a job share. The
-// choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set, and a value that was there before the program began is then
-// hidden from us by cuda_as_sim/visible.py: it was meant for GPUs, and must not hide devices that are none.
+// A program that runs with CUDA meaning the device may set CUDA_VISIBLE_DEVICES before the first use of a device. The
+// process then counts the devices that the value names from 0. Only what ranks compare, and what identifies a device,
+// uses the numbers that all processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set:
+// cuda_as_sim/visible.py hides a value from before the program began, because it was meant for GPUs.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -43,13 +42,12 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
-// The number of devices that the program sees, which is that of all unless it chose some: TORCH_EXT_SIM_DEVICES if it
-// is set (0 if that is not a number from 1 to kMaxDevices), otherwise as many as were requested, and at least 4.
-c10::DeviceIndex device_count() noexcept;
-
-// The number of devices that are simulated, those that the program does not see included. device_count() is the number
-// of those that it sees.
+// How many devices are simulated: TORCH_EXT_SIM_DEVICES if it is set (0 if that is not a number from 1 to kMaxDevices),
+// otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count_of_all() noexcept;
+
+// How many of them the program sees: all unless it chose some.
+c10::DeviceIndex device_count() noexcept;
 
 // The number by which all processes of a job know the device `index`, which must exist. See Note [Visible devices].
 c10::DeviceIndex index_among_all(c10::DeviceIndex index) noexcept;
@@ -74,8 +72,7 @@ class CurrentDevice {
  public:
   explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) { set_current_device(index); }
   ~CurrentDevice() { set_current_device(previous_); }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(CurrentDevice);
 
  private:
   c10::DeviceIndex previous_;

@@ -9,11 +9,11 @@
 // docs/findings/abort_at_exit.md.
 //
 // `before_finalization`, an exit function of Python's, does two things:
-// - It runs its own backward, which visits every device thread. A thread drops one graph task before it works on
-//   the next, and this one holds nothing of Python's.
-// - Threads that the program leaves running (daemon threads) can still come too late, with CPU tensors as well, and so
-//   can a backward in an exit function that runs after this one. From here on such a thread sleeps where Python would
-//   have ended it, as Python 3.14 does.
+// - It runs its own backward, which visits every device thread. A thread drops one graph task before it works on the
+//   next, and this one holds nothing of Python's.
+// - Daemon threads can still come too late, with CPU tensors as well, and so can a backward in an exit function that
+// runs
+//   after this one. From here on such a thread sleeps where Python would have ended it, as Python 3.14 does.
 #include "bindings.h"
 
 #include <ATen/Functions.h>

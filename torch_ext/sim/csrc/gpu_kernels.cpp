@@ -230,24 +230,6 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
   return {kernel.result(std::move(grad_input)), as_weight(std::move(grad_weight)), as_weight(std::move(grad_bias))};
 }
 
-} // namespace
-
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
-  m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
-  m.impl("batch_norm_elemt", TORCH_FN(normalize));
-  m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
-  m.impl("batch_norm_gather_stats", TORCH_FN(gather_stats));
-  m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
-  m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
-  m.impl("native_batch_norm", TORCH_FN(native_batch_norm));
-  m.impl("native_batch_norm_backward", TORCH_FN(native_batch_norm_backward));
-}
-
-namespace {
-
-using at::Tensor;
-
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return given(bias) ? gates + *bias : gates;
 }
@@ -322,19 +304,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
   return {grad_input, grad_hidden, grad_hy * update, grad_input_bias, grad_hidden_bias};
 }
 
-} // namespace
-
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
-  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
-  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
-}
-
-namespace {
-
-using at::Tensor;
-
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true) || input.numel() == 0 || p == 0) {
     return {input.clone(), at::zeros_like(input, input.options().dtype(at::kBool)).fill_(true)};
@@ -345,14 +314,6 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input * mask * (1 / (1 - p)), mask};
 }
-
-} // namespace
-
-TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
-  m.impl("native_dropout", TORCH_FN(native_dropout));
-}
-
-namespace {
 
 // at::SDPBackend as torch numbers it (aten/src/ATen/native/transformers/sdp_utils_cpp.h), which no header narrow enough
 // to be worth its compile time exports.
@@ -498,6 +459,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
+  m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
+  m.impl("batch_norm_elemt", TORCH_FN(normalize));
+  m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
+  m.impl("batch_norm_gather_stats", TORCH_FN(gather_stats));
+  m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
+  m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
+  m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
+  m.impl("native_batch_norm", TORCH_FN(native_batch_norm));
+  m.impl("native_batch_norm_backward", TORCH_FN(native_batch_norm_backward));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
+  m.impl("native_dropout", TORCH_FN(native_dropout));
 #ifdef SIM_IS_CUDA
   m.impl("convolution", TORCH_FN(convolution));
   m.impl("convolution_backward", TORCH_FN(convolution_backward_with_sizes));

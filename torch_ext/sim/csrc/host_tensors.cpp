@@ -1,5 +1,6 @@
 #include "host_tensors.h"
 
+#include <ATen/core/functional.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
@@ -27,23 +28,12 @@ at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
 }
 
 Tensors transport_view(const Tensors& tensors, const std::string& name) {
-  Tensors views;
-  views.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    views.push_back(transport_view(tensor, name));
-  }
-  return views;
+  return c10::fmap(tensors, [&](const at::Tensor& tensor) { return transport_view(tensor, name); });
 }
 
 Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name) {
   const at::Tensor view = transport_view(tensor, name);
-  const int64_t each = view.numel() / parts;
-  Tensors cut;
-  cut.reserve(static_cast<size_t>(parts));
-  for (int64_t part = 0; part < parts; ++part) {
-    cut.push_back(view.narrow(0, part * each, each));
-  }
-  return cut;
+  return view.split_with_sizes(std::vector<int64_t>(static_cast<size_t>(parts), view.numel() / parts));
 }
 
 Tensors transport_rows(
@@ -65,22 +55,11 @@ Tensors transport_rows(
       rows.size(), " splits of ", sum, " rows, expected ", parts, " of ", all, ".");
   const at::Tensor view = transport_view(tensor, name);
   const int64_t row = all == 0 ? 0 : view.numel() / all;
-  Tensors cut;
-  int64_t at = 0;
-  for (const auto count : rows) {
-    cut.push_back(view.narrow(0, at * row, count * row));
-    at += count;
-  }
-  return cut;
+  return view.split_with_sizes(c10::fmap(rows, [&](int64_t count) { return count * row; }));
 }
 
 std::vector<int64_t> numels(const Tensors& tensors) {
-  std::vector<int64_t> counts;
-  counts.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    counts.push_back(tensor.numel());
-  }
-  return counts;
+  return c10::fmap(tensors, [](const at::Tensor& tensor) { return tensor.numel(); });
 }
 
 namespace {

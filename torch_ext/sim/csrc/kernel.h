@@ -1,19 +1,17 @@
-// Optional tensors, which operators pass as none or as an undefined tensor.
-//
-// The one entry for whatever computes on a device.
+// The one entry for code that computes on a device.
 //
 // Note [Kernels]
-// Code that reads or writes memory of a device, be it by a kernel of the host, by code that was generated or by hand,
-// says so with a Kernel: its name, and what it reads and writes. Behind it stand
+// Code that reads or writes memory of a device, be it a kernel of the host, generated or written by hand, says so with
+// a Kernel: its name, and what it reads and writes. Behind it stand
 //
 //   - the check that all tensors are on one device (Note [Strict devices] in checks.cpp);
 //   - the check that they lie inside their storages (Note [Bounds] in checks.h);
 //   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
-//   - the pool that the host's kernels allocate from while they work for the device (Note [All memory in the arena]);
+//   - the pool that host kernels allocate from while they work for the device (Note [All memory in the arena]);
 //   - observers (kernel_observer.h) and the profiler (profiler.h).
 //
-// An operator that is written in terms of others on device tensors is no kernel: those it calls are. It checks its
-// devices with `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
+// An operator that is composed of others on device tensors is no kernel: those it calls are. It checks its devices with
+// `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
 //
 //     Kernel kernel("aten::convolution");
 //     kernel.reads(input).reads(weight).launch();
@@ -30,7 +28,7 @@
 
 namespace torch_ext::sim {
 
-using OptionalTensor = std::optional<at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>; // none may also be an undefined tensor
 
 inline bool given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
@@ -48,8 +46,7 @@ class Kernel {
   // name: as the operator is called; must outlive the object.
   explicit Kernel(std::string_view name) : name_(name), watched_(observer() != nullptr) {}
   ~Kernel();
-  Kernel(const Kernel&) = delete;
-  Kernel& operator=(const Kernel&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Kernel);
 
   // What it reads and writes. Undefined tensors are none. Before `launch`, raises RuntimeError for a tensor on another
   // device than those before it, in any order, and AcceleratorError for one whose memory is gone.
@@ -68,7 +65,7 @@ class Kernel {
   // The host will know from the result that the stream has come this far.
   Kernel& host_reads();
 
-  // It makes views or answers questions about sizes, so there is nothing to wait for and nothing to tell.
+  // For views and questions about sizes: waits for nothing and reports nothing.
   Kernel& touches_nothing();
 
   // The kernel's work may begin: its inputs are there. Returns the device.

@@ -1,13 +1,13 @@
 // The interface of tools that watch the devices of this process. An observer gets every kernel with the memory that it
 // reads and writes, every edge between streams, lanes and the host, and the life of memory.
 //
-// No observer is set by default, which costs one compare for each kernel. Calls come from the thread that does the
-// work, with the GIL or without it, and the caller holds no lock unless a method says so.
+// Without one, which is the default, a kernel pays one compare. Calls come from the thread that does the work, with the
+// GIL or without it, and with no lock held unless a method says so.
 //
 // Note [Moments]
 // A moment is a point that others may wait for: of a stream, when an event is recorded; of a communication lane, the
-// end of an operation. The observer makes it, and gets it back when a stream or the host has waited for it. The event
-// or the work keeps it. An event that is recorded again has another one.
+// end of an operation. The observer makes it, the event or the work keeps it, and the observer gets it back when a
+// stream or the host has waited for it. An event that is recorded again has another one.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -49,8 +49,8 @@ class Observer {
  public:
   virtual ~Observer() = default;
 
-  // A kernel has run. Its results are among what it has written. Without a device that a tensor names, `stream` is the
-  // current one of the current device.
+  // A kernel has run; its results are among what it has written. If no tensor names a device, `stream` is the current
+  // one of the current device.
   virtual void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept = 0;
 
   // A kernel or an operation is about to run. Told, without the results that it will allocate, to those that want it.

@@ -3,10 +3,11 @@
 // Note [The run's memory]
 // A device's capacity is simulated, the machine's memory is not. Ranks that fill their devices would exhaust it, and
 // the kernel would kill one of the machine's processes. So the bytes that the pools of all ranks hold together have a
-// cap. Each process has an entry in a shared page; the sum of the entries decides. A process that dies gives nothing
-// back by itself: when the cap is reached, entries of processes that have ended are dropped. Asking the kernel how much
-// memory is left at each allocation would need no page. But ranks ask at the same moment and write later, so all of
-// them would be told that there is enough.
+// cap. A shared page has the total, and an entry for each process with its part. A process that dies gives nothing back
+// by itself: when the cap is reached, the parts of processes that have ended are dropped. No lock guards the page, so
+// none can be left behind: a process killed between the two counts leaves the total too high by one allocation. Asking
+// the kernel at each allocation how much memory is left would need no page. But ranks ask at the same moment and write
+// later, so the kernel would tell all of them that there is enough.
 //
 // torch_ext/machine_memory.py makes the page and writes the cap at its beginning; the rest of it is laid out here.
 // Memory that was allocated for the host is not counted; the rest of the machine is for that.

@@ -1,6 +1,7 @@
 #include "memory_history.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/util/ApproximateClock.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <pybind11/pybind11.h>
@@ -42,19 +43,15 @@ struct Tags {
   std::unordered_map<std::string_view, uint32_t> numbers{{"", 0}};
 };
 
-// Never freed: threads may outlive static objects.
-Tags& tags() {
-  static auto* made = new Tags();
-  return *made;
-}
+// Here as in other files, what is made by `new` for a reference is never freed: threads may outlive static objects.
+Tags& tags = *new Tags();
 
 std::pair<std::string_view, uint32_t> registered(std::string_view name) {
-  auto& all = tags();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  auto found = all.numbers.find(name);
-  if (found == all.numbers.end()) {
-    const auto& kept = all.names.emplace_back(name);
-    found = all.numbers.emplace(kept, static_cast<uint32_t>(all.names.size() - 1)).first;
+  std::lock_guard<std::mutex> lock(tags.mutex);
+  auto found = tags.numbers.find(name);
+  if (found == tags.numbers.end()) {
+    const auto& kept = tags.names.emplace_back(name);
+    found = tags.numbers.emplace(kept, static_cast<uint32_t>(tags.names.size() - 1)).first;
   }
   return *found;
 }
@@ -66,132 +63,10 @@ struct History {
   std::deque<MemoryEvent> events;
 };
 
-History& history() {
-  static auto* made = new History();
-  return *made;
-}
+History& history = *new History();
 
 std::atomic<bool> recording{false};
 std::atomic<bool> with_stacks{false};
-
-int64_t now_us() {
-  const auto since = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::microseconds>(since).count();
-}
-
-} // namespace
-
-pybind11::list Frames::add(const CallStack& stack) {
-  pybind11::list frames;
-  if (stack != nullptr) {
-    stacks_.push_back(stack);
-    lists_.push_back(frames);
-  }
-  return frames;
-}
-
-void Frames::fill() const {
-  std::vector<torch::CapturedTraceback*> raw;
-  raw.reserve(stacks_.size());
-  for (const auto& stack : stacks_) {
-    raw.push_back(stack.get());
-  }
-  const auto named = torch::symbolize(raw);
-  std::vector<pybind11::dict> all;
-  all.reserve(named.all_frames.size());
-  for (const auto& frame : named.all_frames) {
-    pybind11::dict one;
-    one["filename"] = frame.filename;
-    one["line"] = frame.lineno;
-    one["name"] = frame.funcname;
-    all.push_back(std::move(one));
-  }
-  for (size_t i = 0; i < lists_.size(); ++i) {
-    for (const auto index : named.tracebacks[i]) {
-      pybind11::list(lists_[i]).append(all[index]);
-    }
-  }
-}
-
-uint32_t tag_of(std::string_view name) {
-  if (name.empty()) {
-    return 0;
-  }
-  // Names of kernels stay where they are, so where one lies finds it; that it is still the same is checked.
-  constexpr size_t kPlaces = 256;
-  thread_local std::array<std::pair<std::string_view, uint32_t>, kPlaces> seen{};
-  auto& place = seen[(reinterpret_cast<uintptr_t>(name.data()) >> 3U) % kPlaces];
-  if (place.first != name) {
-    place = registered(name);
-  }
-  return place.second;
-}
-
-std::string name_of_tag(uint32_t tag) {
-  auto& all = tags();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  return all.names.at(tag);
-}
-
-void start_memory_history(HistoryOptions options) {
-  stop_memory_history();
-  std::lock_guard<std::mutex> lock(history().mutex);
-  history().options = options;
-  with_stacks = options.stacks;
-  recording = true;
-}
-
-void stop_memory_history() {
-  // Out of the lock: stacks belong to Python.
-  std::unordered_map<const void*, CallStack> live;
-  std::deque<MemoryEvent> events;
-  std::lock_guard<std::mutex> lock(history().mutex);
-  recording = false;
-  live.swap(history().live);
-  events.swap(history().events);
-}
-
-bool is_recording_memory() noexcept {
-  return recording.load(std::memory_order_relaxed);
-}
-
-void note_memory(MemoryEvent event) {
-  event.time_us = now_us();
-  event.stack = with_stacks ? current_call_stack() : nullptr;
-  CallStack dropped;
-  MemoryEvent oldest{};
-  std::lock_guard<std::mutex> lock(history().mutex);
-  if (!is_recording_memory()) {
-    return;
-  }
-  auto& [mutex, options, live, events] = history();
-  if (event.kind == MemoryEvent::Kind::kAllocate) {
-    dropped = std::exchange(live[event.data], event.stack);
-  } else if (const auto found = live.find(event.data); found != live.end()) {
-    dropped = std::move(found->second);
-    live.erase(found);
-  }
-  if (options.events) {
-    events.push_back(std::move(event));
-    if (events.size() > options.most_events) {
-      oldest = std::move(events.front());
-      events.pop_front();
-    }
-  }
-}
-
-CallStack stack_of_memory(const void* data) {
-  std::lock_guard<std::mutex> lock(history().mutex);
-  const auto found = history().live.find(data);
-  return found == history().live.end() ? nullptr : found->second;
-}
-
-std::deque<MemoryEvent> memory_events() {
-  std::lock_guard<std::mutex> lock(history().mutex);
-  return history().events;
-}
-
-namespace {
 
 constexpr size_t kMostHolders = 8;
 constexpr size_t kFramesOfHolder = 4;
@@ -257,122 +132,63 @@ std::string list_of(const std::vector<std::pair<std::string, Held>>& held) {
 std::string message_of_machine(size_t nbytes) {
   const auto memory = machine_memory();
   if (memory.cap == 0) {
-    return c10::str(
-        SIM_TITLE " out of memory: the machine's, not the device's. The host refused ", readable(nbytes), ".");
+    return c10::str(": the machine's, not the device's. The host refused ", readable(nbytes), ".");
   }
   return c10::str(
-      SIM_TITLE " out of memory: the machine's, not the device's. Tried to allocate ", readable(nbytes),
-      ". The processes of this run hold ", readable(memory.run), " on simulated devices together, this one ",
-      readable(memory.process), "; they may hold ", readable(memory.cap),
-      ", by default 80 % of what the machine or its cgroup had available when the run began.");
+      ": the machine's, not the device's. Tried to allocate ", readable(nbytes), ". The processes of this run hold ",
+      readable(memory.run), " on simulated devices together, this one ", readable(memory.process), "; they may hold ",
+      readable(memory.cap), ", by default 80 % of what the machine or its cgroup had available when the run began.");
 }
 
-} // namespace
-
-void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
-  const auto stats = pool.stats();
-  const auto current = [](const c10::CachingAllocator::StatArray& array) {
-    return static_cast<size_t>(array[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current);
-  };
-  const size_t reserved = current(stats.reserved_bytes), allocated = current(stats.allocated_bytes);
-  const size_t limit = pool.limit(), allowed = pool.allowed();
-  const size_t left = allowed > reserved ? allowed - reserved : 0;
-  if (is_recording_memory()) {
-    note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, left, nullptr});
-  }
-  const auto held = holders(pool.blocks());
-  const auto advice = is_recording_memory()
-      ? ""
-      : " To see the lines that allocated it, call torch.sim.memory._record_memory_history() first.";
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, whose == Short::kDevice, message_of_machine(nbytes),
-      held.empty() ? "" : "\nAllocated by tensors of this process, most first:", list_of(held),
-      held.empty() ? " " : "\n", "Free tensors, use fewer ranks, or bound each device with --memory SIZE. ",
-      "TORCH_EXT_SIM_MACHINE_MEMORY=BYTES sets another cap.", advice);
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, false, SIM_TITLE " out of memory. Tried to allocate ", readable(nbytes),
-      ". Device " SIM_NAME ":", static_cast<int>(pool.device()), " has a total capacity of ", readable(limit),
-      " of which ", readable(left), " is free.",
+std::string message_of_device(c10::DeviceIndex device, const Amounts& amounts, size_t nbytes) {
+  const auto [allocated, reserved, limit, allowed] = amounts;
+  return c10::str(
+      ". Tried to allocate ", readable(nbytes), ". Device " SIM_NAME ":", static_cast<int>(device),
+      " has a total capacity of ", readable(limit), " of which ", readable(amounts.left()), " is free.",
       allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(), " Of the memory in use ",
       readable(allocated), " is allocated by tensors, and ", readable(reserved > allocated ? reserved - allocated : 0),
-      " is reserved but unallocated.", held.empty() ? "" : "\nAllocated by tensors, most first:", list_of(held),
-      held.empty() ? " " : "\n", "Free tensors, or raise the capacity with torch.sim.set_memory_limit.", advice);
-  std::abort(); // the check above always throws
+      " is reserved but unallocated.");
 }
 
-namespace {
-
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 uint64_t address(const void* data) {
   return reinterpret_cast<uintptr_t>(data);
 }
 
-const char* name_of(BlockFacts::State state) {
-  switch (state) {
-    case BlockFacts::State::kLive:
-      return "active_allocated";
-    case BlockFacts::State::kInUse:
-      return "active_awaiting_free";
-    default:
-      return "inactive";
-  }
-}
-
 // A block is its own segment here.
 py::dict segment_of(c10::DeviceIndex device, const BlockFacts& facts, Frames& frames) {
-  const bool live = facts.state == BlockFacts::State::kLive, idle = facts.state == BlockFacts::State::kIdle;
-  py::dict block;
-  block["address"] = address(facts.data);
-  block["size"] = facts.capacity;
-  block["requested_size"] = idle ? 0 : facts.requested;
-  block["state"] = name_of(facts.state);
-  block["frames"] = live ? frames.add(stack_of_memory(facts.data)) : py::list();
-  block["operator"] = name_of_tag(idle ? 0 : facts.tag);
-  py::list blocks;
-  blocks.append(block);
-  py::dict segment;
-  segment["device"] = static_cast<int>(device);
-  segment["address"] = address(facts.data);
-  segment["total_size"] = facts.capacity;
-  segment["allocated_size"] = live ? facts.rounded : 0;
-  segment["active_size"] = idle ? 0 : facts.rounded;
-  segment["requested_size"] = idle ? 0 : facts.requested;
-  segment["stream"] = facts.home;
+  constexpr std::array<const char*, 3> kStates{"active_allocated", "active_awaiting_free", "inactive"};
   constexpr size_t kSmallBytes = size_t{1} << 20;
-  segment["segment_type"] = facts.capacity <= kSmallBytes ? "small" : "large";
-  segment["segment_pool_id"] = py::make_tuple(0, 0);
-  segment["is_expandable"] = false;
-  segment["frames"] = py::list();
-  segment["blocks"] = blocks;
-  return segment;
+  const bool live = facts.state == BlockFacts::State::kLive, idle = facts.state == BlockFacts::State::kIdle;
+  const size_t requested = idle ? 0 : facts.requested;
+  py::list blocks;
+  blocks.append(
+      py::dict(
+          "address"_a = address(facts.data), "size"_a = facts.capacity, "requested_size"_a = requested,
+          "state"_a = kStates.at(static_cast<size_t>(facts.state)),
+          "frames"_a = live ? frames.add(stack_of_memory(facts.data)) : py::list(),
+          "operator"_a = name_of_tag(idle ? 0 : facts.tag)));
+  return py::dict(
+      "device"_a = static_cast<int>(device), "address"_a = address(facts.data), "total_size"_a = facts.capacity,
+      "allocated_size"_a = live ? facts.rounded : 0, "active_size"_a = idle ? 0 : facts.rounded,
+      "requested_size"_a = requested, "stream"_a = facts.home,
+      "segment_type"_a = facts.capacity <= kSmallBytes ? "small" : "large", "segment_pool_id"_a = py::make_tuple(0, 0),
+      "is_expandable"_a = false, "frames"_a = py::list(), "blocks"_a = blocks);
 }
 
 void add_event(py::list& trace, const MemoryEvent& event, Frames& frames) {
-  const auto entry = [&](const char* action) {
-    py::dict one;
-    one["action"] = action;
-    one["addr"] = address(event.data);
-    one["size"] = event.size;
-    one["stream"] = event.stream;
-    one["time_us"] = event.time_us;
-    one["frames"] = frames.add(event.stack);
+  static const std::array<std::vector<const char*>, 3> actions{
+      {{"alloc"}, {"free_requested", "free_completed"}, {"oom"}}}; // by kind
+  for (const char* action : actions.at(static_cast<size_t>(event.kind))) {
+    py::dict entry(
+        "action"_a = action, "addr"_a = address(event.data), "size"_a = event.size, "stream"_a = event.stream,
+        "time_us"_a = event.time_us, "frames"_a = frames.add(event.stack));
     if (event.kind == MemoryEvent::Kind::kOutOfMemory) {
-      one["device_free"] = event.free;
+      entry["device_free"] = event.free;
     }
-    trace.append(one);
-  };
-  switch (event.kind) {
-    case MemoryEvent::Kind::kAllocate:
-      entry("alloc");
-      break;
-    case MemoryEvent::Kind::kFree:
-      entry("free_requested");
-      entry("free_completed");
-      break;
-    case MemoryEvent::Kind::kOutOfMemory:
-      entry("oom");
-      break;
+    trace.append(entry);
   }
 }
 
@@ -391,22 +207,145 @@ py::dict snapshot() {
     add_event(by_device.at(static_cast<size_t>(event.device)), event, frames);
   }
   frames.fill();
-  py::dict whole;
-  whole["segments"] = segments;
-  whole["device_traces"] = traces;
-  whole["allocator_settings"] = py::dict();
-  whole["external_annotations"] = py::list();
-  return whole;
+  return py::dict(
+      "segments"_a = segments, "device_traces"_a = traces, "allocator_settings"_a = py::dict(),
+      "external_annotations"_a = py::list());
 }
 
 } // namespace
+
+pybind11::list Frames::add(const CallStack& stack) {
+  pybind11::list frames;
+  if (stack != nullptr) {
+    stacks_.push_back(stack);
+    lists_.push_back(frames);
+  }
+  return frames;
+}
+
+void Frames::fill() const {
+  std::vector<torch::CapturedTraceback*> raw;
+  raw.reserve(stacks_.size());
+  for (const auto& stack : stacks_) {
+    raw.push_back(stack.get());
+  }
+  const auto named = torch::symbolize(raw);
+  std::vector<pybind11::dict> all;
+  all.reserve(named.all_frames.size());
+  for (const auto& frame : named.all_frames) {
+    all.emplace_back("filename"_a = frame.filename, "line"_a = frame.lineno, "name"_a = frame.funcname);
+  }
+  for (size_t i = 0; i < lists_.size(); ++i) {
+    for (const auto index : named.tracebacks[i]) {
+      pybind11::list(lists_[i]).append(all[index]);
+    }
+  }
+}
+
+uint32_t tag_of(std::string_view name) {
+  if (name.empty()) {
+    return 0;
+  }
+  // Names of kernels stay where they are, so where one lies finds it; that it is still the same is checked.
+  constexpr size_t kPlaces = 256;
+  thread_local std::array<std::pair<std::string_view, uint32_t>, kPlaces> seen{};
+  auto& place = seen[(reinterpret_cast<uintptr_t>(name.data()) >> 3U) % kPlaces];
+  if (place.first != name) {
+    place = registered(name);
+  }
+  return place.second;
+}
+
+std::string name_of_tag(uint32_t tag) {
+  std::lock_guard<std::mutex> lock(tags.mutex);
+  return tags.names.at(tag);
+}
+
+void start_memory_history(HistoryOptions options) {
+  stop_memory_history();
+  std::lock_guard<std::mutex> lock(history.mutex);
+  history.options = options;
+  with_stacks = options.stacks;
+  recording = true;
+}
+
+void stop_memory_history() {
+  decltype(history.live) live; // dropped without the lock: stacks belong to Python
+  decltype(history.events) events;
+  std::lock_guard<std::mutex> lock(history.mutex);
+  recording = false;
+  live.swap(history.live);
+  events.swap(history.events);
+}
+
+bool is_recording_memory() noexcept {
+  return recording.load(std::memory_order_relaxed);
+}
+
+void note_memory(MemoryEvent event) {
+  event.time_us = c10::getTime() / 1000;
+  event.stack = with_stacks ? current_call_stack() : nullptr;
+  CallStack dropped;
+  MemoryEvent oldest{};
+  std::lock_guard<std::mutex> lock(history.mutex);
+  if (!is_recording_memory()) {
+    return;
+  }
+  auto& [mutex, options, live, events] = history;
+  if (event.kind == MemoryEvent::Kind::kAllocate) {
+    dropped = std::exchange(live[event.data], event.stack);
+  } else if (const auto found = live.find(event.data); found != live.end()) {
+    dropped = std::move(found->second);
+    live.erase(found);
+  }
+  if (options.events) {
+    events.push_back(std::move(event));
+    if (events.size() > options.most_events) {
+      oldest = std::move(events.front());
+      events.pop_front();
+    }
+  }
+}
+
+CallStack stack_of_memory(const void* data) {
+  std::lock_guard<std::mutex> lock(history.mutex);
+  const auto found = history.live.find(data);
+  return found == history.live.end() ? nullptr : found->second;
+}
+
+std::deque<MemoryEvent> memory_events() {
+  std::lock_guard<std::mutex> lock(history.mutex);
+  return history.events;
+}
+
+void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
+  const auto amounts = pool.amounts();
+  if (is_recording_memory()) {
+    note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, amounts.left(), nullptr});
+  }
+  const bool of_device = whose == Short::kDevice;
+  const auto held = holders(pool.blocks());
+  const auto list =
+      c10::str("\nAllocated by tensors", of_device ? "" : " of this process", ", most first:", list_of(held), "\n");
+  C10_THROW_ERROR(
+      OutOfMemoryError,
+      c10::str(
+          SIM_TITLE " out of memory",
+          of_device ? message_of_device(pool.device(), amounts, nbytes) : message_of_machine(nbytes),
+          held.empty() ? " " : list,
+          of_device ? "Free tensors, or raise the capacity with torch.sim.set_memory_limit."
+                    : "Free tensors, use fewer ranks, or bound each device with --memory SIZE. "
+                      "TORCH_EXT_SIM_MACHINE_MEMORY=BYTES sets another cap.",
+          is_recording_memory()
+              ? ""
+              : " To see the lines that allocated it, call torch.sim.memory._record_memory_history() first."));
+}
 
 void bind_memory_history(py::module_& m) {
   m.def("start_memory_history", [](bool stacks, bool events, size_t most_events) {
     start_memory_history({stacks, events, most_events});
   });
   m.def("stop_memory_history", &stop_memory_history);
-  m.def("is_recording_memory", &is_recording_memory);
   m.def("memory_snapshot", &snapshot);
 }
 

@@ -68,24 +68,6 @@ at::Tensor efficient_zeros(
   return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
-} // namespace
-
-void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
-  TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
-  const auto device = storage.device();
-  c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
-  const size_t kept = std::min(nbytes, storage.nbytes());
-  if (kept > 0 && storage.data() != nullptr) {
-    Kernel kernel("aten::resize_");
-    kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
-    std::memcpy(fresh.mutable_get(), storage.data(), kept);
-  }
-  storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
-  storage.set_nbytes(nbytes);
-}
-
-namespace {
-
 // Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
 void grow_storage(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
@@ -324,6 +306,20 @@ struct Hooks final : HooksInterface {
 };
 
 } // namespace
+
+void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
+  TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
+  const auto device = storage.device();
+  c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
+  const size_t kept = std::min(nbytes, storage.nbytes());
+  if (kept > 0 && storage.data() != nullptr) {
+    Kernel kernel("aten::resize_");
+    kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
+    std::memcpy(fresh.mutable_get(), storage.data(), kept);
+  }
+  storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
+  storage.set_nbytes(nbytes);
+}
 
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("empty.memory_format", TORCH_FN(empty));

@@ -92,11 +92,7 @@ class ObserverLog final : public Observer {
   std::vector<LogEntry> entries_;
 };
 
-// Never freed: threads may be telling it something.
-ObserverLog& observer_log() {
-  static auto* made = new ObserverLog();
-  return *made;
-}
+ObserverLog& observer_log = *new ObserverLog(); // never freed: threads may be reporting to it
 
 pybind11::dict described(const LogEntry& entry) {
   pybind11::dict dict = pybind11::cast(entry.numbers);
@@ -114,13 +110,13 @@ pybind11::dict described(const LogEntry& entry) {
 
 void bind_observer_log(pybind11::module_& m) {
   m.def("start_observer_log", [] {
-    observer_log().take();
-    set_observer(&observer_log());
+    observer_log.take();
+    set_observer(&observer_log);
   });
   m.def("stop_observer_log", [] {
     set_observer(nullptr);
     pybind11::list entries;
-    for (const auto& entry : observer_log().take()) {
+    for (const auto& entry : observer_log.take()) {
       entries.append(described(entry));
     }
     return entries;

@@ -27,8 +27,6 @@ class PinnedAllocator final : public at::HostAllocator {
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
 
-  bool contains(const void* pointer) { return find(pointer).has_value(); }
-
   std::optional<PinnedBlock> find(const void* pointer) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto* wanted = static_cast<const char*>(pointer);
@@ -43,7 +41,9 @@ class PinnedAllocator final : public at::HostAllocator {
   uint64_t made() const { return made_.load(std::memory_order_relaxed); }
 
   // Copies are finished when the call that starts them returns, so memory never has to wait for an event.
-  bool record_event(void* pointer, void* /*context*/, c10::Stream /*stream*/) override { return contains(pointer); }
+  bool record_event(void* pointer, void* /*context*/, c10::Stream /*stream*/) override {
+    return find(pointer).has_value();
+  }
   // Freed ranges go straight back to the host: there is nothing cached to empty.
   void empty_cache() override {}
   at::HostStats get_stats() override {
@@ -103,60 +103,50 @@ class PinnedAllocator final : public at::HostAllocator {
   at::HostStats stats_;
 };
 
-PinnedAllocator* pinned() {
-  static auto* allocator = new PinnedAllocator();
-  return allocator;
-}
+PinnedAllocator& pinned = *new PinnedAllocator(); // never freed: torch keeps it
 
 void PinnedAllocator::release(void* data) {
-  pinned()->remove(data);
+  pinned.remove(data);
   std::free(data);
 }
 
 } // namespace
 
 c10::Allocator* pinned_allocator() {
-  return pinned();
+  return &pinned;
 }
 
 bool is_pinned(const void* pointer) {
-  return pinned()->contains(pointer);
+  return pinned.find(pointer).has_value();
 }
 
 std::optional<PinnedBlock> pinned_block_at(const void* pointer) {
-  return pinned()->find(pointer);
+  return pinned.find(pointer);
 }
 
 uint64_t pinned_blocks_made() {
-  return pinned()->made();
+  return pinned.made();
 }
 
 void bind_pinned_memory(pybind11::module_& m) {
   m.def("pinned_memory_stats", [] {
-    const auto stats = pinned()->get_stats();
-    pybind11::dict all;
-    const auto add = [&all](const char* name, const at::Stat& stat) {
-      pybind11::dict one;
-      one["current"] = stat.current;
-      one["peak"] = stat.peak;
-      one["allocated"] = stat.allocated;
-      one["freed"] = stat.freed;
-      all[name] = one;
+    using namespace pybind11::literals;
+    const auto stats = pinned.get_stats();
+    const auto as_dict = [](const at::Stat& stat) {
+      return pybind11::dict(
+          "current"_a = stat.current, "peak"_a = stat.peak, "allocated"_a = stat.allocated, "freed"_a = stat.freed);
     };
-    add("active_requests", stats.active_requests);
-    add("active_bytes", stats.active_bytes);
-    add("allocations", stats.allocations);
-    add("allocated_bytes", stats.allocated_bytes);
-    all["num_host_alloc"] = stats.num_host_alloc;
-    all["num_host_free"] = stats.num_host_free;
-    return all;
+    return pybind11::dict(
+        "active_requests"_a = as_dict(stats.active_requests), "active_bytes"_a = as_dict(stats.active_bytes),
+        "allocations"_a = as_dict(stats.allocations), "allocated_bytes"_a = as_dict(stats.allocated_bytes),
+        "num_host_alloc"_a = stats.num_host_alloc, "num_host_free"_a = stats.num_host_free);
   });
-  m.def("reset_accumulated_pinned_memory_stats", [] { pinned()->reset_accumulated_stats(); });
-  m.def("reset_peak_pinned_memory_stats", [] { pinned()->reset_peak_stats(); });
+  m.def("reset_accumulated_pinned_memory_stats", [] { pinned.reset_accumulated_stats(); });
+  m.def("reset_peak_pinned_memory_stats", [] { pinned.reset_peak_stats(); });
 }
 
 void install_pinned_allocator() {
-  at::setHostAllocator(kSim, pinned());
+  at::setHostAllocator(kSim, &pinned);
 }
 
 } // namespace torch_ext::sim

@@ -29,11 +29,7 @@ struct Recorded {
   std::vector<DeviceWork> work;
 };
 
-// Never freed: threads may outlive static objects.
-Recorded& recorded() {
-  static auto* made = new Recorded();
-  return *made;
-}
+Recorded& recorded = *new Recorded(); // never freed: threads may outlive static objects
 
 // For the profiler of torch.autograd, which times each operator by two events around it.
 struct Stubs final : torch::profiler::impl::ProfilerStubs {
@@ -71,17 +67,16 @@ using libkineto::ActivityType;
 class Session final : public libkineto::IActivityProfilerSession {
  public:
   void start() override {
-    const auto since = std::chrono::system_clock::now().time_since_epoch();
-    to_epoch_ = std::chrono::duration_cast<std::chrono::nanoseconds>(since).count() - stream_clock();
-    std::lock_guard<std::mutex> lock(recorded().mutex);
-    recorded().work.clear();
+    to_epoch_ = c10::getTime() - stream_clock();
+    std::lock_guard<std::mutex> lock(recorded.mutex);
+    recorded.work.clear();
     profiling = true;
   }
 
   void stop() override {
     profiling = false;
-    std::lock_guard<std::mutex> lock(recorded().mutex);
-    work_ = std::exchange(recorded().work, {});
+    std::lock_guard<std::mutex> lock(recorded.mutex);
+    work_ = std::exchange(recorded.work, {});
   }
 
   std::vector<std::string> errors() override { return {}; }
@@ -167,8 +162,8 @@ int64_t current_correlation() noexcept {
 }
 
 void record_device_work(DeviceWork work) {
-  std::lock_guard<std::mutex> lock(recorded().mutex);
-  recorded().work.push_back(std::move(work));
+  std::lock_guard<std::mutex> lock(recorded.mutex);
+  recorded.work.push_back(std::move(work));
 }
 
 void register_profiler() {

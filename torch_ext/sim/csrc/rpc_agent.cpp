@@ -5,12 +5,12 @@
 //   sender    copies device tensors to the host, on its current streams, and appends a Trailer to the payload
 //   receiver  takes the trailer off and copies each tensor to the device that it names, on the streams of the request
 //
-// Both copies end before the message goes on, so it holds what the streams had been given before the call. The sender
-// decides where a tensor goes, by its device map for a request and by the reverse of the caller's for a response, as
-// TensorPipe's own agent does. That agent never sees the maps, but has the devices: it gives each request streams of
+// Both copies end before the message goes on, so it holds what the streams had been given before the call. As with
+// TensorPipe's own agent, the sender decides where a tensor goes: by its device map for a request, by the reverse of
+// the caller's for a response. That agent never sees the maps, but has the devices: it gives each request streams of
 // its own on them, and lets futures wait for those.
 //
-// Requests carry a trailer to workers that the map names, and responses where the request had one. Only such workers
+// Requests carry a trailer to workers that the map names, and responses where the request had one: only such workers
 // have this agent for certain.
 #include "bindings.h"
 
@@ -94,6 +94,11 @@ void pack(Message& message, const DeviceMap& map, const std::string& worker, int
   append(&trailer, sizeof(trailer));
 }
 
+DeviceMap map_of(const DeviceMaps& maps, const std::string& worker) {
+  const auto found = maps.find(worker);
+  return found == maps.end() ? DeviceMap() : found->second;
+}
+
 // Undoes pack() on the other side, on the current streams. Returns the sender; nothing if there is no trailer.
 std::optional<int64_t> unpack(Message& message) {
   const auto trailer = trailer_of(message);
@@ -167,8 +172,7 @@ class Callback final : public rpc::RequestCallbackImpl {
         return;
       }
       const auto name = name_of(worker);
-      const auto map = reverse_.find(name);
-      pack(message, map == reverse_.end() ? DeviceMap() : map->second, name, /*sender=*/-1);
+      pack(message, map_of(reverse_, name), name, /*sender=*/-1);
     });
   }
 
@@ -188,19 +192,15 @@ class Agent final : public rpc::TensorPipeAgent {
         maps_(options.deviceMaps) {}
 
   MessageFuture send(const rpc::WorkerInfo& to, MessagePtr message, float timeout, const DeviceMap& given) override {
-    const auto own = maps_.find(to.name_);
-    const bool has_map = !given.empty() || own != maps_.end();
+    const bool has_map = !given.empty() || maps_.count(to.name_) != 0;
     if (has_map) {
-      pack(*message, given.empty() ? own->second : given, to.name_, id_);
+      pack(*message, given.empty() ? map_of(maps_, to.name_) : given, to.name_, id_);
     }
     auto response = TensorPipeAgent::send(to, std::move(message), timeout, {});
     return has_map ? then_with(response, [](Message& answer) { unpack(answer); }) : response;
   }
 
-  DeviceMap getDeviceMap(const rpc::WorkerInfo& to) const override {
-    const auto found = maps_.find(to.name_);
-    return found == maps_.end() ? DeviceMap() : found->second;
-  }
+  DeviceMap getDeviceMap(const rpc::WorkerInfo& to) const override { return map_of(maps_, to.name_); }
 
  private:
   static rpc::TensorPipeRpcBackendOptions without_maps(rpc::TensorPipeRpcBackendOptions options) {

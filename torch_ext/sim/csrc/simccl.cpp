@@ -1,13 +1,11 @@
 // The process group backend `simccl`: collectives on device tensors.
 //
-// Each operation checks its tensors when it is called and describes itself as one or more Calls (transport/transport.h)
-// on aliases of their memory. They start in one place, see Note [Where operations start]; a transport carries them.
-//
 // Note [Where operations start]
-// Every operation, be it a collective or a transfer between two ranks, is described by an Operation and handed to
-// `Launcher::launch` before anything of it has moved. What is to come between a program and its communication has its
-// place there: a fault plan that delays, drops or breaks an operation, a check of what it reads and writes against what
-// streams do. An operation that consists of several has a Call for each.
+// Every operation, collective or transfer between two ranks, checks its tensors and describes itself by one or more
+// Calls (transport/transport.h) on aliases of their memory. `Launcher::launch` gets it before anything has moved, and
+// hands the calls to a transport. Code that comes between a program and its communication, such as fault plans and the
+// check for races, belongs there.
+#include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -48,11 +46,7 @@ struct Groups {
   std::set<std::shared_ptr<Underway>> alive;
 };
 
-// Never freed: groups may outlive static objects.
-Groups& groups() {
-  static auto* made = new Groups();
-  return *made;
-}
+Groups& groups = *new Groups(); // never freed: groups may outlive static objects
 
 bool is_set(const char* variable) {
   const char* text = std::getenv(variable);
@@ -72,8 +66,8 @@ void settle_collectives() {
   WithoutGil without;
   std::vector<std::shared_ptr<Underway>> alive;
   {
-    std::lock_guard<std::mutex> lock(groups().mutex);
-    alive.assign(groups().alive.begin(), groups().alive.end());
+    std::lock_guard<std::mutex> lock(groups.mutex);
+    alive.assign(groups.alive.begin(), groups.alive.end());
   }
   for (const auto& group : alive) {
     for (const auto& running : group->all()) {
@@ -107,15 +101,15 @@ class Launcher : public c10d::Backend {
       : c10d::Backend(rank, size),
         transport_(std::move(transport)),
         blocking_wait_(is_set("TORCH_EXT_SIM_BLOCKING_WAIT") || is_set("TORCH_NCCL_BLOCKING_WAIT")) {
-    std::lock_guard<std::mutex> lock(groups().mutex);
-    groups().alive.insert(underway_);
+    std::lock_guard<std::mutex> lock(groups.mutex);
+    groups.alive.insert(underway_);
   }
   ~Launcher() override {
     WithoutGil without;
     transport_->leave(/*broken=*/false);
     {
-      std::lock_guard<std::mutex> lock(groups().mutex);
-      groups().alive.erase(underway_);
+      std::lock_guard<std::mutex> lock(groups.mutex);
+      groups.alive.erase(underway_);
     }
     underway_.reset();
     transport_.reset();
@@ -203,9 +197,6 @@ class Launcher : public c10d::Backend {
     tell_beginning(operation, device);
     WithoutGil without;
     const bool is_collective = !c10d::isP2POp(operation.kind);
-    const auto shapes = [&](const Tensors& tensors) {
-      return is_collective ? shapes_of(tensors) : std::vector<Shape>();
-    };
     const Told told(operation);
     std::vector<TransferPtr> transfers;
     for (auto& call : operation.calls) {
@@ -219,18 +210,19 @@ class Launcher : public c10d::Backend {
     if (is_collective && !coalescing_) {
       ++sequence_;
     }
-    auto record = is_collective ? std::make_shared<Progress>(transfers) : nullptr;
+    ProgressPtr record;
+    if (is_collective) {
+      record = std::make_shared<Progress>(transfers);
+      record_operation(
+          {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes_of(operation.inputs),
+           shapes_of(operation.outputs), record});
+    }
     Tensors held = operation.inputs;
     held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
     auto running = std::make_shared<Running>(
         operation.kind, operation.name, rank_, sequence_, std::move(transfers), std::move(held));
     running->set_hook(onCompletionHook_);
-    running->set_record(record);
-    if (is_collective) {
-      record_operation(
-          {operation.name, getGroupUid(), getGroupDesc(), sequence_, shapes(operation.inputs),
-           shapes(operation.outputs), std::move(record)});
-    }
+    running->set_record(std::move(record));
     const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
     auto work = c10::make_intrusive<SimWork>(
         operation.kind, rank_, sequence_, running, operation.outputs, device, tell_launch(operation, device),
@@ -393,11 +385,9 @@ class SimCCL final : public Launcher {
       return nullptr;
     }
     const auto timeout = options != nullptr ? options->timeout : options_->timeout;
-    std::vector<int64_t> global_ranks;
-    global_ranks.reserve(ranks.size());
-    for (const int member : ranks) {
-      global_ranks.push_back(static_cast<int64_t>(options_->global_ranks_in_group[static_cast<size_t>(member)]));
-    }
+    const auto global_ranks = c10::fmap(ranks, [this](int member) {
+      return static_cast<int64_t>(options_->global_ranks_in_group[static_cast<size_t>(member)]);
+    });
     return c10::make_intrusive<SimCCL>(
         c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(place - ranks.begin()), global_ranks,
         timeout, options_->any_device);

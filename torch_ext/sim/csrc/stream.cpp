@@ -13,13 +13,8 @@
 namespace torch_ext::sim {
 namespace {
 
-int64_t now() {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
-
 void sleep_until(int64_t moment) {
-  const int64_t left = moment - now();
+  const int64_t left = moment - stream_clock();
   if (left > 0) {
     std::this_thread::sleep_for(std::chrono::nanoseconds(left));
   }
@@ -132,10 +127,6 @@ int64_t ended_at(const Event& event) {
   return moment;
 }
 
-c10::Stream make(c10::DeviceIndex device, c10::StreamId id) {
-  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), id);
-}
-
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
   c10::DeviceType type() const override { return kSim; }
@@ -160,7 +151,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
     return current_stream(checked_index(device));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return default_stream(checked_index(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(checked_index(device), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
     return next_stream(checked_index(device), high_priority);
   }
@@ -248,12 +239,12 @@ class ReducerTimer final : public c10d::Timer {
 
 } // namespace
 
-c10::Stream default_stream(c10::DeviceIndex device) {
-  return make(device, 0);
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), id);
 }
 
 c10::Stream current_stream(c10::DeviceIndex device) {
-  return make(device, current_ids[device]);
+  return stream_of(device, current_ids[device]);
 }
 
 c10::Stream exchange_stream(c10::Stream stream) {
@@ -267,7 +258,7 @@ c10::Stream exchange_stream(c10::Stream stream) {
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority) {
   const c10::StreamId kind = high_priority ? 1 : 0;
   const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
-  const auto stream = make(device, 1 + kind * kStreamsPerClass + turn);
+  const auto stream = stream_of(device, 1 + kind * kStreamsPerClass + turn);
   tell([&](Observer& to) { to.handed_out(stream); });
   return stream;
 }
@@ -282,7 +273,7 @@ void catch_up(c10::Stream stream) {
 
 bool is_idle(c10::Stream stream) {
   auto& track = track_of(stream);
-  const bool idle = track.busy_until <= now() && are_over(track.waits_for());
+  const bool idle = track.busy_until <= stream_clock() && are_over(track.waits_for());
   if (idle) {
     tell([&](Observer& to) { to.host_knows(stream); });
   }
@@ -300,7 +291,8 @@ int64_t busy_until(c10::Stream stream) {
 }
 
 int64_t stream_clock() {
-  return now();
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 void set_settle(void (*settle)()) {
@@ -313,7 +305,7 @@ void synchronize_device(c10::DeviceIndex device) {
   }
   int64_t until = 0;
   for (c10::StreamId id = 0; id < kStreamCount; ++id) {
-    catch_up(make(device, id));
+    catch_up(stream_of(device, id));
     until = std::max(until, table_of(device).tracks[static_cast<size_t>(id)].busy_until.load());
   }
   sleep_until(until);
@@ -325,7 +317,7 @@ void sleep(int64_t nanoseconds) {
   catch_up(stream);
   auto& until = track_of(stream).busy_until;
   int64_t seen = until.load();
-  while (!until.compare_exchange_weak(seen, std::max(seen, now()) + nanoseconds)) {
+  while (!until.compare_exchange_weak(seen, std::max(seen, stream_clock()) + nanoseconds)) {
   }
 }
 
@@ -334,7 +326,7 @@ Event record(c10::Stream stream) {
     return *end_of_operation;
   }
   auto& track = track_of(stream);
-  Event event{std::max(track.busy_until.load(), now()), track.waits_for(), {}, stream.device_index()};
+  Event event{std::max(track.busy_until.load(), stream_clock()), track.waits_for(), {}, stream.device_index()};
   tell([&](Observer& to) { event.moment = to.recorded(stream); });
   return event;
 }
@@ -347,7 +339,7 @@ void wait(c10::Stream stream, const Event& event) {
 }
 
 bool is_done(const Event& event) {
-  const bool done = event.done_at <= now() && are_over(event.elsewhere);
+  const bool done = event.done_at <= stream_clock() && are_over(event.elsewhere);
   if (done) {
     tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
   }

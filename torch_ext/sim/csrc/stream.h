@@ -1,29 +1,22 @@
 // Streams and events.
 //
 // Note [Streams of an eager device]
-// Kernels run to their end before the call that launches them returns, so a stream holds no queue. What it does hold is
-// a horizon: the moment until which it counts as busy. `sleep` moves the horizon of the current stream into the future
-// without delaying the host; recording an event captures the horizon; waiting for an event moves a stream's horizon to
-// the event's. Queries and host waits compare horizons with the clock. So ordering, overlap and timing look to a
-// program as they do on hardware, while values are always those of an execution in program order.
+// A kernel ends before the call that launches it returns, so a stream has no queue. It has a horizon: the moment until
+// which it counts as busy. `sleep` moves the horizon of the current stream and returns; an event that is recorded
+// copies the horizon; a stream that waits for an event moves its horizon to the event's. Queries and host waits compare
+// horizons with the clock. So order, overlap and timing look as on hardware, and values are those of program order.
 //
 // Note [What a stream waits for]
-// Operations of a process group run elsewhere: on the lane of their group, until all its ranks take part. A stream that
-// waits for one keeps it in a list, and so does an event that is recorded there afterwards, and a stream that waits for
-// that event. The host goes on. It blocks, without the GIL, where the result is due: at the next kernel on
-// such a stream (Note [Kernels] in kernel.h), and where it waits for stream, event or device. Blocking does this rank's
-// part of the operation, so no thread has to; and an operation that has failed raises there, once for each stream or
-// event that waits for it.
+// Operations of a process group run on the lane of their group, until all its ranks take part. A stream that waits for
+// one lists it; so does an event recorded there afterwards, and a stream that waits for that event. The host goes on.
+// It blocks, without the GIL, where the result is due: at the next kernel on such a stream (Note [Kernels] in
+// kernel.h), and where it waits for stream, event or device. The thread that blocks does this rank's part of the
+// operation. A failed operation raises there, once for each stream or event that waits for it.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
 //     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
 //     id = kStreamCount                      the lane of an operation: see AtEnd
-//
-// Tells of operations that block the host, where a program asks for it: torch.sim.set_sync_debug_mode.
-//
-// As with CUDA: host reads such as `item()` and `nonzero()`, copies between host and device that are not asked not to
-// block, and `Stream.synchronize()`; not `torch.sim.synchronize()`, which says by its name what it does.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -38,7 +31,7 @@ constexpr c10::StreamId kStreamsPerClass = 32;
 constexpr c10::StreamId kStreamClasses = 2;
 constexpr c10::StreamId kStreamCount = 1 + kStreamClasses * kStreamsPerClass;
 
-c10::Stream default_stream(c10::DeviceIndex device);
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 
@@ -97,8 +90,7 @@ class AtEnd {
  public:
   AtEnd(c10::DeviceIndex device, const Event& end);
   ~AtEnd();
-  AtEnd(const AtEnd&) = delete;
-  AtEnd& operator=(const AtEnd&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(AtEnd);
 
  private:
   c10::DeviceIndex device_;
@@ -115,7 +107,9 @@ enum class SyncDebug : uint8_t { kOff, kWarn, kError };
 void set_sync_debug(SyncDebug mode) noexcept;
 SyncDebug sync_debug() noexcept;
 
-// Warns, or raises RuntimeError. Called before the host blocks.
+// Warns or raises RuntimeError before the host blocks, where a program asks for it (torch.sim.set_sync_debug_mode). As
+// with CUDA: for host reads such as `item()` and `nonzero()`, for copies between host and device that are not
+// non-blocking, and for `Stream.synchronize()`; not for `torch.sim.synchronize()`, whose name says that it blocks.
 void tell_host_blocks(std::string_view what);
 
 } // namespace torch_ext::sim

@@ -1,8 +1,10 @@
 #include "work.h"
 
+#include <ATen/core/functional.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/util/ApproximateClock.h>
 #include <c10/util/Exception.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
@@ -24,10 +26,7 @@ struct Record {
   std::deque<RecordedOperation> operations;
 };
 
-Record& the_record() {
-  static auto* made = new Record();
-  return *made;
-}
+Record& flight_record = *new Record(); // never freed: groups may outlive static objects
 
 // As torch's recorder reads its own size.
 size_t capacity() {
@@ -36,46 +35,37 @@ size_t capacity() {
   return static_cast<size_t>(std::max(entries, 0));
 }
 
-pybind11::list sizes_of(const std::vector<Shape>& shapes) {
-  pybind11::list sizes;
+// `of` each of the shapes.
+template <typename Of>
+pybind11::list list_of(const std::vector<Shape>& shapes, Of of) {
+  pybind11::list list;
   for (const auto& shape : shapes) {
-    sizes.append(shape.sizes);
+    list.append(of(shape));
   }
-  return sizes;
-}
-
-pybind11::list types_of(const std::vector<Shape>& shapes) {
-  pybind11::list types;
-  for (const auto& shape : shapes) {
-    types.append(c10::toString(shape.type));
-  }
-  return types;
+  return list;
 }
 
 // For _flight_record.py.
 pybind11::dict as_dict(const RecordedOperation& operation) {
   using namespace pybind11::literals;
+  const auto sizes = [](const Shape& shape) { return shape.sizes; };
+  const auto type = [](const Shape& shape) { return c10::toString(shape.type); };
   return pybind11::dict(
       "name"_a = operation.name, "group"_a = operation.group, "description"_a = operation.description,
-      "sequence"_a = operation.sequence, "input_sizes"_a = sizes_of(operation.inputs),
-      "input_dtypes"_a = types_of(operation.inputs), "output_sizes"_a = sizes_of(operation.outputs),
-      "output_dtypes"_a = types_of(operation.outputs), "begun_ns"_a = operation.progress->begun(),
+      "sequence"_a = operation.sequence, "input_sizes"_a = list_of(operation.inputs, sizes),
+      "input_dtypes"_a = list_of(operation.inputs, type), "output_sizes"_a = list_of(operation.outputs, sizes),
+      "output_dtypes"_a = list_of(operation.outputs, type), "begun_ns"_a = operation.progress->begun(),
       "finished_ns"_a = operation.progress->finished());
-}
-
-int64_t wall_clock() {
-  const auto since = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 } // namespace
 
 Progress::Progress(const std::vector<std::shared_ptr<Transfer>>& transfers)
-    : begun_(wall_clock()), transfers_(transfers.begin(), transfers.end()) {}
+    : begun_(c10::getTime()), transfers_(transfers.begin(), transfers.end()) {}
 
 void Progress::finish() {
   int64_t never = 0;
-  finished_.compare_exchange_strong(never, wall_clock());
+  finished_.compare_exchange_strong(never, c10::getTime());
 }
 
 int64_t Progress::finished() {
@@ -90,33 +80,26 @@ int64_t Progress::finished() {
 }
 
 std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<Shape> shapes;
-  shapes.reserve(tensors.size());
-  for (const auto& tensor : tensors) {
-    shapes.push_back({tensor.sizes().vec(), tensor.scalar_type()});
-  }
-  return shapes;
+  return c10::fmap(tensors, [](const at::Tensor& tensor) { return Shape{tensor.sizes().vec(), tensor.scalar_type()}; });
 }
 
 void record_operation(RecordedOperation operation) {
-  auto& kept = the_record();
-  std::lock_guard<std::mutex> lock(kept.mutex);
-  kept.operations.push_back(std::move(operation));
-  while (kept.operations.size() > capacity()) {
-    kept.operations.pop_front();
+  std::lock_guard<std::mutex> lock(flight_record.mutex);
+  flight_record.operations.push_back(std::move(operation));
+  while (flight_record.operations.size() > capacity()) {
+    flight_record.operations.pop_front();
   }
 }
 
 void bind_flight_record(pybind11::module_& m) {
   m.def("recorded_operations", [] {
-    std::vector<RecordedOperation> operations;
-    {
-      auto& kept = the_record();
-      std::lock_guard<std::mutex> lock(kept.mutex);
-      operations.assign(kept.operations.begin(), kept.operations.end());
-    }
+    std::deque<RecordedOperation> operations;
     {
       WithoutGil without;
+      {
+        std::lock_guard<std::mutex> lock(flight_record.mutex);
+        operations = flight_record.operations;
+      }
       for (const auto& operation : operations) {
         operation.progress->finished();
       }
@@ -245,51 +228,16 @@ void Running::let_go() {
 
 std::vector<const void*> Running::memory() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<const void*> found;
-  found.reserve(held_.size());
-  for (const auto& tensor : held_) {
-    found.push_back(tensor.storage().data());
-  }
-  return found;
-}
-
-void settle(Running& one) noexcept {
-  try {
-    one.finish(kNoTimeout);
-  } catch (...) {
-    return; // its own wait raises the error
-  }
+  return c10::fmap(held_, [](const at::Tensor& tensor) { return tensor.storage().data(); });
 }
 
 void Underway::add(const RunningPtr& one) {
-  // They end in order, nearly: to ask the first is enough, and asking costs.
-  std::vector<RunningPtr> over;
-  while (true) {
-    RunningPtr first;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!running_.empty()) {
-        first = running_.front();
-      }
-      if (first == nullptr) {
-        break;
-      }
-    }
-    if (!first->advance()) {
-      break;
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::erase(running_, first);
-    over.push_back(first);
+  std::vector<RunningPtr> over = all(); // dropped without the lock: tensors may be known to Python
+  // They end in order, nearly: to ask up to the first that is not over is enough, and asking costs.
+  for (size_t i = 0; i < over.size() && over[i]->advance(); ++i) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  std::erase_if(running_, [&](const RunningPtr& earlier) {
-    if (earlier->is_over()) {
-      over.push_back(earlier);
-      return true;
-    }
-    return false;
-  });
+  std::erase_if(running_, [](const RunningPtr& earlier) { return earlier->is_over(); });
   running_.push_back(one);
 }
 

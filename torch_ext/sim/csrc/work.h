@@ -1,39 +1,35 @@
-// Operations of the backend `simccl` that have been launched, for which works, streams and events wait; and the works.
+// Operations of the backend `simccl` that have been launched (Running), and their works.
 //
 // Note [Who finishes an operation]
-// No thread does. Inputs were read at launch, so peers depend on nobody's waiting; this rank's part of the rest is done
-// by the thread that first needs it: at a kernel or a host read on a stream that waits for it, at a wait that blocks
-// the host, at a poll, at a later operation of its group that depends on it. Ending it calls the group's completion
-// hook, on that thread and with no lock held. Whoever waits gets the exception of a hook that raises; the operation
-// is over all the same.
+// No thread of ours. Inputs are read at launch, so peers depend on nobody's waiting. The rest of this rank's part is
+// done by the thread that first needs it: at a kernel or host read on a stream that waits for it, at a wait that blocks
+// the host, at a poll, at a later operation of its group that depends on it. That thread calls the group's completion
+// hook, with no lock held. A hook's exception goes to those who wait; the operation is over all the same.
 //
 // Note [What an operation holds]
-// Its tensors, as NCCL stashes them: until a wait for it has returned or none is possible, and until it is over.
-// A program may free their storages all the same (`resize_(0)`); what the operation writes then lands in memory that is
-// the next owner's, as on a GPU, and never in the host's.
+// Its tensors, as NCCL stashes them: until it is over, and a wait for it has returned or none is possible. A program
+// may free their storages all the same (`resize_(0)`); what the operation writes then lands in the next owner's memory,
+// as on a GPU, and never in the host's.
 //
 // Note [When a simccl work is done]
-// As NCCL has it. An operation with `async_op=False` is done when its call returns. An asynchronous
-// one has read its inputs when its call returns and belongs to the lane of its group from then on. `wait`
-// returns at once and makes the current stream wait for it (Note [What a stream waits for] in stream.h); an error that
-// is known by then is raised there, any other where the result is due. The host blocks, and gets every error,
+// As with NCCL. An operation with `async_op=False` is done when its call returns. An asynchronous one has read its
+// inputs then, and belongs to the lane of its group. `wait` returns at once and makes the current stream wait for it
+// (Note [What a stream waits for] in stream.h); it raises an error that is known by then, any other is raised where the
+// result is due. The host blocks, and gets every error,
 //
 //   - in `wait` with a time limit, of a barrier, and where TORCH_EXT_SIM_BLOCKING_WAIT=1 or, for programs written for
 //     NCCL, TORCH_NCCL_BLOCKING_WAIT=1 is set when the group is made;
 //   - where it asks which rank a message came from.
 //
-// A future is complete from the start; a wait for it makes the current stream wait. So callbacks run on the
-// thread that adds them: the one that launches, for DDP's hooks, in the same order on all ranks. Torch runs each on a
-// stream that waits for the operation. An operation that is known to have failed has a future that says so.
-//
-// Note [Aborting]
-// `abort` fails a work that is not over: its wait raises RuntimeError.
+// A future is complete from the start, or has the error of an operation known to have failed. So callbacks run on the
+// thread that adds them: the launching one, for DDP's hooks, in the same order on all ranks. Torch runs each on a
+// stream that waits for the operation.
 //
 // Note [Flight records]
-// Torch's recorder accepts entries from torch's own backends only. Of `simccl` over shared memory it sees nothing. Of
-// `simccl` over gloo it sees what gloo is asked for: an all_reduce where the program called reduce_scatter_tensor, and
-// several collectives for one call. work.cpp records what was called; _flight_record.py puts that in the place of
-// gloo's entries when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only. It sees nothing of `simccl` over shared memory, and
+// of `simccl` over gloo what gloo is asked for: an all_reduce where the program called reduce_scatter_tensor, and
+// several collectives for one call. work.cpp records what was called; _flight_record.py replaces gloo's entries by that
+// when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -109,7 +105,7 @@ class Running final : public Elsewhere {
   // limit that it was launched with.
   void finish(std::chrono::milliseconds timeout);
 
-  // Fails it with a RuntimeError, unless it is over.
+  // Fails it, unless it is over: its wait raises RuntimeError.
   void abort();
 
   bool is_over() const { return over_at_ != 0; }
@@ -152,9 +148,6 @@ class Running final : public Elsewhere {
 };
 
 using RunningPtr = std::shared_ptr<Running>;
-
-// Waits for `one`, and raises nothing: its own `wait()` reports an error.
-void settle(Running& one) noexcept;
 
 // The operations of a group that are not over, as far as is known: see Note [Who finishes an operation]. Any thread.
 class Underway {

@@ -1,9 +1,304 @@
 #include "checker.h"
 
 #include "../std.h"
-#include "history.h"
 
 namespace torch_ext::sim::races {
+namespace {
+
+// Sorts, and joins what overlaps or touches.
+void tidy(std::vector<Range>& runs) {
+  const auto starts_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
+  if (!std::is_sorted(runs.begin(), runs.end(), starts_earlier)) {
+    std::sort(runs.begin(), runs.end(), starts_earlier);
+  }
+  size_t kept = 0;
+  for (size_t i = 1; i < runs.size(); ++i) {
+    if (runs[i].begin <= runs[kept].end) {
+      runs[kept].end = std::max(runs[kept].end, runs[i].end);
+    } else {
+      runs[++kept] = runs[i];
+    }
+  }
+  runs.resize(std::min(runs.size(), kept + 1));
+}
+
+// Views of up to this many runs are kept run by run.
+constexpr uint64_t kRuns = 8;
+// The oldest view of many runs is forgotten when a block has more of them: time is bounded before memory is.
+constexpr size_t kScattered = 4096;
+
+bool is_unordered(const Access& earlier, const Access& later, const Clock& clock) {
+  const bool conflicting = earlier.kind == Kind::kWrite || later.kind == Kind::kWrite;
+  return earlier.exists() && conflicting && !clock.covers(earlier.epoch);
+}
+
+void report(const Access& earlier, Range bytes, std::vector<Conflict>& conflicts) {
+  for (auto& known : conflicts) {
+    if (known.earlier.origin == earlier.origin && known.earlier.kind == earlier.kind) {
+      return;
+    }
+  }
+  conflicts.push_back({earlier, bytes});
+}
+
+Range common(Range one, Range other) {
+  return {std::max(one.begin, other.begin), std::min(one.end, other.end)};
+}
+
+// A missing wait in a loop is met again and again. Origins that are alike may still differ in where they were called
+// from, so more than one race of a kind is kept.
+constexpr size_t kRacesAlike = 16;
+
+} // namespace
+
+Region::Region(uint64_t begin, uint64_t itemsize, std::span<const int64_t> sizes, std::span<const int64_t> strides)
+    : begin_(begin), run_(itemsize), extent_(itemsize) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) {
+      run_ = extent_ = 0;
+      dims_.clear();
+      return;
+    }
+    if (sizes[i] > 1 && strides[i] > 0) {
+      dims_.push_back({static_cast<uint64_t>(sizes[i]), static_cast<uint64_t>(strides[i]) * itemsize});
+    }
+  }
+  std::sort(dims_.begin(), dims_.end(), [](const Dim& one, const Dim& other) { return one.stride < other.stride; });
+  size_t kept = 0;
+  for (const Dim dim : dims_) {
+    extent_ += dim.stride * (dim.size - 1);
+    if (kept == 0 && dim.stride <= run_) {
+      run_ += dim.stride * (dim.size - 1);
+    } else if (kept > 0 && dim.stride == dims_[kept - 1].stride * dims_[kept - 1].size) {
+      dims_[kept - 1].size *= dim.size;
+    } else {
+      dims_[kept++] = dim;
+    }
+  }
+  dims_.resize(kept);
+}
+
+uint64_t Region::run_count() const {
+  uint64_t count = 1;
+  for (const Dim& dim : dims_) {
+    count *= dim.size;
+  }
+  return count;
+}
+
+std::vector<Range> Region::runs() const {
+  if (empty()) {
+    return {};
+  }
+  std::vector<Range> found{{begin_, begin_ + run_}};
+  found.reserve(run_count());
+  for (const Dim& dim : dims_) {
+    const size_t inner = found.size();
+    for (uint64_t i = 1; i < dim.size; ++i) {
+      for (size_t j = 0; j < inner; ++j) {
+        found.push_back({found[j].begin + i * dim.stride, found[j].end + i * dim.stride});
+      }
+    }
+  }
+  tidy(found);
+  return found;
+}
+
+bool Region::meets(const Region& other) const {
+  if (empty() || other.empty() || !extent().meets(other.extent())) {
+    return false;
+  }
+  if (is_one_run() && other.is_one_run()) {
+    return true;
+  }
+  const auto mine = runs();
+  const auto theirs = other.runs();
+  for (size_t i = 0, j = 0; i < mine.size() && j < theirs.size();) {
+    if (mine[i].meets(theirs[j])) {
+      return true;
+    }
+    ++(mine[i].end <= theirs[j].begin ? i : j);
+  }
+  return false;
+}
+
+bool Region::operator==(const Region& other) const {
+  return begin_ == other.begin_ && run_ == other.run_ && dims_ == other.dims_;
+}
+
+void History::add(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
+  if (region.empty()) {
+    return;
+  }
+  if (!scattered_.empty()) {
+    check_scattered(region, access, clock, conflicts);
+  }
+  if (region.is_one_run()) {
+    add_run(region.extent(), access, clock, conflicts);
+  } else if (region.run_count() <= kRuns) {
+    for (const Range run : region.runs()) {
+      add_run(run, access, clock, conflicts);
+    }
+  } else {
+    add_scattered(region, access, clock, conflicts);
+  }
+}
+
+void History::add_run(Range bytes, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
+  if (access.kind == Kind::kWrite) {
+    std::erase_if(scattered_, [&](const Scattered& other) { return bytes.contains(other.region.extent()); });
+  }
+  size_t first = first_after(bytes.begin);
+  if (first < stretches_.size() && stretches_[first].bytes == bytes) {
+    check(stretches_[first], access, clock, conflicts);
+    update(stretches_[first], access, clock);
+    return;
+  }
+  split(bytes.begin);
+  split(bytes.end);
+  first = first_after(bytes.begin);
+  size_t end = first;
+  for (; end < stretches_.size() && stretches_[end].bytes.begin < bytes.end; ++end) {
+    check(stretches_[end], access, clock, conflicts);
+  }
+  if (access.kind == Kind::kWrite) {
+    write(bytes, first, end, access);
+  } else {
+    read(bytes, first, access, clock);
+  }
+}
+
+void History::add_scattered(
+    const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
+  const Range extent = region.extent();
+  std::vector<Conflict> found;
+  for (size_t i = first_after(extent.begin); i < stretches_.size() && stretches_[i].bytes.begin < extent.end; ++i) {
+    const Range bytes = common(stretches_[i].bytes, extent);
+    found.clear();
+    check(stretches_[i], access, clock, found);
+    if (!found.empty() && region.meets(Region(bytes.begin, bytes.end - bytes.begin))) {
+      for (const auto& each : found) {
+        report(each.earlier, bytes, conflicts);
+      }
+    }
+  }
+  std::erase_if(scattered_, [&](const Scattered& other) {
+    const bool replaced = access.kind == Kind::kWrite || other.access.kind == Kind::kRead;
+    return replaced && clock.covers(other.access.epoch) && other.region == region;
+  });
+  if (scattered_.size() >= kScattered) {
+    scattered_.erase(scattered_.begin());
+  }
+  scattered_.push_back({region, access});
+}
+
+void History::check_scattered(
+    const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) const {
+  for (const auto& other : scattered_) {
+    if (is_unordered(other.access, access, clock) && region.meets(other.region)) {
+      report(other.access, common(region.extent(), other.region.extent()), conflicts);
+    }
+  }
+}
+
+void History::check(
+    const Stretch& stretch, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
+  if (is_unordered(stretch.write, access, clock)) {
+    report(stretch.write, stretch.bytes, conflicts);
+  }
+  if (access.kind == Kind::kWrite) {
+    for (const auto& read : stretch.reads) {
+      if (is_unordered(read, access, clock)) {
+        report(read, stretch.bytes, conflicts);
+      }
+    }
+  }
+}
+
+void History::update(Stretch& stretch, const Access& access, const Clock& clock) {
+  if (access.kind == Kind::kWrite) {
+    stretch.write = access;
+    stretch.reads.clear();
+  } else {
+    std::erase_if(stretch.reads, [&](const Access& read) { return clock.covers(read.epoch); });
+    stretch.reads.push_back(access);
+  }
+}
+
+// The first stretch that ends after `byte`.
+size_t History::first_after(uint64_t byte) const {
+  const auto found = std::upper_bound(
+      stretches_.begin(), stretches_.end(), byte,
+      [](uint64_t wanted, const Stretch& stretch) { return wanted < stretch.bytes.end; });
+  return static_cast<size_t>(found - stretches_.begin());
+}
+
+// Makes a stretch end at `byte` if one goes on past it.
+void History::split(uint64_t byte) {
+  const size_t index = first_after(byte);
+  if (index == stretches_.size() || stretches_[index].bytes.begin >= byte) {
+    return;
+  }
+  Stretch rest = stretches_[index];
+  rest.bytes.begin = byte;
+  stretches_[index].bytes.end = byte;
+  stretches_.insert(stretches_.begin() + static_cast<ptrdiff_t>(index) + 1, std::move(rest));
+}
+
+// Puts one stretch in the place of those from `first` to before `end`, which lie within `bytes`.
+void History::write(Range bytes, size_t first, size_t end, const Access& access) {
+  const auto at = stretches_.begin() + static_cast<ptrdiff_t>(first);
+  if (first == end) {
+    stretches_.insert(at, Stretch{bytes, access, {}});
+    return;
+  }
+  stretches_.erase(at + 1, stretches_.begin() + static_cast<ptrdiff_t>(end));
+  at->bytes = bytes;
+  at->write = access;
+  at->reads.clear();
+}
+
+// Adds the read to each stretch within `bytes`, the first of which is `first`, and to new ones in the gaps.
+void History::read(Range bytes, size_t first, const Access& access, const Clock& clock) {
+  uint64_t done = bytes.begin;
+  for (size_t i = first; done < bytes.end; ++i) {
+    const uint64_t next = i < stretches_.size() ? std::min(stretches_[i].bytes.begin, bytes.end) : bytes.end;
+    if (done < next) {
+      stretches_.insert(stretches_.begin() + static_cast<ptrdiff_t>(i), Stretch{{done, next}, {}, {access}});
+      done = next;
+    } else {
+      update(stretches_[i], access, clock);
+      done = stretches_[i].bytes.end;
+    }
+  }
+}
+
+void History::forget(const Clock& clock) {
+  const auto is_over = [&](const Access& access) { return clock.covers(access.epoch); };
+  std::erase_if(stretches_, [&](Stretch& stretch) {
+    if (is_over(stretch.write)) {
+      stretch.write = {};
+    }
+    std::erase_if(stretch.reads, is_over);
+    return !stretch.write.exists() && stretch.reads.empty();
+  });
+  std::erase_if(scattered_, [&](const Scattered& other) { return is_over(other.access); });
+}
+
+void History::clear() {
+  stretches_.clear();
+  scattered_.clear();
+}
+
+bool History::is_exposed(const Clock& one, const Clock& other) const {
+  const auto exposed = [&](const Access& access) { return !one.covers(access.epoch) && !other.covers(access.epoch); };
+  return std::any_of(
+             stretches_.begin(), stretches_.end(),
+             [&](const Stretch& stretch) {
+               return exposed(stretch.write) || std::any_of(stretch.reads.begin(), stretch.reads.end(), exposed);
+             }) ||
+      std::any_of(scattered_.begin(), scattered_.end(), [&](const Scattered& other) { return exposed(other.access); });
+}
 
 Lanes::Lanes() {
   add_host();
@@ -58,14 +353,6 @@ bool Lanes::wait(Lane lane, const Clock& clock) {
   state.version += learned ? 1 : 0;
   return learned;
 }
-
-namespace {
-
-// A missing wait in a loop is met again and again. Origins that are alike may still differ in where they were called
-// from, so more than one race of a kind is kept.
-constexpr size_t kRacesAlike = 16;
-
-} // namespace
 
 bool Checker::access(Memory& memory, const Region& region, Lane lane, Kind kind, uint32_t operand, OriginPtr origin) {
   if (region.empty()) {

@@ -1,5 +1,25 @@
-// Finds races between lanes, and keeps them until `take`. The lanes of a process have clocks, and edges
-// between them: see the glossary in history.h.
+// Finds races between lanes: what each lane is ordered after (Lanes), the accesses to one block of memory that later
+// ones must still be held against (History), and the races found (Checker).
+//
+// Glossary of this folder:
+//   lane     something that does work in order: a stream of a device, a communication lane of a process group, the host
+//   tick     a stretch of a lane's work between two moments that others can wait for
+//   epoch    one tick of one lane
+//   clock    for each lane, the last tick that is known to be over
+//   region   the bytes of a block that a view reaches
+//   access   a lane reads or writes a region in an epoch
+//   history  the accesses to one block that later ones must still be held against
+//   race     two accesses to the same bytes, at least one of them a write, that nothing orders
+//
+// Nothing in this file knows torch. Callers hold a lock: no class here is safe to share.
+//
+// Note [What a history keeps]
+// For each stretch of bytes the last write and, since it, the last read of each lane; reads that another read came
+// after are dropped. That is enough: an access that nothing orders after a dropped one is not ordered after the one
+// that took its place either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund
+// 2009). Views of more than a few runs (a column of a matrix) are kept whole beside the stretches.
+//
+// A block carries its history into its next life: see Note [Lives of a block].
 //
 // Note [Ticks begin late]
 // A lane's tick ends when others may learn of it: an event is recorded, the host launches work. The next one begins
@@ -28,9 +48,165 @@
 #pragma once
 
 #include "../std.h"
-#include "history.h"
 
 namespace torch_ext::sim::races {
+
+using Lane = uint32_t;
+using Tick = uint32_t;
+
+// The host. All its threads count as one lane, for their own locks order them; but see Note [Ranks that are threads].
+constexpr Lane kHost = 0;
+
+struct Epoch {
+  Lane lane = kHost;
+  Tick tick = 0; // 0: never
+};
+
+class Clock {
+ public:
+  Tick of(Lane lane) const { return lane < ticks_.size() ? ticks_[lane] : 0; }
+  bool covers(Epoch epoch) const { return epoch.tick <= of(epoch.lane); }
+
+  void advance(Lane lane) {
+    if (lane >= ticks_.size()) {
+      ticks_.resize(size_t{lane} + 1);
+    }
+    ++ticks_[lane];
+  }
+
+  // Everything that either clock knows to be over. Returns whether that is more than this one knew.
+  bool join(const Clock& other) {
+    ticks_.resize(std::max(ticks_.size(), other.ticks_.size()));
+    bool learned = false;
+    for (size_t lane = 0; lane < other.ticks_.size(); ++lane) {
+      learned = learned || other.ticks_[lane] > ticks_[lane];
+      ticks_[lane] = std::max(ticks_[lane], other.ticks_[lane]);
+    }
+    return learned;
+  }
+
+ private:
+  std::vector<Tick> ticks_; // by lane; those past its end are 0
+};
+
+// Bytes from `begin` to before `end`, counted from the start of a block.
+struct Range {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+
+  bool empty() const { return begin >= end; }
+  bool meets(Range other) const { return begin < other.end && other.begin < end; }
+  bool contains(Range other) const { return begin <= other.begin && other.end <= end; }
+  bool operator==(const Range&) const = default;
+};
+
+// Runs of equal length at regular distances, over any number of dimensions. Most views are one run: then no memory is
+// allocated and every question is a compare.
+class Region {
+ public:
+  Region(uint64_t begin, uint64_t nbytes) : begin_(begin), run_(nbytes), extent_(nbytes) {}
+
+  // The elements of a view: `begin` is the first one's byte, `strides` count elements and are not negative.
+  Region(uint64_t begin, uint64_t itemsize, std::span<const int64_t> sizes, std::span<const int64_t> strides);
+
+  bool empty() const { return extent_ == 0; }
+  bool is_one_run() const { return dims_.empty(); }
+  uint64_t run_count() const;
+
+  // From the first byte to the last, whatever lies between.
+  Range extent() const { return {begin_, begin_ + extent_}; }
+
+  // In order, none of them touching another.
+  std::vector<Range> runs() const;
+
+  // Whether both reach some byte. Compares run by run where the extents meet.
+  bool meets(const Region& other) const;
+
+  bool operator==(const Region& other) const;
+
+ private:
+  struct Dim {
+    uint64_t size;
+    uint64_t stride; // bytes
+    bool operator==(const Dim&) const = default;
+  };
+
+  uint64_t begin_;
+  uint64_t run_; // bytes
+  uint64_t extent_;
+  std::vector<Dim> dims_; // by rising stride
+};
+
+// Who made an access, for reports. The checker only carries it.
+struct Origin {
+  explicit Origin(uint64_t alike) : alike(alike) {}
+  Origin(const Origin&) = delete;
+  Origin& operator=(const Origin&) = delete;
+  virtual ~Origin() = default;
+
+  const uint64_t alike; // equal for origins that are alike: one operator on one lane
+};
+
+using OriginPtr = std::shared_ptr<const Origin>;
+
+enum class Kind : uint8_t { kRead, kWrite };
+
+struct Access {
+  Epoch epoch;
+  Kind kind = Kind::kRead;
+  uint32_t life = 0;    // which owner of the block
+  uint32_t operand = 0; // which of its origin's operands
+  OriginPtr origin;
+
+  bool exists() const { return epoch.tick != 0; }
+};
+
+// An earlier access that nothing orders before a later one, and the bytes that it reached.
+struct Conflict {
+  Access earlier;
+  Range bytes;
+};
+
+class History {
+ public:
+  // Remembers `access` to `region`. `clock` is what its lane knows to be over. Appends to `conflicts` each earlier
+  // access that it conflicts with, once for each origin and kind.
+  void add(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
+
+  // Drops what is over by `clock`: nobody who comes later can race with it.
+  void forget(const Clock& clock);
+  void clear();
+
+  // Whether an access is over by neither clock.
+  bool is_exposed(const Clock& one, const Clock& other) const;
+
+  size_t size() const { return stretches_.size() + scattered_.size(); }
+
+ private:
+  struct Stretch {
+    Range bytes;
+    Access write;
+    std::vector<Access> reads; // of different lanes
+  };
+  struct Scattered {
+    Region region;
+    Access access;
+  };
+
+  void add_run(Range bytes, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
+  void add_scattered(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
+  void check_scattered(
+      const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) const;
+  static void check(const Stretch& stretch, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
+  static void update(Stretch& stretch, const Access& access, const Clock& clock);
+  size_t first_after(uint64_t byte) const;
+  void split(uint64_t byte);
+  void write(Range bytes, size_t first, size_t end, const Access& access);
+  void read(Range bytes, size_t first, const Access& access, const Clock& clock);
+
+  std::vector<Stretch> stretches_; // in order, none overlapping another
+  std::vector<Scattered> scattered_;
+};
 
 class Lanes {
  public:

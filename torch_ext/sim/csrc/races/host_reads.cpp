@@ -38,20 +38,10 @@ bool transfers(std::string_view name) {
   return name.find("copy") != std::string_view::npos || name.starts_with("c10d::");
 }
 
-// Adds what the operator does to `tensor`, if that is the host's. Returns whether it is a device's.
-bool add(const at::Tensor& tensor, bool write, Accesses& accesses) {
-  if (!tensor.defined()) {
-    return false;
-  }
-  if (tensor.device().type() == kSim) {
-    return true;
-  }
-  if (tensor.device().is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data())) {
-    if (const auto access = access_to(tensor, write)) {
-      accesses.push_back(*access);
-    }
-  }
-  return false;
+// None for memory that is not pinned.
+std::optional<sim::Access> pinned_access(const at::Tensor& tensor, bool write) {
+  const bool pinned = tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data());
+  return pinned ? access_to(tensor, write) : std::nullopt;
 }
 
 std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function) {
@@ -71,7 +61,12 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
     if (alias != nullptr && !write) {
       continue; // it makes a view
     }
-    for_each_tensor(inputs[i], [&](const at::Tensor& tensor) { is_of_device |= add(tensor, write, accesses); });
+    for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
+      is_of_device = is_of_device || (tensor.defined() && tensor.device().type() == kSim);
+      if (const auto access = tensor.defined() ? pinned_access(tensor, write) : std::nullopt) {
+        accesses.push_back(*access);
+      }
+    });
   }
   const auto name = function.operator_name();
   if (accesses.empty() || !name.has_value() || (is_of_device && transfers(name->name))) {
@@ -99,8 +94,7 @@ class Calls {
  public:
   Calls() { ++depth; }
   ~Calls() { --depth; }
-  Calls(const Calls&) = delete;
-  Calls& operator=(const Calls&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Calls);
   static bool is_outermost() { return depth == 1; }
 
  private:
@@ -114,10 +108,8 @@ void tell_read(std::string_view name, PyObject* object) try {
     return;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  if (tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data())) {
-    if (const auto access = access_to(tensor, /*write=*/false)) {
-      watch().host_used(name, *access);
-    }
+  if (const auto access = pinned_access(tensor, /*write=*/false)) {
+    watch().host_used(name, *access);
   }
 } catch (const c10::Error&) {
   // Tensors that only stand for others refuse to say where their memory is: they have none.

@@ -17,7 +17,6 @@
 #include "../std.h"
 #include "../stream.h"
 #include "checker.h"
-#include "history.h"
 #include "watch.h"
 
 namespace torch_ext::sim::races {
@@ -59,14 +58,15 @@ pybind11::list frames_of(const OriginPtr& origin, Frames& frames) {
   return frames.add(origin == nullptr ? nullptr : operation_of(origin)->stack);
 }
 
-pybind11::dict described(const Access& access, const LaneFacts& lane, std::optional<int> rank, Frames& frames) {
+pybind11::dict described(const Access& access, Frames& frames) {
+  const auto lane = watch().facts_of(access.epoch.lane);
   const auto& by = *operation_of(access.origin);
   const auto& operand = by.operands[access.operand];
   pybind11::dict dict;
   dict["operator"] = by.name;
   dict["sequence"] = by.sequence;
   dict["node"] = by.node == nullptr ? pybind11::object(pybind11::none()) : pybind11::str(*by.node);
-  dict["rank"] = rank;
+  dict["rank"] = watch().rank_of(access);
   dict["writes"] = access.kind == Kind::kWrite;
   dict["lane"] = lane.name;
   dict["lane_kind"] = lane.device < 0 ? "host" : lane.is_stream ? "stream" : "communication";
@@ -81,11 +81,10 @@ pybind11::dict described(const Access& access, const LaneFacts& lane, std::optio
 pybind11::list take() {
   Frames frames;
   pybind11::list races;
-  for (const auto& finding : watch().take()) {
-    const auto& race = finding.race;
+  for (const auto& race : watch().take()) {
     pybind11::dict dict;
-    dict["earlier"] = described(race.earlier, finding.earlier_lane, finding.earlier_rank, frames);
-    dict["later"] = described(race.later, finding.later_lane, finding.later_rank, frames);
+    dict["earlier"] = described(race.earlier, frames);
+    dict["later"] = described(race.later, frames);
     dict["begin"] = race.bytes.begin;
     dict["end"] = race.bytes.end;
     dict["reused"] = race.earlier.life != race.life;

@@ -13,7 +13,6 @@
 #include "../std.h"
 #include "../stream.h"
 #include "checker.h"
-#include "history.h"
 
 namespace torch_ext::sim::races {
 namespace {
@@ -26,6 +25,50 @@ uint64_t digest(std::string_view text) {
     value = mix(value ^ static_cast<unsigned char>(each));
   }
   return value;
+}
+
+Region region_of(const sim::Access& access, const void* start) {
+  const auto begin = static_cast<uint64_t>(static_cast<const char*>(access.data) - static_cast<const char*>(start));
+  return {
+      begin, c10::elementSize(access.type), std::span(access.sizes.data(), access.sizes.size()),
+      std::span(access.strides.data(), access.strides.size())};
+}
+
+std::string stream_name(c10::Stream stream) {
+  const std::string device = SIM_NAME ":" + std::to_string(static_cast<int>(stream.device_index()));
+  return stream.id() == 0
+      ? "the default stream of " + device
+      : "stream " + std::to_string(stream.id()) + " of " + device;
+}
+
+const Clock& clock_of(const Moment& moment) {
+  return *static_cast<const Clock*>(moment.get());
+}
+
+// What a late kernel of this thread must put back. Kernels may call kernels.
+struct Begun {
+  bool is_late = false;
+  Schedule::Saved before;
+};
+
+// Of a thread that is a rank.
+thread_local Lane host_of_thread = kHost;
+
+std::vector<Begun>& begun() {
+  thread_local std::vector<Begun> stack;
+  return stack;
+}
+
+// Memory of a device that `access` writes, all of it in one run.
+std::optional<Bytes> late_part(const sim::Access& access) {
+  if (!access.write || access.device.type() != kSim) {
+    return std::nullopt;
+  }
+  const Block* block = block_at(access.data);
+  if (block == nullptr || !region_of(access, block->data()).is_one_run()) {
+    return std::nullopt;
+  }
+  return Bytes{block->serial, static_cast<char*>(const_cast<void*>(access.data)), access.bytes};
 }
 
 } // namespace
@@ -96,54 +139,6 @@ void Schedule::publish(std::vector<Held>& held, const Clock* clock) {
     return true;
   });
 }
-
-namespace {
-
-Region region_of(const sim::Access& access, const void* start) {
-  const auto begin = static_cast<uint64_t>(static_cast<const char*>(access.data) - static_cast<const char*>(start));
-  return {
-      begin, c10::elementSize(access.type), std::span(access.sizes.data(), access.sizes.size()),
-      std::span(access.strides.data(), access.strides.size())};
-}
-
-std::string stream_name(c10::Stream stream) {
-  const std::string device = SIM_NAME ":" + std::to_string(static_cast<int>(stream.device_index()));
-  return stream.id() == 0
-      ? "the default stream of " + device
-      : "stream " + std::to_string(stream.id()) + " of " + device;
-}
-
-const Clock& clock_of(const Moment& moment) {
-  return *static_cast<const Clock*>(moment.get());
-}
-
-// What a late kernel of this thread must put back. Kernels may call kernels.
-struct Begun {
-  bool is_late = false;
-  Schedule::Saved before;
-};
-
-// Of a thread that is a rank.
-thread_local Lane host_of_thread = kHost;
-
-std::vector<Begun>& begun() {
-  thread_local std::vector<Begun> stack;
-  return stack;
-}
-
-// Memory of a device that `access` writes, all of it in one run.
-std::optional<Bytes> late_part(const sim::Access& access) {
-  if (!access.write || access.device.type() != kSim) {
-    return std::nullopt;
-  }
-  const Block* block = block_at(access.data);
-  if (block == nullptr || !region_of(access, block->data()).is_one_run()) {
-    return std::nullopt;
-  }
-  return Bytes{block->serial, static_cast<char*>(const_cast<void*>(access.data)), access.bytes};
-}
-
-} // namespace
 
 Watch& watch() {
   static auto* made = new Watch();
@@ -304,7 +299,7 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
   if (block == nullptr) {
     return;
   }
-  const auto home = c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), block->home);
+  const auto home = stream_of(device, block->home);
   // Where everything is ordered nobody will ask who freed it.
   auto stack = is_dangerous(data, home) ? current_call_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -351,16 +346,16 @@ void Watch::forget() {
   checker_.clear_races();
 }
 
-std::vector<Finding> Watch::take() {
+std::vector<Race> Watch::take() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Finding> findings;
-  for (const auto& race : checker_.races()) {
-    findings.push_back(
-        {race, facts_[race.earlier.epoch.lane], facts_[race.later.epoch.lane], rank_of(race.earlier),
-         rank_of(race.later)});
-  }
+  auto races = checker_.races();
   checker_.clear_races();
-  return findings;
+  return races;
+}
+
+LaneFacts Watch::facts_of(Lane lane) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return facts_[lane];
 }
 
 void Watch::begin_rank(int rank) {
@@ -427,7 +422,8 @@ void Watch::host_learns(const Clock& clock) {
   schedule_.publish(checker_.lanes().clock(lane));
 }
 
-std::optional<int> Watch::rank_of(const Access& access) const {
+std::optional<int> Watch::rank_of(const Access& access) {
+  std::lock_guard<std::mutex> lock(mutex_);
   return facts_[static_cast<const Operation*>(access.origin.get())->host].rank;
 }
 

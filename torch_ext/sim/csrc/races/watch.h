@@ -1,20 +1,20 @@
 // Feeds the checker with what the devices of this process do.
 //
 // Note [What is host work]
-// The host is a lane whose accesses to pinned memory count, for only there can streams and the host meet. Host
-// operators are seen through torch's RecordFunction, while there is pinned memory, and methods of torch's Python API
-// that call no operator through their method tables (Note [Reads by Python methods] in host_reads.cpp). A read through
-// `data_ptr()` is not seen.
+// The host is a lane. Its accesses to pinned memory count, because only there can streams and the host meet. While
+// there is pinned memory, torch's RecordFunction reports host operators, and the method tables those methods of torch's
+// Python API that call no operator (Note [Reads by Python methods] in host_reads.cpp). A read through `data_ptr()` is
+// not seen.
 //
 // Note [Late results]
 // Kernels run when they are launched, so a lane that forgot to wait still finds the right numbers. A late kernel's
 // results are taken back when it has run: memory holds what it held before, or poison if it was fresh. They are
-// published when a lane that is ordered after the kernel touches the block, and when the host comes to know of it. A
-// lane that nothing orders after it finds the old bytes: the wrong number that the race can cause. That is an execution
-// which the edges permit, of a kernel that reads at once and writes slowly, so an ordered program computes the same.
+// published when a lane that is ordered after the kernel touches the block, and when the host learns that the kernel is
+// over. Any other lane finds the old bytes: the wrong number that the race can cause. The edges permit that execution,
+// of a kernel that reads at once and writes slowly, so an ordered program computes the same.
 //
-// Only results are late: a kernel whose inputs are overwritten too early has read them already. Results in several
-// runs (a column of a matrix), in pinned memory, and those of collectives are never late.
+// Only results are late: a kernel whose inputs are overwritten too early has read them already. Results in several runs
+// (a column of a matrix), in pinned memory, and those of collectives are never late.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -28,7 +28,6 @@
 #include "../std.h"
 #include "../stream.h"
 #include "checker.h"
-#include "history.h"
 
 namespace torch_ext::sim::races {
 
@@ -112,15 +111,6 @@ struct LaneFacts {
   std::optional<int> rank; // of a host lane that is a rank's thread
 };
 
-// Everything about one race that a report needs.
-struct Finding {
-  Race race;
-  LaneFacts earlier_lane;
-  LaneFacts later_lane;
-  std::optional<int> earlier_rank; // whose thread asked for it, where ranks are threads
-  std::optional<int> later_rank;
-};
-
 // What one thread hands to another, by a lock, a queue or a collective.
 struct Handover {
   Clock host;
@@ -171,7 +161,10 @@ class Watch final : public Observer {
   void forget();
 
   // The races found since the last call.
-  std::vector<Finding> take();
+  std::vector<Race> take();
+
+  LaneFacts facts_of(Lane lane);
+  std::optional<int> rank_of(const Access& access); // whose thread asked for it, where ranks are threads
 
  private:
   struct Owned {
@@ -183,7 +176,6 @@ class Watch final : public Observer {
   // All of these require the lock.
   Lane host(); // that this thread is
   void host_learns(const Clock& clock);
-  std::optional<int> rank_of(const Access& access) const;
   Lane lane_of(c10::Stream stream);
   Lane lane_of(const Launch& launch);
   Lane new_lane(LaneFacts facts);

@@ -5,17 +5,17 @@
 // process that has ended, raises.
 //
 //   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, a random number
-//   2. read all addresses. One of them says "gloo", names another machine or namespace: the answer is gloo, for
-//      everyone, because everyone reads the same
-//   3. open each peer's memory through /proc/PID/fd and compare the random number, so that a process that took over a
-//      pid, or another file under the number, is not mistaken for the peer
+//   2. read all addresses. If one says "gloo" or names another machine or namespace, everyone takes gloo, because
+//      everyone reads the same
+//   3. open each peer's memory through /proc/PID/fd and compare the random number: another process may have the pid by
+//      now, or another file the descriptor
 //   4. say in one's own memory whether all could be opened: kReady or kRefused
-//   5. read that of all peers, sleeping until it is said. A rank that could not open a peer has refused itself; all
-//      others see its refusal. So all are ready, or all take gloo
+//   5. read that of all peers, sleeping until it is said. So all are ready, or all see a refusal and take gloo
 //
-// A memory is found by its owner's process and not by a name, so nothing is left behind in a file system. When the last
-// step is over everybody has everybody's memory, and a process may end without others losing what it had written.
+// A memory is found by its owner's process and not by a name, so nothing is left behind in a file system. After the
+// last step every rank has mapped every memory, and a process may end without others losing what it had written.
 
+#include <ATen/core/functional.h>
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <pybind11/chrono.h>
@@ -152,12 +152,7 @@ std::vector<Address> exchange(
     keys.push_back(key_of(peer));
   }
   wait_for_all(store, keys, timeout);
-  std::vector<Address> addresses;
-  addresses.reserve(keys.size());
-  for (const auto& key : keys) {
-    addresses.push_back(Address::parse(store->get(key)));
-  }
-  return addresses;
+  return c10::fmap(keys, [&](const std::string& key) { return Address::parse(store->get(key)); });
 }
 
 GroupState state_of(int peer, const Member& member, Clock::time_point deadline) {

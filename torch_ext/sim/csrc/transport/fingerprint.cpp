@@ -27,6 +27,61 @@ bool is_exchange(const Fingerprint& print) {
   return print.kind == static_cast<int8_t>(OpType::ALLTOALL);
 }
 
+std::string unequal_exchange(const std::vector<Said>& ranks) {
+  const size_t size = ranks.size();
+  for (size_t from = 0; from < size; ++from) {
+    for (size_t to = 0; to < size; ++to) {
+      const auto sent = ranks[from].counts[to];
+      const auto expected = ranks[to].counts[size + from];
+      if (sent != expected) {
+        return c10::str(
+            "ranks disagree in the number of elements: ", ranks[from].who(), " sends ", sent, " to ", ranks[to].who(),
+            ", which expects ", expected, ". ", ranks[from].who(), " called ", phrase(ranks[from]), "; ",
+            ranks[to].who(), " called ", phrase(ranks[to]), ".");
+      }
+    }
+  }
+  return "";
+}
+
+std::string shared_device(const std::vector<Said>& ranks) {
+  std::array<const Said*, 128> user{};
+  for (const auto& said : ranks) {
+    if (said.print->device < 0) {
+      continue;
+    }
+    auto& earlier = user[static_cast<size_t>(said.print->device)];
+    if (earlier != nullptr) {
+      return c10::str(
+          earlier->who(), " and ", said.who(), " both use " SIM_NAME ":", static_cast<int>(said.print->device), " in ",
+          said.print->name,
+          "; give each rank of a group its own device with "
+          "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
+          "first use of a device.");
+    }
+    earlier = &said;
+  }
+  return "";
+}
+
+constexpr int kFramesAtMost = 60;
+
+std::string folder_of(const char* package) {
+  auto path = pybind11::module_::import(package).attr("__file__").cast<std::string>();
+  return path.substr(0, path.rfind('/') + 1);
+}
+
+// Whether a frame of `file` is torch's own, or one that the simulator or the harness has put between torch and its
+// user.
+bool is_between(std::string_view file) {
+  // Never freed.
+  static const auto* folders =
+      new std::array<std::string, 3>{folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world")};
+  return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
+    return file.substr(0, folder.size()) == folder;
+  });
+}
+
 } // namespace
 
 Counts counts_of(const Call& call) {
@@ -105,47 +160,6 @@ std::string difference(const Said& one, const Said& other) {
       phrase(other), ".");
 }
 
-namespace {
-
-std::string unequal_exchange(const std::vector<Said>& ranks) {
-  const size_t size = ranks.size();
-  for (size_t from = 0; from < size; ++from) {
-    for (size_t to = 0; to < size; ++to) {
-      const auto sent = ranks[from].counts[to];
-      const auto expected = ranks[to].counts[size + from];
-      if (sent != expected) {
-        return c10::str(
-            "ranks disagree in the number of elements: ", ranks[from].who(), " sends ", sent, " to ", ranks[to].who(),
-            ", which expects ", expected, ". ", ranks[from].who(), " called ", phrase(ranks[from]), "; ",
-            ranks[to].who(), " called ", phrase(ranks[to]), ".");
-      }
-    }
-  }
-  return "";
-}
-
-std::string shared_device(const std::vector<Said>& ranks) {
-  std::array<const Said*, 128> user{};
-  for (const auto& said : ranks) {
-    if (said.print->device < 0) {
-      continue;
-    }
-    auto& earlier = user[static_cast<size_t>(said.print->device)];
-    if (earlier != nullptr) {
-      return c10::str(
-          earlier->who(), " and ", said.who(), " both use " SIM_NAME ":", static_cast<int>(said.print->device), " in ",
-          said.print->name,
-          "; give each rank of a group its own device with "
-          "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
-          "first use of a device.");
-    }
-    earlier = &said;
-  }
-  return "";
-}
-
-} // namespace
-
 std::string unequal_letter(
     const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
     const Call& recv) {
@@ -160,28 +174,6 @@ std::string disagreement_of_all(const std::vector<Said>& ranks) {
   auto told = shared_device(ranks);
   return told.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : told;
 }
-
-namespace {
-
-constexpr int kFramesAtMost = 60;
-
-std::string folder_of(const char* package) {
-  auto path = pybind11::module_::import(package).attr("__file__").cast<std::string>();
-  return path.substr(0, path.rfind('/') + 1);
-}
-
-// Whether a frame of `file` is torch's own, or one that the simulator or the harness has put between torch and its
-// user.
-bool is_between(std::string_view file) {
-  // Never freed.
-  static const auto* folders =
-      new std::array<std::string, 3>{folder_of("torch"), folder_of("torch_ext.sim"), folder_of("torch_ext.world")};
-  return std::any_of(folders->begin(), folders->end(), [&](const std::string& folder) {
-    return file.substr(0, folder.size()) == folder;
-  });
-}
-
-} // namespace
 
 std::string site_of_call() {
   if (Py_IsInitialized() == 0) {

@@ -9,6 +9,8 @@
 namespace torch_ext::sim {
 namespace {
 
+using c10d::ReduceOp;
+
 constexpr uint64_t kBlock = 4096; // elements whose partial result stays in the fastest cache
 constexpr uint64_t kTile = 64;    // of a fixed length, so that compilers vectorize
 
@@ -48,26 +50,26 @@ void combine(std::byte* into, const std::byte* with, uint64_t count) {
 using Combine = void (*)(std::byte*, const std::byte*, uint64_t);
 
 template <typename T>
-Combine combine_of(FoldOp op) {
+Combine combine_of(ReduceOp::RedOpType op) {
   switch (op) {
-    case FoldOp::kSum:
+    case ReduceOp::SUM:
       return combine<T, kAdd>;
-    case FoldOp::kProduct:
+    case ReduceOp::PRODUCT:
       return combine<T, kMultiply>;
-    case FoldOp::kMin:
+    case ReduceOp::MIN:
       return combine<T, kMinimum>;
-    case FoldOp::kMax:
+    case ReduceOp::MAX:
       return combine<T, kMaximum>;
     default:
       break;
   }
   if constexpr (std::is_integral_v<T>) {
     switch (op) {
-      case FoldOp::kAnd:
+      case ReduceOp::BAND:
         return combine<T, kAnd>;
-      case FoldOp::kOr:
+      case ReduceOp::BOR:
         return combine<T, kOr>;
-      case FoldOp::kXor:
+      case ReduceOp::BXOR:
         return combine<T, kXor>;
       default:
         break;
@@ -76,7 +78,7 @@ Combine combine_of(FoldOp op) {
   TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
 }
 
-Combine combine_of(at::ScalarType type, FoldOp op) {
+Combine combine_of(at::ScalarType type, ReduceOp::RedOpType op) {
   switch (type) {
     case at::kFloat:
       return combine_of<float>(op);
@@ -162,22 +164,17 @@ struct Step {
 } // namespace
 
 FoldOrder FoldOrder::parse(const std::string& text) {
-  constexpr const char* kRandom = "random:";
-  if (text.empty() || text == "rank") {
-    return {};
+  static const std::map<std::string_view, Kind> kinds{
+      {"", Kind::kRank}, {"rank", Kind::kRank}, {"ring", Kind::kRing}, {"tree", Kind::kTree}};
+  if (const auto found = kinds.find(text); found != kinds.end()) {
+    return {found->second, 0};
   }
-  if (text == "ring") {
-    return {Kind::kRing, 0};
-  }
-  if (text == "tree") {
-    return {Kind::kTree, 0};
-  }
-  if (text.rfind(kRandom, 0) == 0) {
-    const char* digits = text.c_str() + std::strlen(kRandom);
-    const char* end = text.c_str() + text.size();
+  constexpr std::string_view kRandom = "random:";
+  if (text.starts_with(kRandom)) {
     FoldOrder order{Kind::kRandom, 0};
-    const auto [stopped, error] = std::from_chars(digits, end, order.seed);
-    if (error == std::errc() && stopped == end && digits != end) {
+    const char* end = text.data() + text.size();
+    const auto [stopped, error] = std::from_chars(text.data() + kRandom.size(), end, order.seed);
+    if (error == std::errc() && stopped == end) {
       return order;
     }
   }

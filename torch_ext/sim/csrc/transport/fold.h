@@ -10,6 +10,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "../std.h"
 
@@ -24,14 +25,12 @@ struct FoldOrder {
   static FoldOrder parse(const std::string& text);
 };
 
-enum class FoldOp : uint8_t { kSum, kProduct, kMin, kMax, kAnd, kOr, kXor };
-
 struct Fold {
   FoldOrder order;
-  FoldOp op;
-  at::ScalarType type; // one that gloo has too
-  uint64_t elements;   // of the whole tensor
-  uint64_t number;     // of the collective
+  c10d::ReduceOp::RedOpType op; // likewise
+  at::ScalarType type;          // one that gloo has too
+  uint64_t elements;            // of the whole tensor
+  uint64_t number;              // of the collective
 
   // Writes elements [begin, end) of the result to `to`, which is where the first of them goes. from: the whole tensor
   // of each rank; `to` may lie in one of them.

@@ -1,8 +1,7 @@
 // The transport between ranks that cannot share memory: a gloo backend of the same group.
 //
-// What gloo lacks is made of what it has: element types that it does not know travel as bytes, lists of unequal sizes
-// as broadcasts, a reduce-scatter as an all-reduce. gloo moves bytes on its own threads, while inputs are read; the
-// last step of a call runs on the thread that waits.
+// Element types that gloo lacks travel as bytes, lists of unequal sizes as broadcasts, a reduce-scatter as an
+// all-reduce. gloo moves bytes on its own threads; the last step of a call runs on the thread that waits.
 //
 // Note [States of a collective over gloo]
 //
@@ -23,10 +22,11 @@
 //
 // Note [Letters over gloo]
 // gloo ends the process of a receiver that expects another size, and copies bytes whatever their type. So a sender puts
-// an envelope before its data, and a receiver asks gloo for the data when it has read the envelope. Envelopes and data
-// of a tag have gloo tags of their own, each in order: of receives that could take the same letter, the one that was
-// started first reads its envelope and asks for its data first.
+// an envelope before its data, and a receiver asks for the data when it has read the envelope. Envelopes and data of a
+// tag have gloo tags of their own, each in order: of receives that could take the same letter, the one that was started
+// first reads its envelope and asks for its data first.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/functional.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -70,11 +70,7 @@ at::Tensor known(const at::Tensor& host) {
 }
 
 Tensors known(const Tensors& hosts) {
-  Tensors views;
-  for (const auto& host : hosts) {
-    views.push_back(known(host));
-  }
-  return views;
+  return c10::fmap(hosts, [](const at::Tensor& host) { return known(host); });
 }
 
 template <typename Options>
@@ -88,6 +84,12 @@ template <typename Options>
 Options with_root(const Call& call, int64_t root) {
   auto options = with_timeout<Options>(call);
   options.rootRank = root;
+  return options;
+}
+
+c10d::AllreduceOptions all_reduce_options(const Call& call) {
+  auto options = with_timeout<c10d::AllreduceOptions>(call);
+  options.reduceOp = call.reduction->transport_op();
   return options;
 }
 
@@ -110,36 +112,30 @@ GlooWorks reduce(c10d::Backend& gloo, const Call& call) {
   const at::Tensor to = call.outputs.empty() ? at::Tensor() : call.outputs.front();
   const at::Tensor buffer = to.defined() && to.is_alias_of(from) ? reduction.source(from) : reduction.source_copy(from);
   Tensors buffers{buffer};
-  GlooWorks begun;
-  if (call.kind == OpType::REDUCE) {
-    auto options = with_root<c10d::ReduceOptions>(call, call.root);
-    options.reduceOp = reduction.transport_op();
-    begun.works.push_back(gloo.reduce(buffers, options));
-  } else {
-    auto options = with_timeout<c10d::AllreduceOptions>(call);
-    options.reduceOp = reduction.transport_op();
-    begun.works.push_back(gloo.allreduce(buffers, options));
-  }
-  begun.then = [reduction, buffer, to] {
+  const auto then = [reduction, buffer, to] {
     if (to.defined()) {
       reduction.finish(buffer, to);
     }
   };
-  return begun;
+  if (call.kind == OpType::REDUCE) {
+    auto options = with_root<c10d::ReduceOptions>(call, call.root);
+    options.reduceOp = reduction.transport_op();
+    return {{gloo.reduce(buffers, options)}, then};
+  }
+  return {{gloo.allreduce(buffers, all_reduce_options(call))}, then};
 }
 
 GlooWorks reduce_scatter(c10d::Backend& gloo, const Call& call) {
   const auto reduction = *call.reduction;
   const at::Tensor buffer = reduction.source_copy(at::cat(call.inputs));
-  auto options = with_timeout<c10d::AllreduceOptions>(call);
-  options.reduceOp = reduction.transport_op();
   Tensors buffers{buffer};
   const auto sizes = numels(call.inputs);
   const auto rank = gloo.getRank();
   const auto before = std::accumulate(sizes.begin(), sizes.begin() + rank, int64_t{0});
   const at::Tensor own = buffer.narrow(0, before, sizes[static_cast<size_t>(rank)]);
-  return {
-      {gloo.allreduce(buffers, options)}, [reduction, own, to = call.outputs.front()] { reduction.finish(own, to); }};
+  return {{gloo.allreduce(buffers, all_reduce_options(call))}, [reduction, own, to = call.outputs.front()] {
+            reduction.finish(own, to);
+          }};
 }
 
 GlooWorks all_gather(c10d::Backend& gloo, const Call& call) {
@@ -215,10 +211,6 @@ GlooWorks begin_on_gloo(c10d::Backend& gloo, Call& call) {
   }
 }
 
-std::string what_of(const Call& call) {
-  return c10::str(call.name, call.site.empty() ? "" : " at ", call.site);
-}
-
 std::runtime_error was_aborted(const Call& call) {
   return std::runtime_error(c10::str("simccl: ", call.name, " was aborted."));
 }
@@ -228,7 +220,7 @@ std::runtime_error was_aborted(const Call& call) {
 class GlooCollective final : public Awaited, public std::enable_shared_from_this<GlooCollective> {
  public:
   GlooCollective(Call call, std::shared_ptr<const Group> group)
-      : Awaited(std::move(group), what_of(call)), call(std::move(call)) {}
+      : Awaited(std::move(group), call.what()), call(std::move(call)) {}
 
   void finish(std::chrono::milliseconds timeout) override {
     Awaited::finish(timeout);
@@ -326,7 +318,7 @@ class GlooLetter final : public Awaited {
   GlooLetter(
       c10::intrusive_ptr<c10d::Backend> gloo, Call call, std::vector<std::shared_ptr<GlooLetter>> earlier,
       std::shared_ptr<const Group> group)
-      : Awaited(std::move(group), what_of(call)),
+      : Awaited(std::move(group), call.what()),
         gloo_(std::move(gloo)),
         call_(std::move(call)),
         envelope_(envelope_of(call_)),
@@ -354,11 +346,7 @@ class GlooLetter final : public Awaited {
   void abort(const std::exception_ptr& why) override { give_up(why); }
   int source() const override { return source_; }
 
-  bool competes_with(const Call& other) const {
-    const bool any = call_.kind == OpType::RECVANYSOURCE || other.kind == OpType::RECVANYSOURCE;
-    return call_.kind != OpType::SEND && other.kind != OpType::SEND && call_.tag == other.tag &&
-        (any || call_.root == other.root);
-  }
+  const Call& call() const { return call_; }
 
  private:
   void give_up(const std::exception_ptr& why) {
@@ -536,7 +524,7 @@ class Gloo final : public Transport {
       if (letter == nullptr || letter->advance()) {
         return true;
       }
-      if (letter->competes_with(call)) {
+      if (compete(letter->call(), call)) {
         earlier.push_back(letter);
       }
       return false;
@@ -581,11 +569,8 @@ class Gloo final : public Transport {
     const size_t size = group_->global_ranks.size();
     Tensors inputs{said_of(call, number, size)};
     TensorLists outputs(1);
-    for (size_t peer = 0; peer < size; ++peer) {
-      outputs.front().push_back(at::empty_like(inputs.front()));
-    }
-    c10d::AllgatherOptions options;
-    options.timeout = call.timeout;
+    std::generate_n(std::back_inserter(outputs.front()), size, [&] { return at::empty_like(inputs.front()); });
+    const auto options = with_timeout<c10d::AllgatherOptions>(call);
     try {
       collective.wait_for({backend_->allgather(outputs, inputs, options)});
     } catch (const std::exception& error) {
@@ -600,8 +585,7 @@ class Gloo final : public Transport {
     for (const auto& peer : ranks) {
       if (auto told = difference(ranks[static_cast<size_t>(group_->rank)], peer); !told.empty()) {
         std::lock_guard<std::mutex> lock(group_->mutex);
-        std::rethrow_exception(
-            group_->failure(c10::str("collective ", number, " of group ", group_->name, ": ", told)));
+        std::rethrow_exception(group_->disagreement(number, told));
       }
     }
     if (auto told = disagreement_of_all(ranks); !told.empty()) {

@@ -8,7 +8,7 @@
 //                                                      Note [Who reduces]
 //       `---------------------> over       with an error: ranks disagree, a peer has gone, time limit, abort
 //
-//   published   this rank has copied its inputs to its memory and says what it called; peers can take them from there
+//   published   this rank has copied its inputs to its memory and says what it called; peers take them from there
 //               whatever this rank does next, so no peer depends on when it waits
 //   checked     every peer has published the same number, and all fingerprints agree
 //   sharing     ranks that wait reduce pieces of the result
@@ -18,10 +18,10 @@
 //
 // Note [Who reduces]
 // Each rank computes the result of a small all-reduce for itself, which saves a second round. The result of a large one
-// is cut into pieces, which lie in order over the input of the group's first rank, in its memory. Each rank that waits
+// is cut into pieces, which lie in order over the input of the group's first rank, in its memory. A rank that waits
 // claims the next free piece (compare and swap on Slot::claims), reduces it, and marks it as done; then every rank
-// copies the whole. So a rank that has launched but does not wait holds nobody up. The claim on a piece shows when a
-// rank dies within it.
+// copies the whole. So a rank that has launched but does not wait holds nobody up, and the claim on a piece shows when
+// a rank dies within it.
 //
 //   claim: 0 free -> 1 + rank: being reduced -> kReduced
 #include <c10/util/Exception.h>
@@ -46,25 +46,6 @@ static_assert(kPieces <= 64, "pieces are remembered in one word");
 constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
 constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
 
-FoldOp fold_op_of(const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::PRODUCT:
-      return FoldOp::kProduct;
-    case c10d::ReduceOp::MIN:
-      return FoldOp::kMin;
-    case c10d::ReduceOp::MAX:
-      return FoldOp::kMax;
-    case c10d::ReduceOp::BAND:
-      return FoldOp::kAnd;
-    case c10d::ReduceOp::BOR:
-      return FoldOp::kOr;
-    case c10d::ReduceOp::BXOR:
-      return FoldOp::kXor;
-    default:
-      return FoldOp::kSum; // to which Reduction brings the rest
-  }
-}
-
 uint32_t pieces_of(uint64_t bytes) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
 }
@@ -87,8 +68,8 @@ std::vector<const std::byte*> inputs_of_all(SharedGroup& group, uint64_t number,
 
 Fold fold_of(SharedGroup& group, const Pending& front, const at::Tensor& to) {
   return {
-      group.order, fold_op_of(front.call.reduction->transport_op()), to.scalar_type(),
-      static_cast<uint64_t>(to.numel()), front.number};
+      group.order, front.call.reduction->transport_op(), to.scalar_type(), static_cast<uint64_t>(to.numel()),
+      front.number};
 }
 
 void move_alone(SharedGroup& group, Pending& front) {
@@ -226,14 +207,9 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 }
 
 bool overlap(const Tensors& some, const Tensors& others) {
-  for (const auto& one : some) {
-    for (const auto& other : others) {
-      if (overlap(one, other)) {
-        return true;
-      }
-    }
-  }
-  return false;
+  return std::ranges::any_of(some, [&](const auto& one) {
+    return std::ranges::any_of(others, [&](const auto& other) { return overlap(one, other); });
+  });
 }
 
 // The call of a rank that has published its collective `number`.
@@ -243,15 +219,6 @@ Said said_by(SharedGroup& group, int peer, uint64_t number) {
   const size_t counts = slot.fingerprint.count_size;
   const auto* first = reinterpret_cast<const int64_t*>(memory.heap(slot.counts, counts * sizeof(int64_t)));
   return {group.global_ranks[static_cast<size_t>(peer)], &slot.fingerprint, {first, counts}};
-}
-
-// The error of a collective goes to those who wait for it.
-void settle(Pending& one) {
-  try {
-    one.finish(kNoTimeout);
-  } catch (const c10::Error&) {
-    return; // its own wait() reports the error
-  }
 }
 
 } // namespace
@@ -431,7 +398,7 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
     }
     ranks.push_back(said_by(*group_, peer, front.number));
     if (const auto told = difference(mine, ranks.back()); !told.empty()) {
-      front.end(group_->failure(c10::str("collective ", front.number, " of group ", group_->name, ": ", told)));
+      front.end(group_->disagreement(front.number, told));
       return std::nullopt;
     }
   }

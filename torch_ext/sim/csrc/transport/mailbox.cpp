@@ -28,11 +28,6 @@ bool takes(const Pending& one, int from, int tag) {
   return one.call.tag == tag && (one.call.kind == OpType::RECVANYSOURCE || one.call.root == from);
 }
 
-bool compete(const Pending& one, const Pending& other) {
-  const bool any = one.call.kind == OpType::RECVANYSOURCE || other.call.kind == OpType::RECVANYSOURCE;
-  return one.call.tag == other.call.tag && (any || one.call.root == other.call.root);
-}
-
 } // namespace
 
 Mailbox::Mailbox(std::shared_ptr<SharedGroup> group)
@@ -57,9 +52,7 @@ TransferPtr Mailbox::send(Call call) {
   const uint64_t bytes = tensor.nbytes();
   const uint64_t data = group_->allocate(bytes);
   const uint64_t place = group_->allocate(sizeof(Letter));
-  if (bytes > 0) {
-    std::memcpy(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
-  }
+  copy_bytes(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
   auto& written = *new (&letter(group_->rank, place)) Letter{};
   written.tag = call.tag;
   written.elements = static_cast<uint64_t>(tensor.numel());
@@ -140,9 +133,8 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
     why = group_->failure(unequal_letter(
         group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
         group_->called(group_->rank), to.call));
-  } else if (tensor.nbytes() > 0) {
-    const auto* bytes = group_->memory(from).heap(data, tensor.nbytes());
-    std::memcpy(tensor.mutable_data_ptr(), bytes, tensor.nbytes());
+  } else {
+    copy_bytes(tensor.mutable_data_ptr(), group_->memory(from).heap(data, tensor.nbytes()), tensor.nbytes());
   }
   letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release);
   to.end(why);
@@ -157,7 +149,7 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
     collect(from);
   }
   for (auto one = receiving_.begin(); one != receiving_.end(); ++one) {
-    const auto competes = [&](const auto& earlier) { return !earlier->over() && compete(*earlier, **one); };
+    const auto competes = [&](const auto& earlier) { return !earlier->over() && compete(earlier->call, (*one)->call); };
     if (!(*one)->over() && std::none_of(receiving_.begin(), one, competes)) {
       deliver(**one);
     }

@@ -1,6 +1,7 @@
 #include "segment.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <linux/futex.h>
@@ -26,6 +27,14 @@ void pause_core() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+constexpr uint64_t kFirstHeap = uint64_t{256} << 10;
+
+uint64_t length_of(int file) {
+  struct stat about{};
+  TORCH_CHECK(fstat(file, &about) == 0, "simccl cannot look at its shared memory: ", std::strerror(errno), ".");
+  return static_cast<uint64_t>(about.st_size);
 }
 
 } // namespace
@@ -102,18 +111,6 @@ uint64_t Arena::free(uint64_t offset) {
   return length;
 }
 
-namespace {
-
-constexpr uint64_t kFirstHeap = uint64_t{256} << 10;
-
-uint64_t length_of(int file) {
-  struct stat about{};
-  TORCH_CHECK(fstat(file, &about) == 0, "simccl cannot look at its shared memory: ", std::strerror(errno), ".");
-  return static_cast<uint64_t>(about.st_size);
-}
-
-} // namespace
-
 Segment Segment::create(int size) {
   Segment made;
   made.file_ = memfd_create("simccl", MFD_CLOEXEC);
@@ -129,25 +126,21 @@ Segment Segment::create(int size) {
 Segment Segment::open(int file, int size) {
   Segment made;
   made.control_bytes_ = control_bytes(size);
-  try {
-    const uint64_t length = length_of(file);
-    TORCH_CHECK(length > made.control_bytes_, "What should be the shared memory of a simccl rank is too small.");
-    made.map(file, length - made.control_bytes_);
-  } catch (...) {
-    ::close(file);
-    throw;
-  }
-  ::close(file);
+  const auto closed_at_end = c10::make_scope_exit([file] { ::close(file); });
+  const uint64_t length = length_of(file);
+  TORCH_CHECK(length > made.control_bytes_, "What should be the shared memory of a simccl rank is too small.");
+  made.map(file, length - made.control_bytes_);
   return made;
 }
 
 void Segment::map(int file, uint64_t heap_bytes) {
-  void* control = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  TORCH_CHECK(control != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
-  control_ = static_cast<std::byte*>(control);
-  void* heap = mmap(nullptr, heap_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(control_bytes_));
-  TORCH_CHECK(heap != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
-  heap_ = static_cast<std::byte*>(heap);
+  const auto mapped = [file](uint64_t bytes, uint64_t offset) {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(offset));
+    TORCH_CHECK(memory != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
+    return static_cast<std::byte*>(memory);
+  };
+  control_ = mapped(control_bytes_, 0);
+  heap_ = mapped(heap_bytes, control_bytes_);
   heap_bytes_ = heap_bytes;
 }
 

@@ -1,8 +1,8 @@
 // The shared memory of a rank, which its peers map, and what ranks need to wait on it.
 //
 // Note [Memory of a rank]
-// Each rank of a group has one file without a name (memfd). It writes there, and its peers, which have mapped the file,
-// read. Everything is written by its owner alone, but for the fields marked "by peers", so nothing is ever locked.
+// Each rank of a group has one file without a name (memfd), which its peers map and read. The owner alone writes there,
+// but for the fields marked "by peers", so nothing is ever locked.
 //
 //   offset            size                             what
 //   0                 4096                             Header
@@ -18,11 +18,11 @@
 //   | fingerprint                 |                    | site                        |
 //   +-----------------------------+                    +-----------------------------+
 //
-// A collective is published by writing its slot, then `Slot::number`. Whoever finds then that all ranks have published
-// it rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other.
-// The slot and its data are free again when every peer has said that it is past it, in `Header::finished`. A letter is
-// published by the `next` of the one before it, and the reader's `Header::doorbell`. Its reader says in `state` when it
-// has copied the letter and when it has gone on to the next: the two together free it.
+// A rank publishes a collective by writing its slot, then `Slot::number`. The rank that then finds all others published
+// rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other. The
+// slot and its data are free again when every peer has said in `Header::finished` that it is past it. A sender
+// publishes a letter by the `next` of the one before it and the reader's `Header::doorbell`. The reader says in `state`
+// when it has copied the letter and when it has gone on to the next: the two together free it.
 //
 // Note [States of a group]
 //
@@ -32,9 +32,9 @@
 //
 // A process that dies leaves its state as it is; peers see its pidfd instead.
 //
-// Ownership: the mapping belongs to the object; the memory to all who have mapped it, and the kernel frees it with the
-// last of them, however they end. It has no name in any file system. Threading: the control area stays where it is for
-// the object's life and may be read by any thread. The heap may move when it grows: hold the group's lock.
+// Ownership: the mapping belongs to the object. The memory has no name; the kernel frees it with the last process that
+// has mapped it, however that ends. Threading: any thread may read the control area, which never moves. The heap may
+// move when it grows: hold the group's lock.
 #pragma once
 
 #include <sys/types.h>
@@ -113,8 +113,8 @@ constexpr uint64_t control_bytes(int size) {
   return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;
 }
 
-// Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Looks for a few microseconds
-// before it sleeps, because the peers of a small collective are seldom further apart.
+// Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Spins for a few microseconds
+// before it sleeps: the peers of a small collective are seldom further apart.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds slice);
 
 // Wakes all who sleep on `word`, in every process.
@@ -126,8 +126,8 @@ void ring(std::atomic<uint32_t>& word);
 // Whether one process lives, known from its pidfd, which no other process can take over.
 class Process {
  public:
-  // Empty where there is no such process, or the kernel knows no pidfds (before Linux 5.3). The same object for all who
-  // ask for one pid while one of them lives, so that groups share descriptors.
+  // Null where there is no such process, or the kernel has no pidfds (before Linux 5.3). Groups share the object of a
+  // pid, and so its descriptor.
   static std::shared_ptr<const Process> find(pid_t pid);
 
   explicit Process(pid_t pid, int file) : pid_(pid), file_(file) {}

@@ -1,10 +1,10 @@
 // A rank's calls over shared memory, and how they wait for peers.
 //
 // Note [The page of waits]
-// TORCH_EXT_WAIT_PAGE=FD names a descriptor of 4096 bytes of shared memory that this process inherited. Whatever waits
-// for a peer longer than a few milliseconds has an entry there until the wait is over, so the supervisor reads what
-// this process is in without its help, also when it holds the GIL, is stopped, or has died. A thread that has an entry
-// goes on if the peer does or the time is up, and not otherwise, whatever it called: any kernel may be the one to wait.
+// TORCH_EXT_WAIT_PAGE=FD names a descriptor of 4096 bytes of shared memory that this process inherited. A wait for a
+// peer of more than a few milliseconds has an entry there until it is over. So the supervisor reads what this process
+// waits for without its help, also when it holds the GIL, is stopped, or has died. A thread that has an entry goes on
+// if the peer does or the time is up, and not otherwise, whatever it called: any kernel may be the one to wait.
 //
 //   offset   size   what                                                    type
 //   0        8      2: the version of this layout; 0: nothing was written   uint64
@@ -75,10 +75,7 @@ static_assert(offsetof(WaitEntry, group) == 24 && offsetof(WaitEntry, operation)
 static_assert(offsetof(WaitEntry, site) == 128);
 static_assert(offsetof(WaitEntry, until_ns) == 328 && offsetof(WaitEntry, thread) == 336);
 
-std::mutex& page_mutex() {
-  static auto* made = new std::mutex();
-  return *made;
-}
+std::mutex& page_mutex = *new std::mutex(); // never freed: threads may outlive static objects
 
 // Mapped at the first wait that is long, never unmapped; nullptr without a page.
 WaitPage* page() {
@@ -122,7 +119,7 @@ class WaitNote {
     if (shown == nullptr) {
       return;
     }
-    std::lock_guard<std::mutex> lock(page_mutex());
+    std::lock_guard<std::mutex> lock(page_mutex);
     const auto free = std::ranges::find(shown->entries, 0, &WaitEntry::since_ns);
     if (free == std::end(shown->entries)) {
       return;
@@ -141,12 +138,11 @@ class WaitNote {
   }
   ~WaitNote() {
     if (entry_ != nullptr) {
-      std::lock_guard<std::mutex> lock(page_mutex());
+      std::lock_guard<std::mutex> lock(page_mutex);
       change(*entry_, [&] { entry_->since_ns = 0; });
     }
   }
-  WaitNote(const WaitNote&) = delete;
-  WaitNote& operator=(const WaitNote&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(WaitNote);
 
   void waits_for(int64_t global_rank) {
     if (entry_ != nullptr && entry_->peer != global_rank) {
@@ -201,10 +197,7 @@ bool Pending::advance() {
 
 void Pending::finish(Milliseconds timeout) {
   at::AutoDispatchBelowADInplaceOrView below; // as above
-  const auto limit = timeout != kNoTimeout ? timeout
-      : call.timeout > Milliseconds(0)
-      ? call.timeout
-      : group_->timeout.load();
+  const auto limit = group_->limit_of(call, timeout);
   const auto deadline = Clock::now() + limit;
   auto slice = kFirstSlice;
   bool look = false;
@@ -219,8 +212,8 @@ void Pending::finish(Milliseconds timeout) {
           const auto whom = wait.peer < 0 ? std::string("any rank") : group_->called(wait.peer);
           end(group_->failure(
               c10::str(
-                  call.name, call.site.empty() ? "" : " at " + call.site, " timed out: it waited ", limit.count(),
-                  " ms for ", whom, ", which has not called it.")));
+                  call.what(), " timed out: it waited ", limit.count(), " ms for ", whom,
+                  ", which has not called it.")));
         }
       }
       if (over_) {

@@ -1,8 +1,8 @@
 // The transport between processes, or threads, of one machine. Collectives are in lane.cpp, transfers between two ranks
 // in mailbox.cpp; segment.h lays out the memory, and choice.cpp says how ranks find it.
 //
-// Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport. It starts no thread:
-// the threads that launch, wait or poll do the work. Destroying it waits for nothing.
+// Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport, which starts no thread and
+// waits for nothing when it is destroyed: the threads that launch, wait or poll do the work.
 //
 // Threading: everything but `Pending::finish` and `Lane::start` is called with the group's lock held, and no thread
 // sleeps with it.

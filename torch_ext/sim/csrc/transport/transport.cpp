@@ -1,7 +1,7 @@
 // How a call starts, whatever the transport, and the faults that are planted there.
 //
 // Note [Seams]
-// Each call of every group passes `Transport::start`. A fault that was planted for it is done there:
+// Each call of every group passes `Transport::start`, which does the faults that were planted for it:
 //
 //   delay     the launching thread sleeps first
 //   drop      the call never reaches the peers. A send is over at once, as a lost message is; anything else runs into
@@ -9,8 +9,8 @@
 //   corrupt   one bit of what the call sends is flipped, in a copy; where it sends nothing, of what it receives
 //   kill      the process ends by SIGKILL
 //
-// Calls are counted by group, from 1 with its first. An operation on a list of tensors, such as a coalesced one, is a
-// call for each of them. A fault is done once in each group that it fits.
+// Calls are counted by group, from 1. An operation on a list of tensors, such as a coalesced one, is a call for each of
+// them. A fault is done once in each group that it fits.
 #include "transport.h"
 
 #include <c10/util/Exception.h>
@@ -44,17 +44,13 @@ struct Plan {
   std::atomic<bool> is_empty{true};
 };
 
-// Never freed: groups may outlive static objects.
-Plan& plan() {
-  static auto* made = new Plan();
-  return *made;
-}
+Plan& plan = *new Plan(); // never freed: groups may outlive static objects
 
 std::vector<Fault> faults_for(Group& group, uint64_t number) {
   std::vector<Fault> found;
-  if (!plan().is_empty.load(std::memory_order_acquire)) {
-    const std::scoped_lock lock(plan().mutex, group.mutex);
-    for (const auto& fault : plan().faults) {
+  if (!plan.is_empty.load(std::memory_order_acquire)) {
+    const std::scoped_lock lock(plan.mutex, group.mutex);
+    for (const auto& fault : plan.faults) {
       if (fault.at == number && (fault.group.empty() || fault.group == group.name)) {
         found.push_back(fault);
       }
@@ -68,7 +64,7 @@ class Dropped final : public Awaited {
  public:
   Dropped(std::shared_ptr<const Group> group, const Call& call)
       : Awaited(std::move(group), c10::str(call.name, ", dropped by a planted fault,")),
-        limit_(call.timeout > Milliseconds(0) ? call.timeout : group_->timeout.load()) {
+        limit_(group_->limit_of(call, kNoTimeout)) {
     over_ = call.kind == c10d::OpType::SEND;
   }
   void finish(Milliseconds timeout) override { Awaited::finish(timeout == kNoTimeout ? limit_ : timeout); }
@@ -109,14 +105,14 @@ class Corrupted final : public Transfer {
 };
 
 FaultKind kind_of(const std::string& name) {
-  const FaultKind kinds[] = {FaultKind::kDelay, FaultKind::kDrop, FaultKind::kCorrupt, FaultKind::kKill};
-  const char* names[] = {"delay", "drop", "corrupt", "kill"};
-  for (size_t i = 0; i < std::size(kinds); ++i) {
-    if (name == names[i]) {
-      return kinds[i];
-    }
-  }
-  TORCH_CHECK_VALUE(false, "unknown fault: ", name);
+  static const std::map<std::string, FaultKind> kinds{
+      {"delay", FaultKind::kDelay},
+      {"drop", FaultKind::kDrop},
+      {"corrupt", FaultKind::kCorrupt},
+      {"kill", FaultKind::kKill}};
+  const auto found = kinds.find(name);
+  TORCH_CHECK_VALUE(found != kinds.end(), "unknown fault: ", name);
+  return found->second;
 }
 
 } // namespace
@@ -198,14 +194,14 @@ TransferPtr Transport::start(Call call) {
 
 void bind_faults(pybind11::module_& m) {
   m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
-    std::lock_guard<std::mutex> lock(plan().mutex);
-    plan().faults.push_back({kind_of(kind), at, group, duration});
-    plan().is_empty.store(false, std::memory_order_release);
+    std::lock_guard<std::mutex> lock(plan.mutex);
+    plan.faults.push_back({kind_of(kind), at, group, duration});
+    plan.is_empty.store(false, std::memory_order_release);
   });
   m.def("clear_faults", [] {
-    std::lock_guard<std::mutex> lock(plan().mutex);
-    plan().faults.clear();
-    plan().is_empty.store(true, std::memory_order_release);
+    std::lock_guard<std::mutex> lock(plan.mutex);
+    plan.faults.clear();
+    plan.is_empty.store(true, std::memory_order_release);
   });
 }
 

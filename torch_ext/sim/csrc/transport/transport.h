@@ -43,6 +43,9 @@ struct Call {
   int device = -1;    // index of the sim device that the tensors are on
   std::string site{}; // file and line of the call, as far as known
   std::chrono::milliseconds timeout{c10d::kUnsetTimeout};
+
+  // "all_reduce at train.py:12"
+  std::string what() const { return c10::str(name, site.empty() ? "" : " at ", site); }
 };
 
 // A call under way.
@@ -66,6 +69,24 @@ class Transfer {
 
 using TransferPtr = std::shared_ptr<Transfer>;
 
+// Waits for a transfer or an operation, and raises nothing: its own wait reports the error.
+template <typename T>
+void settle(T& one) noexcept {
+  try {
+    one.finish(kNoTimeout);
+  } catch (...) {
+    return;
+  }
+}
+
+// Whether both are receives that could take the same message.
+inline bool compete(const Call& one, const Call& other) {
+  const auto receives = [](const Call& call) { return !call.outputs.empty(); };
+  const auto takes_any = [](const Call& call) { return call.kind == c10d::OpType::RECVANYSOURCE; };
+  return receives(one) && receives(other) && one.tag == other.tag &&
+      (takes_any(one) || takes_any(other) || one.root == other.root);
+}
+
 // What the calls of one group on one rank share.
 struct Group {
   Group(int rank, std::vector<int64_t> global_ranks, std::chrono::milliseconds timeout, bool any_device)
@@ -84,8 +105,18 @@ struct Group {
   // As a user knows the rank.
   std::string called(int peer) const { return c10::str("rank ", global_ranks[static_cast<size_t>(peer)]); }
 
+  // The time limit of a wait for `call`. asked: by the waiter, or kNoTimeout.
+  std::chrono::milliseconds limit_of(const Call& call, std::chrono::milliseconds asked) const {
+    return asked != kNoTimeout ? asked : call.timeout.count() > 0 ? call.timeout : timeout.load();
+  }
+
   // A DistBackendError that begins with "simccl on rank N: ".
   std::exception_ptr failure(const std::string& what) const;
+
+  // One for a collective in which ranks differ. Hold the lock.
+  std::exception_ptr disagreement(uint64_t collective, const std::string& what) const {
+    return failure(c10::str("collective ", collective, " of group ", name, ": ", what));
+  }
 };
 
 // A transfer that another thread ends, or none. Any thread.
@@ -114,8 +145,7 @@ class Transport {
  public:
   explicit Transport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
   virtual ~Transport() = default;
-  Transport(const Transport&) = delete;
-  Transport& operator=(const Transport&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Transport);
 
   // Begins a call, and does the faults that are planted for it (Note [Seams] in transport.cpp). What it reads has been
   // read when this returns, so its inputs may be written again; its outputs are held until the transfer is over. May
