@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
-from torch_ext.sim import _module, _native
+from torch_ext.sim import _devices, _module, _native
 from torch_ext.sim._name import NAME
 
 __all__ = ["SUBMODULES", "NeedsCudaError", "Refused", "find", "refuse"]
@@ -51,7 +51,10 @@ _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator 
 
 # What is CUDA itself, and why it has no counterpart.
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"), _GRAPHS),
+    **dict.fromkeys(
+        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables",
+         *(f"register_graph_{when}_hook" for when in
+           ("capture_end", "capture_start", "destroy", "instantiate", "replay_end", "replay_start"))), _GRAPHS),
     **dict.fromkeys(
         ("clock_rate", "device_memory_used", "list_gpu_processes", "memory_usage", "power_draw", "temperature",
          "utilization"), _NVML),
@@ -105,10 +108,9 @@ class _Properties:
     """What programs read of a GPU: sizes are those of one of capability 8.0, name and memory those of the device."""
 
     name: str
-    total_memory: int  # bytes
+    index: int
     major: int
     minor: int
-    uuid: uuid.UUID
     multi_processor_count: int = 1
     warp_size: int = 32
     max_threads_per_block: int = 1024
@@ -124,16 +126,30 @@ class _Properties:
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
     pci_bus_id: int = 0
-    pci_device_id: int = 0
     pci_domain_id: int = 0
     gcnArchName: str = ""
 
+    # These initialize the device, after which no process can fork. Torch's helpers read the rest on import.
+
+    @property
+    def total_memory(self) -> int:
+        """In bytes."""
+        return _native.memory_limit(self.index)
+
+    @property
+    def pci_device_id(self) -> int:
+        """The number of the device among all, those that the program hides included."""
+        return _native.index_among_all(self.index)
+
+    @property
+    def uuid(self) -> uuid.UUID:
+        """The same number."""
+        return uuid.UUID(int=self.pci_device_id)
+
 
 def _properties(device: Any = None) -> _Properties:
-    found = _module.get_device_properties(device)
-    with _module.device(device):
-        index = _native.index_among_all(_module.current_device())
-    return _Properties(found.name, found.total_memory, *_capability(), uuid=uuid.UUID(int=index), pci_device_id=index)
+    index = _devices.index_of(device)
+    return _Properties(_devices.get_device_name(index), index, *_capability())
 
 
 def _cudart() -> Any:
