@@ -71,6 +71,7 @@ _OF_C: dict[str, Callable[..., Any]] = {
     "_cuda_emptyCache": lambda: _memory.empty_cache(),
     "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
     "_cuda_sleep": _native.sleep,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # has Inductor go without graphs of CUDA
     "_cuda_isCurrentStreamCapturing": lambda: False,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
@@ -167,3 +168,4 @@ def _refuse_foreign_code() -> None:
         return export(self, *args, **kwargs)
 
     setattr(torch.Tensor, "__dlpack__", __dlpack__)  # noqa: B010
+    setattr(torch.utils.dlpack, "to_dlpack", torch.Tensor.__dlpack__)  # noqa: B010 - calls torch's C++ half

@@ -23,6 +23,8 @@ __all__: list[str] = []
 
 # What programs read as torch.version.cuda: whether there is one, and whether it is new enough for bfloat16.
 _VERSION = "12.8"
+# Torch's own build upon names that are replaced: classes of storages, and a table of statistics.
+_OF_TORCH = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
 class _Cuda(ModuleType):
@@ -71,7 +73,7 @@ def _fill(module: ModuleType, dotted: str) -> None:
         names |= {*table.CONSTANTS, *table.FUNCTIONS, *table.DOES_NOTHING, *_module.__all__}
     for name in names:
         before = vars(module).get(name)
-        if name.startswith("__") or isinstance(before, ModuleType):
+        if name.startswith("__") or isinstance(before, ModuleType) or name in _OF_TORCH:
             continue
         try:
             found = table.find(name, dotted)
