@@ -21,8 +21,6 @@ setup(
         "numpy",
         "expecttest>=0.3",
         "hypothesis>=6",
-        "rich>=13",
-        "ninja",
     ],
     extras_require={"cluster": ["ray>=2.40"], "completion": ["argcomplete>=3"]},
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.

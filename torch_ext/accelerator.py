@@ -54,9 +54,6 @@ __all__ = [
 
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 
-# Set if, in the files under test, CUDA means the simulated device.
-STANDS_IN_VARIABLE = "TORCH_EXT_CUDA_AS_SIM"
-
 # The device type that is not an accelerator.
 HOST = "cpu"
 
@@ -256,9 +253,8 @@ def initialize() -> None:
 
 
 def has_backend(name: str) -> bool:
-    """Whether torch has the c10d backend ``name``, or the device under test stands in for the one it belongs to."""
-    stands_in = bool(os.environ.get(STANDS_IN_VARIABLE)) and name == "nccl"
-    return bool(dist.is_backend_available(backend() if stands_in else name))
+    """Whether torch has the c10d backend ``name``."""
+    return bool(dist.is_backend_available(name))
 
 
 def capabilities() -> Capabilities:

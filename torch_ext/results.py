@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch_ext.world.verdict import WorldReport  # a list of cached names must not pay for its import
 
 
+# Exit codes of a command; what ended by another signal than SIGINT has that signal's.
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
 class SetupError(RuntimeError):
     """Nothing can run: torch, or the device that was asked for, cannot be loaded. The message is for users."""
 

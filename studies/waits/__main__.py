@@ -1,84 +1,216 @@
-"""Measures the table of waits, and writes it to studies/waits/README.md.
+"""Deletes waits, one at a time, in tests that reach them with the race check on. Writes studies/waits/README.md.
 
-python -m studies.waits [--family FSDP2 ...] [--most 6]
+A first run says which tests reach each wait. Then each wait is deleted in the shortest of these tests, and in more of
+them for as long as none reports anything.
+
+python -m studies.waits                  # all
+python -m studies.waits FSDP2 DDP        # only these, and prints the table
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import os
 import re
+import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
 import torch
 
-from studies.waits.measure import PAGE, SUITES, Verdict, all_sites, measure
-from studies.waits.sites import MODULES, Site
+from studies.waits.sites import FOLDER_VARIABLE, MODULES, Site, all_sites
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).with_name("README.md")
+DEADLINE_S = 3600
+# In so many silent tests a wait is deleted before it counts as redundant.
+MOST = 4
+
+# Module and class; a pattern that a test's name must match.
+SUITES = {
+    "test.distributed.fsdp.test_fsdp_anatomy:TestSteps": "",
+    "test.distributed.fsdp.test_fsdp_anatomy:TestMixedPrecision": "",
+    "test.distributed.fsdp.test_fsdp_anatomy:TestGradScaler": "",
+    "test.distributed.fsdp.test_fsdp_core:TestParityWithDDP": "offload_and_original.*class0|prefetch.*class0",
+    "test.distributed.fsdp.test_fsdp_core:TestHooks": "",
+    "test.distributed.fsdp.test_fsdp_grad_acc:TestGradAcc": "",
+    "test.distributed.fsdp.test_fsdp_unshard_params:TestUnshardParams": "",
+    "test.distributed.fsdp.test_fsdp_mixed_precision:TestFSDPMixedPrecisionSharded": "",
+    "test.distributed.fsdp.test_fsdp_optim_state:TestFSDPOptimStateInterface": "",
+    "test.distributed.fsdp.test_fsdp_state_dict_details:TestFSDPStateDictDetails": "",
+    "test.distributed._composable.fsdp.test_fully_shard_anatomy:TestSteps": "",
+    "test.distributed._composable.fsdp.test_fully_shard_anatomy:TestState": "",
+    "test.distributed._composable.fsdp.test_fully_shard_comm:TestFullyShardCommunication": "",
+    "test.distributed._composable.fsdp.test_fully_shard_comm:TestFullyShardUnshard": "",
+    "test.distributed._composable.fsdp.test_fully_shard_comm:TestFullyShardPrefetch": "",
+    "test.distributed._composable.fsdp.test_fully_shard_mixed_precision:TestFullyShardMixedPrecisionTraining": "",
+    "test.distributed._composable.fsdp.test_fully_shard_memory:TestFullyShardMemory": "",
+    "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardGradientAccumulation": "",
+    "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardHSDPTraining": "",
+    "test.distributed._composable.fsdp.test_fully_shard_training:TestFullyShardShareCommContext": "",
+    "studies.waits.scenarios:TestDDP": "",
+    "studies.waits.scenarios:TestDTensor": "",
+    "studies.waits.scenarios:TestFSDP1": "",
+    "studies.waits.scenarios:TestFSDP2": "",
+}
+
+# A class whose ranks delete waits, with the tests of the original whose names match.
+CLASS = """
+import {module}
+
+class {name}({module}.{cls}):
+    @classmethod
+    def _run(cls, *args, **kwargs):
+        begin({deleted!r}, f"{module}:{cls}.{{args[1]}}")
+        super()._run(*args, **kwargs)
+
+for each in dir({name}):
+    if each.startswith("test") and not re.search({pattern!r}, each):
+        setattr({name}, each, None)
+"""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.waits", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--family", nargs="+", choices=[*MODULES], default=[*MODULES], help="whose waits (default: all)"
-    )
-    parser.add_argument("--most", type=int, default=6, help="tests in which a wait is deleted (default: 6)")
-    parser.add_argument("--suites", default="", help="only in classes whose module and name this pattern finds")
-    parser.add_argument(
-        "--print", action="store_true", help="print the table, and leave studies/waits/README.md as it is"
-    )
-    asked = parser.parse_args()
-    start = time.monotonic()
-    chosen = [site for site in all_sites() if site.family in asked.family]
-    suites = {suite: tests for suite, tests in SUITES.items() if re.search(asked.suites, suite)}
-    verdicts = measure(suites, chosen, asked.most, lambda text: print(text, file=sys.stderr, flush=True))
-    table = render(chosen, verdicts, torch.__version__, asked.most)
-    print(f"took {time.monotonic() - start:.0f} s", file=sys.stderr)
-    if asked.print:
-        print(table)
-        return
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(re.sub(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", lambda _: table, text, flags=re.DOTALL))
+@dataclass(frozen=True)
+class Ending:
+    """How a test (``module:Class.method``) ended with some waits ``deleted``."""
+
+    test: str
+    deleted: tuple[str, ...]
+    passed: bool
+    took_s: float
+    text: str  # what the runner says of a failure
+
+    @property
+    def is_race(self) -> bool:
+        return re.search(r"^\s*race \d+: ", self.text, re.MULTILINE) is not None
 
 
-def render(chosen: Sequence[Site], verdicts: Mapping[str, Verdict], release: str, most: int) -> str:
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one wait: ``load-bearing``, ``redundant`` or ``not reached``, and in words what shows it."""
+
+    said: str
+    shown: str = ""
+
+
+def run(wanted: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "") -> list[Ending]:
+    """Run tests of classes, each with waits deleted and a pattern for its tests; ranks note in the folder ``notes``
+    which waits they reach.
+    """
+    originals = {f"Test{number:04}": each for number, each in zip(count(), wanted)}
+    text = "import re\n\nfrom studies.waits.sites import begin, wrap_all\n\nwrap_all()\n"
+    for name, (suite, deleted, pattern) in originals.items():
+        module, _, cls = suite.partition(":")
+        text += CLASS.format(name=name, module=module, cls=cls, deleted=deleted, pattern=pattern)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "test_waits.py").write_text(text)
+        command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", folder, "--device", "sim", "--json", "-"]
+        ours = {name for name in os.environ if name.startswith(("TORCH_EXT_", "PYTEST_"))} - {"TORCH_EXT_CACHE"}
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        done = subprocess.run(
+            [*command, "--races", "error", "--timeout", "60"],
+            cwd=folder,
+            env={**environment, "PYTHONPATH": str(CHECKOUT), FOLDER_VARIABLE: notes},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    endings = []
+    for event in map(json.loads, done.stdout.splitlines()):
+        if event["event"] == "result" and event["method"]:
+            suite, deleted, _ = originals[event["class"]]
+            test, passed = f"{suite}.{event['method']}", event["status"] == "passed"
+            endings.append(Ending(test, deleted, passed, event["duration_s"], event["text"]))
+    if not endings:
+        raise RuntimeError(f"no test ran:\n{done.stderr[-4000:]}")
+    return endings
+
+
+def reach() -> dict[str, list[str]]:
+    """Return which tests reach each wait, in the order in which it is deleted in them."""
+    with tempfile.TemporaryDirectory() as notes:
+        endings = run([(suite, (), pattern) for suite, pattern in SUITES.items()], notes)
+        lines = [line for path in Path(notes).iterdir() for line in path.read_text().splitlines()]
+    took_s = {ending.test: ending.took_s for ending in endings if ending.passed}
+    tests: dict[str, set[str]] = defaultdict(set)
+    for site, _, test in (line.partition(" ") for line in lines):
+        tests[site].add(test)
+    return {site: _of_many_classes(those & took_s.keys(), took_s) for site, those in tests.items()}
+
+
+def _of_many_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> list[str]:
+    """Return the shortest test of each class, then the next one of each, since tests of a class need the same waits."""
+    place = Counter[str]()
+    ranked = []
+    for test in sorted(tests, key=lambda test: took_s[test]):
+        cls = test.rpartition(".")[0]
+        ranked.append((place[cls], took_s[test], test))
+        place[cls] += 1
+    return [test for _, _, test in sorted(ranked)]
+
+
+def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
+    """Return the verdict on each wait."""
+    tests = reach()
+    waiting = {site.id: tests[site.id][:MOST] for site in chosen if tests.get(site.id)}
+    tries = {site: len(left) for site, left in waiting.items()}
+    shown: dict[str, Ending] = {}
+    batch = 1
+    while waiting:
+        print(f"{len(waiting)} of {len(chosen)} waits are left", file=sys.stderr, flush=True)
+        now = [(*test.rsplit(".", 1), site) for site, left in waiting.items() for test in left[:batch]]
+        for ending in run([(suite, (site,), f"^{method}$") for suite, method, site in now]):
+            if not ending.passed:
+                shown.setdefault(ending.deleted[0], ending)
+        waiting = {site: left[batch:] for site, left in waiting.items() if left[batch:] and site not in shown}
+        batch *= 3
+    return {site: _verdict(shown.get(site.id), tries.get(site.id, 0)) for site in chosen}
+
+
+def _verdict(shown: Ending | None, tries: int) -> Verdict:
+    if shown is not None:
+        race = "a race in " if shown.is_race else ""
+        return Verdict("load-bearing", f"{race}`{shown.test.partition(':')[2]}`")
+    return Verdict("redundant", f"silent in {tries} test{'s' * (tries != 1)}") if tries else Verdict("not reached")
+
+
+def render(verdicts: Mapping[Site, Verdict]) -> str:
     """Return the table as Markdown: a summary, then one section for each family."""
-    lines = [
-        f"Measured with torch {release}, each wait deleted in up to {most} tests.",
-        "",
-        "| | waits | load-bearing | of these by a race | redundant | not reached |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    families = [family for family in MODULES if any(site.family == family for site in chosen)]
-    for family in families:
-        those = [verdicts[site.id] for site in chosen if site.family == family]
-        said = Counter(each.said for each in those)
-        races = sum(each.how.startswith("race: ") for each in those)
+    summary = ["| | waits | load-bearing | of these by a race | redundant | not reached |"]
+    summary += ["| --- | --- | --- | --- | --- | --- |"]
+    sections: list[str] = []
+    for family in MODULES:
+        those = {site: verdict for site, verdict in verdicts.items() if site.family == family}
+        if not those:
+            continue
+        said = Counter(each.said for each in those.values())
+        races = sum(each.shown.startswith("a race in ") for each in those.values())
         cells = [family, len(those), said["load-bearing"], races, said["redundant"], said["not reached"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    for family in families:
-        lines += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
-        for site in chosen:
-            if site.family == family:
-                lines.append(_row(site, verdicts[site.id]))
-    return "\n".join(lines) + "\n"
+        summary.append(f"| {' | '.join(map(str, cells))} |")
+        sections += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
+        for site, verdict in those.items():
+            text = site.text if len(site.text) < 70 else site.text[:67] + "..."
+            where = f"`{site.module.rpartition('.')[2]}.py:{site.line}` `{site.function.rpartition('.')[2]}`"
+            sections.append(f"| `{text}` | {where} | {verdict.said} | {verdict.shown} |")
+    head = f"Measured with torch {torch.__version__}, each wait deleted in up to {MOST} tests."
+    return "\n".join([head, "", *summary, *sections]) + "\n"
 
 
-def _row(site: Site, verdict: Verdict) -> str:
-    shown = ""
-    if verdict.said == "load-bearing":
-        race = "a race in " if verdict.how.startswith("race: ") else ""
-        shown = f"{race}`{verdict.test.partition(':')[2]}`"
-    elif verdict.said == "redundant":
-        shown = f"silent in {verdict.tries} test{'s' * (verdict.tries != 1)}"
-    text = site.text if len(site.text) < 70 else site.text[:67] + "..."
-    return f"| `{text}` | {_where(site.id)} | {verdict.said} | {shown.replace('|', ' ')} |"
+def main(families: Sequence[str]) -> None:
+    """Measure the waits of ``families``, or of all."""
+    if unknown := set(families) - MODULES.keys():
+        sys.exit(f"got {', '.join(unknown)}; there are {', '.join(MODULES)}")
+    table = render(measure([site for site in all_sites() if not families or site.family in families]))
+    if families:
+        print(table)
+    else:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(re.sub(r"(?<=<!-- measured -->\n).*(?=<!-- end -->)", lambda _: table, page, flags=re.DOTALL))
 
 
-def _where(site: str) -> str:
-    module, function, line = site.split(":")
-    return f"`{module.rpartition('.')[2]}.py:{line}` `{function.rpartition('.')[2]}`"
-
-
-main()
+main(sys.argv[1:])

@@ -1,30 +1,52 @@
-"""What the suites of this tree have no test of: DistributedDataParallel and DTensor where they wait."""
+"""What the suites of this tree have no short test of; waits are deleted in each scenario many times."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_ext.testing._internal.common_distributed import DistributedTestBase
 from torch_ext.testing._internal.common_fsdp import get_devtype
 from torch_ext.testing._internal.common_utils import run_tests
 
+SHARDED, FULL = StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT
 
-class ScenarioTest(DistributedTestBase):
-    world_size = 2
 
-    def _rows(self, *sizes: int) -> torch.Tensor:
-        return torch.ones(sizes, device=get_devtype().type)
+class FailureForTest(Exception):
+    """Stands for whatever goes wrong in a model."""
 
-    def _begin(self) -> None:
-        self.create_pg(get_devtype().type)
+
+class Layers(nn.Sequential):
+    """Three layers on the device."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16, 16) for _ in range(3)))
+        self.to(get_devtype().type)
+        self.fails_before: int | None = None  # the number of the layer before which forward raises; None for never
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            if number == self.fails_before:
+                raise FailureForTest
+            rows = layer(rows)
+        return rows
 
 
 class Packed(nn.Module):
@@ -38,93 +60,94 @@ class Packed(nn.Module):
         return self.layer(rows) + self.layer(packed.data).sum()
 
 
-class TestDDP(ScenarioTest):
-    def _layers(self) -> nn.Module:
-        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).to(get_devtype().type)
+def _rows(*sizes: int) -> torch.Tensor:
+    return torch.ones(sizes or (4, 16), device=get_devtype().type)
 
-    def _steps(self, model: nn.Module, steps: int = 2) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(steps):
-            model(self._rows(4, 16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+def _backward(model: nn.Module) -> None:
+    model(_rows()).sum().backward()
+
+
+def _steps(model: nn.Module, steps: int = 2, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for _ in range(steps):
+        _backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class ScenarioTest(DistributedTestBase):
+    world_size = 2
+
+    def _begin(self) -> None:
+        self.create_pg(get_devtype().type)
+
+
+class TestDDP(ScenarioTest):
+    def _model(self, **options: Any) -> DDP:
+        self._begin()
+        return DDP(Layers(), **options)
 
     def test_steps(self) -> None:
-        self._begin()
-        self._steps(DDP(self._layers(), bucket_cap_mb=1e-3))
+        _steps(self._model(bucket_cap_mb=1e-3))
 
     def test_buckets_as_views_and_accumulation(self) -> None:
-        self._begin()
-        model = DDP(self._layers(), bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
+        model = self._model(bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
         with model.no_sync():
-            model(self._rows(4, 16)).sum().backward()
-        self._steps(model)
+            _backward(model)
+        _steps(model)
 
     def test_mixed_precision(self) -> None:
-        from torch.nn.parallel.distributed import _MixedPrecision
-
-        self._begin()
-        policy = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
-        self._steps(DDP(self._layers(), mixed_precision=policy))
+        _steps(self._model(mixed_precision=_MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)))
 
     def test_optimizer_in_backward(self) -> None:
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
         self._begin()
-        layers = self._layers()
+        layers = Layers()
         _apply_optimizer_in_backward(torch.optim.SGD, layers.parameters(), {"lr": 0.1})
         model = DDP(layers)
         for _ in range(2):
-            model(self._rows(4, 16)).sum().backward()
+            _backward(model)
 
     def test_inputs_from_another_device(self) -> None:
         self._begin()
-        there = f"{get_devtype().type}:{1 - self.rank}"
         model = DDP(Packed(), device_ids=[self.rank])
-        rows = torch.ones(4, 16, device=there)
+        rows = torch.ones(4, 16, device=f"{get_devtype().type}:{1 - self.rank}")
         for _ in range(2):
             model(rows, PackedSequence(rows, torch.tensor([2, 2], device="cpu"))).sum().backward()
             rows = rows * 2
 
     def test_uneven_inputs(self) -> None:
-        self._begin()
-        model = DDP(self._layers())
+        model = self._model()
         with model.join():
-            self._steps(model, steps=1 + self.rank)
+            _steps(model, steps=1 + self.rank)
 
 
 class TestDTensor(ScenarioTest):
-    def test_redistribution(self) -> None:
+    def _mesh(self, *sizes: int) -> Any:
         self._begin()
-        mesh = init_device_mesh(get_devtype().type, (2,))
-        rows = distribute_tensor(self._rows(8, 8), mesh, [Shard(0)])
+        return init_device_mesh(get_devtype().type, sizes)
+
+    def test_redistribution(self) -> None:
+        mesh = self._mesh(2)
+        rows = distribute_tensor(_rows(8, 8), mesh, [Shard(0)])
         (rows.redistribute(mesh, [Replicate()], async_op=True) * 2).sum()
         rows.redistribute(mesh, [Shard(1)]).to_local().mul(2)
         rows.redistribute(mesh, [Replicate()]).to_local().mul(2)
         rows.sum().full_tensor().mul(2)
 
     def test_rows_that_two_dimensions_of_the_mesh_shard(self) -> None:
-        self._begin()
-        mesh = init_device_mesh(get_devtype().type, (1, 2))
-        strided = DTensor.from_local(self._rows(4, 8), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
+        mesh = self._mesh(1, 2)
+        strided = DTensor.from_local(_rows(4, 8), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
         strided.full_tensor().mul(2)
 
     def test_tensor_parallel_training(self) -> None:
-        self._begin()
-        mesh = init_device_mesh(get_devtype().type, (2,))
+        mesh = self._mesh(2)
         layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(get_devtype().type)
-        model = parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        for _ in range(2):
-            model(self._rows(4, 16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        _steps(parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
 
     def test_functional_collectives(self) -> None:
         self._begin()
-        group = dist.group.WORLD
-        assert group is not None
-        rows = self._rows(4, 4)
+        rows, group = _rows(4, 4), dist.distributed_c10d._get_default_group()
         functional.all_reduce(rows, "sum", group).mul(2)
         functional.all_gather_tensor(rows, 1, group).mul(2)
         functional.reduce_scatter_tensor(rows, "sum", 0, group).wait().mul(2)
@@ -132,9 +155,7 @@ class TestDTensor(ScenarioTest):
 
     def test_functional_collectives_in_backward(self) -> None:
         self._begin()
-        group = dist.group.WORLD
-        assert group is not None
-        rows = self._rows(4, 4).requires_grad_()
+        rows, group = _rows(4, 4).requires_grad_(), dist.distributed_c10d._get_default_group()
         for output in (
             functional.all_reduce(rows * 2, "sum", group),
             functional.all_gather_tensor_autograd(rows * 2, 0, group),
@@ -142,6 +163,151 @@ class TestDTensor(ScenarioTest):
             functional.all_to_all_single_autograd(rows * 2, None, None, group),
         ):
             output.sum().backward()
+
+
+class TestFSDP1(ScenarioTest):
+    def _model(self, **options: Any) -> FSDP:
+        self._begin()
+        options["device_id"] = torch.device(get_devtype().type, self.rank)
+        layers = Layers()
+        for number in range(len(layers)):
+            layers[number] = FSDP(layers[number], **options)
+        return FSDP(layers, **options)
+
+    def _save_and_load(self, kind: StateDictType, *configs: Any, use_orig_params: bool = True) -> None:
+        """As a checkpoint in the middle of training does."""
+        model = self._model(use_orig_params=use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        _steps(model, 1, optimizer)
+        with FSDP.state_dict_type(model, kind, *configs):
+            saved, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+            _steps(model, 1, optimizer)
+            model.load_state_dict(saved)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, of_optimizer))
+        _steps(model, 1, optimizer)
+
+    def test_full_state(self) -> None:
+        self._save_and_load(FULL, use_orig_params=False)
+
+    def test_full_state_of_original_parameters(self) -> None:
+        self._save_and_load(FULL)
+
+    def test_sharded_state(self) -> None:
+        self._save_and_load(SHARDED, use_orig_params=False)
+
+    def test_sharded_state_of_original_parameters(self) -> None:
+        self._save_and_load(SHARDED)
+
+    def test_sharded_state_offloaded(self) -> None:
+        offload = {"offload_to_cpu": True}
+        self._save_and_load(SHARDED, ShardedStateDictConfig(**offload), ShardedOptimStateDictConfig(**offload))
+
+    def test_unshard_ahead(self) -> None:
+        model = self._model()
+        first, _, last = model.module
+        _steps(model, 1)
+
+        def unshard_last(*_: Any) -> None:
+            last._unshard(async_op=True)
+
+        first.register_forward_pre_hook(unshard_last)
+        _steps(model, 1)
+
+    def test_hook_that_compresses(self) -> None:
+        model = self._model()
+        model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.fp16_compress_hook)
+        _steps(model)
+
+
+class TestFSDP2(ScenarioTest):
+    def _model(self, *, hybrid: bool = False) -> Any:
+        """Layers, each of which is its own group."""
+        self._begin()
+        device = get_devtype().type
+        names = {"mesh_dim_names": ("replicate", "shard")}
+        options = {"mesh": init_device_mesh(device, (2, 1), **names)} if hybrid else {}
+        layers = Layers()
+        for layer in layers:
+            fully_shard(layer, **options)
+        return fully_shard(layers, **options)
+
+    def test_hook_that_reduces(self) -> None:
+        model = self._model()
+        for layer in model:
+            layer.set_all_reduce_hook(lambda output: output.mul_(2))
+        _steps(model)
+
+    def test_event_after_the_optimizer(self) -> None:
+        model = self._model()
+        for _ in range(3):
+            _steps(model, 1)
+            model.set_post_optim_event(torch.get_device_module(get_devtype().type).current_stream().record_event())
+
+    def test_hybrid_backward_twice(self) -> None:
+        model = self._model(hybrid=True)
+        _steps(model)
+        for is_last in (False, True):
+            model.set_is_last_backward(is_last)
+            _backward(model)
+
+    def test_layer_that_is_gathered_and_not_used(self) -> None:
+        model = self._model()
+        _steps(model)
+        last = model[-1]
+        last.forward = lambda rows: rows  # leaves its parameters alone
+        last.unshard(async_op=True)
+        model[1](model[0](_rows())).sum().backward()
+        last.reshard()
+
+    def test_group_of_which_a_part_runs(self) -> None:
+        self._begin()
+        layers = Layers()
+        fully_shard(layers[0])
+        fully_shard([layers[1], layers[2]])
+        model = fully_shard(layers)
+        _steps(model)
+        for chunk in _rows().requires_grad_().chunk(2):
+            model[2](chunk).sum().backward()
+        _steps(model)
+
+    @contextmanager
+    def _failure(self, model: Any) -> Iterator[None]:
+        """Train; fail within; reset; train again."""
+        _steps(model)
+        with self.assertRaises(FailureForTest):
+            yield
+        model.fails_before = None
+        model.reset_iter_state()
+        _steps(model)
+
+    def test_failure_in_forward(self) -> None:
+        model = self._model()
+        with self._failure(model):
+            model[1].set_modules_to_forward_prefetch([model[2]])
+            model.fails_before = 2
+            model(_rows())
+
+    def test_failure_in_forward_while_gathering(self) -> None:
+        model = self._model()
+        with self._failure(model):
+            model[2].unshard(async_op=True)
+            model.fails_before = 2
+            model(_rows())
+
+    def _fails_in_backward(self, model: Any) -> None:
+        def fail(gradient: torch.Tensor) -> None:
+            raise FailureForTest
+
+        with self._failure(model):
+            hidden = model[0](_rows().requires_grad_())
+            hidden.register_hook(fail)
+            model[2](model[1](hidden)).sum().backward()
+
+    def test_failure_in_backward(self) -> None:
+        self._fails_in_backward(self._model())
+
+    def test_failure_in_hybrid_backward(self) -> None:
+        self._fails_in_backward(self._model(hybrid=True))
 
 
 if __name__ == "__main__":

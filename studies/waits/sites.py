@@ -1,20 +1,25 @@
-"""Where torch's code waits, or keeps memory from being used again: found in its source, and deleted one at a time.
+"""Finds where torch's code waits or keeps memory from being used again, notes what a test reaches, and skips waits.
 
-Runs in ranks too.
+Runs in zygotes and ranks too.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from test.torch_ext.suite_faults.mutation import OtherTorchError, exchange
 
-__all__ = ["MODULES", "Site", "delete", "mark", "sites"]
+__all__ = ["FOLDER_VARIABLE", "MODULES", "Site", "all_sites", "begin", "wrap_all"]
 
 # By what people call it, the modules that wait.
 MODULES = {
@@ -54,47 +59,41 @@ _FUNCTIONS = {"_no_dispatch_record_stream", "wait_tensor"}
 # Tuples of FSDP2 that hold a tensor until the event beside it is over. The tensor comes first.
 _KEEPERS = {"AllGatherState", "ReduceScatterState", "AllReduceState"}
 
-_REACHED = "__torch_ext_reached__"
+FOLDER_VARIABLE = "STUDY_OF_WAITS_FOLDER"
+_CALL = "__torch_ext_wait__"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place that waits."""
+    """A call that waits. A method is ``Class.method``; ``line`` counts in the module's file."""
 
+    family: str
     module: str
-    function: str  # a method as `Class.method`
-    line: int  # in the module's file
-    text: str  # the call
+    function: str
+    line: int
+    text: str
 
     @property
     def id(self) -> str:
-        """Says the place without its line, which moves between releases, unless the text is there twice."""
         return f"{self.module}:{self.function}:{self.line}"
 
-    @property
-    def family(self) -> str:
-        return next(name for name, modules in MODULES.items() if self.module in modules)
+
+@cache  # reads all of these modules
+def all_sites() -> tuple[Site, ...]:
+    """Return the waits in order. A module that does not exist in this torch has none."""
+    found = []
+    for family, module in ((family, module) for family, modules in MODULES.items() for module in modules):
+        with contextlib.suppress(ImportError):
+            source = inspect.getsource(importlib.import_module(module))
+            for name, function in _functions(ast.parse(source)):
+                for call in sorted(filter(_is_wait, ast.walk(function)), key=lambda call: call.lineno):
+                    found.append(Site(family, module, name, call.lineno, " ".join(ast.unparse(call).split())))
+    return tuple(found)
 
 
 def _is_wait(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr in _METHODS
-    return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS | _KEEPERS
-
-
-def sites(module: str) -> list[Site]:
-    """Return the places of a module that wait, in order. One that does not exist in this torch has none."""
-    try:
-        source = inspect.getsource(importlib.import_module(module))
-    except ImportError:
-        return []
-    return [
-        Site(module, name, node.lineno, " ".join(ast.unparse(node).split()))
-        for name, function in _functions(ast.parse(source))
-        for node in sorted(_waits(function), key=lambda node: node.lineno)
-    ]
+    called = getattr(node, "func", None)
+    return getattr(called, "attr", "") in _METHODS or getattr(called, "id", "") in _FUNCTIONS | _KEEPERS
 
 
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -105,85 +104,52 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield f"{prefix}{node.name}", node
 
 
-def _waits(function: ast.AST) -> list[ast.Call]:
-    return [node for node in ast.walk(function) if isinstance(node, ast.Call) and _is_wait(node)]
+class _Wrap(ast.NodeTransformer):
+    """Turns ``wait(x)`` into ``_call(id, wait, x)``."""
 
-
-class _Delete(ast.NodeTransformer):
-    """Takes a call out: a statement does nothing, and a value is what was waited for."""
-
-    def __init__(self, lines: set[int]) -> None:
-        self._lines = lines
-        self.found = 0
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        value = node.value
-        if _is_wait(value) and value.lineno in self._lines:
-            self.found += 1
-            return ast.copy_location(ast.Pass(), node)
-        return self.generic_visit(node)
+    def __init__(self, place: str) -> None:
+        self._place = place
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if not (_is_wait(node) and node.lineno in self._lines):
-            return self.generic_visit(node)
-        self.found += 1
-        if isinstance(node.func, ast.Name) and node.func.id in _KEEPERS:
-            node.args[0] = ast.copy_location(ast.Constant(None), node.args[0])
-            return node
-        waits_for_argument = isinstance(node.func, ast.Name) or node.func.attr == "wait_tensor"
-        return node.args[0] if waits_for_argument else node.func.value  # type: ignore[attr-defined]
-
-
-class _Mark(ast.NodeTransformer):
-    """Says that a statement is reached."""
-
-    def __init__(self, ids: dict[int, str]) -> None:
-        self._ids = ids
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        for name in ("body", "orelse", "finalbody"):
-            body = getattr(node, name, None)
-            if isinstance(body, list):
-                setattr(node, name, [each for statement in body for each in (*self._said(statement), statement)])
+        self.generic_visit(node)
+        if _is_wait(node):
+            node.args = [ast.Constant(f"{self._place}:{node.lineno}"), node.func, *node.args]
+            node.func = ast.Name(_CALL, ast.Load())
         return node
 
-    def _said(self, statement: ast.stmt) -> list[ast.stmt]:
-        if not isinstance(statement, (ast.Expr, ast.Assign, ast.Return, ast.AnnAssign, ast.AugAssign)):
-            return []
-        calls = [ast.parse(f"{_REACHED}({self._ids[node.lineno]!r})").body[0] for node in _waits(statement)]
-        return [ast.copy_location(call, statement) for call in calls]
+
+_test = ""
+_deleted: Sequence[str] = ()
+_seen: set[str] = set()
 
 
-def delete(*ids: str) -> None:
-    """Take sites out of torch's code, in this process and in all that are forked from it.
+def _call(site: str, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wait, unless the site is deleted: then return what was waited for."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and _test and site not in _seen:
+        _seen.add(site)
+        with Path(folder, str(os.getpid())).open("a") as file:
+            file.write(f"{site} {_test}\n")
+    if site not in _deleted:
+        return wait(*args, **kwargs)
+    name = wait.__name__
+    if name in _KEEPERS:
+        return wait(None, *args[1:], **kwargs)
+    return args[0] if name in _FUNCTIONS else getattr(wait, "__self__", None)
 
-    Raises:
-        OtherTorchError: the code of its function cannot be exchanged.
-        ValueError: there is no such site.
+
+def wrap_all() -> None:
+    """Wrap every wait, in this process and in all that are forked from it: the zygote's, since it takes a second.
+
+    A function that is a closure stays as it is, and its waits count as not reached.
     """
-    lines: dict[tuple[str, str], set[int]] = {}
-    for each in ids:
-        module, function, line = each.split(":")
-        lines.setdefault((module, function), set()).add(int(line))
-    for (module, function), those in lines.items():
-        change = _Delete(those)
-        exchange(f"{module}:{function}", change.visit)
-        if change.found < len(those):
-            raise ValueError(f"{module}:{function} has no wait in one of the lines {sorted(those)}")
+    setattr(builtins, _CALL, _call)
+    for place in dict.fromkeys(f"{site.module}:{site.function}" for site in all_sites()):
+        with contextlib.suppress(OtherTorchError):
+            exchange(place, _Wrap(place).visit)
 
 
-def mark(reached: Callable[[str], None]) -> list[str]:
-    """Have every site say that it is reached, and return those that cannot: their functions are closures."""
-    setattr(builtins, _REACHED, reached)
-    silent = []
-    for module in (module for modules in MODULES.values() for module in modules):
-        by_function: dict[str, dict[int, str]] = {}
-        for site in sites(module):
-            by_function.setdefault(site.function, {})[site.line] = site.id
-        for function, ids in by_function.items():
-            try:
-                exchange(f"{module}:{function}", _Mark(ids).visit)
-            except OtherTorchError:
-                silent += ids.values()
-    return silent
+def begin(deleted: Sequence[str], test: str) -> None:
+    """Called by a rank before the test, whose name it notes for each site that is reached."""
+    global _test, _deleted
+    _test, _deleted = test, deleted

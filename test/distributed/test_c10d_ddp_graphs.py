@@ -197,7 +197,7 @@ class TestDDPUnusedParameters(DDPTest):
             log = CollectiveLog()
             hooked = model.one.weight.register_hook(
                 lambda _, log=log: computed.append(
-                    [call.name for call in log.calls].count("allreduce")
+                    [call.name for call in log.calls].count("all-reduce")
                 )
             )
             with log, self._telling(f"step {step}"):
@@ -278,7 +278,7 @@ class TestDDPMixedPrecision(DDPTest):
             ddp.zero_grad()
             with CollectiveLog() as log:
                 ddp(self.rows(4, step)).sum().backward()
-            reduced = {call.dtype for call in log.calls if call.name == "allreduce"}
+            reduced = {call.dtype for call in log.calls if call.name == "all-reduce"}
             self.assertEqual(reduced, {reduce_dtype}, "types that are reduced")
             seen = dict.fromkeys(("x", "weight", "buffer"), param_dtype)
             self.assertEqual(

@@ -19,11 +19,10 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 
 @dataclass(frozen=True)
 class _Library:
-    """A library, the program that uses it, and the packages besides in which CUDA means the simulated accelerator."""
+    """A library, and the program that uses it."""
 
     name: str
     program: str
-    packages: tuple[str, ...]
 
     def require(self) -> None:
         """Skip the test where the library is not installed."""
@@ -38,16 +37,12 @@ class _Library:
     def text(self) -> str:
         return (_SCRIPTS / self.program).read_text(encoding="utf-8")
 
-    @property
-    def options(self) -> str:
-        return " ".join(f"--cuda-in {package}" for package in self.packages)
 
-
-_ACCELERATE = _Library("accelerate", "accelerate_loop.py", ("accelerate",))
-_TRANSFORMERS = _Library("transformers", "transformers_trainer.py", ("accelerate", "transformers"))
-_LIGHTNING = _Library("lightning", "lightning_fit.py", ("lightning", "lightning_fabric", "torchmetrics"))
-_TORCHAO = _Library("torchao", "torchao_float8.py", ("torchao",))
-_TORCHTITAN = _Library("torchtitan", "torchtitan_llama.py", ())
+_ACCELERATE = _Library("accelerate", "accelerate_loop.py")
+_TRANSFORMERS = _Library("transformers", "transformers_trainer.py")
+_LIGHTNING = _Library("lightning", "lightning_fit.py")
+_TORCHAO = _Library("torchao", "torchao_float8.py")
+_TORCHTITAN = _Library("torchtitan", "torchtitan_llama.py")
 # What two of four ranks do besides FSDP2, and who does the same on plain cpu, which has no attention in parallel.
 _ON_HOST_AS = {"fsdp": "fsdp", "tp": "tp", "cp": "tp", "pp": "pp"}
 
@@ -93,17 +88,17 @@ def test_it_trains_to_the_loss_of_plain_cpu(
     library: _Library, kind: str, made: str, tmp_path: Path, of_host: Path
 ) -> None:
     library.require()
-    ended = run(f"-n 2 --strict --output rank0 {library.options}", library.text, kind, folder=tmp_path)
-    assert _result(ended) == (_on_host(library, of_host), "sim", made)
+    ended = run("-n 2 --strict --output rank0 --cuda-as-sim", library.text, kind, folder=tmp_path)
+    assert _result(ended) == (_on_host(library, of_host), "cuda", made)
 
 
 def test_accelerate_launch_runs_on_sim(tmp_path: Path, of_host: Path) -> None:
     _ACCELERATE.require()
     (tmp_path / "program.py").write_text(_ACCELERATE.text)
     words = "--num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --multi_gpu program.py ddp"
-    asked = {"TORCH_EXT_SIM": "cuda", "TORCH_EXT_SIM_PACKAGES": "accelerate", "TORCH_EXT_SIM_STRICT": "1"}
+    asked = {"TORCH_EXT_SIM": "cuda", "TORCH_EXT_SIM_STRICT": "1"}
     ended = launched("accelerate.commands.launch", *words.split(), folder=tmp_path, **asked)
-    assert _result(ended) == (_on_host(_ACCELERATE, of_host), "sim", "DistributedDataParallel")
+    assert _result(ended) == (_on_host(_ACCELERATE, of_host), "cuda", "DistributedDataParallel")
 
 
 @functools.cache
@@ -120,7 +115,7 @@ def test_torchtitan_trains_its_debug_model_to_the_loss_of_plain_cpu(kind: str, t
     _TORCHTITAN.require()
     ended = run("-n 4 --strict --output rank0 --cuda-as-sim", _TORCHTITAN.text, kind, folder=tmp_path)
     loss, device, made = _result(ended)
-    assert (device, made) == ("sim", "FSDPTransformer")
+    assert (device, made) == ("cuda", "FSDPTransformer")
     # The loss of attention in parallel is that of the whole, but for rounding.
     assert float(loss) == pytest.approx(
         _torchtitan_on_host(_ON_HOST_AS[kind], of_host), rel=1e-6 if kind == "cp" else 0
@@ -133,4 +128,4 @@ def test_torchrun_runs_torchtitan_on_sim(tmp_path: Path, of_host: Path) -> None:
     asked = {"TORCH_EXT_SIM": "cuda", "TORCH_EXT_SIM_STRICT": "1"}
     ended = launched("torch.distributed.run", *["--nproc-per-node", "4", "program.py", "tp"], folder=tmp_path, **asked)
     loss, device, _ = _result(ended)
-    assert (float(loss), device) == (_torchtitan_on_host("tp", of_host), "sim")
+    assert (float(loss), device) == (_torchtitan_on_host("tp", of_host), "cuda")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch_ext.testing._internal._fsdp import device as _device
 from torch_ext.testing._internal._fsdp.cases import *
 from torch_ext.testing._internal._fsdp.compiled import *
-from torch_ext.testing._internal._fsdp.ddp import *
 from torch_ext.testing._internal._fsdp.device import *
-from torch_ext.testing._internal._fsdp.extensions import *
+from torch_ext.testing._internal._fsdp.extension_contract import *
 from torch_ext.testing._internal._fsdp.fsdp2_parity import *
 from torch_ext.testing._internal._fsdp.models.base import *
 from torch_ext.testing._internal._fsdp.models.chain import *

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from torch_ext.cuda_as_sim.words import TENSOR_TYPES
 from torch_ext.sim._name import NAME
 
-__all__ = ["TYPES", "dtype_of", "set_default_tensor_type"]
+__all__ = ["KINDS", "TYPES", "set_default_tensor_type"]
 
 _DTYPES = {
     "BFloat16": torch.bfloat16,
@@ -25,6 +24,7 @@ _DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
+KINDS = tuple(_DTYPES)
 
 
 class _TensorType(type):
@@ -49,14 +49,13 @@ class _TensorType(type):
 
 # Tensor.type() takes a class by its C name, which is the whole of __name__.
 TYPES: dict[str, type] = {
-    name: _TensorType(f"torch.{NAME}.{name}", (), {"dtype": _DTYPES[name.removesuffix("Tensor")]})
-    for name in TENSOR_TYPES
+    f"{kind}Tensor": _TensorType(f"torch.{NAME}.{kind}Tensor", (), {"dtype": dtype}) for kind, dtype in _DTYPES.items()
 }
 
 _of_torch = torch.set_default_tensor_type
 
 
-def dtype_of(kind: Any) -> torch.dtype | None:
+def _dtype_of(kind: Any) -> torch.dtype | None:
     """Return the dtype of one of these types or of its name; None for anything else."""
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
     found = TYPES.get(name.removeprefix(f"torch.{NAME}."))
@@ -65,7 +64,7 @@ def dtype_of(kind: Any) -> torch.dtype | None:
 
 def set_default_tensor_type(kind: Any) -> None:
     """As ``torch.set_default_tensor_type``. Factories that name no device then use that of ``kind``."""
-    dtype = dtype_of(kind)
+    dtype = _dtype_of(kind)
     if dtype is None:
         torch.set_default_device(None)
         _of_torch(kind)

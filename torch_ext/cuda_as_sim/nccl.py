@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch_ext.cuda_as_sim import table
-from torch_ext.cuda_as_sim.errors import NeedsCudaError
 from torch_ext.sim import _collectives, _native
 
 __all__ = ["ProcessGroupNCCL", "install"]
@@ -22,7 +21,7 @@ _OWN = frozenset(
 )  # fmt: skip
 
 
-class _NeedsNcclError(NeedsCudaError, AttributeError):
+class _NeedsNcclError(table.NeedsCudaError, AttributeError):
     """An attribute that only NCCL's class has: ``hasattr`` is False."""
 
 

@@ -1,8 +1,7 @@
-"""Has ``torch.cuda``, and what torch's CUDA half would bring, serve the simulated device, which is CUDA's here.
+"""Has ``torch.cuda``, and what torch's CUDA half brings, serve the simulated device, in the process that imports this.
 
-:func:`install` runs once in a process, right after ``import torch``: see Note [Two personalities] in sim/build.py.
-Programs, libraries and torch itself then find ``torch.cuda`` with devices. What a build without CUDA leaves out of
-torch's C++ half, such as resizing a storage, is replaced in Python.
+That happens right after ``import torch``: see Note [Two personalities] in sim/build.py. Programs, libraries and torch
+itself then find ``torch.cuda`` with devices.
 """
 
 from __future__ import annotations
@@ -10,39 +9,22 @@ from __future__ import annotations
 import functools
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from torch_ext.cuda_as_sim import cuda, legacy, methods, nccl, table
-from torch_ext.sim import _cuda, _module, _native
+import torch_ext.sim  # noqa: F401  # registers the device
+from torch_ext.cuda_as_sim import bindings, legacy, nccl, table
+from torch_ext.sim import _module, _native
 from torch_ext.sim._imports import when_imported
+from torch_ext.sim._streams import Stream
 
-__all__ = ["install"]
+__all__: list[str] = []
 
 # What programs read as torch.version.cuda: whether there is one, and whether it is new enough for bfloat16.
 _VERSION = "12.8"
-
-
-def install() -> None:
-    """Replace everything, in this process. Calling it again does nothing."""
-    if isinstance(torch.cuda, _Cuda):
-        return
-    _fill(torch.cuda, "")
-    for dotted in table.SUBMODULES:
-        if dotted not in table.REFUSED:  # torch's own refuse, too, and torch imports them to define what it never calls
-            when_imported(f"torch.cuda.{dotted}", functools.partial(_fill, dotted=dotted))
-    setattr(torch.cuda, "_maybe_exchange_device", _cuda.maybe_exchange_device)  # noqa: B010 - mypy refuses to assign it
-    torch.cuda.__class__ = _Cuda
-    for name in ("_initialized", "default_generators"):
-        vars(torch.cuda).pop(name, None)
-    torch.version.cuda = _VERSION
-    setattr(torch.backends.cuda, "is_built", _is_built)  # noqa: B010 - mypy refuses to assign a function
-    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):  # torch defines some at import, and calls none
-        setattr(torch.cuda.jiterator, name, lambda *args, **kwargs: cuda.Refused("jiterator"))
-    methods.complete()
-    nccl.install()
-    _cuda.complete(nccl.ProcessGroupNCCL)
-    setattr(torch, "set_default_tensor_type", legacy.set_default_tensor_type)  # noqa: B010 - mypy refuses to assign it
+# Torch's own build upon names that are replaced: classes of storages, and a table of statistics.
+_OF_TORCH = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
 class _Cuda(ModuleType):
@@ -58,6 +40,32 @@ class _Cuda(ModuleType):
         return tuple(_native.default_generator(index) for index in range(_native.device_count()))
 
 
+def _install() -> None:
+    _fill(torch.cuda, "")
+    for dotted in table.SUBMODULES:
+        if dotted not in table.REFUSED:  # torch's own refuse, too, and torch imports them to define what it never calls
+            when_imported(f"torch.cuda.{dotted}", functools.partial(_fill, dotted=dotted))
+    _set(torch.cuda, _maybe_exchange_device=bindings.maybe_exchange_device)
+    torch.cuda.__class__ = _Cuda
+    for name in ("_initialized", "default_generators"):
+        vars(torch.cuda).pop(name, None)
+    torch.version.cuda = _VERSION
+    _set(torch.backends.cuda, is_built=_is_built)
+    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):  # torch defines some at import, and calls none
+        _set(torch.cuda.jiterator, **{name: lambda *args, **kwargs: table.Refused("jiterator")})
+    _set(Stream, cuda_stream=property(_stream_handle))
+    _set(torch.autograd.profiler.emit_nvtx, __enter__=_begin_marks, __exit__=_end_marks)
+    _set(torch, set_default_tensor_type=legacy.set_default_tensor_type)
+    nccl.install()
+    bindings.complete()
+
+
+def _set(holder: Any, **values: Any) -> None:
+    """Assign attributes that mypy refuses to assign."""
+    for name, value in values.items():
+        setattr(holder, name, value)
+
+
 def _fill(module: ModuleType, dotted: str) -> None:
     """Give ``module``, which is ``torch.cuda`` or a submodule of it, what the table says for its names."""
     names = set(vars(module))
@@ -65,12 +73,14 @@ def _fill(module: ModuleType, dotted: str) -> None:
         names |= {*table.CONSTANTS, *table.FUNCTIONS, *table.DOES_NOTHING, *_module.__all__}
     for name in names:
         before = vars(module).get(name)
-        if name.startswith("__") or isinstance(before, ModuleType):
+        if name.startswith("__") or isinstance(before, ModuleType) or name in _OF_TORCH:
             continue
         try:
-            found = cuda.find(name, dotted)
+            found = table.find(name, dotted)
         except AttributeError:
             continue
+        if isinstance(found, table.Refused) and hasattr(before, "__wrapped__"):
+            _set(found, __wrapped__=before.__wrapped__)  # Dynamo of 2.15 lists that of `use_mem_pool`
         if not isinstance(found, ModuleType):
             setattr(module, name, found)
 
@@ -78,3 +88,20 @@ def _fill(module: ModuleType, dotted: str) -> None:
 def _is_built() -> bool:
     """True for a program, which means to use the device; False for torch, which looks for its code of CUDA next."""
     return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+
+
+def _stream_handle(self: Any) -> int:
+    """The stream as a number, which programs give to libraries: 0 for the default stream of its device, as CUDA's."""
+    return int(self.native_handle) if self.stream_id else 0
+
+
+def _begin_marks(self: Any) -> Any:
+    """Mark nothing: marks are hints to NVIDIA's tools, as those of ``torch.cuda.nvtx`` are."""
+    return self if self.enabled else None
+
+
+def _end_marks(self: Any, *error: Any) -> None:
+    """End what marked nothing."""
+
+
+_install()

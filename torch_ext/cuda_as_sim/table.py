@@ -7,6 +7,8 @@ last part, as ``torch.cuda.memory.memory_stats`` is.
 from __future__ import annotations
 
 import contextlib
+import os
+import unittest
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,12 +19,18 @@ import torch
 from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
-from torch_ext.cuda_as_sim.errors import NeedsCudaError
-from torch_ext.cuda_as_sim.words import LEGACY_KINDS
-from torch_ext.sim import _module, _native
+from torch_ext.sim import _devices, _module, _native
 from torch_ext.sim._name import NAME
 
-__all__ = ["CONSTANTS", "DOES_NOTHING", "FUNCTIONS", "OF_SUBMODULES", "REFUSED", "SUBMODULES"]
+__all__ = ["SUBMODULES", "NeedsCudaError", "Refused", "find", "refuse"]
+
+
+class NeedsCudaError(unittest.SkipTest, NotImplementedError):
+    """The program uses what only CUDA, NCCL or NVIDIA's libraries have; the message says what, in one sentence.
+
+    A test that ends by it is skipped with that sentence, since no simulated device can run it.
+    """
+
 
 # The submodules of torch.cuda that programs import by name.
 SUBMODULES = (
@@ -43,7 +51,10 @@ _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator 
 
 # What is CUDA itself, and why it has no counterpart.
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"), _GRAPHS),
+    **dict.fromkeys(
+        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables",
+         *(f"register_graph_{when}_hook" for when in
+           ("capture_end", "capture_start", "destroy", "instantiate", "replay_end", "replay_start"))), _GRAPHS),
     **dict.fromkeys(
         ("clock_rate", "device_memory_used", "list_gpu_processes", "memory_usage", "power_draw", "temperature",
          "utilization"), _NVML),
@@ -54,7 +65,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
-    **dict.fromkeys((f"{kind}Storage" for kind in (*LEGACY_KINDS, "ComplexDouble", "ComplexFloat")), _TYPES),
+    **dict.fromkeys((f"{kind}Storage" for kind in (*legacy.KINDS, "ComplexDouble", "ComplexFloat")), _TYPES),
     **dict.fromkeys(
         ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
          "green_contexts"), _DRIVER),
@@ -79,17 +90,17 @@ CONSTANTS: Mapping[str, Any] = {
 }
 
 
-def _device_name(device: Any = None) -> str:
-    return f"{_module.get_device_name(device)}, simulated on the CPU"
-
-
 def _none_captures() -> bool:
     return False
 
 
 def _capability(device: Any = None) -> tuple[int, int]:
-    """Programs ask for it to learn about types: bfloat16 came with 8.0."""
-    return (8, 0)
+    """Return what ``TORCH_EXT_SIM_CAPABILITY`` says. Programs learn from it about types: bfloat16 came with 8.0."""
+    text = os.environ.get("TORCH_EXT_SIM_CAPABILITY", "8.0")
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise ValueError(f"TORCH_EXT_SIM_CAPABILITY={text}: expected a compute capability, such as 9.0.")
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,10 @@ class _Properties:
     """What programs read of a GPU: sizes are those of one of capability 8.0, name and memory those of the device."""
 
     name: str
-    total_memory: int  # bytes
-    uuid: uuid.UUID
+    index: int
+    major: int
+    minor: int
     multi_processor_count: int = 1
-    major: int = 8
-    minor: int = 0
     warp_size: int = 32
     max_threads_per_block: int = 1024
     max_threads_per_multi_processor: int = 2048
@@ -116,16 +126,30 @@ class _Properties:
     is_integrated: int = 0
     is_multi_gpu_board: int = 0
     pci_bus_id: int = 0
-    pci_device_id: int = 0
     pci_domain_id: int = 0
     gcnArchName: str = ""
 
+    # These initialize the device, after which no process can fork. Torch's helpers read the rest on import.
+
+    @property
+    def total_memory(self) -> int:
+        """In bytes."""
+        return _native.memory_limit(self.index)
+
+    @property
+    def pci_device_id(self) -> int:
+        """The number of the device among all, those that the program hides included."""
+        return _native.index_among_all(self.index)
+
+    @property
+    def uuid(self) -> uuid.UUID:
+        """The same number."""
+        return uuid.UUID(int=self.pci_device_id)
+
 
 def _properties(device: Any = None) -> _Properties:
-    found = _module.get_device_properties(device)
-    with _module.device(device):
-        index = _native.index_among_all(_module.current_device())
-    return _Properties(_device_name(device), found.total_memory, uuid.UUID(int=index), pci_device_id=index)
+    index = _devices.index_of(device)
+    return _Properties(_devices.get_device_name(index), index, *_capability())
 
 
 def _cudart() -> Any:
@@ -144,7 +168,6 @@ def _version() -> tuple[int, int, int]:
 
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "get_device_name": _device_name,
     "get_device_capability": _capability,
     "get_device_properties": _properties,
     "cudart": _cudart,
@@ -176,3 +199,57 @@ OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 def refuse(name: str) -> NeedsCudaError:
     """Return the error of a use of ``name``."""
     return NeedsCudaError(f"torch.cuda: {name}: {REFUSED[name]}")
+
+
+class Refused:
+    """Stands for a name that is CUDA's alone: it can be imported and passed on, and says so when it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise refuse(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refuse(self._name)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return False
+
+    def __or__(self, other: object) -> object:
+        """In an annotation, as in ``torch.cuda.CUDAGraph | None``, it is no use of the class."""
+        return Any
+
+    __ror__ = __or__
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a hint that the simulated accelerator has no use for."""
+
+
+def find(name: str, submodule: str = "") -> Any:
+    """Return what ``torch.cuda.<name>`` means, or ``torch.cuda.<submodule>.<name>``.
+
+    Raises:
+        AttributeError: neither the table nor ``torch.sim`` has the name.
+    """
+    part = submodule.partition(".")[0]
+    for named in (OF_SUBMODULES.get(part, {}), CONSTANTS, FUNCTIONS):
+        if name in named:
+            return named[name]
+    if name in REFUSED:
+        return Refused(name)
+    if part in REFUSED:
+        return Refused(part)
+    if name in DOES_NOTHING:
+        return _nothing
+    for holder in (getattr(_module, part, None) if part else None, _module):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    dotted = f"{submodule}.{name}" if submodule else name
+    raise AttributeError(
+        f"torch.cuda.{dotted} has no counterpart on the simulated accelerator; "
+        "torch_ext/cuda_as_sim/table.py says what each name means"
+    )

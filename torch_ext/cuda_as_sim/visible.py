@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["VISIBLE", "hide", "hide_unless_set", "record", "record_at_start"]
+__all__ = ["VISIBLE", "hide_unless_set", "record", "record_at_start"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OUTSIDE = "TORCH_EXT_SIM_VISIBLE_OUTSIDE"  # "=" and the value; empty if there was none
@@ -28,7 +28,7 @@ _ENVIRONMENT = slice(47, 49)
 def record() -> None:
     """Have the value that there is now hide nothing, and any that is set from now on choose devices."""
     _record(os.environ.get(VISIBLE))
-    hide()
+    _hide()
 
 
 def record_at_start() -> None:
@@ -37,7 +37,7 @@ def record_at_start() -> None:
         _record(_outside(_environment_at_start()))
 
 
-def hide() -> None:
+def _hide() -> None:
     """Have a value that is the recorded one hide nothing, be it one that the harness has set."""
     if os.environ.get(_OUTSIDE) == f"={os.environ.get(VISIBLE)}":
         os.unsetenv(VISIBLE)
@@ -48,7 +48,7 @@ def hide_unless_set() -> None:
     choose a device by the same text.
     """
     if _is_as_at_start():
-        hide()
+        _hide()
 
 
 def _is_as_at_start() -> bool:

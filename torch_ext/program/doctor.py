@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 import torch_ext
 from torch_ext import machine_memory
+from torch_ext.personality import is_cuda
 from torch_ext.world import settings
 from torch_ext.world.child import reason_not_to_fork
 
 __all__ = ["main"]
 
-_PACKAGES = ("numpy", "expecttest", "hypothesis", "rich", "ninja")
+_PACKAGES = ("numpy", "expecttest", "hypothesis")
 # Collectives on the simulated accelerator keep their segments there, in bytes.
 _SHARED_BYTES = 64 << 20
 # A world of 8 ranks needs some 150.
@@ -70,6 +71,10 @@ def _facts() -> Iterator[tuple[str, str]]:
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = f"{torch.get_device_module(found.type).device_count()} {found.type}" if found else ""
     yield "devices", devices or "no accelerator: tests and programs run on the simulated one"
+    yield (
+        "cuda",
+        "the simulated device, which hides GPUs" if is_cuda() else "GPUs; the simulated device with --cuda-as-sim",
+    )
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"
@@ -91,8 +96,6 @@ def _problems() -> Iterator[str]:
             yield f"the simulator is built, but cannot be loaded: {error}"
     elif not build.compiler_found():
         yield "no C++ compiler: tests and programs that need a device are left out. Debian, Ubuntu: apt install g++"
-    elif not (Path(sys.executable).parent / "ninja").exists() and shutil.which("ninja") is None:
-        yield "no ninja, which builds the simulator: pip install ninja"
     if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free < _SHARED_BYTES:
         yield "/dev/shm is full: collectives go through gloo, which is slow. In docker: --shm-size 1g"
     if 0 <= (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _FEW_FILES:

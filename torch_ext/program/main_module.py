@@ -1,9 +1,6 @@
 """Runs a program as ``__main__``, as ``python SCRIPT`` and ``python -m MODULE`` would, and ends it as Python would.
 
 Loads the standard library only, until the program itself imports something.
-
-``python -m torch_ext.program.main_module SCRIPT|-m MODULE [ARGS]`` runs a program in whose files CUDA means the
-simulated accelerator. See Note [A program that has begun].
 """
 
 from __future__ import annotations
@@ -16,21 +13,16 @@ import runpy
 import sys
 import threading
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from types import CodeType, ModuleType
+from types import ModuleType
 
-from torch_ext.personality import torch_lacks_cuda
-from torch_ext.program.autoload import packages as packages_asked_for
 from torch_ext.world import wording
 
 __all__ = ["Program", "finalize", "run_main"]
 
 wording.hide(r"/torch_ext/program/main_module\.py")
 wording.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
-wording.hide(r"/torch_ext/cuda_as_sim/loader\.py")
-wording.hide(r"/ast\.py", "parse")
 wording.hide(r"(?:<frozen runpy>|/runpy\.py)")
 wording.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
 
@@ -44,14 +36,8 @@ class Program:
     arguments: tuple[str, ...] = ()  # the program's `sys.argv[1:]`
     path: tuple[str, ...] = ()  # `sys.path` without the entry that belongs to the program
     simulated: bool = True  # run on the simulated accelerator
-    cuda_as_sim: bool = False  # in the program's files, CUDA means the simulated accelerator
-    packages: tuple[str, ...] = ()  # packages in which CUDA means it, too
+    cuda_as_sim: bool = False  # which is CUDA's device
     races: str = "off"  # the check for races: `error`, `report` or `off`
-
-    @property
-    def rewritten(self) -> bool:
-        """Whether the program's files are rewritten, because no simulated device can be CUDA's here."""
-        return self.cuda_as_sim and not torch_lacks_cuda()
 
 
 def run_main(program: Program) -> None:
@@ -72,24 +58,17 @@ def run_main(program: Program) -> None:
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # what Python calls
         return
     _put_in_front(os.path.dirname(os.path.realpath(program.target)))
-    _run_file(os.path.abspath(program.target), program.rewritten)
+    _run_file(os.path.abspath(program.target))
 
 
-def _run_file(path: str, rewritten: bool) -> None:
+def _run_file(path: str) -> None:
     module = ModuleType("__main__")
     module.__file__, module.__loader__ = path, SourceFileLoader("__main__", path)
     vars(module).update({"__builtins__": __builtins__, "__cached__": None})
     sys.modules["__main__"] = module
-    exec(_code_of(path, rewritten), vars(module))
-
-
-def _code_of(path: str, rewritten: bool) -> CodeType:
-    if rewritten:
-        from torch_ext.cuda_as_sim.loader import code_of
-
-        return code_of(path)
     with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(module))
 
 
 def _put_in_front(folder: str) -> None:
@@ -126,25 +105,3 @@ def finalize(harness_thread: str) -> None:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
-
-
-def _main(arguments: Sequence[str]) -> None:
-    """Run a program in whose files CUDA means the simulated accelerator. Raises what the program raises."""
-    from torch_ext.cuda_as_sim import loader, spawned, visible
-    from torch_ext.cuda_as_sim.words import environment_as_sim, words_as_sim
-
-    is_module = arguments[:1] == ["-m"]
-    target, *rest = arguments[1:] if is_module else arguments
-    packages = packages_asked_for()
-    root = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-    os.environ.update(environment_as_sim(os.environ))
-    visible.hide()
-    spawned.install([root], (loader.HELPERS, *packages))
-    import torch_ext.cuda_as_sim.runtime  # noqa: F401  # replaces Tensor.cuda and its like
-
-    path = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
-    run_main(Program(target, is_module, tuple(words_as_sim(rest)), tuple(path), cuda_as_sim=True, packages=packages))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

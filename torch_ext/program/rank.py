@@ -51,7 +51,9 @@ _STORE_ANSWER_S = 2.0
 
 wording.hide(r"/torch_ext/program/rank\.py")
 # Wait for their caller.
-operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
+operations.look_through(
+    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
+)
 
 # What runs the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
@@ -118,11 +120,6 @@ def _prepare(program: Program) -> Any:
         from torch_ext.cuda_as_sim import visible
 
         visible.record()
-    if program.rewritten:
-        from torch_ext.cuda_as_sim import loader, runtime, spawned  # noqa: F401  # replaces Tensor.cuda
-
-        root = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.target))
-        spawned.install([root], (loader.HELPERS, *program.packages))
     races.stop()  # a check of the process that has begun with the import
     if program.races == "off":
         return None

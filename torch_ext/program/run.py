@@ -14,15 +14,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import NoReturn
 
 from torch_ext import machine_memory, personality
-from torch_ext.cuda_as_sim.words import DEVICE
+from torch_ext.personality import SIM
 from torch_ext.program import autoload, rank
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, what_was_never_used
 from torch_ext.program.serve import search_path, zygote_for
+from torch_ext.runner.interrupts import Interrupts
+from torch_ext.runner.options import count, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.files import Live
@@ -87,9 +87,9 @@ def parse(arguments: Sequence[str]) -> Options:
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("which program? Name a script, or a module behind -m")
-    on_sim, as_cuda = found.device == DEVICE, bool(found.cuda_as_sim or found.cuda_in)
+    on_sim = found.device == SIM
     for given, flag in (
-        (as_cuda, "--cuda-as-sim"),
+        (found.cuda_as_sim, "--cuda-as-sim"),
         (found.memory is not None, "--memory"),
         (found.races not in (None, "off"), "--races"),
         (found.strict, "--strict"),
@@ -105,8 +105,7 @@ def parse(arguments: Sequence[str]) -> Options:
         found.module,
         tuple(words[1:]),
         simulated=on_sim,
-        cuda_as_sim=as_cuda,
-        packages=tuple(found.cuda_in),
+        cuda_as_sim=found.cuda_as_sim,
         races=found.races or os.environ.get("TORCH_EXT_RACES") or "off",
     )
     ends_hangs = found.hang == "end"
@@ -117,15 +116,14 @@ def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
-    add("-n", "--ranks", type=_ranks, default=4, metavar="N", help="how many ranks (4)")
-    where = f"the ranks' device ({DEVICE}); each rank has one"
-    add("--device", choices=(DEVICE, "cpu", "cuda"), default=DEVICE, help=where)
-    meaning = "in the program's files, CUDA and NCCL mean the simulated accelerator"
-    add("--cuda-as-sim", action="store_true", help=meaning)
-    add("--cuda-in", action="append", default=[], metavar="PACKAGE", help="and in this package; may be repeated")
-    add("--memory", type=_size, metavar="SIZE", help="how much memory each simulated device has, such as 2GiB")
+    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="how many ranks (4)")
+    where = f"the ranks' device ({SIM}); each rank has one"
+    add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
+    add("--cuda-as-sim", action="store_true", help="the simulated accelerator is CUDA's, its backend NCCL")
+    size = "how much memory each simulated device has, such as 2GiB"
+    add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
-    add("--timeout", type=_seconds, metavar="S", help="end the program after so many seconds")
+    add("--timeout", type=typed(seconds), metavar="S", help="end the program after so many seconds")
     hang = "report a proven hang, and let the program go on, or end it, too (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
     shown = "show the output of rank 0 as it is, of all ranks with the rank in front of each line, or none (all)"
@@ -136,43 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ranks(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of ranks from 1 on")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return machine_memory.bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < float("inf"):
-            return seconds
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds above 0")
-
-
-class _SignalledError(BaseException):
-    """The user wants the program to end. The argument is the signal's number."""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the program that ``arguments`` name, and return the exit code of the command; see ``--help``."""
     try:
         options = parse(arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
-    for number in _STOPPED_BY:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
-            signal.signal(number, _raise)
+    interrupts = Interrupts(signals=_STOPPED_BY)
     try:
-        return _run(options)
-    except _SignalledError as stop:
-        return _BY_SIGNAL + int(stop.args[0])
+        return _run(options, interrupts)
+    except KeyboardInterrupt:
+        return _BY_SIGNAL + interrupts.number
     except LoadError as error:
         trace = str(error)
         message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
@@ -190,15 +162,11 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise _SignalledError(number)
-
-
-def _run(options: Options) -> int:
+def _run(options: Options, interrupts: Interrupts) -> int:
     path = search_path()
     autoload.hide()
     before = dict(os.environ)
-    if options.program.cuda_as_sim and not options.program.rewritten:
+    if options.program.cuda_as_sim:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
     with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
@@ -213,7 +181,7 @@ def _run(options: Options) -> int:
         with world:
             if world.why_interpreter:
                 wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
-            return _wait(world, options, store)
+            return _wait(world, options, store, interrupts)
 
 
 class _Store:
@@ -250,32 +218,24 @@ class _Store:
 def _set_environment(options: Options) -> None:
     """Set in this process the variables of all ranks, and of the processes that they start."""
     if options.program.simulated:
-        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON, options.program.packages)
+        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # now, so that all processes of the run have the same
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if options.program.rewritten:
-        from torch_ext.cuda_as_sim.words import environment_as_sim
-
-        os.environ.update(environment_as_sim(os.environ))
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # torchrun leaves it alone where it is set
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
 def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
     program = replace(options.program, path=path)
-    if program.rewritten:
-        from torch_ext.cuda_as_sim.words import words_as_sim
-
-        program = replace(program, arguments=tuple(words_as_sim(program.arguments)))
     return [
         RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
         for number in range(options.ranks)
     ]
 
 
-def _wait(world: World, options: Options, store: _Store) -> int:
+def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts) -> int:
     limits = Limits(
         test_s=options.timeout_s or float("inf"),
         grace_s=_GRACE_S,
@@ -296,8 +256,8 @@ def _wait(world: World, options: Options, store: _Store) -> int:
 
     try:
         outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
-    except _SignalledError as stop:
-        number = int(stop.args[0])
+    except KeyboardInterrupt:
+        number = interrupts.number
         _hand_on(world, number)
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
@@ -384,7 +344,7 @@ def _facts_of(world: World, number: int) -> Facts | None:
 def _hand_on(world: World, number: int) -> None:
     """Give every rank the signal, and time to act on it; one more signal takes that time away."""
     end_s = time.monotonic() + _SIGNAL_S
-    with contextlib.suppress(_SignalledError, ZygoteLostError):
+    with contextlib.suppress(KeyboardInterrupt, ZygoteLostError):
         for process in world.processes:
             world.send_signal(process.rank, number)
         while any(process.is_alive() for process in world.processes) and (left := end_s - time.monotonic()) > 0:

@@ -31,8 +31,7 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -41,17 +40,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.personality import AS_CUDA, VARIABLE, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, VARIABLE
 from torch_ext.program import autoload
+from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.follow import ZygoteLostError
-from torch_ext.world.protocol import HiddenFrames, Preparation
+from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
@@ -60,31 +59,20 @@ __all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "sock
 Key = Mapping[str, object]
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-# Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking.
+# Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking. The
+# search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
-# Exceptions: the search path is part of the key, and the world reads the rest on use.
-_READ_LATER = frozenset(
-    {
-        "PYTHONPATH", "TORCH_EXT_ADDRESS", "TORCH_EXT_CACHE", "TORCH_EXT_DEVICE", "TORCH_EXT_HANG_AFTER",
-        "TORCH_EXT_HOST", "TORCH_EXT_HOST_ADDRESS", "TORCH_EXT_OPTIONS", "TORCH_EXT_OWNER",
-        "TORCH_EXT_SCHEDULE", "TORCH_EXT_SHOW_OUTPUT", "TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_EXT_SIM_DEVICES",
-        "TORCH_EXT_SIM_REDUCE", "TORCH_EXT_SIM_TRANSPORT", "TORCH_EXT_SPARES", "TORCH_EXT_START_METHOD",
-        "TORCH_EXT_TEARDOWN", "TORCH_EXT_THREADS", "TORCH_EXT_TIMEOUT",
-        "TORCH_EXT_TOLD_VERSION", "TORCH_EXT_TRIAL_FORK", "TORCH_EXT_WAIT_PAGE",
-    }
-)  # fmt: skip
+_OURS_AT_START = ("TORCH_EXT_CUDA_AS_SIM", "TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY",
+                  "TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_SANITIZE")  # fmt: skip
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
 _NOT_USED = (
     "`torch_ext serve` is not used: its interpreter, search path or environment differs from this command's. "
     "Start it where you start programs"
 )
-# Errors that a message of another version of this package may raise.
-_MISREAD = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, TypeError)
 
 # Modules that a warm zygote loads. Every optimizer loads torch._dynamo at its first step.
 _LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
-_IDLE_S = 900.0
 # The simulator is built of the native ones; ranks, or commands that talk to the zygote, load the rest.
 _SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -92,9 +80,8 @@ _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Preparation:
     """Return the modules that a warm zygote loads."""
-    as_cuda = environment.get(VARIABLE) == AS_CUDA and torch_lacks_cuda()
-    device = ("torch_ext.cuda_as_sim.ahead",) if as_cuda else ("torch_ext.sim",)
-    return Preparation(path, (*_LOADED, *(device if simulated else ())))
+    device = "torch_ext.cuda_as_sim.stand_in" if environment.get(VARIABLE) == AS_CUDA else "torch_ext.sim"
+    return Preparation(path, (*_LOADED, *((device,) if simulated else ())))
 
 
 @contextlib.contextmanager
@@ -119,14 +106,6 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
             raise ZygoteDiedError("`torch_ext serve`, which had started the ranks, has ended") from error
 
 
-@dataclass(frozen=True)
-class _Welcome:
-    """A server's message to a command, along with a command channel to its zygote."""
-
-    hidden_frames: tuple[HiddenFrames, ...]  # the frames that the zygote's layers leave out of reports
-    zygote_pid: int  # the zygote, whose state is read if it does not answer
-
-
 def search_path() -> tuple[str, ...]:
     """Return ``sys.path`` without the entry that belongs to this command; this package is found behind all others."""
     entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
@@ -138,7 +117,7 @@ def search_path() -> tuple[str, ...]:
 
 def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
     """Return a warm zygote that fits, with a line that ``held`` keeps open; None if there is none."""
-    with contextlib.suppress(OSError, ChannelClosedError, *_MISREAD):
+    with contextlib.suppress(OSError, ChannelClosedError, TypeError, ValueError):  # or of another version
         with folder() as place:
             connected = _connected(place / (name := socket_name(key)))
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
@@ -150,12 +129,11 @@ def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
         held.callback(line.close)
         if not line.poll(_CONNECT_S):
             return None
-        welcome, descriptors = line.receive()
-        if isinstance(welcome, _Welcome) and descriptors:
-            wording.add(welcome.hidden_frames)
-            channel = Channel.from_descriptor(descriptors[0])
-            held.callback(channel.close)
-            return ZygoteClient(channel, welcome.zygote_pid)
+        (frames, zygote_pid), descriptors = line.receive()
+        wording.add(frames)
+        channel = Channel.from_descriptor(descriptors[0])
+        held.callback(channel.close)
+        return ZygoteClient(channel, zygote_pid)
     return None
 
 
@@ -172,11 +150,7 @@ def _connected(address: Path) -> socket.socket | None:
 
 def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
     """Return what a zygote must have in common with the command that it starts ranks for. See the Note above."""
-    at_start = {
-        name: value
-        for name, value in environment.items()
-        if name not in _READ_LATER and (name.startswith(_READ_AT_START) or read_when_loaded(name))
-    }
+    at_start = {name: value for name, value in environment.items() if _is_read_at_start(name)}
     return {
         "the interpreter": [sys.executable, sys.prefix, sys.version],
         "the interpreter's flags": subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
@@ -184,6 +158,12 @@ def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str
         "the device": simulated,
         **{name: at_start[name] for name in sorted(at_start)},
     }
+
+
+def _is_read_at_start(name: str) -> bool:
+    if name == "PYTHONPATH" or name.startswith("TORCH_EXT_"):
+        return name in _OURS_AT_START
+    return name.startswith(_READ_AT_START) or read_when_loaded(name)
 
 
 def socket_name(key: Key) -> str:
@@ -246,7 +226,9 @@ def is_own(connected: socket.socket) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Serve until nothing has run for a while, or until SIGINT or SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs.")
-    parser.add_argument("--idle", type=_seconds, default=_IDLE_S, metavar="S", help="end after S idle seconds (900)")
+    parser.add_argument(
+        "--idle", type=typed(seconds), default=900.0, metavar="S", help="end after S idle seconds (900)"
+    )
     parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
     try:
         options = parser.parse_args(arguments)
@@ -265,13 +247,6 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if (seconds := float(text)) >= 0:
-            return seconds
-    raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of seconds")
-
-
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     for each in _ENDED_BY:
         signal.signal(each, signal.SIG_IGN)
@@ -287,75 +262,64 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
         root = start_root(_preparation(simulated, path, os.environ), files.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
-        server = _Server(root, listening, held)
-        until = "until it is ended" if idle_s == float("inf") else f"until {idle_s:g} s without any"
-        print(
-            f"{wording.PREFIX}serving runs on {'the simulated accelerator' if simulated else 'cpu'}, {until}",
-            flush=True,
-        )
-        return server.serve(idle_s)
+        what = "the simulated accelerator" if simulated else "cpu"
+        print(f"{wording.PREFIX}serving runs on {what}, until {idle_s:g} s without any", flush=True)
+        return _serve(root, listening, idle_s)
 
 
-class _Server:
-    def __init__(self, root: RootZygote, listening: socket.socket, held: contextlib.ExitStack) -> None:
-        self._root = root
-        self._zygote = ZygoteClient(root.channel, root.process.pid)
-        self._states = _states(self._zygote)
-        self._listening = listening
-        self._stale = False
-        self._lines: set[Channel] = set()  # one for each run
-        self._ready = held.enter_context(selectors.DefaultSelector())
-        self._ready.register(listening, selectors.EVENT_READ)
-        self._ready.register(root.channel, selectors.EVENT_READ)
+def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
+    """Serve until nothing has run for ``idle_s``, or the zygote is stale and not in use; return whether it is stale.
 
-    def serve(self, idle_s: float) -> bool:
-        """Serve until nothing has run for ``idle_s``, or the zygote is stale and not in use; return which.
+    A command that connects gets a channel to the zygote, and its run lasts as long as its line is open.
 
-        Raises:
-            ZygoteDiedError: the zygote ended.
-        """
-        idle_since_s = time.monotonic()
-        while self._lines or not self._stale:
-            left_s = None if self._lines else idle_since_s + idle_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                return False
-            for key, _ in self._ready.select(None if left_s == float("inf") else left_s):
-                if key.fileobj is self._root.channel:
-                    raise ZygoteDiedError("the zygote has ended, and with it the runs that it has started")
-                if key.fileobj is self._listening:
-                    self._accept()
-                elif isinstance(key.fileobj, Channel):  # nothing is sent on it: this is its end
-                    self._ready.unregister(key.fileobj)
-                    self._lines.remove(key.fileobj)
-                    key.fileobj.close()
-                    idle_since_s = time.monotonic()
-        return True
-
-    def _accept(self) -> None:
-        """Send a channel to the zygote to the command that has connected; the run lasts as long as its line is open."""
-        connected, _ = self._listening.accept()
-        line = Channel(connected)
-        if not is_own(connected) or self._is_stale():
+    Raises:
+        ZygoteDiedError: the zygote ended.
+    """
+    zygote = ZygoteClient(root.channel, root.process.pid)
+    states, is_stale, idle_since_s = _states(zygote), False, time.monotonic()
+    lines: list[Channel] = []  # one for each run
+    while lines or not is_stale:
+        left_s = None if lines else max(0.0, idle_since_s + idle_s - time.monotonic())
+        waits: list[Channel | socket.socket] = [root.channel, listening, *lines]
+        ready, _, _ = select.select(waits, [], [], left_s)
+        if root.channel in ready:
+            raise ZygoteDiedError("the zygote has ended, and with it the runs that it has started")
+        if not ready:
+            return False
+        for line in [line for line in lines if line in ready]:  # nothing is sent on it: this is its end
+            lines.remove(line)
             line.close()
-            return
-        descriptor = self._zygote.add_client()
-        try:
-            line.send(_Welcome(wording.hidden(), self._root.process.pid), [descriptor])
-        except (ChannelClosedError, OSError):
-            line.close()
-            return
-        finally:
-            close_all([descriptor])
-        self._lines.add(line)
-        self._ready.register(line, selectors.EVENT_READ)
+            idle_since_s = time.monotonic()
+        if listening in ready:
+            connected, _ = listening.accept()
+            is_stale = is_stale or _has_changed(states)
+            line = Channel(connected)
+            if not is_stale and is_own(connected) and _welcome(line, zygote):
+                lines.append(line)
+            else:
+                line.close()
+    return True
 
-    def _is_stale(self) -> bool:
-        """See Note [A stale zygote]."""
-        changed = (path for path, state in self._states.items() if not self._stale and _state(path) != state)
-        if path := next(changed, ""):
-            self._stale = True
-            print(f"{wording.PREFIX}{path} has changed: loading anew", flush=True)
-        return self._stale
+
+def _welcome(line: Channel, zygote: ZygoteClient) -> bool:
+    """Send the command at the other end of ``line`` what it needs for its run; return whether it is still there."""
+    descriptor = zygote.add_client()
+    try:
+        # The frames that the zygote's layers leave out of reports, and whose state is read if it does not answer
+        line.send((wording.hidden(), zygote.pid), [descriptor])
+    except (ChannelClosedError, OSError):
+        return False
+    finally:
+        close_all([descriptor])
+    return True
+
+
+def _has_changed(states: Mapping[str, object]) -> bool:
+    """See Note [A stale zygote]."""
+    path = next((path for path, state in states.items() if _state(path) != state), "")
+    if path:
+        print(f"{wording.PREFIX}{path} has changed: loading anew", flush=True)
+    return bool(path)
 
 
 def _states(zygote: ZygoteClient) -> dict[str, object]:

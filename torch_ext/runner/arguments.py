@@ -11,15 +11,15 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch_ext
-from torch_ext.personality import AS_CUDA, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, SIM
 from torch_ext.results import SetupError
 from torch_ext.runner.names import find_test_files, holds_tests
-from torch_ext.runner.options import TABLE, Row, RunOptions, default_root
+from torch_ext.runner.options import TABLE, Row, RunOptions, default_root, typed
 from torch_ext.runner.selection import advice
 
 __all__ = ["parse"]
@@ -42,6 +42,11 @@ Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usag
 """
 # Flags that stand in front of those that are typed.
 _VARIABLE = "TORCH_EXT_OPTIONS"
+# Options of earlier versions, and what to type in their place.
+_GONE = {
+    "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
+    "trace": "--json FILE says when each class and test began and ended",
+}
 _SECTION, _TYPED = "[tool.torch_ext]", "command line"
 
 
@@ -74,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.fullmatch(r"unrecognized arguments: (-[^=\s]*).*", message, re.DOTALL):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            message = f"there is no option {found[1]}{advice(found[1], known)}"
+            message = f"there is no option {found[1]}{_instead(found[1], known)}"
         raise SetupError(message)
 
     def read(self, flags: Sequence[str]) -> dict[str, Any]:
@@ -85,20 +90,18 @@ class _Parser(argparse.ArgumentParser):
         return {field: tuple(value) if isinstance(value, list) else value for field, value in given.items()}
 
 
-def _add(group: argparse._ArgumentGroup, row: Row) -> None:
-    def read(text: str) -> object:
-        if not text:
-            raise argparse.ArgumentTypeError("got nothing, as from a variable that is not set")
-        try:
-            return row.read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+def _instead(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown option: what to type in its place, as far as that is known."""
+    gone = _GONE.get(name.lstrip("-"))
+    return f"; {gone}" if gone else advice(name, known)
 
+
+def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     how: dict[str, Any] = {"dest": row.field, "help": row.help.replace("%", "%%")}
     if not row.metavar:
         how |= {"action": "store_const", "const": row.const}
     else:
-        how |= {"metavar": row.metavar, "type": read, "choices": row.choices or None}
+        how |= {"metavar": row.metavar, "type": typed(row.read), "choices": row.choices or None}
         if row.many:
             how |= {"action": "append"} if row.field == "keywords" else {"action": "extend", "nargs": "+"}
     group.add_argument(*row.flags, **how)
@@ -184,7 +187,7 @@ def _flags_of(path: Path) -> list[str]:
     flags = []
     for key, value in section.items():
         if (row := rows.get(key.replace("_", "-"))) is None:
-            near = advice(key.replace("_", "-"), rows)
+            near = _instead(key.replace("_", "-"), rows)
             raise SetupError(f"{path}: {_SECTION} has the key {key!r}, which is no option{near}")
         if isinstance(value, bool) == bool(row.metavar):
             expected = "a value" if row.metavar else "true or false"
@@ -226,11 +229,9 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
 def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"typed_root": ""}
     if given.get("cuda_as_sim"):
-        from torch_ext.cuda_as_sim.words import DEVICE
-
-        if (asked := given.get("device", DEVICE)) != DEVICE:
-            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {DEVICE}")
-        places["device"] = AS_CUDA if torch_lacks_cuda() else DEVICE
+        if (asked := given.get("device", SIM)) != SIM:
+            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {SIM}")
+        places["device"] = AS_CUDA
     folders = []
     for path in map(Path, upstream):
         if not path.is_dir() and (path.suffix != ".py" or "." in path.stem or not path.is_file()):
@@ -255,7 +256,7 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
 
 def _show(options: RunOptions, settings: Mapping[str, _Setting]) -> None:
     """Print the value of each option and where it comes from."""
-    from torch_ext.runner.reporters.base import ReportFile
+    from torch_ext.runner.reporters.tally import ReportFile
 
     lines = []
     names = {row.field: row.name for row in TABLE} | {"verbosity": "verbosity"}

@@ -1,4 +1,5 @@
-"""Which of the tests that patterns select run: those that failed, those of changed files, a part.
+"""Which tests run: those of the files of a request that its patterns and keywords mean, and of these what failed, what
+changed, or a part.
 
 Note [Parts]
 ~~~~~~~~~~~~
@@ -9,12 +10,10 @@ class that takes longest goes to the part with the least to do so far.
 
 Note [The history]
 ~~~~~~~~~~~~~~~~~~
-One JSON file for each root lies in the cache's folder, for the last 100 roots. It holds the last 5 records of each
-of the 20,000 tests that ran last. A run reads it once, and adds its own records at its end, under a lock and by
-renaming, to what lies there then: so runs side by side lose nothing of each other's. A history that cannot be read or
-written costs what is made of it, never a run; see Note [Trusted folders] for whose it may be.
-
-A run adds one record of a test, whatever the number of its rounds: failed if the test failed in any of them.
+One JSON file in the cache's folder holds how each of the 20,000 tests that ran last ended, and how long it took. A run
+reads it once, and adds its own results at its end, under a lock and by renaming, to what lies there then: so runs side
+by side lose nothing of each other's. A history that cannot be read or written costs what is made of it, never a run;
+see Note [Trusted folders] for whose it may be. A test that ran in several rounds failed if it failed in any of them.
 """
 
 from __future__ import annotations
@@ -25,99 +24,106 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_ext import cache
-from torch_ext.results import Status, TestName, TestResult
-from torch_ext.runner.names import Collected
+from torch_ext.results import WITHOUT_TESTS, Needs, Status, TestName, TestResult, import_failure
+from torch_ext.runner.names import Collected, TestFile, collect_names
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.selection import SelectionError
+from torch_ext.runner.schedule import Plan, make_plan
+from torch_ext.runner.selection import Selection, SelectionError, select_tests
+from torch_ext.runner.steps import Executor, Request
 
-__all__ = ["History", "divide", "narrow"]
+__all__ = ["Chosen", "History", "choose", "divide", "name"]
 
-_FOLDER = "history"  # below the cache's
-_ROOTS, _RECORDS, _TESTS = 100, 5, 20_000
-_FAILED = frozenset(status.value for status in Status if status.counted is Status.FAILED)
-
-
-class _Record(NamedTuple):
-    """How one test ended in one run."""
-
-    device: str  # the device type that was asked for; empty: the machine's best
-    status: str  # the value of its `Status`: of several rounds the first failure, else the last
-    duration_s: float  # how long it took; the median of all rounds and attempts
+# So many files take a while to import, and a user wonders what the run does.
+_MANY_FILES = 5
 
 
-class History:
-    """The records of one root, below the cache's ``folder``; None: nothing is remembered."""
+def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:
+    """Return the tests of every file, from the cache where it has them. For a run, import the files whose cached names
+    hold a selected test; see Note [Cached names].
+    """
 
-    def __init__(self, folder: Path | None, root: Path, device: str) -> None:
-        place = None if folder is None else folder / _FOLDER
-        trusted = place is not None and not cache.why_not_trusted(place)
-        digest = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-        self._path = place / f"{root.name}-{digest}.json" if place is not None and trusted else None
-        self._device = device
+    def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
+        if len(files) >= _MANY_FILES and request.options.verbosity >= 0 and sys.stderr is not None:
+            from torch_ext.world.wording import PREFIX  # on use: a list of cached names does not pay for it
 
-    @cached_property
-    def _known(self) -> Mapping[str, Sequence[_Record]]:
-        return {} if self._path is None else _read(self._path)
+            print(f"{PREFIX}imports {len(files)} files to name their tests", file=sys.stderr)
+        return executor().collect(files)
 
-    def failed(self, test: TestName) -> bool:
-        """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
-        ids = (test.id, TestName(test.file, test.cls).id, test.file)
-        return any(found[-1].status in _FAILED for each in ids if (found := self._known.get(each)))
-
-    def expected_s(self, test: TestName) -> float | None:
-        """Return how long ``test`` should take, by its last times on this device, else on any; None if it has none."""
-        ran = [record for record in self._known.get(test.id, ()) if record.status != Status.SKIPPED.value]
-        ours = [record for record in ran if record.device == self._device] or ran
-        return statistics.median(record.duration_s for record in ours) if ours else None
-
-    def save(self, results: Iterable[TestResult]) -> None:
-        """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
-        of_test: dict[TestName, list[TestResult]] = {}
-        for result in results:
-            of_test.setdefault(result.test, []).append(result)
-        if self._path is None or not of_test:
-            return
-        with suppress(OSError):
-            cache.make(self._path.parent)
-            with open(self._path.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                known = _read(self._path)
-                for test in of_test:
-                    if test.method:  # its file could be imported, and its class begun
-                        for above in (test.file, TestName(test.file, test.cls).id):
-                            known.pop(above, None)
-                for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
-                    known[test.id] = [*known.pop(test.id, ()), self._record(rounds)][-_RECORDS:]
-                cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
-            _drop_old_roots(self._path.parent)
-
-    def _record(self, rounds: Sequence[TestResult]) -> _Record:
-        told = next((one for one in rounds if one.status.value in _FAILED), rounds[-1])
-        times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
-        return _Record(self._device, told.status.value, round(statistics.median(times_s), 4))
+    collected = collect_names(request.files, request.names, collect)
+    if request.options.list_only or not any(one.cached for one in collected):
+        return collected
+    # Parts are chosen after that: machines must agree.
+    undivided = replace(request, options=replace(request.options, shard=None))
+    wanted = {test.file for test in choose(undivided, collected).plan.tests}
+    stale = [one.file for one in collected if one.cached and one.file.name in wanted]
+    fresh = {one.file: one for one in collect_names(stale, request.names, collect, cached=False)}
+    return [fresh.get(one.file, one) for one in collected]
 
 
-def _read(path: Path) -> dict[str, list[_Record]]:
-    """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
-    try:
-        told: Any = json.loads(path.read_bytes())
-        return {str(test): [_Record(*fields) for fields in rows] for test, rows in told["tests"].items() if rows}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+@dataclass(frozen=True)
+class Chosen:
+    """The tests that run, and what the user should know of the choice."""
+
+    request: Request
+    history: History
+    plan: Plan
+    failures: Sequence[TestResult]  # results of files that cannot be imported
+    needs: Mapping[TestName, Needs]  # of tests, as far as they are known
+    note: str  # a sentence for the report about a part of the tests; empty if all run
+    warnings: Sequence[str]  # a sentence for each pattern or file that was asked for and does not run
+    device: str  # the device type that the files test, as far as it is known
+    cached: int  # how many files have cached names
 
 
-def _drop_old_roots(folder: Path) -> None:
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-    for path in files[:-_ROOTS]:
-        for each in (path, path.with_suffix(".lock")):
-            each.unlink(missing_ok=True)
+def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
+    """Apply patterns, keywords, and the options that choose by history, by git or in parts.
+
+    Raises:
+        SelectionError: nothing is left, or a pattern fits no test.
+    """
+    options = request.options
+    broken = {one.file.name: one for one in collected if one.error}
+    known = [test for one in collected if not one.error for test in one.tests]
+    selected = select_tests(request.selection, known, broken)
+    fitting = [test for test in selected.tests if request.fits(test)]
+    failures = [import_failure(file, broken[file].error, broken[file].left) for file in selected.broken]
+    empty = [one.file.name for one in collected if not one.tests and not one.error]
+    if options.upstream and not options.narrowed:
+        failures += [import_failure(file, "", WITHOUT_TESTS) for file in empty]
+    warnings = [] if options.upstream else _without_tests(request.selection, empty)
+    if not fitting:
+        why = f"none of {len(selected.tests)} tests fits -k {' '.join(options.keywords)!r}"
+        if not selected.tests:
+            why = warnings.pop() if warnings else "-x excludes every test that -i selects"
+        if not failures:
+            raise SelectionError(f"nothing selected: {why}")
+        warnings += [why] if selected.tests else []  # without any test, failures say enough
+    history = History(cache.folder(), options.root)
+    tests, note = narrow(options, history, fitting, collected)
+    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
+    device = next((one.device for one in collected if one.device), options.device)
+    plan = make_plan(request.files, tests, needs, lambda test: history.expected_s(test) or 1.0)
+    cached = sum(one.cached for one in collected)
+    return Chosen(request, history, plan, failures, needs, note, warnings, device, cached)
+
+
+def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
+    """Say which of the files that were asked for hold no test."""
+    targets = [target.files for target in selection.include if not target.names]
+    asked = [file for file in empty if not selection.include or any(file in files for files in targets)]
+    if not asked:
+        return []
+    more = f" and {len(asked) - 1} more files" if len(asked) > 1 else ""
+    return [f"no test in {asked[0]}{more}; functions and classes without a base are pytest's: python -m pytest FILE"]
 
 
 def narrow(
@@ -224,3 +230,81 @@ def _git(folder: Path, *arguments: str) -> str:
         asked, said = " ".join(arguments), os.fsdecode(done.stderr).strip()
         raise SelectionError(f"--changed asks git, which fails in {folder} at 'git {asked}': {said}")
     return os.fsdecode(done.stdout)
+
+
+_FOLDER, _FILE = "history", "tests.json"  # below the cache's
+_TESTS = 20_000
+
+
+class _Record(NamedTuple):
+    """How a test ended in the last run that had it."""
+
+    failed: bool
+    duration_s: float  # the median of all rounds and attempts
+
+
+class History:
+    """The records of the tests below ``root``, in the cache's ``folder``; None: nothing is remembered."""
+
+    def __init__(self, folder: Path | None, root: Path) -> None:
+        place = None if folder is None else folder / _FOLDER
+        self._path = place / _FILE if place is not None and not cache.why_not_trusted(place) else None
+        self._root = root
+
+    @cached_property
+    def _known(self) -> Mapping[str, _Record]:
+        return {} if self._path is None else _read(self._path)
+
+    def _key(self, test: TestName) -> str:
+        return f"{self._root}/{test.id}"
+
+    def failed(self, test: TestName) -> bool:
+        """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
+        found = (self._known.get(self._key(each)) for each in (test, *_above(test)))
+        return any(record is not None and record.failed for record in found)
+
+    def expected_s(self, test: TestName) -> float | None:
+        """Return how long ``test`` took when it ran last; None if it never has."""
+        found = self._known.get(self._key(test))
+        return found.duration_s if found is not None else None
+
+    def save(self, results: Iterable[TestResult]) -> None:
+        """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
+        of_test: dict[TestName, list[TestResult]] = {}
+        for result in results:
+            of_test.setdefault(result.test, []).append(result)
+        if self._path is None or not of_test:
+            return
+        with suppress(OSError):
+            cache.make(self._path.parent)
+            with open(self._path.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                known = _read(self._path)
+                for test in of_test:
+                    for above in _above(test) if test.method else ():  # its file could be imported, and its class begun
+                        known.pop(self._key(above), None)
+                for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
+                    before = known.pop(self._key(test), None)
+                    known[self._key(test)] = _record(rounds, before)
+                cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
+
+
+def _above(test: TestName) -> tuple[TestName, ...]:
+    return TestName(test.file, test.cls), TestName(test.file)
+
+
+def _record(rounds: Sequence[TestResult], before: _Record | None) -> _Record:
+    failed = any(one.status.counted is Status.FAILED for one in rounds)
+    if before is not None and all(one.status is Status.SKIPPED for one in rounds):  # that took no time
+        return _Record(failed, before.duration_s)
+    times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
+    return _Record(failed, round(statistics.median(times_s), 4))
+
+
+def _read(path: Path) -> dict[str, _Record]:
+    """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
+    try:
+        told: Any = json.loads(path.read_bytes())
+        return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in told["tests"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}

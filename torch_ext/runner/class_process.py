@@ -18,15 +18,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status
+from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status, TestName, TestResult
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.messages import (
     Body,
     ClassEnded,
-    ClassFailed,
     ClassLeft,
     ClassOrder,
-    ClassSkipped,
     TestEnded,
     TestNames,
     TestStarted,
@@ -149,15 +147,15 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     sys.argv[:] = order.argv
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     disown_exit_functions()
-    result = _ClassResult(Channel.from_descriptor(channel), stdout, order.failfast)
+    result = _ClassResult(Channel.from_descriptor(channel), stdout, order.tests, order.failfast)
     wording.show_by(lambda text: result.tell(Notice(text)))
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
-    for method in order.methods:
-        test = by_name.get((order.cls, method))
+    for name in order.tests:
+        test = by_name.get((name.cls, name.method))
         if test is None:
             gone = Remark(f"{order.module} no longer defines this test.")
-            result.tell(TestEnded(method, Status.FAILED, 0.0, (gone,), ""))
+            result.tell_end(TestResult(name, Status.FAILED, 0.0, (gone,)))
         else:
             check_its_calls(test, result.tell_of_body)
             suite.addTest(test)
@@ -278,8 +276,10 @@ class _ClassResult(unittest.TestResult):
     class runs it.
     """
 
-    def __init__(self, channel: Channel, output: int, failfast: bool) -> None:
+    def __init__(self, channel: Channel, output: int, tests: Sequence[TestName], failfast: bool) -> None:
         super().__init__()
+        self._left = {test.method: test for test in tests}  # those that have not ended
+        self._class = TestName(tests[0].file, tests[0].cls)
         self.failfast = failfast
         # The exception that the result of a test told last, though unittest lets it through
         self.told: BaseException | None = None
@@ -305,6 +305,11 @@ class _ClassResult(unittest.TestResult):
         self.end_fork(self._error)
         with self._interrupts.held():  # half a message would be the last that the supervisor understands
             self._channel.send(event)
+
+    def tell_end(self, result: TestResult) -> None:
+        """Report how a test, or without a method the class, ended."""
+        self._left.pop(result.test.method, None)
+        self.tell(TestEnded(result, self._printed_bytes()))
 
     def tell_of_body(self, begins: bool) -> None:
         """Report the begin and end of the body: between them, ranks have the whole time limit of the test."""
@@ -334,7 +339,7 @@ class _ClassResult(unittest.TestResult):
             limit_s = timeout_of(planned)
         except ValueError:  # setUp() of a class with ranks refuses it
             limit_s = float(TIMEOUT_DEFAULT)
-        self.tell(TestStarted(_method(planned), limit_s))
+        self.tell(TestStarted(self._name(planned), limit_s))
 
     @_os.with_room
     def stopTest(self, test: unittest.TestCase) -> None:
@@ -364,8 +369,12 @@ class _ClassResult(unittest.TestResult):
             again = f"The class ran this test {self._runs} times; a failure of any of them counts."
             self._problems.append(Remark(again))
         reasons, ranks = "; ".join(self._reasons), _ranks_of(planned)
-        printed = self._printed_bytes()
-        self.tell(TestEnded(_method(planned), status, self._took_s, tuple(self._problems), reasons, ranks, printed))
+        self.tell_end(
+            TestResult(self._name(planned), status, self._took_s, tuple(self._problems), reasons, ranks=ranks)
+        )
+
+    def _name(self, test: unittest.TestCase) -> TestName:
+        return replace(self._class, method=test._testMethodName)
 
     def _end_with_zygote(self) -> None:
         """If the zygote of this process is gone, wait for the kernel to end this process too.
@@ -388,7 +397,7 @@ class _ClassResult(unittest.TestResult):
     def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         self._error = self._error or err[1]
         if _is_fixture(test):
-            self.tell(ClassFailed(_problem(err, where=str(test))))
+            self.tell_end(TestResult(self._class, Status.FAILED, 0.0, (_problem(err, where=str(test)),)))
             return
         self._fail(_problem(err, where="" if test is self._planned else str(test)))
 
@@ -413,7 +422,8 @@ class _ClassResult(unittest.TestResult):
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         if _is_fixture(test):
-            self.tell(ClassSkipped(reason))
+            for left in list(self._left.values()):
+                self.tell_end(TestResult(left, Status.SKIPPED, 0.0, reason=reason))
             return
         self._end(Status.SKIPPED)
         self._reasons.append(reason)
@@ -439,10 +449,6 @@ def _has_ranks(test: unittest.TestCase | None) -> bool:
 def _is_fixture(test: object) -> bool:
     """Whether ``test`` is unittest's stand-in for a ``setUpClass`` or ``tearDownClass`` that did not succeed."""
     return not isinstance(test, unittest.TestCase)
-
-
-def _method(test: unittest.TestCase) -> str:
-    return test._testMethodName
 
 
 def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:

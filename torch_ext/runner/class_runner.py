@@ -12,16 +12,7 @@ from typing import Any
 
 from torch_ext.results import Began, Died, Over, Problem, Remark, Sink, Stalled, Status, TestName, TestResult, raised
 from torch_ext.runner.loop import Pause, Task
-from torch_ext.runner.messages import (
-    Body,
-    ClassEnded,
-    ClassFailed,
-    ClassLeft,
-    ClassOrder,
-    ClassSkipped,
-    TestEnded,
-    TestStarted,
-)
+from torch_ext.runner.messages import Body, ClassEnded, ClassLeft, ClassOrder, TestEnded, TestStarted
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
@@ -31,7 +22,7 @@ from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClo
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Notice
 from torch_ext.world.settings import Patience
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
 __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
@@ -89,24 +80,29 @@ class ClassRunner:
         self._batch = batch
         self._options = options
         self._sink = sink
-        self._zygote: ZygoteClient | None = None
-        self._left = [test.method for test in batch.tests]
+        self._zygote: ZygoteCopy | None = None
+        self._class = TestName(batch.file.name, batch.cls)
+        self._left = list(batch.tests)
         self._failed = False
         self._class_is_over = False
         self._may_lose_zygote = True  # once more without having ended a test
-        self._running, self._began_s = "", 0.0  # the test, and since when
+        self._running: TestName | None = None
+        self._began_s = 0.0  # when that test began
         self._last: ClassEnded | ClassLeft | None = None
 
     def run(self) -> Task[bool]:
         """A task that runs the batch, and returns whether the run goes on after it."""
         self._sink(Began(self._class))
-        while self._left and not self._class_is_over and not self._stop:
-            try:
-                yield from self._run_one_process()
-            except LoadError as error:
-                self._file_failed(raised(str(error)))
-            except ZygoteDiedError as error:
-                self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        try:
+            while self._left and not self._class_is_over and not self._stop:
+                try:
+                    yield from self._run_one_process()
+                except LoadError as error:
+                    self._file_failed(raised(str(error)))
+                except ZygoteDiedError as error:
+                    self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+        finally:
+            self._close_zygote()
         self._sink(Over(self._class))
         return not self._stop
 
@@ -115,40 +111,34 @@ class ClassRunner:
         return self._failed and self._options.failfast
 
     def _run_one_process(self) -> Task[None]:
-        batch, place, options = self._batch, self._place, self._options
-        zygote = self._zygote = yield from self._zygotes.of_class(batch)
-        module, argv = self._zygotes.module_of(batch.file), (str(batch.file.path),)
-        order = ClassOrder(
-            module, batch.cls, tuple(self._left), place.environment, argv, place.scratch, options.failfast
-        )
-        self._running, self._last, before = "", None, len(self._left)
-        with ClassChild(order, zygote, place, options) as process:
+        file, place, options = self._batch.file, self._place, self._options
+        if self._zygote is None:
+            self._zygote = yield from self._zygotes.copy_of(file)
+        module, argv = self._zygotes.module_of(file), (str(file.path),)
+        order = ClassOrder(module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
+        self._running, self._last, before = None, None, len(self._left)
+        with ClassChild(order, self._zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
                 self._hear(event, process)
             self._process_ended(process, before)
 
     def _hear(self, event: Any, process: ClassChild) -> None:
-        if isinstance(event, (TestStarted, TestEnded)) and event.method not in self._left:
-            process.end_broken(f"told of {event.method}(), which it was not to run")
-        elif isinstance(event, TestStarted):
-            if event.method != self._running:
-                self._running, self._began_s = event.method, _os.monotonic()
-                self._sink(Began(self._name(event.method)))
-        elif isinstance(event, Notice):
-            self._sink(Stalled(self._name(self._running), event.text))
-        elif isinstance(event, TestEnded):
-            self._running, self._may_lose_zygote = "", True
-            self._left.remove(event.method)
-            test, problems = self._name(event.method), event.problems
-            result = TestResult(test, event.status, event.duration_s, problems, event.reason, ranks=event.ranks)
-            self._report(result, process.new_output(event.printed_bytes))
-        elif isinstance(event, ClassFailed):
-            self._fail(self._class, event.problem, process)
+        if isinstance(event, TestEnded) and event.result.test == self._class:
+            self._report(event.result, process.new_output(event.printed_bytes))
             self._class_is_over = True
-        elif isinstance(event, ClassSkipped):
-            skipped, self._left = self._left, []
-            for method in skipped:
-                self._report(TestResult(self._name(method), Status.SKIPPED, 0.0, reason=event.reason))
+        elif isinstance(event, TestEnded) and event.result.test in self._left:
+            self._running, self._may_lose_zygote = None, True
+            self._left.remove(event.result.test)
+            self._report(event.result, process.new_output(event.printed_bytes))
+        elif isinstance(event, TestStarted) and event.test in self._left:
+            if event.test != self._running:
+                self._running, self._began_s = event.test, _os.monotonic()
+                self._sink(Began(event.test))
+        elif isinstance(event, (TestEnded, TestStarted)):
+            test = event.test if isinstance(event, TestStarted) else event.result.test
+            process.end_broken(f"told of {test.method}(), which it was not to run")
+        elif isinstance(event, Notice):
+            self._sink(Stalled(self._running or self._class, event.text))
         elif isinstance(event, (ClassEnded, ClassLeft)):
             self._last = event
 
@@ -165,7 +155,7 @@ class ClassRunner:
         facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
         following = what_next(facts, exited)
         if following.test is not None:
-            self._fail(self._name(running), following.test, process, _os.monotonic() - self._began_s)
+            self._fail(running or self._class, following.test, process, _os.monotonic() - self._began_s)
         if following.cls is not None:
             self._fail(self._class, following.cls, process)
         if process.lost_zygote:
@@ -173,8 +163,13 @@ class ClassRunner:
         if not following.go_on:
             self._class_is_over = True
 
+    def _close_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
+
     def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
-        self._zygotes.drop(self._batch, self._zygote)
+        self._close_zygote()
         if not fruitless:
             return
         if not self._may_lose_zygote:
@@ -184,13 +179,6 @@ class ClassRunner:
     def _file_failed(self, problem: Problem) -> None:
         self._fail(TestName(self._batch.file.name), problem)
         self._class_is_over = True
-
-    def _name(self, method: str) -> TestName:
-        return TestName(self._batch.file.name, self._batch.cls, method)
-
-    @property
-    def _class(self) -> TestName:
-        return TestName(self._batch.file.name, self._batch.cls)
 
     def _fail(
         self, test: TestName, problem: Problem, process: ClassChild | None = None, duration_s: float = 0.0
@@ -221,7 +209,7 @@ _KILL_S = 5.0
 # How often output is shown, in seconds.
 _SHOW_S = 0.1
 
-_EVENTS = (Body, ClassEnded, ClassFailed, ClassLeft, ClassSkipped, Notice, TestEnded, TestStarted)
+_EVENTS = (Body, ClassEnded, ClassLeft, Notice, TestEnded, TestStarted)
 
 
 class ClassChild:

@@ -21,15 +21,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_ext.compat import untested_torch
-from torch_ext.results import OutputError, RunEnded, SetupError, Status
+from torch_ext.results import FAILED, INTERRUPTED, OK, USAGE, OutputError, SetupError
 from torch_ext.runner.arguments import parse
+from torch_ext.runner.choice import Chosen, choose, name
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.steps import Chosen, Executor, Judge, Upstream, choose, name, schedule, select
+from torch_ext.runner.steps import Executor, Upstream, select
 
-__all__ = ["INTERRUPTED", "main", "main_for_file"]
+__all__ = ["main", "main_for_file"]
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _BY_SIGNAL = 128
 # The runner itself gets no more files, processes or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -164,10 +164,13 @@ def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
 
         request = select(options, upstream)
         _warn(untested_torch())  # before any process starts, which would say it as well
-        collected = name(request, executor)
-        chosen = choose(request, collected)
+        chosen = choose(request, name(request, executor))
         _warn(request.names.refused, *chosen.warnings)
-        return _list(chosen) if options.list_only else _run(chosen, executor)
+        if options.list_only:
+            return _list(chosen)
+        from torch_ext.runner.rounds import Rounds  # on use: a list pays for no reporter
+
+        return Rounds(chosen, executor).run()
 
 
 def _warn(*sentences: str) -> None:
@@ -176,10 +179,10 @@ def _warn(*sentences: str) -> None:
 
 
 def _list(chosen: Chosen) -> int:
-    from torch_ext.runner.reporters.base import ReportFile
+    from torch_ext.runner.reporters.tally import ReportFile
     from torch_ext.world.wording import printable
 
-    tests, path = schedule(chosen).tests, chosen.request.options.json
+    tests, path = chosen.plan.tests, chosen.request.options.json
     lines = [printable(test.id) for test in tests]
     if path:
         from torch_ext.runner.reporters.jsonlines import describe_test
@@ -195,46 +198,3 @@ def _list(chosen: Chosen) -> int:
         _complain(f"{failure.test.id}{said}")
     _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}{chosen.request.names.told(chosen.cached)}")
     return FAILED if any(failure.problems for failure in chosen.failures) else OK
-
-
-def _judge(chosen: Chosen) -> Judge | None:
-    request, options = chosen.request, chosen.request.options
-    if request.upstream is None:
-        return None
-    surroundings = {
-        "device": "sim" if options.cuda_as_sim else chosen.device,
-        "cuda_as_sim": str(options.cuda_as_sim).lower(),
-    }
-    judge = request.upstream.judge([file.path for file in request.files], options.differences, surroundings)
-    _warn(judge.told)
-    return judge
-
-
-def _run(chosen: Chosen, executor: Callable[[], Executor]) -> int:
-    from torch_ext.runner.reporters.make import Reporters  # on use: a list pays for none of them
-    from torch_ext.runner.rounds import Rounds
-
-    options, history, judge = chosen.request.options, chosen.request.history, _judge(chosen)
-    plan = schedule(chosen)
-    reporters = Reporters(plan, options, chosen.needs, history.expected_s, [chosen.note] if chosen.note else [])
-    rounds = Rounds(plan, options, reporters, judge)
-    interrupted = False
-    for failure in chosen.failures:
-        rounds.take(failure)
-    try:
-        if plan.batches and not (options.failfast and any(one.problems for one in chosen.failures)):
-            try:
-                rounds.run(executor)
-            finally:
-                executor().close()
-    except KeyboardInterrupt:
-        interrupted = True
-    if judge is not None and not interrupted:
-        for stale in judge.out_of_date(plan.tests, whole=not options.narrowed):
-            rounds.take(stale)
-    history.save(rounds.progress.results)
-    reporters(RunEnded(interrupted))
-    if interrupted:
-        return INTERRUPTED
-    flaky = any(result.status is Status.FLAKY for result in rounds.progress.results)
-    return OK if rounds.progress.passed and not (flaky and options.fail_on_flaky) else FAILED

@@ -15,7 +15,7 @@ from torch_ext import machine_memory
 from torch_ext.results import SetupError, Sink, TestName, Tick
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Loop, Pause, Task
+from torch_ext.runner.loop import Loop, Task, arrives
 from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
@@ -27,7 +27,6 @@ from torch_ext.world import _os, wording
 from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Devices
-from torch_ext.world.settings import Patience
 from torch_ext.world.tree import (
     HungImportError,
     LeftWhileLoadingError,
@@ -113,15 +112,12 @@ class RunExecutor:
         finally:
             theirs.close()
             os.close(stacks_writer)
-        patience = Patience(self._zygotes.limit_s, _os.monotonic())
         try:
-            while not ours.poll():
-                yield Pause((ours,), patience.look_s)
-                if not ours.poll() and patience.is_over(_os.monotonic(), _os.computed_s(child.pid)):
-                    child.send_signal(STACK_SIGNAL)
-                    found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
-                    told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
-                    raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
+            if not (yield from arrives(ours, self._zygotes.limit_s, child.pid)):
+                child.send_signal(STACK_SIGNAL)
+                found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
+                told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
+                raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
             message: TestNames = ours.receive()[0]
             return message
         finally:
@@ -133,7 +129,7 @@ class RunExecutor:
         """See :class:`Executor`."""
         if not plan.batches:
             return
-        packs = self._zygotes.copies = self._options.packs and len(plan.batches) > 1
+        packs = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         slots = Slots(machine.slots)
         at_once = (self._options.jobs or slots.number) if packs else 1
@@ -167,7 +163,6 @@ class RunExecutor:
             self._stops = self._stops or not goes_on
         finally:
             queue.ended(batch)
-            self._zygotes.leave(batch)
             place.leave()
 
     def _machine(self, plan: Plan, packs: bool) -> Machine:

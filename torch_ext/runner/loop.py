@@ -12,8 +12,10 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ext.world import _os
+from torch_ext.world.channel import Channel
+from torch_ext.world.settings import Patience
 
-__all__ = ["Loop", "Pause", "Task"]
+__all__ = ["Loop", "Pause", "Task", "arrives"]
 
 T = TypeVar("T")
 
@@ -37,6 +39,18 @@ class Pause(NamedTuple):
 
 
 Task = Generator[Pause, None, T]
+
+
+def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
+    """A task that waits for ``channel``, and returns whether it can be read: not if the process ``pid``, which is to
+    write it, computes no longer at the limit.
+    """
+    patience = Patience(limit_s, _os.monotonic())
+    while not channel.poll():
+        yield Pause((channel,), patience.look_s)
+        if not channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(pid)):
+            return False
+    return True
 
 
 class Loop:

@@ -7,8 +7,7 @@ from -> to            messages
 supervisor -> child   :class:`ClassOrder`, or the name of a module, as the payload of the child's order
 child -> supervisor   of a module one :class:`TestNames`
 class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`, and the world's ``Notice``;
-supervisor            :class:`ClassFailed` and :class:`ClassSkipped` for what ``setUpClass`` and ``tearDownClass`` do;
-                      last of all :class:`ClassEnded` or :class:`ClassLeft`
+supervisor            last of all :class:`ClassEnded` or :class:`ClassLeft`
 ====================  =====================================================================================
 """
 
@@ -17,17 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_ext.results import Needs, Problem, Status
+from torch_ext.results import Needs, Problem, TestName, TestResult
 from torch_ext.world import wording
-from torch_ext.world.outcome import Outcome
 
 __all__ = [
     "Body",
     "ClassEnded",
-    "ClassFailed",
     "ClassLeft",
     "ClassOrder",
-    "ClassSkipped",
     "TestEnded",
     "TestNames",
     "TestStarted",
@@ -56,8 +52,7 @@ class ClassOrder:
     """Run these tests of one class, in this order, under this environment."""
 
     module: str
-    cls: str
-    methods: tuple[str, ...]
+    tests: tuple[TestName, ...]
     environment: Mapping[str, str]
     argv: tuple[str, ...]
     scratch: str
@@ -72,7 +67,7 @@ class TestStarted:
 
     __test__ = False
 
-    method: str
+    test: TestName
     timeout_s: float
 
 
@@ -85,31 +80,14 @@ class Body:
 
 @dataclass(frozen=True)
 class TestEnded:
-    """A test is over. By then its process had printed ``printed_bytes`` in all; what follows is not the test's."""
+    """A test is over, or without a method ``setUpClass`` or ``tearDownClass`` has failed. By then the process had
+    printed ``printed_bytes`` in all; what follows is not the test's.
+    """
 
     __test__ = False
 
-    method: str
-    status: Status
-    duration_s: float
-    problems: tuple[Problem, ...]
-    reason: str
-    ranks: tuple[Outcome, ...] = ()
+    result: TestResult
     printed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class ClassFailed:
-    """``setUpClass`` or ``tearDownClass`` raised."""
-
-    problem: Problem
-
-
-@dataclass(frozen=True)
-class ClassSkipped:
-    """``setUpClass`` skipped the class."""
-
-    reason: str
 
 
 @dataclass(frozen=True)

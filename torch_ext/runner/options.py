@@ -8,6 +8,7 @@ command line, the configuration, ``--show-config`` and ``--help`` are made of th
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import os
@@ -18,28 +19,45 @@ from typing import Any
 
 import torch_ext
 from torch_ext.machine_memory import bytes_of
-from torch_ext.personality import AS_CUDA, VARIABLE, torch_lacks_cuda
+from torch_ext.personality import AS_CUDA, VARIABLE
 
-__all__ = ["TABLE", "Row", "RunOptions", "default_root"]
+__all__ = ["TABLE", "Row", "RunOptions", "count", "default_root", "seconds", "typed"]
 
 
-def _seconds(text: str) -> float:
+def typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return ``read`` for an argument of argparse, which shows the words of its ValueError."""
+
+    def read_typed(text: str) -> Any:
+        try:
+            if not text:
+                raise ValueError("got nothing, as from a variable that is not set")
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_typed
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds above 0."""
     try:
-        seconds = float(text)
+        found_s = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        found_s = math.nan
+    if not 0 < found_s < math.inf:
         raise ValueError(f"got {text!r}, expected a number of seconds above 0")
-    return seconds
+    return found_s
 
 
-def _count(least: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
+def count(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least ``least``."""
+
+    def read(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
             raise ValueError(f"got {text!r}, expected a whole number of at least {least}")
         return int(text)
 
-    return count
+    return read
 
 
 def _cluster(text: str) -> str:
@@ -50,7 +68,7 @@ def _cluster(text: str) -> str:
     """
     local, _, number = text.partition(":")
     if local == "local":
-        _count(1)(number)
+        count(1)(number)
     return text
 
 
@@ -146,14 +164,14 @@ class RunOptions:
     typed_root: str = _typed("", Row(("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False))
     upstream: tuple[str, ...] = _typed((), Row(("--upstream",), _WHICH, "run these unmodified test files, or folders "
         "of them, of a PyTorch checkout on our harness", "PATH", many=True, alone=False))
-    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "in these files CUDA and NCCL mean the simulated "
-        "accelerator and its backend", alone=False))
+    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "the simulated accelerator is CUDA's device in "
+        "these files", alone=False))
     differences: tuple[str, ...] = _typed((), Row(("--differences",), _WHICH, "with --upstream: a list of known "
         "differences, besides our own", _FILE, many=True, alone=False))
     device: str = _typed("", Row(("--device",), _HOW, "device type to test, such as cpu (default: the best that this "
         "machine has)", "TYPE", variable="TORCH_EXT_DEVICE"))
     timeout_s: float | None = _typed(None, Row(("--timeout",), _HOW, "time limit of one test, in place of the tests' "
-        "own", "SECONDS", _seconds, variable="TORCH_EXT_TIMEOUT"))
+        "own", "SECONDS", seconds, variable="TORCH_EXT_TIMEOUT"))
     races: str = _typed("", Row(("--races",), _HOW, "how to treat races between streams on the simulated device "
         "(default: error; off with --upstream)", "WHAT", choices=("error", "report", "off"),
         variable="TORCH_EXT_RACES"))
@@ -165,17 +183,17 @@ class RunOptions:
     start_method: str = _typed("fork", Row(("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"))
     jobs: int | None = _typed(None, Row(("-j", "--jobs"), _HOW, "run at most N classes at a time (default: as many as "
-        "there are slots for, or 1 with --show-output or --upstream)", "N", _count(1)))
+        "there are slots for, or 1 with --show-output or --upstream)", "N", count(1)))
     slots: int | None = _typed(None, Row(("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's "
-        "devices, or four for each core)", "N", _count(1)))
+        "devices, or four for each core)", "N", count(1)))
     cluster: str = _typed("", Row(("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster "
         "of N on this machine", "ADDRESS", _cluster, alone=False))
     failfast: bool = _typed(False, Row(("-f", "--failfast"), _HOW, "stop after the first failure"))
     reruns: int = _typed(0, Row(("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it "
-        "passes then, it is flaky, not passed", "N", _count(0)))
+        "passes then, it is flaky, not passed", "N", count(0)))
     fail_on_flaky: bool = _typed(False, Row(("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"))
     repeat: int = _typed(1, Row(("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N",
-        _count(1)))
+        count(1)))
     verbosity: int = _typed(0,
         Row(("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
         Row(("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
@@ -186,9 +204,6 @@ class RunOptions:
     json: str = _typed("", Row(("--json",), _SHOWN, "write what happens to FILE (- is stdout), one JSON object a line; "
         "with --list, the tests and their needs", _FILE))
     junit: str = _typed("", Row(("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE))
-    html: str = _typed("", Row(("--html",), _SHOWN, "write a page that needs no other file to FILE", _FILE))
-    trace: str = _typed("", Row(("--trace",), _SHOWN, "write what ran when, side by side, to FILE, for ui.perfetto.dev",
-        _FILE))
     github: bool = _typed(False, Row(("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"))
     show_config: bool = _typed(False, Row(("--show-config",), _MORE, "show the value of each option and where it comes "
         "from"))
@@ -224,13 +239,7 @@ class RunOptions:
         if self.upstream and not self.races:  # the races of upstream's own tests are not ours to mend
             environment["TORCH_EXT_RACES"] = "off"
         if self.cuda_as_sim:
-            environment["TORCH_EXT_CUDA_AS_SIM"] = str(self.root)
-            if torch_lacks_cuda():
-                environment[VARIABLE] = AS_CUDA
-            else:
-                from torch_ext.cuda_as_sim.words import environment_as_sim
-
-                environment = environment_as_sim(environment)
+            environment[VARIABLE] = AS_CUDA
         return environment
 
 

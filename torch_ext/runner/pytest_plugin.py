@@ -175,7 +175,7 @@ class _Run:
     def run(self) -> None:
         """Run them, in the order in which they were collected as far as reports go."""
         from torch_ext.runner.execute import open_executor
-        from torch_ext.runner.reporters.make import InOrder
+        from torch_ext.runner.reporters.tally import InOrder
         from torch_ext.runner.schedule import make_plan
 
         executor = open_executor(self._options())

@@ -1,4 +1,4 @@
-"""A run of the plan: as many rounds as were asked for, and in each the failed tests once more, in fresh worlds.
+"""A run of the chosen tests, with its reporters: as many rounds as were asked for, in each the failed tests once more.
 
 Note [Reruns]
 ~~~~~~~~~~~~~
@@ -10,37 +10,128 @@ imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from torch_ext.results import ClassEvent, RoundBegan, Status, TestName, TestResult
+from torch_ext.results import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    ClassEvent,
+    Event,
+    Needs,
+    RoundBegan,
+    RunEnded,
+    Status,
+    TestName,
+    TestResult,
+)
+from torch_ext.runner.choice import Chosen
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import Tally
-from torch_ext.runner.reporters.make import Reporters
+from torch_ext.runner.reporters.tally import InOrder, Reporter, ReportFile, Tally
+from torch_ext.runner.reporters.text import TextReporter, Writer, annotate, is_live
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
+from torch_ext.world.wording import printable
 
-__all__ = ["Rounds"]
+__all__ = ["Reporters", "Rounds"]
+
+
+class Reporters:
+    """Every reporter that ``options`` ask for. The text goes to stderr where JSON takes stdout.
+
+    Args:
+        expected_s: how long a test should take, if that is known.
+        notes: sentences to begin with.
+
+    Raises:
+        SetupError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: RunOptions,
+        needs: Mapping[TestName, Needs] = {},
+        expected_s: Callable[[TestName], float | None] = lambda test: None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.tally = Tally(plan)
+        stream = sys.stderr if options.json == "-" else sys.stdout
+        out, files = Writer(stream), list[Reporter]()
+        self._at_end: list[Callable[[Tally, bool], None]] = []
+        if options.json:
+            from torch_ext.runner.reporters.jsonlines import JsonReporter
+
+            files.append(JsonReporter(self.tally, options, ReportFile(options.json, "the JSON report"), needs))
+        if options.junit:
+            from torch_ext.runner.reporters.junit import write_junit
+
+            junit = ReportFile(options.junit, "the JUnit report")
+            self._at_end.append(partial(write_junit, options=options, file=junit, start_s=time.time()))
+        if options.github:
+            self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=out))
+        often = options.verbosity >= 0
+        live = is_live(stream) and often and not options.show_output
+        text = TextReporter(self.tally, options, out, notes, announce=not live)
+        make_watch = LiveWatch if live else partial(PlainWatch, often=often)
+        watch = make_watch(self.tally, expected_s, out)
+        self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
+
+    def __call__(self, event: Event) -> None:
+        for reporter in self._all:
+            reporter(event)
+        if isinstance(event, RunEnded):
+            for write in self._at_end:
+                write(self.tally, event.interrupted)
 
 
 class Rounds:
-    """Runs ``plan`` as often as ``options`` say; ``reporters`` see only results with round and attempt."""
+    """Runs the chosen tests as often as the options say. Reporters see only results with round and attempt."""
 
-    def __init__(self, plan: Plan, options: RunOptions, reporters: Reporters, judge: Judge | None = None) -> None:
-        self.plan = plan
-        self._options = options
-        self._reporters = reporters
-        self._judge = judge
+    def __init__(self, chosen: Chosen, executor: Callable[[], Executor]) -> None:
+        self._chosen = chosen
+        self._executor = executor
+        self._options = chosen.request.options
+        self._judge = _judge(chosen)
+        notes, expected_s = filter(None, [chosen.note]), chosen.history.expected_s
+        self._reporters = Reporters(chosen.plan, self._options, chosen.needs, expected_s, list(notes))
+        self._tally = self._reporters.tally
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
 
-    @property
-    def progress(self) -> Tally:
-        """The results so far."""
-        return self._reporters.tally
+    def run(self) -> int:
+        """Run every round and return the exit code. An interrupt ends the run, and is reported."""
+        interrupted = False
+        for failure in self._chosen.failures:
+            self._take(failure)
+        try:
+            if self._chosen.plan.batches and not (self._options.failfast and self._has_failed()):
+                try:
+                    self._every_round()
+                finally:
+                    self._executor().close()
+        except KeyboardInterrupt:
+            interrupted = True
+        if self._judge is not None and not interrupted:
+            for stale in self._judge.out_of_date(self._chosen.plan.tests, whole=not self._options.narrowed):
+                self._take(stale)
+        self._chosen.history.save(self._tally.results)
+        self._reporters(RunEnded(interrupted))
+        flaky = any(result.status is Status.FLAKY for result in self._tally.results)
+        passed = self._tally.passed and not (flaky and self._options.fail_on_flaky)
+        return INTERRUPTED if interrupted else OK if passed else FAILED
 
-    def take(self, event: ClassEvent) -> None:
+    def _has_failed(self) -> bool:
+        return any(one.status.counted is Status.FAILED for one in self._tally.results)
+
+    def _take(self, event: ClassEvent) -> None:
         """Number a result, and hand it or any other event to the reporters."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)
@@ -61,34 +152,46 @@ class Rounds:
             self._again.append(result.test)
         return result
 
-    def run(self, runner: Callable[[], Executor]) -> None:
-        """Run every round. An interrupt passes through."""
+    def _every_round(self) -> None:
         while True:
-            self._one_round(runner)
-            failed = not self.progress.passed
-            enough = self._round == self._options.repeat
-            if enough or (failed and self._options.failfast):
+            self._one_round()
+            if self._round == self._options.repeat or (self._options.failfast and not self._tally.passed):
                 return
             self._round += 1
             self._earlier.clear()
             self._reporters(RoundBegan(self._round))
 
-    def _one_round(self, runner: Callable[[], Executor]) -> None:
+    def _one_round(self) -> None:
         judge = self._judge
-        reasons = {test: reason for test in self.plan.tests if judge and (reason := judge.skipped(test))}
+        reasons = {test: reason for test in self._chosen.plan.tests if judge and (reason := judge.skipped(test))}
         for test, reason in reasons.items():
-            self.take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-        plan, left = self.plan.without(reasons), len(self.plan.tests) + 1
+            self._take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+        plan, left = self._chosen.plan.without(reasons), len(self._chosen.plan.tests) + 1
         # A run that stops at the first failure goes on if that turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)
-            runner().run(plan, self.take)
+            self._executor().run(plan, self._take)
             while self._again:
                 tests, self._again = self._again, []
-                runner().run(self._part(tests), self.take)
-            if not self._options.failfast or any(one.status.counted is Status.FAILED for one in self.progress.results):
+                self._executor().run(self._part(tests), self._take)
+            if not self._options.failfast or self._has_failed():
                 return
-            plan = self._part(self.progress.missing())
+            plan = self._part(self._tally.missing())
 
     def _part(self, tests: Iterable[TestName]) -> Plan:
-        return self.plan.without(set(self.plan.tests) - set(tests))
+        return self._chosen.plan.without(set(self._chosen.plan.tests) - set(tests))
+
+
+def _judge(chosen: Chosen) -> Judge | None:
+    """Return what judges results of files that are not our own."""
+    request, options = chosen.request, chosen.request.options
+    if request.upstream is None:
+        return None
+    surroundings = {
+        "device": "sim" if options.cuda_as_sim else chosen.device,
+        "cuda_as_sim": str(options.cuda_as_sim).lower(),
+    }
+    judge = request.upstream.judge([file.path for file in request.files], options.differences, surroundings)
+    if judge.told and sys.stderr is not None:
+        print(printable(f"warning: {judge.told}"), file=sys.stderr)
+    return judge

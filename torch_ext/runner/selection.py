@@ -289,10 +289,6 @@ def _contains(word: str, test: TestName) -> bool:
     return any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
 
 
-# Below this ratio a suggestion has more letters wrong than right.
-_CUTOFF = 0.6
-
-
 def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
     """Return one accepted spelling of every folder, file, class and test, in that order.
 
@@ -315,22 +311,15 @@ def advice(text: str, names: Iterable[str]) -> str:
     >>> advice("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
     '; nearest: TestInput, TestInput.test_words'
     """
-    scored = [(max(map(_ratio, _views(text), _views(name))), name) for name in names]
-    near = [name for score, name in sorted(scored, key=lambda pair: -pair[0])[:5] if score >= _CUTOFF]
-    return f"; nearest: {', '.join(near)}" if near else ""
+    from difflib import get_close_matches
+
+    whole, last = _views(text)
+    views = {view: name for name in names for view in _views(name)}
+    near = {views[view]: None for part in (whole, last) for view in get_close_matches(part, views, 5)}
+    return f"; nearest: {', '.join([*near][:5])}" if near else ""
 
 
 def _views(name: str) -> tuple[str, str]:
     """The whole name and its last part, in one spelling."""
     whole = name.lower().removesuffix(".py").rstrip("/").replace("::", ".").replace("/", ".")
     return whole, whole.rpartition(".")[2]
-
-
-def _ratio(one: str, other: str) -> float:
-    from difflib import SequenceMatcher
-
-    matcher = SequenceMatcher(None, one, other, autojunk=False)
-    # Both bounds are cheap, and nearly every name of a large suite falls at one of them.
-    if matcher.real_quick_ratio() < _CUTOFF or matcher.quick_ratio() < _CUTOFF:
-        return 0.0
-    return matcher.ratio()

@@ -1,46 +1,35 @@
-"""The steps of a command, from its options to a plan. Each takes what the one before it returned.
+"""What a command asks for: the test files that its options mean, and who runs and judges their tests.
 
-=================  ==========================  ==================================================================
-step               returns                     decides
-=================  ==========================  ==================================================================
-:func:`select`     :class:`Request`            which test files the patterns mean
-:func:`name`       a :class:`Collected` each   the tests of these files, from the cache or by importing them
-:func:`choose`     :class:`Chosen`             which tests run, and what to warn of
-:func:`schedule`   :class:`Plan`               by class, in which order
-=================  ==========================  ==================================================================
+The command (``cli``) takes three steps. Each takes what the one before it returned:
 
-:func:`name` starts processes, through an executor; the other steps start none.
+===============================  ==========================  =====================================================
+step                             returns                     decides
+===============================  ==========================  =====================================================
+:func:`select`                   :class:`Request`            which test files the patterns mean
+:func:`~.choice.name`            a :class:`Collected` each   the tests of these files, cached or by importing them
+:func:`~.choice.choose`          :class:`~.choice.Chosen`    which tests run, by class, and what to warn of
+===============================  ==========================  =====================================================
+
+``name`` starts processes, through an executor; the other steps start none.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch_ext import cache
-from torch_ext.results import WITHOUT_TESTS, Needs, Sink, TestName, TestResult, import_failure
-from torch_ext.runner.choice import History, narrow
-from torch_ext.runner.names import (
-    Collected,
-    NameCache,
-    TestFile,
-    collect_names,
-    describe,
-    find_test_files,
-    surroundings,
-)
+from torch_ext.results import Sink, TestName, TestResult
+from torch_ext.runner.names import Collected, NameCache, TestFile, describe, find_test_files, surroundings
 from torch_ext.runner.options import RunOptions, default_root
-from torch_ext.runner.schedule import Plan, make_plan
-from torch_ext.runner.selection import Selection, SelectionError, keyword_filter, select_files, select_tests
+from torch_ext.runner.schedule import Plan
+from torch_ext.runner.selection import Selection, SelectionError, keyword_filter, select_files
 
-__all__ = ["Chosen", "Executor", "Judge", "Request", "Upstream", "choose", "name", "schedule", "select"]
+__all__ = ["Executor", "Judge", "Request", "Upstream", "select"]
 
-# So many files take a while to import, and a user wonders what the run does.
-_MANY_FILES = 5
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 _OWN_TESTS = "torch_ext"
 # What PyTorch calls its test files; the second is `elastic`'s way.
@@ -112,7 +101,6 @@ class Request:
     names: NameCache
     selection: Selection
     fits: Callable[[TestName], bool]
-    history: History
     upstream: Upstream | None = None
 
 
@@ -137,8 +125,8 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
         names = NameCache(cache.folder(), surroundings(options.device))
     selection = select_files([file.name for file in found], options.include, options.exclude, _prefixes(options))
     files = [file for file in found if file.name in set(selection.files)]
-    fits, history = keyword_filter(options.keywords), History(cache.folder(), options.root, options.device)
-    return Request(options, files, names, selection, fits, history, upstream if options.upstream else None)
+    fits = keyword_filter(options.keywords)
+    return Request(options, files, names, selection, fits, upstream if options.upstream else None)
 
 
 def _own_files(options: RunOptions) -> Sequence[TestFile]:
@@ -171,85 +159,3 @@ def _prefixes(options: RunOptions) -> list[str]:
     """How a pattern may spell the root before it spells what lies below, as completion by the shell does."""
     roots = {options.root.name, str(options.root), os.path.relpath(options.root), options.typed_root.rstrip("/")}
     return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]
-
-
-def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:
-    """Return the tests of every file, from the cache where it has them. For a run, import the files whose cached names
-    hold a selected test; see Note [Cached names].
-    """
-
-    def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
-        if len(files) >= _MANY_FILES and request.options.verbosity >= 0 and sys.stderr is not None:
-            from torch_ext.world.wording import PREFIX  # on use: a list of cached names does not pay for it
-
-            print(f"{PREFIX}imports {len(files)} files to name their tests", file=sys.stderr)
-        return executor().collect(files)
-
-    collected = collect_names(request.files, request.names, collect)
-    if request.options.list_only or not any(one.cached for one in collected):
-        return collected
-    # Parts are chosen after that: machines must agree.
-    undivided = replace(request, options=replace(request.options, shard=None))
-    wanted = {test.file for test in choose(undivided, collected).tests}
-    stale = [one.file for one in collected if one.cached and one.file.name in wanted]
-    fresh = {one.file: one for one in collect_names(stale, request.names, collect, cached=False)}
-    return [fresh.get(one.file, one) for one in collected]
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The tests that run, and what the user should know of the choice."""
-
-    request: Request
-    tests: Sequence[TestName]  # in the order of their files
-    failures: Sequence[TestResult]  # results of files that cannot be imported
-    needs: Mapping[TestName, Needs]  # of tests, as far as they are known
-    note: str  # a sentence for the report about a part of the tests; empty if all run
-    warnings: Sequence[str]  # a sentence for each pattern or file that was asked for and does not run
-    device: str  # the device type that the files test, as far as it is known
-    cached: int  # how many files have cached names
-
-
-def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
-    """Apply patterns, keywords, and the options that choose by history, by git or in parts.
-
-    Raises:
-        SelectionError: nothing is left, or a pattern fits no test.
-    """
-    options = request.options
-    broken = {one.file.name: one for one in collected if one.error}
-    known = [test for one in collected if not one.error for test in one.tests]
-    selected = select_tests(request.selection, known, broken)
-    fitting = [test for test in selected.tests if request.fits(test)]
-    failures = [import_failure(file, broken[file].error, broken[file].left) for file in selected.broken]
-    empty = [one.file.name for one in collected if not one.tests and not one.error]
-    if options.upstream and not options.narrowed:
-        failures += [import_failure(file, "", WITHOUT_TESTS) for file in empty]
-    warnings = [] if options.upstream else _without_tests(request.selection, empty)
-    if not fitting:
-        why = f"none of {len(selected.tests)} tests fits -k {' '.join(options.keywords)!r}"
-        if not selected.tests:
-            why = warnings.pop() if warnings else "-x excludes every test that -i selects"
-        if not failures:
-            raise SelectionError(f"nothing selected: {why}")
-        warnings += [why] if selected.tests else []  # without any test, failures say enough
-    tests, note = narrow(options, request.history, fitting, collected)
-    needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
-    device = next((one.device for one in collected if one.device), options.device)
-    return Chosen(request, tests, failures, needs, note, warnings, device, sum(one.cached for one in collected))
-
-
-def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
-    """Say which of the files that were asked for hold no test."""
-    targets = [target.files for target in selection.include if not target.names]
-    asked = [file for file in empty if not selection.include or any(file in files for files in targets)]
-    if not asked:
-        return []
-    more = f" and {len(asked) - 1} more files" if len(asked) > 1 else ""
-    return [f"no test in {asked[0]}{more}; functions and classes without a base are pytest's: python -m pytest FILE"]
-
-
-def schedule(chosen: Chosen) -> Plan:
-    """Return the plan of the chosen tests, by class, in the order of their files."""
-    expected_s = chosen.request.history.expected_s
-    return make_plan(chosen.request.files, chosen.tests, chosen.needs, lambda test: expected_s(test) or 1.0)

@@ -1,4 +1,4 @@
-"""The zygotes of a run: one for each file, and where classes run side by side a copy of it for each of them."""
+"""The zygotes of a run: one for each file, and a copy of it for each class that runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Mapping
 
 from torch_ext.results import SetupError
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Pause, Task
+from torch_ext.runner.loop import Pause, Task, arrives
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.schedule import Batch
-from torch_ext.world import _os, provider
+from torch_ext.world import provider
 from torch_ext.world.child import first_uses
 from torch_ext.world.protocol import ModuleOrder, Preparation
-from torch_ext.world.settings import Patience
 from torch_ext.world.tree import (
     LoadError,
     ModuleZygote,
@@ -30,8 +28,8 @@ __all__ = ["RunZygotes"]
 
 # What nearly every distributed test imports.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
-# What makes an unmodified upstream file see the simulated device as CUDA.
-_REWRITING = "torch_ext.cuda_as_sim.ahead"
+# What makes an unmodified upstream file see the simulated device as CUDA's.
+_STAND_IN = "torch_ext.cuda_as_sim.stand_in"
 # How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
 # says little of an import on a busy machine, which would cost the file all its tests.
 _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
@@ -49,11 +47,9 @@ class RunZygotes:
         self._environment = dict(environment)
         self._scratch = scratch
         self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # how long an import may take, in seconds
-        self.copies = False  # each class gets a copy of its file's zygote. Alone, a class makes do with that itself.
-        self._ahead = (_REWRITING,) if options.cuda_as_sim else ()
+        self._ahead = (_STAND_IN,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
-        self._copies: dict[tuple[str, str], ZygoteCopy] = {}
 
     def module_of(self, file: TestFile) -> str:
         """Return the name under which the file's tests are found in its zygote."""
@@ -115,55 +111,31 @@ class RunZygotes:
         order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
         return self._ready_root(file).load(order, self.limit_s)
 
-    def of_class(self, batch: Batch) -> Task[ZygoteClient]:
-        """A task that returns the zygote of a class, which waits while the file is imported. See Note [Neighbours].
+    def copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
+        """A task that returns a copy of the file's zygote for one class, which closes it. See Note [Neighbours].
 
         Raises:
             LoadError: the file cannot be imported.
             ZygoteDiedError: the process ended while importing it.
         """
-        if not self.copies:
-            return (yield from self.of_file(batch.file))
-        if batch.key in self._copies:
-            return self._copies[batch.key]
-        for once_more in (True, False):
-            original = yield from self.of_file(batch.file)
-            try:
-                self._copies[batch.key] = yield from self._copy_of(original)
-                break
-            except ZygoteDiedError:
-                self.forget(batch.file, original)
-                if not once_more:
-                    raise
-        return self._copies[batch.key]
+        original = yield from self.of_file(file)
+        try:
+            return (yield from self._copy_of(original))
+        except ZygoteDiedError:
+            self.forget(file, original)
+        original = yield from self.of_file(file)
+        return (yield from self._copy_of(original))
 
     def _copy_of(self, original: ZygoteClient) -> Task[ZygoteCopy]:
         copy = ZygoteCopy(original)
         try:
-            patience = Patience(self.limit_s, _os.monotonic())
-            while not copy.channel.poll():
-                yield Pause((copy.channel,), patience.look_s)
-                if not copy.channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(original.pid)):
-                    original.kill()
+            while not (yield from arrives(copy.channel, self.limit_s, original.pid)):
+                original.kill()
             copy.wait_loaded()
         except BaseException:
             copy.close()
             raise
         return copy
-
-    def drop(self, batch: Batch, zygote: ZygoteClient | None) -> None:
-        """Give up ``zygote``, which is gone; None if there was none. The next use starts another."""
-        copy = self._copies.get(batch.key)
-        if copy is not None and copy is zygote:
-            self.leave(batch)
-        elif not self.copies:
-            self.forget(batch.file, zygote)
-
-    def leave(self, batch: Batch) -> None:
-        """End what a class had to itself."""
-        copy = self._copies.pop(batch.key, None)
-        if copy is not None:
-            copy.close()
 
     def forget(self, file: TestFile, zygote: ZygoteClient | None = None) -> None:
         """End the file's zygote; the next use starts another. With ``zygote`` only if it is that one: of two classes
@@ -183,11 +155,9 @@ class RunZygotes:
 
     def close(self) -> None:
         """End them all. Idempotent."""
-        for copy in self._copies.values():
-            copy.close()
         for zygote in self._of_files.values():
             zygote.close()
-        self._copies, self._of_files = {}, {}
+        self._of_files = {}
         if self._root is not None:
             self._root.close()
             self._root = None

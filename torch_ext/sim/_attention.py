@@ -10,9 +10,8 @@ kernel that it calls with a part is CUDA's flash attention, which here is the on
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import KEY, NAME
+from torch_ext.sim._patches import wrap
 
 _FLEX, _DTENSOR = "torch.nn.attention.flex_attention", "torch.distributed.tensor"
 _SDPA = "scaled_dot_product_attention"
@@ -36,16 +36,13 @@ def register() -> None:
 
 
 def _allow_device(flex: ModuleType) -> None:
-    validate = getattr(flex, "_validate_device", None)
-    if validate is None:
+    if not hasattr(flex, "_validate_device"):
         return  # this release takes any device
 
-    @functools.wraps(validate)
-    def _validate_device(query: torch.Tensor, *others: torch.Tensor) -> None:
+    @wrap(flex, "_validate_device")
+    def _validate_device(validate: Callable[..., None], query: torch.Tensor, *others: torch.Tensor) -> None:
         if query.device.type != NAME:
             validate(query, *others)
-
-    setattr(flex, "_validate_device", _validate_device)  # noqa: B010 - mypy knows no such name
 
 
 def _allow_dtensors(tensor: ModuleType) -> None:
@@ -108,26 +105,11 @@ def _flash(
     return out, logsumexp, none[0], none[1], query.size(2), key.size(2), *none[2:]
 
 
-def _flash_backward(  # noqa: PLR0913 - the operator's schema
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor,
-    cum_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
-) -> Any:
+def _flash_backward(*args: Any, scale: float | None = None) -> Any:
+    # The gradient, the inputs and the results; lengths of packed sequences, which the host lacks; dropout and mask.
+    tensors, dropout_p, is_causal = args[:6], args[10], args[11]
     host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    return host(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
+    return host(*tensors, dropout_p, is_causal, scale=scale)
 
 
 @contextlib.contextmanager

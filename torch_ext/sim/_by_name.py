@@ -16,7 +16,8 @@ from torch.nn.parallel import distributed as ddp
 
 from torch_ext.sim._devices import device_count, index_of
 from torch_ext.sim._imports import when_imported
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
+from torch_ext.sim._patches import wrap
 
 __all__ = ["register"]
 
@@ -34,53 +35,35 @@ def register() -> None:
 
 
 def _allow_bf16_hooks() -> None:
-    """DDP asks for CUDA with NCCL, or XPU, by name: simccl reduces bfloat16 too."""
-    kind: Any = ddp.DistributedDataParallel
-    check = kind._check_comm_hook
+    """Let DDP take its bfloat16 hooks, which it allows for CUDA with NCCL and for XPU, by name."""
 
-    @functools.wraps(check)
-    def _check_comm_hook(self: Any, hook: Callable[..., Any]) -> None:
+    @wrap(ddp.DistributedDataParallel, "_check_comm_hook")
+    def _check_comm_hook(check: Callable[..., None], self: Any, hook: Callable[..., Any]) -> None:
         if self.device_type == NAME and getattr(hook, "__name__", "") in _BF16_HOOKS:
-            check(self, _under_another_name(hook))  # the other checks stand
-        else:
-            check(self, hook)
-
-    kind._check_comm_hook = _check_comm_hook
+            # Under another name, so that the other checks stand.
+            hook = functools.wraps(hook)(functools.partial(hook))
+            setattr(hook, "__name__", "compress_hook")  # noqa: B010 - mypy knows no such attribute of a callable
+        check(self, hook)
 
 
 def _count_devices_for_subgroups() -> None:
-    """``new_subgroups()`` makes a group of each host's ranks: of as many as CUDA has devices there."""
-    original = c10d.new_subgroups
-
-    @functools.wraps(original)
-    def new_subgroups(group_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        return original(device_count() if group_size is None else group_size, *args, **kwargs)
-
+    """Let ``new_subgroups()`` make groups of as many ranks as there are devices, where torch counts those of CUDA."""
     for module in (c10d, dist):
-        setattr(module, "new_subgroups", new_subgroups)  # noqa: B010 - mypy refuses to assign a function
+
+        @wrap(module, "new_subgroups")
+        def new_subgroups(
+            original: Callable[..., Any], group_size: int | None = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            return original(device_count() if group_size is None else group_size, *args, **kwargs)
 
 
 def _pin_for_cuda_alone(module: ModuleType) -> None:
-    """Checkpoints that are staged in shared memory are pinned where they lie, by CUDA's driver: leave that out."""
-    for name in ("pin_memory", "unpin_memory"):
-        setattr(module, name, _unless_cuda(getattr(module, name)))
+    """Pin checkpoints that are staged in shared memory by CUDA's driver only if there is one."""
 
-
-def _unless_cuda(original: Any) -> Any:
-    def call(*arguments: int) -> None:
-        if torch.cuda.is_available():
+    @wrap(module, "pin_memory", "unpin_memory")
+    def pin(original: Callable[..., None], *arguments: int) -> None:
+        if torch.cuda.is_available() and not IS_CUDA:
             original(*arguments)
-
-    return call
-
-
-def _under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(hook)
-    def compress_hook(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    compress_hook.__name__ = "compress_hook"
-    return compress_hook
 
 
 def _take_device(safetensors: ModuleType) -> None:

@@ -27,7 +27,6 @@ memory combine ranks: see csrc/transport/fold.h. Both must be the same on all ra
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,6 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
 from torch_ext.sim._name import IS_CUDA, NAME
+from torch_ext.sim._patches import wrap
 
 BACKEND = "simccl"
 TIMEOUT_OF_NCCL = timedelta(minutes=10)  # the default of its groups
@@ -77,19 +77,16 @@ def register() -> None:
 
 
 def _pair_with_gloo() -> None:
-    """A group made without naming a backend serves host tensors too: ``cpu:gloo,sim:simccl``.
+    """Let a group made without naming a backend serve host tensors too: ``cpu:gloo,sim:simccl``.
 
     Torch would pick the accelerator's backend alone. Groups that name ``simccl`` stay device-only.
     """
-    config = c10d.BackendConfig
-    original = config.__init__
 
-    def __init__(self: Any, backend: Any) -> None:
+    @wrap(c10d.BackendConfig, "__init__")
+    def __init__(original: Callable[..., None], self: Any, backend: Any) -> None:
         original(self, backend)
         if str(backend) == dist.Backend.UNDEFINED and set(self.device_backend_map) == {NAME}:
             self.device_backend_map = {"cpu": dist.Backend(dist.Backend.GLOO), **self.device_backend_map}
-
-    setattr(config, "__init__", __init__)  # noqa: B010 - mypy refuses to assign a method
 
 
 def _complete_groups() -> None:
@@ -98,10 +95,9 @@ def _complete_groups() -> None:
     The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
     the default backend for sequence numbers, but knows how to ask its own backends only.
     """
-    helper = c10d._new_process_group_helper
 
-    @functools.wraps(helper)
-    def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+    @wrap(c10d, "_new_process_group_helper")
+    def _new_process_group_helper(helper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _groups_made
         # Torch asks the group for the backend of the device it is bound to, though gloo has none before `serve_gloo`.
         if kwargs.get("device_id") is not None and not _names_device(args[3]):
@@ -117,27 +113,20 @@ def _complete_groups() -> None:
             _other_backends.serve_gloo(group, store, _for_gloo, wrappers)
         return made
 
-    setattr(c10d, "_new_process_group_helper", _new_process_group_helper)  # noqa: B010 - mypy refuses to assign it
-    for name in (_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,):
-        setattr(dist.ProcessGroup, name, _of_simccl(name, getattr(dist.ProcessGroup, name)))
-    setattr(dist.ProcessGroup, "barrier", _barrier_on_device(dist.ProcessGroup.barrier))  # noqa: B010 - as above
+    @wrap(dist.ProcessGroup, *((_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,)))
+    def number(original: Callable[..., Any], self: dist.ProcessGroup) -> Any:
+        own = self._get_backend(torch.device(NAME)) if _has_simccl(self) else None
+        return getattr(own, original.__name__)() if own is not None else original(self)
+
+    wrap(dist.ProcessGroup, "barrier")(_barrier_on_device)
 
 
 def _count_objects() -> None:
-    for name in ("_object_to_tensor", "_tensor_to_object"):
-        original = getattr(c10d, name, None)
-        if original is not None:
-            setattr(c10d, name, _counting(original))
-
-
-def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    @wrap(c10d, *(name for name in ("_object_to_tensor", "_tensor_to_object") if hasattr(c10d, name)))
+    def counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _objects_moved
         _objects_moved += 1
         return original(*args, **kwargs)
-
-    return counted
 
 
 def _names_device(backend: Any) -> bool:
@@ -149,36 +138,21 @@ def _has_simccl(group: object) -> bool:
     return not _PAIRS.isdisjoint(config.split(","))
 
 
-def _of_simccl(name: str, original: Any) -> Any:
-    """Return the method ``name`` of process groups, which asks the group's ``simccl`` if it has one."""
+def _barrier_on_device(original: Callable[..., Any], self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    """Meet on the device if the group has ``simccl``, as groups of NCCL do.
 
-    def method(self: dist.ProcessGroup) -> Any:
-        return getattr(self._get_backend(torch.device(NAME)), name)() if _has_simccl(self) else original(self)
-
-    method.__name__ = name
-    return method
-
-
-def _barrier_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a group's method ``barrier``, which meets on the device if the group has ``simccl``, as it does for NCCL.
-
-    Torch's asks for the host's backend there, which a group need not have. ``dist.barrier`` says the device itself.
+    Torch's method uses the CPU backend, which a group may lack. ``dist.barrier`` names the device itself.
     """
-
-    @functools.wraps(original)
-    def barrier(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if not _has_simccl(self):
-            return original(self, *args, **kwargs)
-        given = (*args, *kwargs.values())
-        options: Any = next((each for each in given if isinstance(each, c10d.BarrierOptions)), c10d.BarrierOptions())
-        for each in given:
-            if isinstance(each, timedelta):
-                options.timeout = each
-        if options.device is None:
-            options.device = torch.device(NAME, torch.accelerator.current_device_index())
-        return original(self, options)
-
-    return barrier
+    if not _has_simccl(self):
+        return original(self, *args, **kwargs)
+    given = (*args, *kwargs.values())
+    options: Any = next((each for each in given if isinstance(each, c10d.BarrierOptions)), c10d.BarrierOptions())
+    for each in given:
+        if isinstance(each, timedelta):
+            options.timeout = each
+    if options.device is None:
+        options.device = torch.device(NAME, torch.accelerator.current_device_index())
+    return original(self, options)
 
 
 def _life() -> str:

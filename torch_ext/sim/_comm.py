@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import comm
 
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
 
 __all__ = ["register"]
 
@@ -17,8 +17,8 @@ _HOST = -1  # as a destination
 
 
 def register() -> None:
-    """Give torch the functions, unless a CUDA build of torch brings its own."""
-    if hasattr(torch._C, "_scatter"):
+    """Give torch the functions, unless a CUDA build of torch brings its own, for CUDA."""
+    if hasattr(torch._C, "_scatter") and not IS_CUDA:
         return
     for function in (
         _broadcast, _broadcast_coalesced, _broadcast_out, _gather, _gather_out, _scatter, _scatter_out,

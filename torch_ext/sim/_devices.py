@@ -87,9 +87,7 @@ class device:
         self.prev_idx = -1
 
     def __enter__(self) -> None:
-        self.prev_idx = current_device()
-        if self.idx >= 0:
-            _native.set_device(self.idx)
+        self.prev_idx = exchange_device(self.idx)
 
     def __exit__(self, *exc_info: object) -> None:
         _native.set_device(self.prev_idx)
@@ -103,18 +101,8 @@ def exchange_device(index: int) -> int:
     return previous
 
 
-class DeviceGuard:
-    """Context manager that makes the device of an index current, which torch's modules use for their own devices."""
-
-    def __init__(self, index: int) -> None:
-        self.idx = index
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        self.prev_idx = exchange_device(self.idx)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.idx = exchange_device(self.prev_idx)
+class DeviceGuard(device):
+    """The same for an index, under the name by which torch's modules ask for it."""
 
 
 class device_of(device):

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
+from torch_ext.sim._patches import wrap
 
 __all__ = ["install", "translate"]
 
@@ -26,10 +27,12 @@ _TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/transport/trans
 
 def install() -> None:
     """Make torch's functions that read the recorder show ``simccl``'s operations. Called once."""
-    for name, read, write in (("_dump_fr_trace_json", json.loads, _to_json), ("_dump_fr_trace", pickle.loads, _pickle)):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            setattr(c10d, name, _translating(dump, read, write))
+    if hasattr(c10d, "_dump_fr_trace_json"):
+        wrap(c10d, "_dump_fr_trace_json")(
+            functools.partial(_dump, json.loads, lambda trace: json.dumps(trace).encode())
+        )
+    if hasattr(c10d, "_dump_fr_trace"):
+        wrap(c10d, "_dump_fr_trace")(functools.partial(_dump, pickle.loads, lambda trace: pickle.dumps(trace, 2)))
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Entry]:
@@ -39,28 +42,20 @@ def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Ent
     return sorted([*others, *made], key=lambda entry: int(entry["time_created_ns"]))
 
 
-def _translating(
-    dump: Callable[..., bytes], read: Callable[[bytes], Entry], write: Callable[[Entry], bytes]
-) -> Callable[..., bytes]:
-    @functools.wraps(dump)
-    def wrapped(*args: Any, **kwargs: Any) -> bytes:
-        # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one
-        # that is just starting.
-        trace = read(dump(*args, **kwargs))
-        operations = _native.recorded_operations()
-        if operations or "entries" in trace:
-            trace["entries"] = translate(trace.get("entries", []), operations)
-        return write(trace)
-
-    return wrapped
-
-
-def _to_json(trace: Entry) -> bytes:
-    return json.dumps(trace).encode()
-
-
-def _pickle(trace: Entry) -> bytes:
-    return pickle.dumps(trace, protocol=2)
+def _dump(
+    read: Callable[[bytes], Entry],
+    write: Callable[[Entry], bytes],
+    dump: Callable[..., bytes],
+    *args: Any,
+    **kwargs: Any,
+) -> bytes:
+    # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one that
+    # is just starting.
+    trace = read(dump(*args, **kwargs))
+    operations = _native.recorded_operations()
+    if operations or "entries" in trace:
+        trace["entries"] = translate(trace.get("entries", []), operations)
+    return write(trace)
 
 
 def _as_entry(operation: Entry) -> Entry:

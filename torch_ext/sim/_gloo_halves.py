@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim._name import NAME
+from torch_ext.sim._patches import wrap
 
 __all__ = ["Make", "global_ranks", "install", "make_half", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
 
@@ -69,8 +70,7 @@ def install(make: Make) -> None:
     _remember(c10d.ProcessGroupGloo, _remember_store)
     _remember(c10d._ProcessGroupWrapper, _remember_wrapped)
     for kind in (c10d.ProcessGroupGloo, c10d._ProcessGroupWrapper):
-        for name in _CALLS:
-            setattr(kind, name, _by_device(name, getattr(kind, name), make))
+        wrap(kind, *_CALLS)(functools.partial(_by_device, make))
 
 
 @contextmanager
@@ -131,23 +131,18 @@ def global_ranks(store: c10d.Store, rank: int, size: int) -> list[int]:
     return [int(store.get(f"global_rank/{other}")) for other in range(size)]
 
 
-def _by_device(name: str, original: Callable[..., Any], make: Make) -> Callable[..., Any]:
-    """Return a backend's method ``name`` that gives calls with ``sim`` tensors to its half, if it has one."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor((args, tuple(kwargs.values())))
-        half = None if tensor is None or tensor.device.type != NAME else _half(self, make)
-        if tensor is None or half is None:
-            return original(self, *args, **kwargs)
-        if tensor.layout == torch.sparse_coo and name == "allreduce":
-            named = next((key for key in ("tensors", "tensor") if key in kwargs), "")
-            tensors, *others = args or (kwargs.pop(named),)
-            reduced = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-            return reduce_sparse(reduced, lambda on_host: original(self, on_host, *others, **kwargs))
-        return getattr(half, name)(*args, **kwargs)
-
-    return call
+def _by_device(make: Make, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a backend's method, or that of its half if there is one and the tensors are of the device."""
+    tensor = _first_tensor((args, tuple(kwargs.values())))
+    half = None if tensor is None or tensor.device.type != NAME else _half(self, make)
+    if tensor is None or half is None:
+        return original(self, *args, **kwargs)
+    if tensor.layout == torch.sparse_coo and original.__name__ == "allreduce":
+        named = next((key for key in ("tensors", "tensor") if key in kwargs), "")
+        tensors, *others = args or (kwargs.pop(named),)
+        reduced = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        return reduce_sparse(reduced, lambda on_host: original(self, on_host, *others, **kwargs))
+    return getattr(half, original.__name__)(*args, **kwargs)
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

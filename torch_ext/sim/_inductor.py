@@ -40,6 +40,7 @@ from torch._inductor.virtualized import V
 
 from torch_ext.sim import _native
 from torch_ext.sim._name import IS_CUDA, NAME
+from torch_ext.sim._patches import wrap
 
 __all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
 
@@ -125,20 +126,18 @@ class _Lines(DeviceOpOverrides):
 
 def _generate_cpp() -> None:
     """See Note [C++ for more than the CPU]."""
-    node: Any = scheduler.BaseSchedulerNode
-    is_cpu, current_backend = node.is_cpu, utils.get_current_backend
 
-    def is_cpu_or_sim(self: Any) -> bool:
+    @wrap(scheduler.BaseSchedulerNode, "is_cpu")
+    def is_cpu_or_sim(is_cpu: Callable[..., bool], self: Any) -> bool:
         device = self.get_device()
         return is_cpu(self) or (device is not None and device.type == NAME)
 
-    def backend(device_type: str | None = None) -> str:
-        device_type = device_type or V.graph.get_current_device_or_throw().type
-        return current_backend("cpu" if device_type == NAME else device_type)
-
-    node.is_cpu = is_cpu_or_sim
     for module in (utils, common):
-        module.get_current_backend = backend  # type: ignore[attr-defined]
+
+        @wrap(module, "get_current_backend")
+        def backend(current_backend: Callable[..., str], device_type: str | None = None) -> str:
+            device_type = device_type or V.graph.get_current_device_or_throw().type
+            return current_backend("cpu" if device_type == NAME else device_type)
 
 
 def _lower_flex_attention() -> None:

@@ -30,7 +30,7 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
 def _by_device(function: Callable[[int], Any]) -> Callable[[Device], Any]:
     """Return a function of ``torch.accelerator`` that takes the device in all forms that this module does."""
 
-    @functools.wraps(function)
+    @functools.wraps(function, assigned=("__name__", "__qualname__", "__doc__"))
     def call(device: Device = None) -> Any:
         return function(index_of(device))
 

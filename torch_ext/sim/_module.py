@@ -17,84 +17,17 @@ from torch_ext.sim import _memory as memory
 from torch_ext.sim import _streams as streams
 from torch_ext.sim._absent import refuse
 
-# ruff: noqa: F822 - the loop below the list defines the names
-__all__ = [
-    "AcceleratorError",
-    "Event",
-    "OutOfMemoryError",
-    "Stream",
-    "StreamContext",
-    "amp",
-    "can_device_access_peer",
-    "current_device",
-    "current_stream",
-    "default_stream",
-    "device",
-    "device_count",
-    "device_of",
-    "empty_cache",
-    "get_allocator_backend",
-    "get_amp_supported_dtype",
-    "get_device_capability",
-    "get_device_name",
-    "get_device_properties",
-    "get_per_process_memory_fraction",
-    "get_rng_state",
-    "get_rng_state_all",
-    "get_sync_debug_mode",
-    "has_half",
-    "host_memory_stats",
-    "host_memory_stats_as_nested_dict",
-    "init",
-    "initial_seed",
-    "is_available",
-    "is_bf16_supported",
-    "is_current_stream_capturing",
-    "is_initialized",
-    "is_tf32_supported",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_snapshot",
-    "memory_stats",
-    "memory_stats_as_nested_dict",
-    "memory_summary",
-    "races",
-    "random",
-    "request_devices",
-    "reset_accumulated_host_memory_stats",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_host_memory_stats",
-    "reset_peak_memory_stats",
-    "seed",
-    "seed_all",
-    "set_device",
-    "set_memory_limit",
-    "set_per_process_memory_fraction",
-    "set_poison",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_stream",
-    "set_sync_debug_mode",
-    "stream",
-    "streams",
-    "synchronize",
-]
-
 AcceleratorError = torch.AcceleratorError
 OutOfMemoryError = torch.OutOfMemoryError
 has_half = True
+__all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "has_half", "memory", "races", "random", "streams"]
+# Of the parts' public functions and classes, torch has no name for these, or one with an underscore: see below.
+_HELPERS = {"DeviceGuard", "exchange_device", "generator_of", "index_of", "is_in_bad_fork", "sleep"}
 for _part in (_devices, random, memory, streams):
-    globals().update({name: value for name, value in vars(_part).items() if name in __all__})
+    for _name, _value in vars(_part).items():
+        if not _name.startswith("_") and _name not in _HELPERS and getattr(_value, "__module__", "") == _part.__name__:
+            globals()[_name] = _value
+            __all__.append(_name)
 
 # Private names by which torch and its tests look for these.
 DeviceGuard = _DeviceGuard = _devices.DeviceGuard

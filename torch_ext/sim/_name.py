@@ -10,6 +10,6 @@ __all__ = ["IS_CUDA", "KEY", "NAME"]
 
 # Whether the device of this process is CUDA's, as far as torch and programs can tell.
 IS_CUDA = personality.is_cuda()
-NAME = "cuda" if IS_CUDA else "sim"
+NAME = personality.AS_CUDA if IS_CUDA else personality.SIM
 # Of the dispatcher, and of DeviceType.
 KEY = "CUDA" if IS_CUDA else "PrivateUse1"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import _jit_internal
 from torch_ext.sim import _native
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
+from torch_ext.sim._patches import wrap
 
 __all__ = ["register"]
 
@@ -36,52 +37,39 @@ def register() -> None:
 
 def _skip_events() -> None:
     """Let the value of a future hold events, which nothing can pickle: torch skips those of CUDA."""
-    extractor: Any = _jit_internal._TensorExtractor
-    original = extractor.persistent_id
 
-    def persistent_id(self: Any, value: object) -> Any:
+    @wrap(_jit_internal._TensorExtractor, "persistent_id")
+    def persistent_id(original: Callable[..., Any], self: Any, value: object) -> Any:
         return "" if isinstance(value, torch.Event) else original(self, value)
-
-    extractor.persistent_id = persistent_id
 
 
 def _take_devices(options: ModuleType) -> None:
-    original = options._to_device
-
-    def to_device(device: Any) -> torch.device:
+    @wrap(options, "_to_device")
+    def to_device(original: Callable[..., torch.device], device: Any) -> torch.device:
         found = torch.device(device)
         return found if found.type == NAME else original(device)
 
-    setattr(options, "_to_device", to_device)  # noqa: B010 - a module has no such attribute for mypy
 
-
-def _serve(registry: Any) -> None:
-    validate = registry._tensorpipe_validate_devices
-    exchange = registry._tensorpipe_exchange_and_check_all_device_maps
-    start = registry.init_backend
-
-    def validate_devices(devices: Iterable[torch.device], count: int) -> bool:
+def _serve(registry: ModuleType) -> None:
+    @wrap(registry, "_tensorpipe_validate_devices")
+    def validate_devices(validate: Callable[..., bool], devices: Iterable[torch.device], count: int) -> bool:
         own: list[torch.device] = []
         others: list[torch.device] = []
         for device in devices:
             (own if device.type == NAME else others).append(device)
         return all(0 <= (device.index or 0) < count for device in own) and bool(validate(others, count))
 
-    @functools.wraps(exchange)
-    def exchange_maps(name: str, count: int, *args: Any) -> Any:
+    @wrap(registry, "_tensorpipe_exchange_and_check_all_device_maps")
+    def exchange_maps(exchange: Callable[..., Any], name: str, count: int, *args: Any) -> Any:
         return exchange(name, count or _native.device_count(), *args)
 
-    @functools.wraps(start)
-    def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(registry, "init_backend")
+    def init_backend(start: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
         options = kwargs.get("rpc_backend_options")
         if not kwargs.get("world_size") and (_names_sim(getattr(options, "device_maps", {})) or _has_sim(options)):
             raise ValueError(f"device maps for {NAME!r} need a group of fixed size: pass world_size to init_rpc")
         with _our_agents():
             return start(backend, *args, **kwargs)
-
-    registry._tensorpipe_validate_devices = validate_devices
-    registry._tensorpipe_exchange_and_check_all_device_maps = exchange_maps
-    registry.init_backend = init_backend
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ them define is a compile error.
 Note [Two personalities]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 One source makes two devices. ``sim`` is torch's PrivateUse1 device: it stands beside a real GPU, and no program takes
-it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so, on builds of torch without CUDA's kernels.
-A process has one of them. They have builds of their own, and Python knows the choice as
+it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so; on builds of torch with CUDA's kernels it
+replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one of them, and
+``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. They have builds of their own, and Python knows the choice as
 ``_name.IS_CUDA``.
 """
 
@@ -100,7 +101,7 @@ def ensure_built(*, verbose: bool = False) -> Path:
 
     Raises:
         MissingCompilerError: a build is needed and there is no C++ compiler.
-        BuildError: the compiler or ninja failed, or the cache folder cannot be written, or others than the user can.
+        BuildError: the compiler failed, or the cache folder cannot be written, or others than the user can.
     """
     family = cache_root() / "sim" / _family_key()
     _trusted(family)
@@ -233,8 +234,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     workplace = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
-        _write_plan(workplace, compiler)
-        _run_ninja(workplace)
+        _compile(workplace, compiler)
         (workplace / _LIBRARY).chmod(0o755)  # whatever the umask: nobody else may write what ranks load
         os.rename(workplace, target)
     finally:
@@ -243,65 +243,43 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
         print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
-def _run_ninja(workplace: Path) -> None:
-    finished = subprocess.run(
-        [*_ninja_command(), "-C", str(workplace)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        # What is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-    )
-    if finished.returncode != 0:
-        end = "\n".join(finished.stdout.splitlines()[-_ERROR_LINES:])
-        raise BuildError(f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}")
-    for left in workplace.iterdir():
-        if left.name != _LIBRARY:
-            left.unlink()
-
-
-def _ninja_command() -> list[str]:
-    """The ninja of this environment first: an active environment need not be on the path."""
-    beside_python = Path(sys.executable).parent / "ninja"
-    found = str(beside_python) if beside_python.exists() else shutil.which("ninja")
-    if found is None:
-        raise BuildError("ninja was not found. Install it with `pip install ninja`.")
-    return [found]
-
-
-def _write_plan(workplace: Path, compiler: _Compiler) -> None:
-    of_unit = units()
-    for name, sources in of_unit.items():
-        text = "".join(f'#include "{path}"\n' for path in sources)
-        (workplace / f"{name}.cpp").write_text(text, encoding="utf-8")
-    (workplace / "build.ninja").write_text(_ninja_file(compiler, list(of_unit)), encoding="utf-8")
-
-
-def _ninja_file(compiler: _Compiler, names: list[str]) -> str:
+def _compile(folder: Path, compiler: _Compiler) -> None:
+    """Compile the units side by side and link them; leave nothing but the library in ``folder``."""
     from torch.utils import cpp_extension
 
     of_torch = cpp_extension.include_paths()
     # Kineto's headers include each other, and torch's include them, without their folder.
     of_kineto = [path for path in (f"{each}/kineto" for each in of_torch) if os.path.isdir(path)]
-    includes = [*of_torch, *of_kineto, sysconfig.get_paths()["include"]]
-    libraries = cpp_extension.library_paths()
+    includes = [f"-isystem{path}" for path in (*of_torch, *of_kineto, sysconfig.get_paths()["include"])]
+    libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     sanitizer = _sanitizer_flags()
-    flags = " ".join(
-        [*_FLAGS, *_rpc_flags(), *_personality_flags(), *sanitizer, *(f"-isystem {_escape(path)}" for path in includes)]
-    )
-    link = " ".join([*sanitizer, *(f"-L{_escape(path)} -Wl,-rpath,{_escape(path)}" for path in libraries)])
-    lines = [
-        "rule compile",
-        f"  command = {_escape(compiler.path)} {flags} $level -c $in -o $out",
-        "rule link",
-        f"  command = {_escape(compiler.path)} -shared $in {link} -lc10 -ltorch_cpu -ltorch_python -o $out",
-        *(f"build {unit}.o: compile {unit}.cpp\n  level = {_LEVELS[unit]}" for unit in names),
-        f"build {_LIBRARY}: link {' '.join(f'{unit}.o' for unit in names)}",
-        "",
-    ]
-    return "\n".join(lines)
+    flags = [*_FLAGS, *_rpc_flags(), *_personality_flags(), *sanitizer, *includes]
+    commands = []
+    for unit, sources in units().items():
+        text = "".join(f'#include "{path}"\n' for path in sources)
+        (folder / f"{unit}.cpp").write_text(text, encoding="utf-8")
+        commands.append([*flags, _LEVELS[unit], "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
+    _run(folder, compiler, commands)
+    link = ["-shared", *(command[-1] for command in commands), *sanitizer, *libraries]
+    _run(folder, compiler, [[*link, "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", _LIBRARY]])
+    for left in folder.iterdir():
+        if left.name != _LIBRARY:
+            left.unlink()
 
 
-def _escape(path: str) -> str:
-    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+def _run(folder: Path, compiler: _Compiler, commands: list[list[str]]) -> None:
+    """Run the compiler with each list of arguments at the same time."""
+    # What is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
+    environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
+        running = [
+            subprocess.Popen([compiler.path, *each], cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT)
+            for each in commands
+        ]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            output.seek(0)
+            end = "".join(output.readlines()[-_ERROR_LINES:])
+            raise BuildError(
+                f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}"
+            )

@@ -55,7 +55,7 @@ def _resolve_through(ours: ModuleType, name: str) -> None:
 
 
 class HardwareClassification(Enum):
-    """What a test class is written for, as its ``hw_classification`` says. Jobs of upstream choose by it."""
+    """The hardware of a test class, its ``hw_classification``, by which upstream's jobs choose classes."""
 
     GENERIC = "generic"
     ACCELERATOR = "accelerator"

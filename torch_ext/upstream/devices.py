@@ -133,10 +133,7 @@ def _with_comms(func: Any = None, init_rpc: bool = True, backend: str = "") -> A
 def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:
     own = accelerator.device_type()
     in_slot = [base for base in bases if base.device_type == _SLOT]
-    if in_slot:
-        # Where CUDA means the device under test, torch's base for CUDA is for that device as well.
-        bases[:] = [base for base in bases if base.device_type != own or base in in_slot]
-    elif is_cuda():
+    if is_cuda():
         for base in bases:
             if base.device_type == own:
                 base.setUpClass = classmethod(_name_primary_device)

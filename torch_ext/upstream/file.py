@@ -1,8 +1,7 @@
 """Imported by the zygote of one upstream file, right before the file: gives it the devices and variables that it needs.
 
-A file that reads the device count while it is imported decides then which tests it has and how many ranks they get. A
-simulated accelerator has as many devices as the process requests, so this module reads the largest number off the
-file's source first.
+A file may choose its tests and their ranks by the device count at import. A simulated accelerator has as many devices
+as the process requests, so this module first reads the largest number in the file's source.
 
 Some files cannot be imported without the variables that upstream's own runner sets. That runner also starts files in
 the checkout's ``test``; so does this module where programs that a test starts would find an unbuilt torch.
@@ -18,7 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from torch_ext import accelerator
+from torch_ext import accelerator, personality
 from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import files
@@ -73,9 +72,8 @@ def _constants(nodes: Iterable[ast.AST | None]) -> Iterator[int]:
 
 
 def _set_variables() -> None:
-    """Set what upstream's runner would, and the user has not: two ranks, on the device's backend or on the host's."""
-    on_device = accelerator.STANDS_IN_VARIABLE in os.environ
-    os.environ.setdefault("BACKEND", accelerator.backend() if on_device else "gloo")
+    """Set unset variables of upstream's runner: two ranks, on the device's or the host's backend."""
+    os.environ.setdefault("BACKEND", accelerator.backend() if personality.is_cuda() else "gloo")
     os.environ.setdefault("WORLD_SIZE", "2")
     os.environ.setdefault("TEMP_DIR", files.folder())
 
@@ -98,7 +96,7 @@ def _prepare() -> None:
             source = importlib.util.decode_source(path.read_bytes())
             ast.parse(source)
         except (OSError, SyntaxError, ValueError):
-            return  # the import, which comes next, says what is wrong and where
+            return  # the import, which comes next, raises the error
         accelerator.request_devices(max(1, min(_MOST, devices_wanted(source))))
         devices.count_again()
         if _READS_BACKEND.search(source):

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
-from torch_ext.upstream.reasons import Releases, advised, told
+from torch_ext.upstream.reasons import Releases, advised, explained
 
 __all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
 
@@ -166,7 +166,7 @@ class Judge(Differences):
         judged = self._releases.judged(super().judged(result))
         if judged.status is not Status.SKIPPED:
             return judged
-        reason = told(judged.reason)
+        reason = explained(judged.reason)
         if not self._cuda_as_sim:
             reason = advised(reason, self._source_of(result.test))
         return replace(judged, reason=reason)

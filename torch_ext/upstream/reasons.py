@@ -5,6 +5,7 @@ Loads no torch.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,16 +14,17 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = ["Releases", "advised", "reason_of", "release_of_checkout", "told"]
+__all__ = ["Releases", "advised", "explained", "reason_of", "release_of_checkout"]
 
-_ASKS_BY_NAME = "the test asks for CUDA or NCCL by name"
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
+_ASKS_BY_NAME = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
+_NO_TRITON = "needs Triton, which is not installed: that may do where it is only imported"
 _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
 )
 
-# What upstream's helpers say where Inductor has no Triton for a GPU.
+# Skips of upstream's helpers where Inductor has no Triton for a GPU.
 _NEEDS_TRITON = re.compile(r"^(?:requires (?:gpu|triton)\b|Inductor\+gpu needs triton\b)", re.IGNORECASE)
 # Skips of files that find no CUDA: in their own words, or in our harness's.
 _WANTS_CUDA = re.compile(
@@ -33,22 +35,24 @@ _WANTS_CUDA = re.compile(
 _NO_NCCL = re.compile(r"^This torch is built without NCCL\.$", re.MULTILINE)
 _NAMES_CUDA_ITSELF = re.compile(r"\bcuda\b|\bTEST_(?:CUDA|MULTIGPU)\b")
 
-# Errors that a build without CUDA raises wherever it is asked for.
-_NAMES_CUDA = (
-    re.compile(r"AssertionError: Torch not compiled with CUDA enabled"),
-    re.compile(r"RuntimeError: Distributed package doesn't have NCCL built in"),
-    re.compile(r"RuntimeError: Attempting to deserialize object on a CUDA device"),
-    re.compile(r"RuntimeError: Invalid device, must be cuda device"),
-)
-_NAMES_TRITON = (
-    re.compile(r"ModuleNotFoundError: No module named 'triton"),
-    re.compile(r"\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"),
-    re.compile(r"(?:\w+\.)*TritonMissing\b"),
-)
-_NAMES_SYMMETRIC = (
-    re.compile(r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"),
-    re.compile(r"NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"),
-)
+# Why a test cannot run here, and the errors that say so.
+_ERRORS = {
+    _NO_TRITON: re.compile(r"ModuleNotFoundError: No module named 'triton"),
+    _TRITON: re.compile(
+        r"RuntimeError: 0 active drivers \("
+        r"|\w*(?:Triton|BackendCompilerFailed)\w*: .*[Cc]annot find a working triton installation"
+        r"|(?:\w+\.)*TritonMissing\b"
+    ),
+    _SYMMETRIC: re.compile(
+        r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"
+        r"|NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"
+    ),
+    _ASKS_BY_NAME: re.compile(
+        r"AssertionError: Torch not compiled with CUDA enabled"
+        r"|RuntimeError: (?:Distributed package doesn't have NCCL built in|Invalid device, must be cuda device)"
+        r"|RuntimeError: Attempting to deserialize object on a CUDA device"
+    ),
+}
 
 
 def reason_of(error: str, *, cuda_as_sim: bool) -> str:
@@ -61,28 +65,24 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     >>> reason_of("RuntimeError: SymmetricMemory does not support device type sim", cuda_as_sim=True)[:22]
     'needs symmetric memory'
     """
-    if any(pattern.match(error) for pattern in _NAMES_TRITON):
-        return _TRITON
-    if any(pattern.match(error) for pattern in _NAMES_SYMMETRIC):
-        return _SYMMETRIC
-    # Under --cuda-as-sim nothing should have asked for CUDA, so that this is a failure of ours.
-    names_cuda = not cuda_as_sim and any(pattern.match(error) for pattern in _NAMES_CUDA)
-    return f"{_ASKS_BY_NAME}: {_HINT}" if names_cuda else ""
+    reason = next((reason for reason, pattern in _ERRORS.items() if pattern.match(error)), "")
+    # Under --cuda-as-sim nothing should ask for CUDA: this is a failure of ours.
+    return "" if cuda_as_sim and reason == _ASKS_BY_NAME else reason
 
 
-def told(skip: str) -> str:
-    """Return why a test was skipped, in words where upstream's helpers have a few only.
+def explained(skip: str) -> str:
+    """Return why a test was skipped, as a sentence where upstream's helpers give a few words.
 
-    >>> told("requires gpu")
+    >>> explained("requires gpu")
     'needs Triton, which has no compiler for this device: requires gpu'
-    >>> told("requires 4 GPUs")
+    >>> explained("requires 4 GPUs")
     'requires 4 GPUs'
     """
     return f"{_TRITON}: {skip}" if _NEEDS_TRITON.search(skip) else skip
 
 
 def advised(skip: str, source: str) -> str:
-    """Return why a test of a file was skipped, with the advice of ``--cuda-as-sim`` where that has the test run.
+    """Return why a test of a file was skipped, with advice where ``--cuda-as-sim`` would run the test.
 
     >>> advised("This torch is built without NCCL.", "")
     'This torch is built without NCCL: --cuda-as-sim has CUDA mean the simulated accelerator'
@@ -94,25 +94,20 @@ def advised(skip: str, source: str) -> str:
 
 
 def _errors(problem: Problem) -> list[str]:
-    """Return the first line of each exception that ``problem`` is; an empty text for what is no exception."""
+    """Return the first line of each exception of ``problem``; an empty text for a problem without one."""
     if isinstance(problem, Raised):
         return [problem.error]
-    if isinstance(problem, RanksFailed):
-        receipts = [outcome.receipt for outcome in problem.report.outcomes if not outcome.ok]
-        # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
-        own = [
-            receipt.reason
-            for receipt in receipts
-            if receipt is not None and (not receipt.transport or reason_of(receipt.reason, cuda_as_sim=False))
-        ]
-        return own or [""]
-    return [""]
+    outcomes = problem.report.outcomes if isinstance(problem, RanksFailed) else ()
+    receipts = [outcome.receipt for outcome in outcomes if not outcome.ok and outcome.receipt is not None]
+    # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
+    own = (each.reason for each in receipts if not each.transport or reason_of(each.reason, cuda_as_sim=False))
+    return list(own) or [""]
 
 
 # Characters within which a file names its owners.
 _HEAD = 4096
 _VERSION = re.compile(r"(\d+)\.(\d+)")
-# What Python says of a name of torch's that is not there.
+# Python's errors for a name that torch lacks.
 _MISSING = (
     # A module of ours that stands in for torch's answers names that it lacks with torch's: torch lacks it as well.
     re.compile(
@@ -123,14 +118,17 @@ _MISSING = (
     re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
     re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: type object '(?P<cls>\w+)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
 )
 # Names that a build without CUDA lacks.
 _CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
 _BUILD = re.compile(r"ImportError|AttributeError")
 _BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
-# What this project adds to torch; a name that it lacks is a failure of ours.
+# Added to torch by this project; a missing name there is a failure of ours.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
+# Modules whose classes may be ours.
+_REPLACED = re.compile(r"torch\.(?:sim|cuda|testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))(?:\.|$)")
 # Upstream's linter wants this line in each of its test files.
 _OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
 
@@ -152,9 +150,13 @@ def _outside_a_checkout(path: Path) -> bool:
         return _OWNERS.search(file.read(_HEAD)) is not None
 
 
-def _key(version: str) -> tuple[int, int]:
+def _release(version: str) -> tuple[int, int]:
     found = _VERSION.match(version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] == "torch" and not _REPLACED.match(module)
 
 
 class Releases:
@@ -174,11 +176,10 @@ class Releases:
             self._installed = metadata.version("torch")
         except metadata.PackageNotFoundError:
             self._installed = ""
-        files = list(paths)
-        checkouts = sorted({release_of_checkout(path) for path in files}, key=_key)
+        self._files = files = list(paths)
         self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
-        self._checkout = checkouts[-1] if checkouts else ""
-        self._newer = bool(self._installed) and _key(self._checkout) > _key(self._installed)
+        self._checkout = max(map(release_of_checkout, files), key=_release, default="")
+        self._newer = bool(self._installed) and _release(self._checkout) > _release(self._installed)
         self.told = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.told = (
@@ -187,13 +188,23 @@ class Releases:
             )
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return ``result``, or a skip if it failed only for what torch or this machine lacks."""
+        """Return ``result``, or a skip if it failed only because torch or this machine lacks something."""
         if result.status is not Status.FAILED:
             return result
         reasons = {self._reason(error, result.test.file) for problem in result.problems for error in _errors(problem)}
         if len(reasons) != 1 or not (reason := reasons.pop()):
             return result
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
+
+    def _class_of_torch(self, name: str, file: str) -> str:
+        """Return the full name of the class ``name`` if ``file`` imports it from torch, and it is no class of ours."""
+        for path in self._files:
+            if path.as_posix().endswith(f"/{file}"):
+                for node in ast.walk(ast.parse(path.read_bytes())):
+                    if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+                        module = node.module or ""
+                        return f"{module}.{name}" if _is_torchs(module) else ""
+        return ""
 
     def _reason(self, error: str, file: str) -> str:
         if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
@@ -203,7 +214,9 @@ class Releases:
             return ""
         parts = found.groupdict()
         where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
-        if _OURS.match(where):
+        if "cls" in parts:
+            where = self._class_of_torch(parts["cls"], file)
+        if _OURS.match(where) or ("cls" in parts and not where):
             return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
         if _BUILD.match(error) and _CUDAS.search(parts["name"]):
@@ -212,5 +225,5 @@ class Releases:
             return f"needs another release of torch: {self._installed} has no {name}"
         if not self._newer:
             return ""
-        major, minor = _key(self._checkout)
+        major, minor = _release(self._checkout)
         return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"

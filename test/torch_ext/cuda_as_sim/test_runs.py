@@ -58,7 +58,7 @@ class TestCuda(MultiProcessTestCase):
             loss = model(x).sum()
         torch.cuda.current_stream().wait_stream(stream)
         GradScaler().scale(loss).backward()
-        self.assertIn("simulated", torch.cuda.get_device_name())
+        self.assertIn("Simulated", torch.cuda.get_device_name())
         self.assertGreater(torch.cuda.memory_allocated(), 0)
         self.assertEqual(init_device_mesh("cuda", (2,)).device_type, "cuda")
         torch.save(x, f"{self.file_name}.{self.rank}")
@@ -145,7 +145,7 @@ if __name__ == "__main__":
 
 def test_a_file_that_asks_about_devices_or_uses_one_while_it_is_loaded_has_ranks_that_can(tmp_path: Path) -> None:
     asks, uses = tmp_path / "test_asks.py", tmp_path / "test_uses.py"
-    asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).endswith("on the CPU")'))
+    asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).startswith("Simulated")'))
     uses.write_text(ON_LOADING.format(when_loaded="X = torch.ones(2).cuda()"))
     done = run("--upstream", str(asks), str(uses), "--cuda-as-sim")
     assert "2 passed, 0 failed, 0 skipped" in done.stdout, done

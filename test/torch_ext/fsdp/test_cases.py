@@ -14,13 +14,17 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from torch_ext.testing._internal._fsdp import compiled
+from torch_ext.testing._internal import common_fsdp
+from torch_ext.testing._internal._fsdp import cases, compiled
 from torch_ext.testing._internal._fsdp.device import default_world_size, distributed_backend, with_compute_device
 from torch_ext.testing._internal.common_distributed import TEST_SKIPS
 from torch_ext.testing._internal.common_fsdp import (
+    DEVICEInitMode,
+    FSDPInitMode,
     FSDPTest,
     FSDPTestContinuous,
     FSDPTestMultiThread,
+    NestedWrappedModule,
     _assert_module_states,
     _broadcast_state_dict,
     _get_state_dict,
@@ -54,8 +58,6 @@ class TestProcessRun(FSDPTest):
         self.assertEqual(torch.empty(1, device=get_devtype()).device, rank_device(self.rank))
 
     def test_compiler_is_reset_if_it_is_loaded(self):
-        from torch_ext.testing._internal._fsdp import cases
-
         with mock.patch.dict(sys.modules):
             sys.modules.pop("torch._dynamo", None)
             with cases._fresh_dynamo():
@@ -68,8 +70,6 @@ class TestProcessRun(FSDPTest):
 
     def _steps_of_run(self, run_test=None, **kwargs):
         """Run ``_run`` again, with every step recorded instead of executed."""
-        from torch_ext.testing._internal._fsdp import cases
-
         steps = []
 
         def step(name, effect=None):
@@ -112,8 +112,6 @@ class TestProcessRun(FSDPTest):
         self.assertNotIn("init_method", join.call_args.kwargs)
 
     def test_missing_devices_skip_the_test(self):
-        from torch_ext.testing._internal import common_fsdp
-
         with mock.patch.object(common_fsdp, "DEVICE_TYPE", "meta"), mock.patch.object(common_fsdp, "DEVICE_COUNT", 2):
             with mock.patch.object(type(self), "world_size", 3):
                 steps, _ = self._steps_of_run()
@@ -140,9 +138,7 @@ class TestProcessRun(FSDPTest):
 class TestNotes(FSDPTest):
     """The parent half prints skipped subtests even if the test passes."""
 
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _join_processes(self, fn):
         with mock.patch("sys.stderr") as stderr:
@@ -159,9 +155,7 @@ class TestNotes(FSDPTest):
 
 
 class TestContinuousRun(FSDPTestContinuous):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _check_group(self):
         self.assertEqual(self.process_group.size(), 2)
@@ -187,8 +181,6 @@ class TestContinuousRun(FSDPTestContinuous):
         self.assertEqual(calls, ["barrier", "body", "barrier"])
 
     def test_parity_works_in_long_lived_ranks(self):
-        from torch_ext.testing._internal.common_fsdp import DEVICEInitMode, FSDPInitMode, NestedWrappedModule
-
         self._test_fsdp_parity(NestedWrappedModule, FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE)
 
 
@@ -206,9 +198,7 @@ class TestThreads(FSDPTestMultiThread):
 
 
 class TestState(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _module(self, offset=0.0):
         module = nn.BatchNorm1d(3).to(get_devtype())
@@ -309,9 +299,7 @@ class TestCompiled(FSDPTestMultiThread):
                 self.assertIs(fully_shard, ORIGINAL_FULLY_SHARD)
         return built, compiled_modules, [str(warning.message) for warning in caught]
 
-    @property
-    def world_size(self):
-        return 1
+    world_size = 1
 
     def _shard_two(self, compiled_modules):
         model = nn.Sequential(nn.Linear(2, 2)).to(get_devtype())

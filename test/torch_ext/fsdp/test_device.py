@@ -71,34 +71,17 @@ def test_default_world_size(count, expected):
         assert accelerator.default_world_size() == expected
 
 
-def test_delay_sleeps_on_a_device_that_can():
-    slept = []
-    module = SimpleNamespace(_sleep=slept.append)
+@pytest.mark.parametrize(("can_sleep", "slept"), [(True, [3000]), (False, [0.003])])
+def test_delay_sleeps_on_a_device_that_can_and_in_the_host_otherwise(can_sleep, slept):
+    capabilities, calls = accelerator.Capabilities(device_sleep=can_sleep), []
+    module = SimpleNamespace(_sleep=calls.append) if can_sleep else None
+    host_sleep = pytest.fail if can_sleep else calls.append
     with (
-        mock.patch.object(device, "_device_sleeps", return_value=True),
+        mock.patch.object(accelerator, "capabilities", return_value=capabilities),
         mock.patch.object(torch, "get_device_module", return_value=module),
         mock.patch("torch_ext.testing._internal.common_utils.get_cycles_per_ms", return_value=1000.0),
-        mock.patch.object(device.time, "sleep") as host_sleep,
+        mock.patch.object(device.time, "sleep", host_sleep),
     ):
-        device.delay(3)
-        device.delay(0)
-        device.delay(-1)
-    assert slept == [3000]
-    host_sleep.assert_not_called()
-
-
-def test_delay_sleeps_in_the_host_otherwise():
-    with (
-        mock.patch.object(device, "_device_sleeps", return_value=False),
-        mock.patch.object(device.time, "sleep") as host_sleep,
-    ):
-        device.delay(3)
-        device.delay(0)
-    assert host_sleep.call_args_list == [mock.call(0.003)]
-
-
-@pytest.mark.parametrize("can_sleep", [False, True])
-def test_device_sleep_is_asked_of_the_capabilities(can_sleep):
-    capabilities = accelerator.Capabilities(device_sleep=can_sleep)
-    with mock.patch.object(accelerator, "capabilities", return_value=capabilities):
-        assert device._device_sleeps() is can_sleep
+        for milliseconds in (3, 0, -1):
+            device.delay(milliseconds)
+    assert calls == slept

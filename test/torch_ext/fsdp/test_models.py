@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import enable_wrap
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal._fsdp.device import with_compute_device
@@ -52,9 +52,7 @@ def values(module):
 
 
 class TestFSDP1Models(FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def _init(self, model_class, mode=FSDPInitMode.NO_FSDP, device_mode=DEVICEInitMode.DEVICE_BEFORE, **kwargs):
         return model_class.init(self.process_group, mode, device_mode, **kwargs)
@@ -200,6 +198,11 @@ class TestFSDP1Models(FSDPTest):
             self._check_experts(model)
             self._step(model, model)
             self._check_experts(model)
+        self.assertEqual(model.module[2].process_group.size(), 1)
+        self.assertEqual(model.module[1].process_group.size(), 2)
+        self.assertTrue(
+            all(hasattr(parameter, "expert") for parameter in self._init(MixtureOfExperts).module[2].parameters())
+        )
 
     def _check_experts(self, model):
         with FSDP.summon_full_params(model):
@@ -211,15 +214,6 @@ class TestFSDP1Models(FSDPTest):
         (expert_0, shared_0), (expert_1, shared_1) = gathered
         self.assertNotEqual(expert_0, expert_1)
         self.assertEqual(shared_0, shared_1)
-
-    def test_experts_are_sharded_over_their_own_rank(self):
-        model = self._init(MixtureOfExperts, FSDPInitMode.RECURSIVE)
-        self.assertEqual(model.module[2].process_group.size(), 1)
-        self.assertEqual(model.module[1].process_group.size(), 2)
-        self.assertTrue(all(hasattr(parameter, "expert") for parameter in self._expert_of_plain().parameters()))
-
-    def _expert_of_plain(self):
-        return self._init(MixtureOfExperts).module[2]
 
     def test_delays_come_after_the_loss_and_before_each_reduction(self):
         events, reduce_scatter = [], dist.reduce_scatter_single
@@ -292,44 +286,33 @@ class TestFSDP1Models(FSDPTest):
         self.assertEqual(FSDP.fsdp_modules(SkipModel(double_nest=True)), [])
 
 
+# How tensor parallelism shards the parameters of an MLP.
+LAYOUT = {"in_proj.weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate()}
+
+
 class TestMLPStackParallelized(FSDPTest):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def test_parallelize_shards_over_both_meshes_and_trains_like_one_process(self):
-        self.run_subtests(
-            {"with_seq_parallel": [False, True], "use_activation_checkpointing": [False, True]}, self._test_parallelize
-        )
-
-    def _test_parallelize(self, with_seq_parallel, use_activation_checkpointing):
+        """With sequence parallelism, which the suites do not use."""
         mesh = init_device_mesh(get_devtype().type, (2, 2), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
         # In float64, so that the order of summation matters far less than any tolerance.
-        reference, model = (MLPStack(8, with_seq_parallel=with_seq_parallel).to(get_devtype()).double() for _ in "ab")
+        reference, model = (MLPStack(8, with_seq_parallel=True).to(get_devtype()).double() for _ in "ab")
         model.load_state_dict(reference.state_dict())
-        returned = model.parallelize(mesh["tp"], mesh["dp"], use_activation_checkpointing, reshard_after_forward=True)
-        self.assertIs(returned, model)
-        self.assertEqual(len(model[0].in_proj.weight.placements), 2)
-        self.assertIsInstance(model[0].in_proj.weight, DTensor)
+        self.assertIs(model.parallelize(mesh["tp"], mesh["dp"], False, reshard_after_forward=True), model)
+        # FSDP's own dimension comes first.
+        placements = [dict(model[1].named_parameters())[name].placements[1] for name in LAYOUT]
+        self.assertEqual(placements, [*LAYOUT.values()])
 
         torch.manual_seed(1)  # one batch, the same for every rank
         x = torch.randn(2, 4, 8, device=get_devtype(), dtype=torch.double)
-        expected, output = reference(x), model(x)
-        output = output.full_tensor() if isinstance(output, DTensor) else output
+        expected, output = reference(x), model(x).full_tensor()
         self.assertEqual(output, expected)
         expected.square().sum().backward()
         output.square().sum().backward()
         for (name, whole), (_, part) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
             self.assertEqual(part.grad.full_tensor(), whole.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-    def test_column_and_row_layers_are_sharded_along_their_own_dimension(self):
-        mesh = init_device_mesh(get_devtype().type, (1, 4), mesh_dim_names=("dp", "tp"))
-        model = MLPStack(8).to(get_devtype()).parallelize(mesh["tp"], mesh["dp"], False)
-        # FSDP's own dimension comes first.
-        self.assertEqual(model[1].in_proj.weight.placements[1], Shard(0))
-        self.assertEqual(model[1].out_proj.weight.placements[1], Shard(1))
-        self.assertEqual(model[1].out_proj.bias.placements[1], Replicate())
 
 
 def test_mlp_widths_bias_and_buffer():

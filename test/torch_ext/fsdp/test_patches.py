@@ -112,9 +112,7 @@ SHARED = {}
 
 
 class TestPatchesAcrossProcesses(PatchChecks, FSDPTest):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def test_no_body_runs_before_every_rank_is_patched(self):
         """Otherwise the first rank's body could communicate with peers that still run the original."""

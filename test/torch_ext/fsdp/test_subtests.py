@@ -33,35 +33,26 @@ def run(case, test_fn):
         case.run_subtests({"value": [1, 2, 3]}, test_fn)
 
 
-def test_skipped_subtest_leaves_the_others_to_run():
+@pytest.mark.parametrize(
+    ("rank", "skipped", "announced"),
+    [
+        (0, 2, ["Case.test: 1 of 3 subtests skipped: 1 x two is not for this machine"]),
+        (1, 2, []),  # only rank 0 reports
+        (0, None, []),
+    ],
+)
+def test_skipped_subtest_leaves_the_others_to_run(rank, skipped, announced):
     case, seen = Case(), []
+    case.rank = rank
 
     def body(value):
-        if value == 2:
+        if value == skipped:
             raise unittest.SkipTest("two is not for this machine")
         seen.append(value)
 
     run(case, body)
-    assert seen == [1, 3]
-    assert case.announced == ["Case.test: 1 of 3 subtests skipped: 1 x two is not for this machine"]
-
-
-def test_nothing_skipped_prints_nothing():
-    case = Case()
-    run(case, lambda value: None)
-    assert case.announced == []
-
-
-def test_only_rank_0_reports():
-    case = Case()
-    case.rank = 1
-
-    def body(value):
-        if value == 2:
-            raise unittest.SkipTest("no")
-
-    run(case, body)
-    assert case.announced == []
+    assert seen == [value for value in (1, 2, 3) if value != skipped]
+    assert case.announced == announced
 
 
 def test_all_skipped_skips_the_test():

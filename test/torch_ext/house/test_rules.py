@@ -45,37 +45,10 @@ def test_private_names_of_torch_come_through_compat() -> None:
     assert found == [], "add the name to a file of torch_ext/compat and import it from there"
 
 
-def test_only_the_helpers_for_test_files_build_on_torchs_test_utilities() -> None:
-    files = files_of(("torch_ext",), _KNOW_PRIVATE_NAMES)
-    found = [
-        f"{shown(path)}:{node.lineno}"
-        for path in files
-        for node in ast.walk(read(path))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.testing._internal")
-    ]
-    assert found == []
-
-
-def test_every_folder_of_tests_is_a_package() -> None:
-    """Without it, ``python -m unittest`` finds the standard library's ``test`` package first."""
-    folders = {path.parent for path in python_files("test")}
-    folders |= {parent for folder in folders for parent in folder.parents if parent.is_relative_to(CHECKOUT / "test")}
-    assert len(folders) > 3
-    assert sorted(shown(folder) for folder in folders if not (folder / "__init__.py").is_file()) == []
-
-
 def test_testing_is_reached_through_a_link() -> None:
     link = CHECKOUT / "torch_ext" / "testing"
     assert link.is_symlink()
     assert os.readlink(link) == "../testing"
-
-
-@pytest.mark.parametrize("folder", ["torch_ext", "testing", "test", "benchmarks"])
-def test_a_bare_assert_is_for_tests(folder: str) -> None:
-    """``python -O`` removes it. Broken invariants raise AssertionError."""
-    files = [path for path in python_files(folder) if not shown(path).startswith("test/")]
-    found = [f"{shown(p)}:{node.lineno}" for p in files for node in ast.walk(read(p)) if isinstance(node, ast.Assert)]
-    assert found == []
 
 
 @pytest.mark.parametrize("module", ["torch_ext.world.tree", "torch_ext.testing.common", "test.a.test_b"])

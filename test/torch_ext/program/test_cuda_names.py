@@ -36,7 +36,7 @@ assert torch.get_autocast_dtype("cuda") == torch.bfloat16
 # Properties and versions.
 found = torch.cuda.get_device_properties("cuda")
 assert (found.major, found.minor) == torch.cuda.get_device_capability()
-assert found.warp_size == 32 and "simulated" in found.name and found.uuid.int == rank
+assert found.warp_size == 32 and "Simulated" in found.name and found.uuid.int == rank
 assert int(torch.version.cuda.split(".")[0]) >= 11 and torch.backends.cuda.is_built() and torch.cuda._is_compiled()
 
 # Legacy types.

@@ -252,7 +252,7 @@ def test_a_program_that_names_cuda_runs_as_it_is(tmp_path: Path) -> None:
     ended = run("-n 2 --cuda-as-sim --output rank0", program, folder=tmp_path)
     assert ended.err == ""
     assert "step 4: loss" in ended.out
-    assert "simulated on the CPU True" in ended.out
+    assert "Simulated accelerator True" in ended.out
     assert ended.code == 0
 
 
@@ -330,7 +330,7 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     [
         ("", "which program?"),
         ("no_such_file.py", "no such file"),
-        ("-n 0 a.py", "expected a number of ranks"),
+        ("-n 0 a.py", "expected a whole number of at least 1"),
         ("-n 65 a.py", "at most 64 simulated devices"),
         ("--memory two a.py", "expected a size such as 2GiB"),
         ("--timeout 0 a.py", "expected a number of seconds above 0"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from torch_ext.results import Began, Remark, Status, TestName, TestResult
+from torch_ext.results import Began, Over, Remark, Status, TestName, TestResult
 from torch_ext.runner.cli import main, main_for_file
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
@@ -64,20 +63,20 @@ class FakeExecutor:
     def close(self) -> None:
         self.open = max(0, self.open - 1)
 
-    def run(self, plan: Plan, sink: Callable[[Began | TestResult], None]) -> None:
+    def run(self, plan: Plan, sink: Callable[[Began | Over | TestResult], None]) -> None:
         self.plans.append(plan)
-        for _, batches in itertools.groupby(plan, lambda batch: batch.file):
-            if not self._run_all([test for batch in batches for test in batch.tests], self.options[-1], sink):
+        for batch in plan:
+            name = TestName(batch.file.name, batch.cls)
+            sink(Began(name))
+            goes_on = self._run_all(batch.tests, self.options[-1], sink)
+            sink(Over(name))
+            if not goes_on:
                 return
 
     def _run_all(
-        self, tests: Sequence[TestName], options: RunOptions, sink: Callable[[Began | TestResult], None]
+        self, tests: Sequence[TestName], options: RunOptions, sink: Callable[[Began | Over | TestResult], None]
     ) -> bool:
-        begun: set[tuple[str, str]] = set()
         for test in tests:
-            if (test.file, test.cls) not in begun:
-                begun.add((test.file, test.cls))
-                sink(Began(TestName(test.file, test.cls)))
             sink(Began(test))
             self.ran.append(test.id)
             if test.id == self.interrupt_at:

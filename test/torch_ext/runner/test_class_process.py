@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from torch_ext.results import Raised, Remark, Status
+from torch_ext.results import Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner import class_process
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
@@ -32,15 +32,18 @@ class Told:
         self.messages.append(message)
 
 
-def ending(test: unittest.TestCase) -> TestEnded:
-    """Run one test as a class process does, and return the message about its end."""
+TESTS = [TestName("test_a.py", "TestA", f"test_{letter}") for letter in "ab"]
+
+
+def ending(test: unittest.TestCase) -> TestResult:
+    """Run one test as a class process does, and return its result."""
     told = Told()
-    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
     check_its_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
         run(test, result)
     result.over()
-    (ended,) = (message for message in told.messages if isinstance(message, TestEnded))
+    (ended,) = (message.result for message in told.messages if isinstance(message, TestEnded))
     return ended
 
 
@@ -74,7 +77,7 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     waits: list[int] = []
     told = Told()
     monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(told.messages)))
-    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
     ours, zygote = channel_pair()
     provider.use(ours, str(tmp_path))
     run(case(), result)
@@ -210,12 +213,12 @@ def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_
             self.fail("b fails")
 
     told = Told()
-    result = _ClassResult(cast(Channel, told), output=2, failfast=False)
+    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
     suite = _Suite(result)
     suite.addTests([Beside("test_a"), Beside("test_b")])
     suite.run(result)
-    ended = [message for message in told.messages if isinstance(message, TestEnded)]
-    assert [(each.method, each.status) for each in ended] == [("test_a", Status.FAILED), ("test_b", Status.FAILED)]
+    ended = [message.result for message in told.messages if isinstance(message, TestEnded)]
+    assert [(each.test.method, each.status) for each in ended] == [("test_a", Status.FAILED), ("test_b", Status.FAILED)]
     assert isinstance(ended[0].problems[0], Raised) and "test_b" in ended[0].problems[0].where
 
 

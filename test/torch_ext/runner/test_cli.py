@@ -131,6 +131,8 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
         (["--start-method", "spawn"], "invalid choice"),
         (["--no-such-option"], "there is no option --no-such-option; see --help"),
         (["--faifast"], "there is no option --faifast; nearest: --failfast"),
+        (["--html", "page.html"], "there is no option --html; --junit FILE has the same"),
+        (["--trace=t.json"], "there is no option --trace; --json FILE says when"),
         (["-v", "-q"], "not allowed with"),
         (["-qv"], "not allowed with"),
         (["-i"], "expected at least one argument"),

@@ -305,7 +305,7 @@ class Kept(Share):
         super().__init__(1, host, sent.append)
         self.heard: list[Any] = []
 
-    def _hear(self, line: Line) -> None:
+    def _receive(self, line: Line) -> None:
         self.heard.append(line.payload)
 
 

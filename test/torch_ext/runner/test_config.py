@@ -1,19 +1,23 @@
-"""Where options come from: ``[tool.torch_ext]``, then the environment, then flags; and what is said of wrong ones."""
+"""Where options come from: ``[tool.torch_ext]``, then the environment, then flags; what is said of wrong ones, and what
+a shell completes.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 import torch_ext
-from test.torch_ext.interpreter import CHECKOUT, python
+from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
 from torch_ext.results import SetupError
-from torch_ext.runner.arguments import parse
+from torch_ext.runner.arguments import _patterns_below_root, parse
 from torch_ext.runner.options import TABLE, RunOptions, default_root
 
 
@@ -188,3 +192,34 @@ def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None
             cwd=tmp_path, capture_output=True, text=True, env={"PATH": ""}, timeout=60,
         )  # fmt: skip
         assert done.stdout == f"torch_ext {torch_ext.__version__}\n", done.stderr
+
+
+def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> None:
+    for name in ("a/test_one.py", "a/b/test_two.py", "c/other.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    given = Namespace(typed_root=str(tmp_path))
+    assert _patterns_below_root("", given) == ["a", "a/b", "a/b/test_two.py", "a/test_one.py"]
+    assert _patterns_below_root("a/t", given) == ["a/test_one.py"]
+    assert _patterns_below_root("x", given) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("argcomplete") is None, reason="needs argcomplete; pip install argcomplete"
+)
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("run_test.py --reru", "--reruns "),
+        ("run_test.py --races ", "error\noff\nreport"),
+        ("run_test.py distributed/fsdp/test_fsdp_inp", "distributed/fsdp/test_fsdp_input.py "),
+    ],
+)
+def test_the_command_answers_a_shell(tmp_path: Path, line: str, found: str) -> None:
+    told = tmp_path / "told"
+    asked = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
+        "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
+    }  # fmt: skip
+    done = python(RUN_TEST, **asked)
+    assert done.returncode == 0 and sorted(told.read_text().split()) == found.split(), done

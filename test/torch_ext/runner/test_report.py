@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.runner.fakes import Terminal, file, named
-from torch_ext.results import Remark, RunEnded, Status, TestName, TestResult
+from torch_ext.results import Over, Remark, RunEnded, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.text import StyledWriter, TextReporter, rerun_command
+from torch_ext.runner.reporters.tally import Tally
+from torch_ext.runner.reporters.text import TextReporter, Writer, rerun_command
 from torch_ext.runner.schedule import make_plan
 
 FILE = file("fsdp/test_a")
@@ -44,10 +45,11 @@ def report(
     """Return all output for ``results``, with ``T s`` for the total time, the only thing that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
-    made = TextReporter(plan, RunOptions(Path("/root"), **options), stream)  # type: ignore[arg-type]  # a test's shorthand
-    for result in results:
-        made(result)
-    made(RunEnded(interrupted))
+    tally = Tally(plan)
+    made = TextReporter(tally, RunOptions(Path("/root"), **options), Writer(stream))  # type: ignore[arg-type]  # a test's shorthand
+    for event in (*results, *(Over(TestName(batch.file.name, batch.cls)) for batch in plan), RunEnded(interrupted)):
+        tally(event)
+        made(event)
     return re.sub(r"(Ran \d+ tests? in )\d+\.\d\d s", r"\1T s", stream.getvalue())
 
 
@@ -142,7 +144,7 @@ def test_what_the_stream_cannot_encode_is_escaped(terminal: bool) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     stream.isatty = lambda: terminal  # type: ignore[method-assign]
-    paper = StyledWriter(stream)
+    paper = Writer(stream)
     paper.line("reason caf\xe9 \udcff")
     paper.verbatim("message caf\xe9 \udcff")
     stream.flush()
@@ -184,7 +186,7 @@ def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests() -> None:
     assert "rerun: python run_test.py -i fsdp/test_a.py::TestA\n" in text
     assert "fsdp/test_a.py::TestA  1 failed, 2 not run  0.50 s\n" in text
     text = report([passed(ONE), failed(TestName(FILE.name, "TestA"), "tearDownClass raised")], [ONE])
-    assert text.count("fsdp/test_a.py::TestA  1 passed  ") == 1
+    assert text.count("fsdp/test_a.py::TestA  1 passed, 1 failed  2.00 s\n") == 1
     assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
 
 

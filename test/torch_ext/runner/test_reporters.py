@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import html
-import itertools
 import json
 import re
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +16,6 @@ import pytest
 import xmlschema
 
 from test.torch_ext.interpreter import RUN_TEST, python
-from torch_ext.results import Began, Event, Over, Status, TestName, TestResult
-from torch_ext.runner.reporters.base import ReportFile
-from torch_ext.runner.reporters.trace import write_trace
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
 
 SCHEMA = xmlschema.XMLSchema(str(Path(__file__).with_name("junit.xsd")))
 
@@ -106,8 +98,6 @@ class Ran:
     cases: dict[str, ElementTree.Element]
     suites: ElementTree.Element
     events: list[dict[str, Any]]
-    page: str
-    trace: list[dict[str, Any]]
 
     @property
     def text(self) -> list[str]:
@@ -129,15 +119,14 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_all.py").write_text(SUITE, encoding="utf-8", errors="surrogatepass")
     (folder / "test_broken.py").write_text("import nothing_of_that_name\n")
-    files = ["--junit", "out/junit.xml", "--json", "events.jsonl", "--html", "page.html", "--trace", "trace.json"]
+    files = ["--junit", "out/junit.xml", "--json", "events.jsonl"]
     done = run(folder, *files, "--github", "--reruns", "1", TORCH_EXT_HANG_AFTER="2")
     text = (folder / "out/junit.xml").read_text(encoding="utf-8")
     suites = ElementTree.fromstring(text)
     cases = {case.attrib["name"]: case for case in suites.iter("testcase")}
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     SCHEMA.validate(text)
-    page, trace = (folder / "page.html").read_text(encoding="utf-8"), json.loads((folder / "trace.json").read_text())
-    return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events, page, trace["traceEvents"])
+    return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
 
 
 def tags(case: ElementTree.Element) -> list[str]:
@@ -250,74 +239,6 @@ def test_all_reports_tell_the_same(ran: Ran) -> None:
         assert found == counted or method == "test_expected"
 
 
-def test_the_page_has_a_row_for_every_result_and_needs_nothing_else(ran: Ran) -> None:
-    assert not re.search(r"\b(src|href)=|@import|url\(", ran.page)
-    rows = re.findall(r'<tr\b[^>]*data-counted="(\w+)"[^>]*>(.*?)</tr>', ran.page, re.DOTALL)
-    assert Counter(counted for counted, _ in rows) == {"passed": 2, "failed": 7, "skipped": 1, "flaky": 1}
-    texts = [html.unescape(re.sub("<[^>]*>", "", row)) for _, row in rows]
-    (crashed,) = [text for text in texts if text.startswith("test_all.py::TestRanks::test_crashes")]
-    assert "output of rank 1, which was killed by SIGSEGV" in crashed and "last words of 1" in crashed
-    assert "attempt 1:" in crashed and "attempt 2:" in crashed and "-i test_all.py::TestRanks::test_crashes" in crashed
-    (failed,) = [text for text in texts if text.startswith("test_all.py::TestRanks::test_fails")]
-    assert r"\x1b[31mred" in failed and "]]> <&>" in failed
-    assert "<&>" not in ran.page, "what tests print is text, and no markup"
-
-
-def test_the_trace_holds_tests_inside_their_classes(ran: Ran) -> None:
-    drawn = [one for one in ran.trace if one["ph"] == "X"]
-    classes = [one for one in drawn if one["cat"] == "class"]
-    tests = [one for one in drawn if one["cat"] == "test"]
-    assert len(tests) == sum(one["event"] == "result" and bool(one["method"]) for one in ran.events)
-    for test in tests:
-        inside = [
-            cls
-            for cls in classes
-            if cls["tid"] == test["tid"]
-            and cls["ts"] - 2 <= test["ts"]
-            and test["ts"] + test["dur"] <= cls["ts"] + cls["dur"] + 2
-        ]
-        assert len(inside) == 1, test
-    (crashed, _) = [one for one in tests if one["name"] == "test_crashes"]
-    assert crashed["args"]["ranks"]["1"] == "was killed by SIGSEGV at test_all.py:17"
-
-
-def test_the_trace_holds_what_each_rank_did_inside_its_test(ran: Ran) -> None:
-    drawn = [one for one in ran.trace if one["ph"] == "X"]
-    (test,) = [one for one in drawn if one["name"] == "test_passes"]
-    row = test["tid"]
-    for rank in (0, 1):
-        row_of_rank = [one for one in drawn if one["cat"] == "rank" and one["tid"] == row + 1 + rank]
-        # The runner may read a test's beginning late, after its body has run, but reads its end after the body only.
-        body = max(
-            at for at, one in enumerate(row_of_rank) if one["name"] == "body" and one["ts"] < test["ts"] + test["dur"]
-        )
-        inside = row_of_rank[body - 1 : body + 2]
-        assert [one["name"] for one in inside] == ["start", "body", "teardown"]
-        for one, following in itertools.pairwise(inside):
-            assert one["ts"] + one["dur"] == following["ts"]
-    met = {one["args"]["rank"] for one in drawn if one["name"] == "rendezvous"}
-    assert met == {0, 1}
-
-
-def test_no_slice_of_a_row_begins_before_the_one_in_front_of_it_has_ended(tmp_path: Path) -> None:
-    log: list[tuple[float, Event]] = []
-    start_s = time.monotonic()
-    test, cls = TestName("a.py", "TestA", "test_1"), TestName("a.py", "TestA")
-    for number in range(200):  # of lengths that are no whole microseconds
-        at_s = start_s + number * 0.01
-        edges = [at_s + part * 0.0010007 for part in range(4)]
-        receipt = Receipt(Said.PASSED, edges[2], began_s=edges[1])
-        rank = Outcome(0, Ending.PASSED, receipt=receipt, started_s=edges[0], ended_s=edges[3])
-        log += [(at_s, Began(cls)), (at_s, Began(test))]
-        log += [(edges[3], TestResult(test, Status.PASSED, 0.003, ranks=(rank,))), (edges[3], Over(cls))]
-    write_trace(log, ReportFile(str(tmp_path / "trace.json"), "the trace"))
-    drawn = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    for kind in ("rank", "test", "class"):
-        found = sorted((one["ts"], one["ts"] + one["dur"]) for one in drawn if one["cat"] == kind)
-        assert len(found) == (600 if kind == "rank" else 200)
-        assert [pair for pair in itertools.pairwise(found) if pair[1][0] < pair[0][1]] == [], kind
-
-
 def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:
     lines = [line for line in ran.out.splitlines() if line.startswith("::")]
     assert Counter(line.split()[0] for line in lines) == {"::error": 7, "::warning": 1}
@@ -330,7 +251,7 @@ def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:
 PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n    def test_2(self): pass\n"
 
 
-@pytest.mark.parametrize("flag", ["--junit", "--json", "--html", "--trace"])
+@pytest.mark.parametrize("flag", ["--junit", "--json"])
 def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path: Path, flag: str) -> None:
     (tmp_path / "test_a.py").write_text(PASSING)
     (tmp_path / "file").write_text("")

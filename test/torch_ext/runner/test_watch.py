@@ -27,103 +27,82 @@ from torch_ext.results import (
     Tick,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import Tally
-from torch_ext.runner.reporters.make import Reporters
-from torch_ext.runner.reporters.text import StyledWriter
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch, Running
+from torch_ext.runner.reporters.tally import Tally
+from torch_ext.runner.reporters.text import Writer
+from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.rounds import Reporters
 from torch_ext.runner.schedule import make_plan
-from torch_ext.world.wording import LEFT_BEHIND
 
 ONE, TWO, OTHER = named("a.py::TestA::test_1", "a.py::TestA::test_2", "a.py::TestB::t")
 PLAN = make_plan([file("a")], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
-
-
-class View(Running):
-    """What runs, with the tally that counts before it."""
-
-    def __init__(self, recorded: float | None = None) -> None:
-        self.tally = Tally(PLAN)
-        super().__init__(self.tally, lambda test: recorded, 100.0)
-
-    def take(self, event: Event, now_s: float) -> None:
-        self.tally(event)
-        super().take(event, now_s)
-
-
-def running(recorded: float | None = None) -> View:
-    return View(recorded)
 
 
 def passed(test: TestName) -> TestResult:
     return TestResult(test, Status.PASSED, 1.0)
 
 
-def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks() -> None:
-    view = running()
-    assert view.summary(101.0) == "[0/3]  1 s" and view.under_way(101.0) == []
-    view.take(Began(TestName("a.py", "TestA")), 101.0)
-    view.take(Began(ONE), 102.0)
-    view.take(Began(OTHER), 103.0)
-    assert view.under_way(110.0) == ["a.py::TestA::test_1  4 ranks  8 s", "a.py::TestB::t  1 rank  7 s"]
-    view.take(passed(ONE), 110.0)
-    view.take(TestResult(OTHER, Status.FAILED, 1.0), 110.0)
-    view.take(Over(TestName("a.py", "TestB")), 110.0)
-    assert view.summary(110.0) == "[2/3]  1 passed  1 failed  10 s  about 5 s left"
-    assert view.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
-
-
-def test_the_view_counts_a_test_once_however_often_it_runs() -> None:
-    view = running()
-    for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
-        view.take(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3), 101.0)
-        assert Counter(one.status for one in view.tally.results) == {status: 1}
-    view.take(passed(TWO), 101.0)
-    view.take(passed(OTHER), 101.0)
-    assert view.summary(102.0) == "[3/3]  2 passed  1 flaky  2 s"
-    view.take(RoundBegan(2), 102.0)
-    view.take(TestResult(ONE, Status.FAILED, 1.0), 103.0)
-    assert view.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky  1 s")
-
-
-def test_a_test_is_slow_that_takes_three_times_as_long_as_usual() -> None:
-    view = running(recorded=20.0)
-    view.take(Began(ONE), 100.0)
-    assert "slow" not in view.under_way(159.0)[0]
-    assert view.under_way(160.0)[0].endswith("  slow")
-    view.take(passed(ONE), 230.0)
-    view.take(Began(TWO), 230.0)
-    assert "slow" not in view.under_way(280.0)[0]
-
-
-def test_a_process_that_is_left_behind_is_told_at_once() -> None:
-    stream = io.StringIO()
-    watch = PlainWatch(running(), StyledWriter(stream))
-    told = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
-    watch(TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told)))
-    assert stream.getvalue() == f"leak: {ONE.id}: {told}\n"
-
-
-def test_a_pipe_gets_a_line_after_long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which a test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stream = io.StringIO()
-    watch = PlainWatch(running(), StyledWriter(stream))
-    watch(Began(ONE))
-    quiet = io.StringIO()
-    rarely = PlainWatch(running(), StyledWriter(quiet), often=False)
+    return now
+
+
+class Watched:
+    """A watch of a run, and the tally that counts before it."""
+
+    def __init__(self, stream: io.StringIO, kind: type[PlainWatch] = PlainWatch, **more: bool) -> None:
+        self.tally, self.out = Tally(PLAN), Writer(stream)
+        self.watch = kind(self.tally, lambda test: None, self.out, **more)
+
+    def __call__(self, *events: Event) -> None:
+        for event in events:
+            self.tally(event)
+            self.watch(event)
+
+
+def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now: list[float]) -> None:
+    run = Watched(io.StringIO())
+    assert run.watch.summary(101.0) == "[0/3]  1 s" and run.watch.under_way(101.0) == []
+    for now[0], event in ((101.0, Began(TestName("a.py", "TestA"))), (102.0, Began(ONE)), (103.0, Began(OTHER))):
+        run(event)
+    assert run.watch.under_way(110.0) == ["a.py::TestA::test_1  4 ranks  8 s", "a.py::TestB::t  1 rank  7 s"]
+    now[0] = 110.0
+    run(passed(ONE), TestResult(OTHER, Status.FAILED, 1.0), Over(TestName("a.py", "TestB")))
+    assert run.watch.summary(110.0) == "[2/3]  1 passed  1 failed  10 s  about 5 s left"
+    assert run.watch.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
+
+
+def test_the_view_counts_a_test_once_however_often_it_runs(now: list[float]) -> None:
+    run = Watched(io.StringIO())
+    for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
+        run(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3))
+        assert Counter(one.status for one in run.tally.results) == {status: 1}
+    run(passed(TWO), passed(OTHER))
+    assert run.watch.summary(102.0) == "[3/3]  2 passed  1 flaky  2 s"
+    now[0] = 102.0
+    run(RoundBegan(2), TestResult(ONE, Status.FAILED, 1.0))
+    assert run.watch.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky  1 s")
+
+
+def test_a_pipe_gets_a_line_after_long_silence(now: list[float]) -> None:
+    stream, quiet = io.StringIO(), io.StringIO()
+    often, rarely = Watched(stream), Watched(quiet, often=False)
+    often(Began(ONE))
     for now[0] in (119.0, 121.0, 131.0, 150.0, 152.0):
-        watch(Tick())
+        often(Tick())
         rarely(Tick())
     assert stream.getvalue().splitlines() == [
         "[0/3]  21 s",
         "  running: a.py::TestA::test_1  4 ranks  21 s",
         "[0/3]  50 s",
-        "  running: a.py::TestA::test_1  4 ranks  50 s  slow",
+        "  running: a.py::TestA::test_1  4 ranks  50 s",
     ]
     assert quiet.getvalue() == ""
     now[0] = 161.0
     rarely(Tick())
-    assert quiet.getvalue() == "[0/3]  1:01\n"
+    assert quiet.getvalue() == "[0/3]  0:01:01\n"
 
 
 def screen(raw: str) -> list[str]:
@@ -143,17 +122,15 @@ def screen(raw: str) -> list[str]:
 def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    out = StyledWriter(stream)
-    watch = LiveWatch(running(), out)
-    watch(Began(ONE))
-    watch(Tick())
+    run = Watched(stream, LiveWatch)
+    run(Began(ONE), Tick())
     text = "line 1\n\ttab  " + "long " * 60 + "\n\nlast"
-    out.verbatim(text)
+    run.out.verbatim(text)
     *report, summary, under_way, rest = screen(stream.getvalue())
     assert report == text.split("\n") and rest == ""
     assert summary.startswith("[0/3]  ") and under_way.startswith("  a.py::TestA::test_1  4 ranks  ")
-    watch(RunEnded())
-    out.line("end")
+    run(RunEnded())
+    run.out.line("end")
     assert screen(stream.getvalue()) == [*text.split("\n"), "end", ""]
 
 

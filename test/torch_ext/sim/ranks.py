@@ -61,11 +61,18 @@ def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[.
     return make
 
 
-def run(world_size: int, body: Body, *args: Any, killed: int | None = None, **options: Any) -> None:
+def run(
+    world_size: int,
+    body: Body,
+    *args: Any,
+    killed: int | None = None,
+    by: signal.Signals = signal.SIGKILL,
+    **options: Any,
+) -> None:
     """Call ``body(rank, world_size, *args)`` in ``world_size`` ranks of a process group, and wait for them.
 
-    SIGKILL must end the rank ``killed``; every other rank must pass. ``options`` go to ``init_process_group``, but for
-    ``bound``, which binds the group to the devices of its ranks.
+    The signal ``by`` must end the rank ``killed``; every other rank must pass. ``options`` go to
+    ``init_process_group``, but for ``bound``, which binds the group to the devices of its ranks.
 
     Raises:
         AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.
@@ -75,16 +82,16 @@ def run(world_size: int, body: Body, *args: Any, killed: int | None = None, **op
         tasks = [RankTask(_in_group, (rank, world_size, folder, of_body, args, options)) for rank in range(world_size)]
         zygote = provider.zygote_for(body.__module__)
         with start_world(zygote, tasks, spares=settings.spares_wanted(world_size)) as world:
-            death = None if killed is None else -signal.SIGKILL
+            death = None if killed is None else -by
             outcomes = world.wait(Limits(test_s=DEADLINE_S), expected_exit=death)
-            _check(outcomes, killed, time.monotonic() - world.started_s)
+            _check(outcomes, killed, death, time.monotonic() - world.started_s)
 
 
-def _check(outcomes: list[Outcome], killed: int | None, took_s: float) -> None:
-    verdict = judge(outcomes, None if killed is None else -signal.SIGKILL)
+def _check(outcomes: list[Outcome], killed: int | None, death: int | None, took_s: float) -> None:
+    verdict = judge(outcomes, death)
     said = render(WorldReport(tuple(outcomes), verdict, took_s))
     assert verdict.judgement is Judgement.PASSED, said
-    died = [outcome.rank for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
+    died = [outcome.rank for outcome in outcomes if death is not None and outcome.exit_code == death]
     assert died == ([] if killed is None else [killed]), said
 
 

@@ -25,6 +25,17 @@ class _OnSim(BackendConformance):
     backend_name = "simccl"
     transport: ClassVar[str]
     world_size = 3  # type: ignore[assignment]
+    # The last three are types that gloo lacks: its transport carries them as others.
+    types = (*BackendConformance.types, torch.bool, torch.int16, torch.complex64)
+
+    def reductions(self, dtype: torch.dtype) -> list[Any]:
+        if dtype.is_complex:
+            return [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
+        return [op for op in super().reductions(dtype) if dtype != torch.bool or op != dist.ReduceOp.AVG]
+
+    def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
+        return rows > 1 if dtype == torch.bool else rows
 
     def setUp(self) -> None:
         self.addCleanup(os.environ.pop, TRANSPORT, None)  # type: ignore[attr-defined]  # mixed into a test case
@@ -38,7 +49,6 @@ class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
 
 class TestSimcclOverGloo(_OnSim, DistributedTestBase):
     transport = "gloo"
-    # What simccl makes of types that gloo has not is tested in test_collectives.py.
 
 
 class TestGloo(BackendConformance, DistributedTestBase):

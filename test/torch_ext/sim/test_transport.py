@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from test.torch_ext.interpreter import python
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
@@ -206,13 +205,3 @@ def test_ranks_may_be_threads_of_one_process(rank: int, world_size: int) -> None
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(member, range(3))) == [12.0] * 3
-
-
-def test_peers_of_a_killed_rank_are_told_whenever_it_dies(request: pytest.FixtureRequest) -> None:
-    is_long = request.config.getoption("--long", default=False)
-    rounds = "1000" if is_long else "12"
-    within = ["--within-s", "1"] if is_long else []  # on a machine that does nothing else
-    words = ("-m", "test.torch_ext.sim.kill_rounds", "--rounds", rounds, *within)
-    finished = python(*words, timeout_s=60 + 2 * int(rounds))
-    assert finished.returncode == 0, finished.stderr
-    assert f"{rounds} rounds" in finished.stdout

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.processes
 class TestOnCpu(DistributedTestBase):
     """The tests run in two ranks each; pytest judges the parent half."""
 
-    @property
-    def world_size(self) -> int:
-        return 2
+    world_size = 2
 
     def setUp(self) -> None:
         patched = mock.patch.dict(os.environ, TORCH_EXT_DEVICE="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import types
 import unittest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as c10d
 
 from torch_ext import accelerator
+from torch_ext.testing._internal._distributed.helpers import reserved_port
 from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
     captured_output,
@@ -209,3 +211,26 @@ def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() ->
     Lowers().run(result := unittest.TestResult())
     assert result.wasSuccessful(), result.errors or result.failures
     assert sys.getrecursionlimit() == before
+
+
+def test_nobody_else_gets_a_reserved_port() -> None:
+    with reserved_port() as port:
+        taken = [socket.socket() for _ in range(2000)]
+        try:
+            for each in taken:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                each.bind(("127.0.0.1", 0))
+            assert port not in {each.getsockname()[1] for each in taken}
+        finally:
+            for each in taken:
+                each.close()
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+
+
+def test_a_store_binds_a_reserved_port() -> None:
+    with reserved_port() as port:
+        store = c10d.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+        client = c10d.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
+        store.set("key", "value")
+        assert client.get("key") == b"value"

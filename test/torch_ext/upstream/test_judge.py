@@ -132,6 +132,12 @@ def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) 
     assert Releases([]).judged(missing) is missing
 
 
+IMPORTS = """
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_fsdp import FSDPTest
+"""
+
+
 @pytest.mark.parametrize(
     ("error", "skipped"),
     [
@@ -139,6 +145,9 @@ def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) 
         ("ModuleNotFoundError: No module named 'torch.distributed.new'", True),
         ("AttributeError: module 'torch.sim' has no attribute 'new'", False),
         ("TypeError: helper() got an unexpected keyword argument 'new'", False),
+        ("AttributeError: type object 'DTensor' has no attribute 'new'", True),
+        ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # that is ours
+        ("AttributeError: type object 'Own' has no attribute 'new'", False),
     ],
 )
 def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
@@ -146,7 +155,7 @@ def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
 ) -> None:
     upstreams, users = tmp_path / "fsdp" / "test_a.py", tmp_path / "test_b.py"
     upstreams.parent.mkdir()
-    upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n')
+    upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n' + IMPORTS)
     users.write_text("import torch\n")
     judge_of = Releases([upstreams, users])
     assert judge_of.told == ""

@@ -143,6 +143,22 @@ def test_a_file_that_upstream_has_gets_the_tests_that_it_lacks() -> None:
     )
 
 
+def test_new_tests_bring_what_their_own_file_defines_and_decorators_precede_the_class() -> None:
+    text = (
+        "def twice(test):\n    return test\n\n\ndef used():\n    return 1\n\n\n"
+        "class TestA:\n    @twice\n    def test_new(self):\n        used()\n"
+    )
+    theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
+    files, told = exported("test.distributed.test_a", {"test.distributed.test_a": text}, theirs)
+    assert told == []
+    assert files["test.distributed.test_a"] == (
+        "def twice(test):\n    return test\n\n\n"
+        "class TestA:\n    def test_old(self):\n        return 1\n\n"
+        "    @twice\n    def test_new(self):\n        used()\n\n\n"
+        "def used():\n    return 1\n"
+    )
+
+
 def test_the_engine_stays_and_the_problem_says_what_to_do() -> None:
     ours = {
         f"{OURS}.common_distributed": "def ours_alone(): ...\n",

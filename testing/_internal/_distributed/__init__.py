@@ -22,7 +22,9 @@ wording.hide(
     ),
 )
 # Wait for their caller, on the simulated accelerator.
-operations.look_through(*(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "races/_threads")))
+operations.look_through(
+    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
+)
 wording.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
 wording.hide(r"/compat/_unittest\.py")
 wording.hide(r"/unittest/case\.py", "run", "doCleanups", "_callTestMethod")

@@ -3,12 +3,12 @@
 
 ::
 
-    ddp                    base class of tests of DDP, log of collectives
     cases, compiled        base classes; a test that runs compiled too
     fsdp2_parity           FSDP2 against an unsharded replica
-    step_log               a log of training steps
+    step_log               a log of collectives and training steps
     streams                the order of work on streams
-    extensions             the contract of tensor subclasses
+    extension_contract     what tensor subclasses must pass
+      extension_hooks      the check of their hooks
       -> fsdp1_parity      FSDP1 against DDP
          subtests          grids whose points may skip
         -> models          modules to wrap

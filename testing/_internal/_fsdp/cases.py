@@ -1,5 +1,5 @@
-"""Base classes of FSDP tests: ranks are processes, threads, or processes that serve all
-tests of a class.
+"""Base classes of FSDP and DDP tests: ranks are processes, threads, or processes that
+serve all tests of a class.
 """
 
 from __future__ import annotations
@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
@@ -20,6 +22,7 @@ from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.fsdp1_parity import TrainingMixin
+from torch_ext.testing._internal._fsdp.step_log import CollectiveLog
 from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -32,6 +35,7 @@ from torch_ext.world.operations import after_body
 from torch_ext.world.settings import hosts_of, is_spread
 
 __all__ = [
+    "DDPTest",
     "FSDPTest",
     "FSDPTestContinuous",
     "FSDPTestMixin",
@@ -47,9 +51,7 @@ def _skip_without_devices(world_size: int) -> None:
 
 
 def _use_device(rank: int) -> list[int] | None:
-    """Make the device of ``rank`` current and return ``device_ids`` for ``barrier``,
-    which is None on the host.
-    """
+    """Make ``rank``'s device current and return ``device_ids`` for ``barrier``."""
     if not device.is_accelerator():
         return None
     index = device.rank_device(rank).index
@@ -96,9 +98,7 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(TrainingMixin):
-    """What FSDP1 test cases share, however their ranks start: the run of a rank, and
-    its device.
-    """
+    """What FSDP test cases share, however their ranks start."""
 
     if TYPE_CHECKING:
         rank: int
@@ -157,9 +157,7 @@ class FSDPTestMixin(TrainingMixin):
         return device.rank_device(self.rank)
 
     def rows(self, width: int, step: int = 0, count: int = 3) -> torch.Tensor:
-        """Return normal random numbers of shape ``(count, width)`` on this rank's
-        device, drawn from a seed of the rank and ``step``.
-        """
+        """Return random ``(count, width)`` rows of this rank and ``step``."""
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         return torch.randn(count, width, generator=generator).to(self.device)
 
@@ -188,9 +186,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
         return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
 
     def shared_folder(self) -> str:
-        """Return an empty folder, the same on all ranks, which is removed after the
-        run. Collective.
-        """
+        """Return an empty folder of the run, the same on all ranks. Collective."""
         folder = [""]
         if self.rank == 0:
             folder = [tempfile.mkdtemp(dir=os.path.dirname(self.file_name))]
@@ -232,3 +228,49 @@ class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
     @property
     def process_group(self) -> dist.ProcessGroup:
         return type(self).pg
+
+
+class DDPTest(FSDPTest):
+    """Compares DDP on two ranks with gradients that the test averages by hand."""
+
+    world_size = 2
+
+    def net(self) -> nn.Sequential:
+        """Return two linear layers, 4 to 6 to 3, the same on every rank."""
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)
+        return nn.Sequential(*layers).to(self.device)
+
+    def backward(self, model: nn.Module, step: int = 0) -> None:
+        model(self.rows(4, step)).square().sum().backward()
+
+    def counts(self, body: Callable[[], object]) -> tuple[int, int]:
+        """Return how many all-reduces and broadcasts of floating-point tensors ``body``
+        calls. DDP's integers, by which ranks agree on buckets, do not count.
+        """
+        with CollectiveLog() as log:
+            body()
+        names = [call.name for call in log.calls if call.dtype.is_floating_point]
+        return names.count("all-reduce"), names.count("broadcast")
+
+    def gradients(self, model: nn.Module) -> dict[str, torch.Tensor | None]:
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def averaged(self, reference: nn.Module) -> dict[str, torch.Tensor]:
+        """Return ``reference``'s gradients, averaged over ranks. Collective."""
+        averages = {}
+        for name, gradient in self.gradients(reference).items():
+            if gradient is not None:
+                averages[name] = average = gradient.clone()
+                dist.all_reduce(average)
+                average.div_(self.world_size)
+        return averages
+
+    def check_gradients(
+        self, ddp: DDP, expected: Mapping[str, torch.Tensor], what: str
+    ) -> None:
+        """Check bit by bit that ``ddp`` has the gradients ``expected``."""
+        for name, gradient in expected.items():
+            found = ddp.module.get_parameter(name).grad
+            message = f"{what}: gradient of {name}"
+            self.assertEqual(found, gradient, message, atol=0, rtol=0)

@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.fsdp import fully_shard
 
 from torch_ext.compat import fsdp as private
-from torch_ext.compat import inductor
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.patches import patched
 
@@ -57,7 +56,7 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patched(func.__globals__, fully_shard.__name__, shard))
         # The compiler would fork its workers from a rank that has threads.
-        stack.enter_context(patched(inductor.config, "compile_threads", 1))
+        stack.enter_context(patched(private.inductor_config, "compile_threads", 1))
         if hasattr(dynamo, "skip_fsdp_hooks"):
             stack.enter_context(patched(dynamo, "skip_fsdp_hooks", True))
         yield
@@ -73,15 +72,13 @@ def _shard_and_compile(
 
 
 def compile_backend() -> str:
-    """Return the backend with which :func:`compiled_fsdp_test` compiles on the device
-    under test.
-    """
+    """Return the backend that serves the device under test."""
     kind = device.get_devtype().type
     if not device.is_accelerator():
         serves = True
-    elif inductor.is_gpu(kind):
-        serves = inductor.has_triton()
+    elif private.is_gpu(kind):
+        serves = private.has_triton()
     else:
-        inductor.init_backend_registration()
-        serves = inductor.get_scheduling_for_device(kind) is not None
+        private.init_backend_registration()
+        serves = private.get_scheduling_for_device(kind) is not None
     return "inductor" if serves else "aot_eager"

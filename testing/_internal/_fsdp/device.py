@@ -43,36 +43,28 @@ def _front_door() -> ModuleType:
 
 
 def device_type() -> str:
-    """Return ``DEVICE_TYPE``, which may carry an index (``"hpu:0"``)."""
     return str(_front_door().DEVICE_TYPE)
 
 
 def device_count() -> int:
-    """Return ``DEVICE_COUNT``."""
     return int(_front_door().DEVICE_COUNT)
 
 
 def distributed_backend() -> str:
-    """Return ``DISTRIBUTED_BACKEND``."""
     return str(_front_door().DISTRIBUTED_BACKEND)
 
 
 def get_devtype() -> torch.device:
-    """Return the device under test as a :class:`torch.device`; it has an index only if
-    ``DEVICE_TYPE`` has one.
-    """
+    """Return ``DEVICE_TYPE`` as a device, with the index that it may have."""
     return torch.device(device_type())
 
 
 def is_accelerator() -> bool:
-    """Whether the device under test is an accelerator rather than the host."""
     return get_devtype().type != accelerator.HOST
 
 
 def rank_device(rank: int) -> torch.device:
-    """Return the device of ``rank``: ranks take the ``DEVICE_COUNT`` devices
-    in turn.
-    """
+    """Return the device of ``rank``; ranks take the devices in turn."""
     if not is_accelerator():
         return get_devtype()
     return torch.device(get_devtype().type, rank % device_count())
@@ -84,9 +76,7 @@ def compute_device() -> torch.device:
 
 
 def default_world_size() -> int:
-    """Return the world size of tests that set none: ``DEVICE_COUNT`` if a test file has
-    assigned it.
-    """
+    """Return the world size of tests that set none."""
     assigned = vars(_front_door()).get("DEVICE_COUNT")
     return accelerator.default_world_size() if assigned is None else int(assigned)
 
@@ -116,9 +106,7 @@ def world_mesh(*sizes: int) -> DeviceMesh:
 
 @functools.cache
 def first_ranks_mesh(size: int) -> DeviceMesh:
-    """Return the 1D mesh of the first ``size`` ranks. Every rank of the world calls it,
-    as with :func:`world_mesh`.
-    """
+    """Return the 1D mesh of the first ``size`` ranks. Collective."""
     return DeviceMesh(get_devtype().type, list(range(size)))
 
 
@@ -132,18 +120,11 @@ def delay(milliseconds: float) -> None:
     """
     if milliseconds <= 0:
         return
-    if _device_sleeps():
+    kind = get_devtype().type
+    if kind == accelerator.device_type() and accelerator.capabilities().device_sleep:
         from torch_ext.testing._internal.common_utils import get_cycles_per_ms
 
-        torch.get_device_module(get_devtype().type)._sleep(
-            int(milliseconds * get_cycles_per_ms())
-        )
+        cycles = int(milliseconds * get_cycles_per_ms())
+        torch.get_device_module(kind)._sleep(cycles)
     else:
         time.sleep(milliseconds / 1000)
-
-
-def _device_sleeps() -> bool:
-    return (
-        get_devtype().type == accelerator.device_type()
-        and accelerator.capabilities().device_sleep
-    )

@@ -52,9 +52,7 @@ class TrainingMixin(SubtestMixin):
         self.assertEqual(fsdp_model.forward_prefetch, forward_prefetch)
 
     def _check_on_host(self, model: nn.Module) -> None:
-        """Check that all parameters of ``model`` are in host memory, as offloading
-        requires between uses.
-        """
+        """Check that all parameters of ``model`` are in host memory."""
         devices = {parameter.device for parameter in model.parameters()}
         self.assertEqual(devices, {torch.device(accelerator.HOST)})
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torch_ext.testing._internal._fsdp.extensions.values import inner_tensors
+from torch_ext.testing._internal._fsdp.extension_hooks import inner_tensors
 from torch_ext.testing._internal._fsdp.models.mlp import MLP
 
 __all__ = [
@@ -184,9 +184,7 @@ def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients of an unsharded ``model`` over the world, in place.
-    Collective.
-    """
+    """Average ``model``'s gradients over the world, in place. Collective."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)

@@ -58,9 +58,7 @@ def _assert_module_states(
 def _zero_model(
     model: nn.Module, zero_buffers: bool = False, summon_full: bool = True
 ) -> None:
-    """Zero the parameters of ``model`` in place: unsharded ones of FSDP1 with
-    ``summon_full``, else the shards.
-    """
+    """Zero the parameters: FSDP1's unsharded ones if ``summon_full``."""
     unsharded: AbstractContextManager[Any] = (
         FSDP.summon_full_params(model) if summon_full else nullcontext()
     )
@@ -72,9 +70,7 @@ def _zero_model(
 def _get_state_dict(
     model: nn.Module, cpu_offload: bool = False, half: bool = False
 ) -> dict[str, Any]:
-    """Return the state dict of ``model``, moved to the device unless ``cpu_offload``
-    and to float16 if ``half``.
-    """
+    """Return the state dict, on the device unless ``cpu_offload``."""
     if not cpu_offload:
         model = model.to(device.device_type())
     return (model.half() if half else model).state_dict()
@@ -97,8 +93,6 @@ def _broadcast_state_dict(
 
 
 def get_full_params(model: nn.Module, recurse: bool = True) -> list[nn.Parameter]:
-    """Return copies of the unsharded parameters of ``model``, on the compute device
-    even if FSDP offloads them.
-    """
+    """Return copies of the unsharded parameters, on the compute device."""
     with FSDP.summon_full_params(model, recurse=recurse):
         return [deepcopy(parameter) for parameter in model.parameters()]

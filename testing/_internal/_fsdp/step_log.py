@@ -1,12 +1,12 @@
-"""Logs a training step as lines of text: the collectives, named by FSDP unit, and the
-compute of the units.
+"""Logs collectives, and a training step as lines of text: its collectives, named by
+FSDP unit, and the compute of the units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,51 @@ import torch.nn as nn
 
 from torch_ext.compat.fsdp import TorchDispatchMode
 
-__all__ = ["StepLog", "ThreeUnits", "layout_over_ranks"]
+__all__ = ["CollectiveLog", "StepLog", "ThreeUnits", "layout_over_ranks"]
 
-# For each c10d op: its name in the log, and which of its arguments are the unsharded
-# tensors.
-_COLLECTIVES: Mapping[
-    str, tuple[str, Callable[[Sequence[Any]], Sequence[torch.Tensor]]]
-] = {
+# For each c10d op: its name in the log, and which arguments are unsharded tensors.
+_COLLECTIVES = {
     "_allgather_base_": ("all-gather", lambda args: [args[0]]),
     "allgather_": ("all-gather", lambda args: args[0][0]),
     "_reduce_scatter_base_": ("reduce-scatter", lambda args: [args[1]]),
     "allreduce_": ("all-reduce", lambda args: args[0]),
+    "broadcast_": ("broadcast", lambda args: args[0]),
 }
+
+
+class Collective(NamedTuple):
+    """A call, with the type and the elements of its unsharded tensors."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Notes collectives while entered, also of C++ and autograd's threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def note(self, call: Collective) -> None:
+        """Note a collective that is about to run."""
+        self.calls.append(call)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        namespace, _, op = func._schema.name.partition("::")
+        if namespace == "c10d" and op in _COLLECTIVES:
+            name, tensors_of = _COLLECTIVES[op]
+            tensors = tensors_of(args)
+            numel = sum(tensor.numel() for tensor in tensors)
+            self.note(Collective(name, tensors[0].dtype, numel))
+        return func(*args, **(kwargs or {}))
 
 
 class ThreeUnits(nn.Module):
@@ -50,7 +83,7 @@ class ThreeUnits(nn.Module):
         return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-class StepLog(TorchDispatchMode):
+class StepLog(CollectiveLog):
     """Logs a step of a :class:`ThreeUnits` model, which you may shard before or after.
 
     Compute is logged when the forward or backward of a unit runs. A collective is named
@@ -75,27 +108,13 @@ class StepLog(TorchDispatchMode):
 
         return note
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d" and name in _COLLECTIVES:
-            kind, tensors_of = _COLLECTIVES[name]
-            tensors = tensors_of(args)
-            self.lines.append(
-                f"{kind} {self._unit(sum(tensor.numel() for tensor in tensors))}"
-            )
-            self.dtypes[kind] = tensors[0].dtype
-        return func(*args, **(kwargs or {}))
-
-    def _unit(self, numel: int) -> str:
-        if 2 * numel in self._units:
-            return f"shard of {self._units[2 * numel]}"
-        return self._units.get(numel, str(numel))
+    def note(self, call: Collective) -> None:
+        numel, units = call.numel, self._units
+        unit = units.get(numel, str(numel))
+        if 2 * numel in units:
+            unit = f"shard of {units[2 * numel]}"
+        self.lines.append(f"{call.name} {unit}")
+        self.dtypes[call.name] = call.dtype
 
     @contextmanager
     def of(self, title: str) -> Iterator[None]:
@@ -111,9 +130,7 @@ class StepLog(TorchDispatchMode):
 
 
 def layout_over_ranks(named_shards: Mapping[str, torch.Tensor]) -> str:
-    """Return a line for each tensor, with its shape on every rank of the default group.
-    Collective.
-    """
+    """Return a line for each tensor: its shape on every rank. Collective."""
     own = {name: tuple(tensor.shape) for name, tensor in named_shards.items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)

@@ -14,20 +14,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from torch_ext.testing._internal._fsdp.device import get_devtype, is_accelerator
-from torch_ext.testing._internal._fsdp.patches import (
-    patch_all_gather,
-    patch_all_reduce,
-    patch_reduce_scatter,
+from torch_ext.testing._internal._fsdp.step_log import (
+    Collective,
+    CollectiveLog,
+    ThreeUnits,
 )
-from torch_ext.testing._internal._fsdp.step_log import ThreeUnits
 
 __all__ = ["WatchedUnits", "check_races"]
 
 _MOST_MARKS = 256
+# What moments call the collectives of FSDP.
+_NAMES = {"all-gather": "gather", "reduce-scatter": "reduce"}
 _RELATION = re.compile("(.+) (?:overlaps|comes before|issued after) (.+)")
 
 
@@ -48,7 +48,7 @@ def check_races() -> AbstractContextManager[None]:
     return nullcontext() if checker is None else checker.check()
 
 
-class WatchedUnits:
+class WatchedUnits(CollectiveLog):
     """A sharded :class:`ThreeUnits` that marks when each unit is computed, gathered,
     reduced and all-reduced, and finds marked moments that may overlap, because no wait
     orders their streams.
@@ -71,6 +71,7 @@ class WatchedUnits:
     def __init__(
         self, device: torch.device, shard: Callable[[ThreeUnits], nn.Module]
     ) -> None:
+        super().__init__()
         units = ThreeUnits().to(device)
         self.names: list[str] = []
         self.phase = ""
@@ -102,6 +103,10 @@ class WatchedUnits:
             self._cells[len(self.names)].fill_(1)
         self.names.append(name)
 
+    def note(self, call: Collective) -> None:
+        unit = self._units.get(call.numel) or self._units[2 * call.numel]
+        self.mark(f"{_NAMES.get(call.name, call.name)} {unit}")
+
     def _note_compute(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             self.mark(f"computed {name}")
@@ -123,25 +128,8 @@ class WatchedUnits:
                 "only the simulated accelerator tells which streams wait for each other"
             )
 
-        def marking(
-            what: str, collective: Callable[..., Any], whole: str, position: int
-        ) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                numel = (kwargs[whole] if whole in kwargs else args[position]).numel()
-                self.mark(f"{what} {self._units.get(numel) or self._units[2 * numel]}")
-                return collective(*args, **kwargs)
-
-            return call
-
         torch.accelerator.synchronize()
-        with (
-            check_races(),
-            patch_all_gather(marking("gather", dist.all_gather_single, "output", 0)),
-            patch_reduce_scatter(
-                marking("reduce", dist.reduce_scatter_single, "input", 1)
-            ),
-            patch_all_reduce(marking("all-reduce", dist.all_reduce, "tensor", 0)),
-        ):
+        with check_races(), self:
             yield
 
     def run_step(self, number: int) -> None:

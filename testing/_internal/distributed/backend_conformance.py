@@ -95,9 +95,7 @@ class BackendConformance:
         return self.backend_name
 
     def reductions(self, dtype: torch.dtype) -> list[Reduction]:
-        """Return the reductions that this backend has for a type. Override what it
-        lacks.
-        """
+        """Return the reductions of a type. Override what the backend lacks."""
         bitwise = [] if dtype.is_floating_point else [OPS.BAND, OPS.BOR, OPS.BXOR]
         return [OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT, OPS.AVG, *bitwise]
 
@@ -108,9 +106,7 @@ class BackendConformance:
         yield self.types[0], largest
 
     def start_group(self) -> None:
-        """Make the default group on a rank. Override it where the class that starts
-        ranks does.
-        """
+        """Make the default group, unless the class that starts ranks does."""
         self.create_pg(self.device_type)  # type: ignore[attr-defined]  # the class that this is mixed into has it
 
     def test_reductions(self) -> None:
@@ -380,9 +376,7 @@ class BackendConformance:
     def _cases(
         self, parts: int = 1
     ) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor]]:
-        """Yield for each type and size: these, what all ranks contribute, which is
-        ``parts`` of the size, and what this one does, on the device.
-        """
+        """Yield type and size, all ranks' ``parts``, and this rank's on the device."""
         for dtype, size in self.grid():
             rows = self._rows(dtype, parts * size)
             yield (dtype, size), rows, self._to_device(rows[self.rank])
@@ -408,9 +402,7 @@ class BackendConformance:
         return torch.full((numel,), value, device=self.device_type)
 
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """What each rank contributes, ``[world_size, numel]`` on the host: 1 to 3, so
-        that no product overflows.
-        """
+        """Return all ranks' values, 1 to 3, so that no product overflows."""
         ranks = torch.arange(self.world_size, device="cpu")[:, None]
         return ((torch.arange(numel, device="cpu") + ranks) % 3 + 1).to(dtype)
 
@@ -444,5 +436,6 @@ def _reduced(rows: torch.Tensor, op: Reduction) -> torch.Tensor:
     for row in rows[1:]:
         total = folds[op](total, row)
     if op == OPS.AVG:
-        total = total / len(rows) if dtype.is_floating_point else total // len(rows)
+        exact = dtype.is_floating_point or dtype.is_complex
+        total = total / len(rows) if exact else total // len(rows)
     return total.to(dtype)

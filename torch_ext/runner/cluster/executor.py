@@ -2,12 +2,12 @@
 
 Note [A lost machine]
 ~~~~~~~~~~~~~~~~~~~~~
-Results come as tests end, so those that a machine has sent are kept. When Ray says that its actor is gone, or that ends
-because its supervisor did, the tests without a result run once more, wherever there is room, and the report says so. A
-class that has lost three machines fails: it may be what ends them.
+Results arrive as tests end, so a lost machine's results so far count. When its actor or its supervisor has ended, the
+tests without a result run again where there is room, and the report says so. A class that has lost three machines
+fails: it may be the cause.
 
-A class on several hosts is lost with any of them. Its other hosts end it, so that no test fails for the loss, and their
-later events count for nothing.
+A class on several hosts is lost with any of them. The other hosts end it, so that no test fails for the loss, and the
+driver ignores their later events.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import torch_ext
 from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
 from torch_ext.runner.cluster.hosts import on_our_clock
-from torch_ext.runner.cluster.machines import Machines, said_in_a_line
-from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, Told
+from torch_ext.runner.cluster.machines import Machines, in_one_line
+from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, TimedEvent
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Packed, Plan
@@ -34,27 +34,27 @@ from torch_ext.world.wording import PREFIX
 
 __all__ = ["ClusterExecutor"]
 
-# How many classes wait for a place at a time; more would cost Ray time and gain nothing.
+# The number of classes for which Ray has a reservation at a time; more cost Ray time and gain nothing.
 _AHEAD = 8
 # Poll and tick interval, in seconds.
 _LOOK_S = 0.25
-# How many machines a class may lose.
+# A class that has lost so many machines fails.
 _MOST_LOST = 3
 _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 
 @dataclass
 class _Job:
-    """A class on its way."""
+    """A class to run."""
 
     batch: Batch
     left: list[TestName]  # its tests without a result
-    lost: int = 0  # how many machines it has lost
+    lost: int = 0  # number of machines that it has lost
     number: int = field(default_factory=itertools.count(1).__next__)
-    place: Any = None  # Ray's reservation for it; None before Ray is asked, and once the room is given back
-    nodes: tuple[str, ...] = ()  # the ids of the machines that it runs on, host 0 first; none before it runs
-    joined: int = 0  # how many of those from host 1 on can start ranks
-    over: bool = False  # no event of it counts any more
+    place: Any = None  # Ray's reservation, while there is one
+    nodes: tuple[str, ...] = ()  # the ids of its machines, host 0 first; empty before it runs
+    joined: int = 0  # number of hosts besides host 0 that can start ranks
+    over: bool = False  # later events are ignored
 
     @property
     def cls(self) -> TestName:
@@ -70,13 +70,13 @@ class ClusterExecutor:
         self.collect, self._close_local = here.collect, here.close
         self._options = options
         self._machines = Machines(options)
-        # Classes that wait, those that Ray is placing, and the event streams of those that run, each with its host.
+        # Classes that wait, classes that Ray is placing, and the event streams of running classes, each with its host.
         self._waiting: list[_Job] = []
         self._placed: list[_Job] = []
         self._running: dict[Any, tuple[_Job, int]] = {}
 
     def close(self) -> None:
-        """Let go of the cluster, and end it if it is our own. Idempotent."""
+        """Disconnect from the cluster, and end one that this run has started. Idempotent."""
         self._machines.close()
         self._close_local()
 
@@ -92,13 +92,13 @@ class ClusterExecutor:
             while self._waiting or self._placed or self._running:
                 self._place_more()
                 self._placed = [job for job in self._placed if not self._begins(job)]
-                if self._take():
+                if self._receive():
                     return
                 self._sink(Tick())
         finally:
             for job in [*self._placed, *(job for job, _ in self._running.values())]:
                 self._leave(job)
-            if self._running:  # the run stops early: nothing more must come of them
+            if self._running:  # the run stops early
                 self._machines.end()
 
     def _place_more(self) -> None:
@@ -112,23 +112,23 @@ class ClusterExecutor:
                 at_once += 1
 
     def _has_machines_for(self, job: _Job) -> bool:
-        """Return whether the cluster has as many machines as a class asks for; end the class if not."""
+        """Return whether the cluster has as many machines as a class asks for. Ends the class if not."""
         wanted, there, most = job.batch.need.hosts, self._machines.number, self._machines.most
         if wanted <= max(1, there):
             return True
         has = there if wanted <= most else most
-        told = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
+        lacking = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
         if wanted <= most:
-            self._end(job, f"{told} left")
+            self._end(job, f"{lacking} left")
             return False
         for test in job.left:
-            reason = f"{told}; without --cluster, this machine stands for all of them"
+            reason = f"{lacking}; without --cluster, this machine stands for all of them"
             self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         self._sink(Over(job.cls))
         return False
 
     def _begins(self, job: _Job) -> bool:
-        """Run ``job`` if Ray has found a place for it; return whether it has. Host 0 begins last."""
+        """Start ``job`` if Ray has found a place for it, and return whether it has. Host 0 starts last."""
         job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
         if strange := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)
@@ -142,7 +142,7 @@ class ClusterExecutor:
         return bool(job.nodes)
 
     def _order(self, job: _Job, host: int) -> None:
-        """Have the machine of ``host`` run its share of a class."""
+        """Start the share of ``host`` of a class on its machine."""
         node, batch = job.nodes[host], job.batch
         path, import_root = (each.relative_to(self._folder) for each in (batch.file.path, batch.file.import_root))
         file = replace(batch.file, path=path, import_root=import_root)
@@ -151,29 +151,29 @@ class ClusterExecutor:
         order = RunClass(job.number, shipped, host, self._machines.addresses[node], names)
         self._running[self._machines.run(node, order, job.nodes)] = job, host
 
-    def _take(self) -> bool:
-        """Take the events that have come, waiting a moment for one. Return whether the run stops."""
+    def _receive(self) -> bool:
+        """Wait a moment for events and handle them. Return whether the run stops."""
         if not self._running:
             time.sleep(_LOOK_S / 5)
         for stream in self._machines.ready(list(self._running), _LOOK_S) if self._running else ():
             job, host = self._running[stream]
             try:
-                told = self._machines.next_of(stream)
+                event = self._machines.next_of(stream)
             except StopIteration:  # the share of this host is over
                 del self._running[stream]
                 if not host:
                     self._leave(job)
             except Exception as error:  # Ray's errors have no common base that means this
                 del self._running[stream]
-                self._lost(job, host, said_in_a_line(error))
+                self._lost(job, host, in_one_line(error))
             else:
-                if not job.over and self._hear(job, host, told):
+                if not job.over and self._handle(job, host, event):
                     return True
         return False
 
-    def _hear(self, job: _Job, host: int, told: Told) -> bool:
-        """Take an event of a class; return whether the run stops."""
-        event = told.event
+    def _handle(self, job: _Job, host: int, timed: TimedEvent) -> bool:
+        """Handle an event of a class; return whether the run stops."""
+        event = timed.event
         if isinstance(event, Joined):
             job.joined += 1
             if job.joined == len(job.nodes) - 1:
@@ -185,7 +185,7 @@ class ClusterExecutor:
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)
-            shift_s = time.monotonic() - told.now_s
+            shift_s = time.monotonic() - timed.now_s
             self._sink(replace(event, ranks=tuple(on_our_clock(rank, shift_s) for rank in event.ranks)))
             return self._options.failfast and event.status.counted is Status.FAILED
         else:
@@ -215,15 +215,15 @@ class ClusterExecutor:
         self._waiting.insert(0, _Job(job.batch, job.left, job.lost))
         self._machines.connect({})
 
-    def _end(self, job: _Job, said: str) -> None:
-        """Have the class fail, for a reason in a sentence."""
+    def _end(self, job: _Job, reason: str) -> None:
+        """Fail a class, for a reason in a sentence."""
         job.over = True
         self._leave(job)
-        self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(said),)))
+        self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(reason),)))
         self._sink(Over(job.cls))
 
     def _leave(self, job: _Job) -> None:
-        """End a class on all of its hosts, and give its room back."""
+        """End a class on all of its hosts, and return its reservation."""
         if job.place is not None:
             self._machines.leave(job.place, job.nodes, job.number)
             job.place = None
@@ -234,8 +234,8 @@ def _name(node: str) -> str:
 
 
 def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:
-    """Return the folder that is shipped: our checkout if the suites lie in it, else the smallest that holds the root
-    and every folder that a file is imported from.
+    """Return the folder to ship: our checkout if it holds the suites, else the smallest folder that holds the root and
+    the import roots of all files.
     """
     folder = Path(os.path.commonpath([root, *(file.import_root for file in files)]))
     checkout = _PACKAGE.parent

@@ -1,13 +1,13 @@
-"""The ranks of a class on several machines, as its host 0 and as each other host sees them. See Note [Several hosts].
+"""The ranks of a class on several machines. See Note [Several hosts].
 
 Runs in the supervisors of these machines; standard library and own layer only.
 
-:class:`Spread` stands between the parent half, on host 0, and the zygotes of all hosts. The parent half asks it for
-ranks as it asks a zygote. Orders for host 0 go on to the zygote there, with their descriptors. Orders for other hosts
-go out as messages, and :class:`Spread` reads and writes this end of their descriptors.
+:class:`Spread`, on host 0, stands between the parent half and the zygotes of all hosts. The parent half asks it for
+ranks as it asks a zygote. :class:`Spread` passes orders for host 0 to the zygote there, with their descriptors. It
+sends orders for other hosts as messages, and reads and writes this end of their descriptors.
 
-:class:`FarRanks` is the parent half of the ranks on another host, as they see it: it holds the other ends of their
-channels and pipes, and keeps their output. It decides nothing: it obeys host 0, and reports to it.
+:class:`FarRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It decides
+nothing: it obeys host 0, and reports to it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIAB
 
 
 class _Ends:
-    """This machine's ends of the channel and pipes of one rank; ``told`` gets their messages, bytes, and None at an
-    end.
+    """This machine's ends of the channel and pipes of one rank; ``report`` gets their messages, bytes, and None at the
+    end of a stream.
     """
 
     def __init__(
         self,
         files: dict[_Stream, Channel | int],
         callbacks: Callbacks,
-        told: Callable[[_Stream, Any], None],
+        report: Callable[[_Stream, Any], None],
         watched: Iterable[_Stream],
     ) -> None:
-        self._files, self._callbacks, self._told = files, callbacks, told
+        self._files, self._callbacks, self._report = files, callbacks, report
         for stream in watched:
             callbacks.watch(files[stream], partial(self._pass_on, stream))
 
@@ -80,17 +80,17 @@ class _Ends:
             payload = file.receive()[0] if isinstance(file, Channel) else os.read(file, _PART_BYTES) or None
         if payload is None:
             self._callbacks.unwatch(file)
-        self._told(stream, payload)
+        self._report(stream, payload)
 
     def drain(self, *streams: _Stream) -> None:
-        """Report what the rank sent before now on these streams, or on all that are watched."""
+        """Report all that the rank has sent on these streams, or on all watched ones."""
         for stream in streams or tuple(self._files):
             file = self._files[stream]
             while self._callbacks.watches(file) and (file.poll() if isinstance(file, Channel) else readable(file)):
                 self._pass_on(stream)
 
     def write(self, stream: _Stream, payload: Any) -> None:
-        """Write what the other machine has read; None closes the stream. Blocks while a pipe is full."""
+        """Write a message or bytes from the other machine; None closes the stream. Blocks while a pipe is full."""
         with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed it
             file = self._files[stream]
             if isinstance(file, Channel) and payload is None:
@@ -116,7 +116,7 @@ class _Ends:
 
 
 class Share:
-    """What both kinds of host have: worlds by number, the files of their ranks, and messages to and from other hosts.
+    """The common half of both kinds of host: worlds by number, and messages to and from other hosts.
 
     Args:
         number: of the order.
@@ -132,20 +132,20 @@ class Share:
         self._early: dict[tuple[int, int], Line] = {}
 
     def serve(self) -> Task[None]:
-        """A task that passes on what the ranks here say, until :meth:`close`."""
+        """A task that passes on the messages of the ranks here, until :meth:`close`."""
         while self._callbacks.is_open():
             yield Pause((self._callbacks.fileno(),))
             if self._callbacks.is_open():
                 self._callbacks.call(0)
 
     def take(self, line: Line) -> None:
-        """Take a message of another host, after those that it has sent before."""
+        """Receive a message of another host, after those that the host has sent before."""
         self._early[line.source, line.sequence] = line
         while next_line := self._early.pop((line.source, self._taken[line.source]), None):
             self._taken[line.source] += 1
-            self._hear(next_line)
+            self._receive(next_line)
 
-    def _hear(self, line: Line) -> None:
+    def _receive(self, line: Line) -> None:
         raise NotImplementedError
 
     def send(self, to: int, world: int, stream: _Stream, payload: Any, index: int = 0) -> None:
@@ -155,7 +155,7 @@ class Share:
         self._send_line(line)
 
     def close(self) -> None:
-        """Let go of all ranks. Idempotent."""
+        """Abandon all ranks. Idempotent."""
         for world in list(self._worlds.values()):
             self._abandon(world)
         self._callbacks.close()
@@ -166,21 +166,21 @@ class Share:
 
 @dataclass
 class _SpreadWorld:
-    """The ranks that the parent half has asked for at once."""
+    """The ranks of one request of the parent half."""
 
     number: int  # of the world
-    group: Channel  # the channel on which the parent half hears of its ranks
+    group: Channel  # the parent half's group channel
     order: list[_Place]  # the place of each rank
-    here: Channel | None = None  # the group channel of this host's ranks at its zygote; None if it has none of them
-    far: dict[_Place, _Ends] = field(default_factory=dict)  # the ranks of other hosts that have not ended
-    started: dict[int, Started] = field(default_factory=dict)  # the answer of each host that has started its ranks
+    here: Channel | None = None  # the group channel of this host's ranks at its zygote; None without such ranks
+    far: dict[_Place, _Ends] = field(default_factory=dict)  # the running ranks of other hosts
+    started: dict[int, Started] = field(default_factory=dict)  # the answer of each host
 
 
 class Spread(Share):
-    """The ranks of one class, as host 0 sees them.
+    """The ranks of one class, on host 0.
 
     Args:
-        names: how the report names the machine of each host.
+        names: of the machine of each host, for the report.
         environment: of the class, before its tests change it.
         more: see the base class.
     """
@@ -213,13 +213,13 @@ class Spread(Share):
     def _on_client(self, client: Channel, zygote: ZygoteClient) -> None:
         try:
             message, descriptors = client.receive()
-            if isinstance(message, AskOthers):  # of this host; each other host answers for itself, see FarRanks
+            if isinstance(message, AskOthers):  # about this host; FarRanks answers for each other host
                 with contextlib.suppress(ChannelClosedError):
                     zygote.channel.send(message, descriptors)
                 close_all(descriptors)
             else:
                 self._start(message, descriptors, zygote)
-        except ChannelClosedError:  # the parent half has ended; or the zygote, which ends the class, too
+        except ChannelClosedError:  # the parent half has ended, or the zygote, and with it the class
             self._callbacks.unwatch(client)
             client.close()
 
@@ -252,7 +252,7 @@ class Spread(Share):
             self._callbacks.watch(world.here, lambda: self._on_here(world))
 
     def _take_over(self, world: _SpreadWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _Ends:
-        """Take the descriptors of a rank that starts elsewhere; in the order of ``start._open_rank``."""
+        """Take the descriptors of a rank that starts elsewhere; in the order of ``files.open_rank``."""
         host, index = place
         channel, output, second, stacks, *more = descriptors
         shared = rank.has_page + bool(rank.address)  # no other machine can use these
@@ -307,10 +307,10 @@ class Spread(Share):
         except ChannelClosedError:  # the zygote was killed, and the parent half with it, or all have ended
             self._callbacks.unwatch(world.here)
 
-    def _hear(self, line: Line) -> None:
-        shift_s = time.monotonic() - line.now_s  # the message that took the least time tells best
+    def _receive(self, line: Line) -> None:
+        shift_s = time.monotonic() - line.now_s  # the fastest message gives the best estimate
         shift_s = self._shift_s[line.source] = min(shift_s, self._shift_s.get(line.source, shift_s))
-        if (world := self._worlds.get(line.world)) is None:  # abandoned meanwhile
+        if (world := self._worlds.get(line.world)) is None:  # it was just abandoned
             return
         if line.stream is RankStream.GROUP:
             self._pass_on(world, line.source, line.payload)
@@ -318,13 +318,13 @@ class Spread(Share):
             rank.write(line.stream, on_our_clock(line.payload, shift_s))
 
     def _pass_on(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
-        """Pass a zygote's message about its ranks on to the parent half, once all hosts have started theirs."""
-        told: Started | Ended
+        """Pass a zygote's message to the parent half; :class:`Started` once all hosts have started their ranks."""
+        passed: Started | Ended
         if isinstance(message, Started):
             world.started[host] = message
             if len(world.started) < len({host for host, _ in world.order}):
                 return
-            told = Started(
+            passed = Started(
                 tuple(world.started[host].pids[index] for host, index in world.order),
                 next((each.why_interpreter for each in world.started.values() if each.why_interpreter), ""),
                 tuple(self._names[host] for host, _ in world.order),
@@ -338,9 +338,9 @@ class Spread(Share):
 
             left = tuple(replace(each, index=moved(each.index)) for each in message.left_behind)
             time_s = message.time_s + self._shift_s.get(host, 0.0)
-            told = replace(message, index=moved(message.index), left_behind=left, time_s=time_s)
+            passed = replace(message, index=moved(message.index), left_behind=left, time_s=time_s)
         with contextlib.suppress(ChannelClosedError):
-            world.group.send(told)
+            world.group.send(passed)
 
 
 @dataclass
@@ -368,10 +368,10 @@ class FarRanks(Share):
         super().__init__(*more)
         self._zygote, self._environment, self._fail = zygote, environment, fail
 
-    def _hear(self, line: Line) -> None:
+    def _receive(self, line: Line) -> None:
         if isinstance(line.payload, tuple) and line.stream is RankStream.GROUP:
             self._start(line.world, *line.payload)
-        elif world := self._worlds.get(line.world):  # else it was abandoned meanwhile
+        elif world := self._worlds.get(line.world):  # else it was just abandoned
             if line.stream is not RankStream.GROUP:
                 world.ranks[line.index].write(line.stream, line.payload)
             elif line.payload is None:
@@ -398,7 +398,7 @@ class FarRanks(Share):
         close_all(inherited)
 
     def _open_rank(self, world: _FarWorld, order: Order) -> list[int]:
-        """Open this side of a rank that is yet to start; return the descriptors that it inherits, as ``start`` does."""
+        """Open this side of a rank; return the descriptors that the rank inherits, in the parent half's order."""
         ours, theirs = channel_pair()
         output, output_writer = os.pipe()
         stacks, stacks_writer = os.pipe()
@@ -416,7 +416,7 @@ class FarRanks(Share):
         return inherited
 
     def _moved(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
-        """Return the order of a rank for this machine: its environment differs from ours as it does from host 0's."""
+        """Return a rank's order for this machine: the changes of host 0's environment, applied to this machine's."""
         environment, now = dict(self._environment), rank.environment
         for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
             if name not in now:
@@ -428,7 +428,7 @@ class FarRanks(Share):
     def _abandon(self, world: _FarWorld) -> None:
         del self._worlds[world.number]
         self._callbacks.unwatch(world.group)
-        world.group.close()  # the zygote ends and reaps those that still live
+        world.group.close()  # the zygote ends and reaps running ranks
         for rank in world.ranks:
             rank.close()
 
@@ -436,8 +436,8 @@ class FarRanks(Share):
 
     def _on_rank(self, world: _FarWorld, index: int, stream: _Stream, payload: Any) -> None:
         if payload is None and isinstance(stream, RankStream):
-            return  # the zygote reports how the rank has ended
-        if isinstance(payload, Receipt):  # the test may be judged on it, so the rank's output comes first
+            return  # the zygote reports the end of the rank
+        if isinstance(payload, Receipt):  # host 0 may judge the test on receipt, so the rank's output goes first
             world.ranks[index].drain(RankStream.OUTPUT)
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
             others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them

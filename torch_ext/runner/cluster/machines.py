@@ -15,12 +15,12 @@ from typing import Any
 
 from torch_ext import cache
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.messages import Line, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import Line, RunClass, Settings, TimedEvent
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Need, cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
 
-__all__ = ["Machines", "Node", "bundle", "said_in_a_line"]
+__all__ = ["Machines", "Node", "bundle", "in_one_line"]
 
 
 class SupervisorDiedError(RuntimeError):
@@ -43,22 +43,22 @@ class Node:
         self._channel.send(settings)
 
     def ready(self) -> int:
-        """Wait until the supervisor takes classes; return how many devices its ranks must share, 0 where they need not.
-        Call once, before any other method.
+        """Wait until the supervisor takes classes; return the number of devices that its ranks share, 0 without a
+        limit. Call once, before any other method.
 
         Raises:
-            SupervisorDiedError: it cannot load what it needs; its own words are in Ray's log of this machine.
+            SupervisorDiedError: the supervisor cannot load its modules; Ray's log of this machine has its output.
         """
         try:
             return int(self._channel.receive()[0])
         except ChannelClosedError:
-            raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} as it began") from None
+            raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} at its start") from None
 
-    def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[Told]:
+    def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[TimedEvent]:
         """Run a class, or ranks of one, with the actors ``peers`` of all its hosts; yield its events as they happen.
 
         Raises:
-            SupervisorDiedError: that ended before the class was over.
+            SupervisorDiedError: the supervisor ended before the class did.
         """
         try:
             with self._sending:
@@ -84,22 +84,22 @@ class Node:
                 self._channels[number].send(line)
 
     def end(self) -> None:
-        """End the supervisor with all that it has started, and wait until it is gone."""
+        """End the supervisor and its processes, and wait for its end."""
         with self._sending, contextlib.suppress(OSError):
             self._channel.shut()
         self._process.wait()
 
 
-# How long a machine may take until its supervisor has loaded torch, a minute for the simulator's build included.
+# Seconds for a supervisor to load torch, the simulator's build included.
 _READY_S = 600.0
-# How long it may take until its processes have ended.
+# Seconds for a supervisor and its processes to end.
 _END_S = 30.0
 # As on a single machine: ranks wait for one another most of the time.
 _RANKS_PER_CPU = 4
 
 
 class Machines:
-    """Those of ``options.cluster``, which is ``local:N`` or an address that Ray understands.
+    """The machines of ``options.cluster``, which is ``local:N`` or an address that Ray understands.
 
     Raises:
         SetupError: Ray is not installed.
@@ -109,20 +109,21 @@ class Machines:
         try:
             import ray
         except ImportError:
-            told = "--cluster needs Ray, which is not installed here; install it with: pip install ray"
-            raise SetupError(told) from None
-        self.addresses: dict[str, str] = {}  # where others reach each, by its id
-        self.most = 0  # how many there have been at a time
+            raise SetupError(
+                "--cluster needs Ray, which is not installed here; install it with: pip install ray"
+            ) from None
+        self.addresses: dict[str, str] = {}  # by the machine's id
+        self.most = 0  # the largest number of machines so far
         self._largest_cpus, self._devices = 1.0, 0  # of one machine
         self._options = options
         self._ray = ray
         self._cluster: Any = None
         self._connected = False
-        self._actors: dict[str, Any] = {}  # by the id of their machine
-        self._lost: set[str] = set()  # Ray may not have noticed yet
+        self._actors: dict[str, Any] = {}  # by the machine's id
+        self._lost: set[str] = set()  # Ray may still list them
 
     def connect(self, runtime_env: dict[str, Any]) -> None:
-        """Connect to the cluster, once. Start an actor on each of its machines, unless one runs somewhere.
+        """Connect to the cluster, once. Start an actor on each machine, unless there are actors.
 
         Raises:
             SetupError: no machine can run tests.
@@ -159,7 +160,7 @@ class Machines:
         return str(self._cluster.address)
 
     def _look(self) -> list[dict[str, Any]]:
-        """Return what Ray says of each machine that is there and runs tests."""
+        """Return Ray's description of each live machine with a CPU."""
         found = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         self.addresses.update({node["NodeID"]: node["NodeManagerAddress"] for node in found})
         self.most = max(self.most, len(found))
@@ -167,11 +168,11 @@ class Machines:
 
     @property
     def number(self) -> int:
-        """How many there are, without those that have been lost."""
+        """The number of machines, without lost ones."""
         return sum(node["NodeID"] not in self._lost for node in self._look())
 
     def _start(self, ids: Sequence[str]) -> str:
-        """Start an actor on each of these machines; return why one cannot run tests, or an empty string."""
+        """Start an actor on each of these machines; return why one of them cannot run tests, or an empty string."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         ours = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
@@ -187,13 +188,13 @@ class Machines:
             try:
                 self._devices = max(self._devices, self._ray.get(ref, timeout=_READY_S))
                 self._lost.discard(node)
-            except Exception as error:  # an error of its actor, or that the actor is gone
-                refused = refused or f"the machine {node[:12]} cannot run tests: {said_in_a_line(error)}"
+            except Exception as error:  # of the actor, or Ray's for a dead actor
+                refused = refused or f"the machine {node[:12]} cannot run tests: {in_one_line(error)}"
                 del self._actors[node]
         return refused
 
     def has(self, node: str) -> bool:
-        """Return whether the machine runs tests; one that joined late, or has lost its supervisor, begins to."""
+        """Return whether the machine can run tests. Starts an actor on one that joined late or lost its supervisor."""
         if node not in self._actors:
             self._start([node])
         if node not in self.addresses:
@@ -201,14 +202,14 @@ class Machines:
         return node in self._actors and node in self.addresses
 
     def reserve(self, need: Need) -> Any:
-        """Ask Ray for room for a class, on machines of its choice, no two of them the same; return the reservation."""
+        """Ask Ray for room for a class, each host on another machine of Ray's choice; return the reservation."""
         from ray.util import placement_group
 
         resources = bundle(need.of_each_host, self._largest_cpus, self._devices)
         return placement_group([resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK")
 
     def nodes(self, reservation: Any, hosts: int) -> tuple[str, ...]:
-        """Return the ids of the machines of a reservation; none while there is no room."""
+        """Return the ids of the machines of a reservation; an empty tuple while there is no room."""
         from ray.util import placement_group_table
 
         table = placement_group_table(reservation)
@@ -216,55 +217,53 @@ class Machines:
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
     def lose(self, node: str) -> None:
-        """Use the machine no more: it is lost, or its supervisor is."""
+        """Stop using a machine that is lost, or whose supervisor is."""
         self._actors.pop(node, None)
         self._lost.add(node)
 
     def run(self, node: str, order: RunClass, hosts: Sequence[str]) -> Any:
-        """Have the machine run its share of a class; return the stream of events, for :meth:`ready` and
-        :meth:`next_of`.
-        """
+        """Start a machine's share of a class; return the stream of events, for :meth:`ready` and :meth:`next_of`."""
         peers = [self._actors.get(each) for each in hosts] if len(hosts) > 1 else []
         return self._actors[node].run.options(num_returns="streaming").remote(order, peers)
 
     def leave(self, reservation: Any, nodes: Sequence[str], number: int) -> None:
-        """Have the machines end a class, if it has not ended, and give the room of its reservation back."""
+        """End a class on its machines, and return its reservation to Ray."""
         from ray.util import remove_placement_group
 
-        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to give back
+        with contextlib.suppress(Exception):  # the cluster may be gone
             for actor in filter(None, map(self._actors.get, nodes)):
                 actor.pass_on.remote(number, None)
             remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Wait until one of ``streams`` has an event, for so long at most; return those that have."""
+        """Wait at most ``timeout_s`` seconds for an event; return the streams that have one."""
         found, _ = self._ray.wait(list(streams), num_returns=1, timeout=timeout_s, fetch_local=False)
         if found and len(streams) > 1:
             found, _ = self._ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
         return list(found)
 
-    def next_of(self, stream: Any) -> Told:
+    def next_of(self, stream: Any) -> TimedEvent:
         """Return the next event of a stream.
 
         Raises:
-            StopIteration: nothing more.
+            StopIteration: the stream has ended.
             Exception: the machine is lost; Ray's errors have no common base that means this.
         """
-        told: Told = self._ray.get(next(stream))
-        return told
+        event: TimedEvent = self._ray.get(next(stream))
+        return event
 
     def end(self) -> None:
-        """End what runs on them."""
+        """End all actors, with the processes of their machines."""
         actors = list(self._actors.values())
         self._actors = {}
-        with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left to end
+        with contextlib.suppress(Exception):  # the cluster may be gone
             self._ray.wait([actor.end.remote() for actor in actors], num_returns=len(actors), timeout=_END_S)
         for actor in actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """Let go of the cluster, and end it if it is our own. Idempotent."""
+        """Disconnect from the cluster, and end one that this run has started. Idempotent."""
         if self._connected:
             self._connected = False
             self.end()
@@ -274,17 +273,17 @@ class Machines:
             cluster.shutdown()
 
 
-def said_in_a_line(error: Exception) -> str:
-    """Return what an error says, in one line: the last of Ray's, which holds the error of ours."""
+def in_one_line(error: Exception) -> str:
+    """Return one line of an error's text: our own error, which Ray puts last, or else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = [line for line in lines if "Error: " in line]
     return (ours[-1] if ours else lines[0] if lines else type(error).__name__)[:200]
 
 
 def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
-    """Return what a class takes of one machine, in Ray's resources: at most what the largest machine has.
+    """Return the Ray resources that a class needs on one machine, limited to those of the largest machine.
 
-    ``devices``: the most devices that a machine has which ranks must share; 0 where they need not.
+    ``devices``: the largest number of devices that the ranks of a machine share; 0 without a limit.
 
     >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
     ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})

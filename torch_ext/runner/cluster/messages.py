@@ -8,8 +8,8 @@ actor -> supervisor     :class:`Settings` first, then a :class:`RunClass` with a
 supervisor -> actor     the number of its devices
 ======================  =======================================================================
 
-On the channel of a class the supervisor sends :class:`Told`, and None when the class is over. None from the actor ends
-the class. :class:`Line` goes to the supervisor of another host, through the actors of both machines.
+On the channel of a class, the supervisor sends :class:`TimedEvent`, and None at the end of the class. None from the
+actor ends the class. :class:`Line` goes to the supervisor of another host, through the actors of both machines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 
-__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings", "Told"]
+__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings", "TimedEvent"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class RunClass:
-    """Run the tests of one class as its host 0, or ranks of it as another host."""
+    """Run the tests of a class as its host 0, or some of its ranks as another host."""
 
-    number: int  # identifies the class on all of its hosts; a class that runs again gets another number
+    number: int  # identifies this run of the class on all of its hosts
     batch: Batch  # the class, with its need of this machine. Paths of its file are relative to the shipped folder.
-    host: int = 0  # which of its hosts this machine is
-    address: str = ""  # where other machines reach this one
-    names: tuple[str, ...] = ()  # how the report names the machine of each host; empty for a class on one host
+    host: int = 0  # the number of this machine among the hosts of the class
+    address: str = ""  # of this machine, for the others
+    names: tuple[str, ...] = ()  # of the machine of each host, for the report; empty for a class on one host
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ Event = Began | Over | TestResult | Tick | Stalled | Joined | HostFailed
 
 
 @dataclass(frozen=True)
-class Told:
-    """An event of a class. ``now_s`` is the machine's ``time.monotonic``, whose zero is its own."""
+class TimedEvent:
+    """An event of a class. ``now_s`` is ``time.monotonic`` of the machine; machines differ in its zero."""
 
     event: Event
     now_s: float

@@ -1,8 +1,8 @@
 """The process that runs classes on one machine of a cluster: ``python -m torch_ext.runner.cluster.supervisor FD``.
 
-A worker of Ray has threads, and cannot fork ranks; this process has one, and loads neither torch nor Ray. It runs each
-order at once, since Ray has seen to it that there is room. It ends when the actor in front of it does, with all that it
-started and with its temporary folder.
+Ray's workers have threads and cannot fork ranks; this process has one thread, and loads neither torch nor Ray. It
+starts each order at once, since Ray has reserved the room. It ends with its actor, and takes its children and its
+temporary folder along.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import FarRanks, Spread
-from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings, Told
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings, TimedEvent
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
@@ -32,7 +32,7 @@ from torch_ext.world.tree import LoadError, ZygoteDiedError
 
 __all__ = ["main"]
 
-# How many files stay imported of which no class runs.
+# The number of files without a running class that stay imported.
 _IDLE_FILES = 3
 
 
@@ -62,7 +62,6 @@ class _Supervisor:
         self._options = replace(settings.options, root=Path.cwd(), show_output=False)
         environment = shared_environment(self._options.environment())
         self._zygotes = RunZygotes(self._options, environment, folder)
-        self._zygotes.copies = True
         here = TestFile("", Path.cwd(), "", Path.cwd())
         devices = ask_for_devices(self._zygotes.root(here), environment)
         self._machine = Machine(folder, environment, devices, self._options.slots)
@@ -70,11 +69,11 @@ class _Supervisor:
         self._loop = Loop()
         self._over = False
         self._shares: dict[int, Spread | FarRanks] = {}
-        self._used: dict[str, int] = {}  # file -> how many of its classes run, the one that was used last at the end
+        self._used: dict[str, int] = {}  # number of running classes by file, the last used file last
         channel.send(devices.number)
 
     def serve(self) -> None:
-        """Take orders, and run what they say, until the channel closes."""
+        """Run orders until the channel closes."""
         try:
             self._loop.add(self._take_orders())
             while not self._over:
@@ -95,9 +94,9 @@ class _Supervisor:
             self._loop.add(self._listen(order, Channel.from_descriptor(descriptors[0])))
 
     def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
-        """Run a class, and take the messages of its other hosts, until the actor ends it or lets go of its channel."""
+        """Run a class and pass it the messages of its other hosts, until the actor ends it or closes its channel."""
 
-        def send(message: Told | Line | None) -> None:
+        def send(message: TimedEvent | Line | None) -> None:
             with contextlib.suppress(ChannelClosedError):  # the actor is gone
                 channel.send(message)
 
@@ -112,14 +111,14 @@ class _Supervisor:
                 break
             if line is None:
                 break
-            if share := self._shares.get(order.number):  # else it has ended meanwhile
+            if share := self._shares.get(order.number):  # else the class has just ended
                 share.take(line)
         self._loop.end(run)
         channel.close()
 
-    def _obey(self, order: RunClass, send: Callable[[Told | Line | None], None]) -> Task[None]:
-        def tell(event: Event) -> None:
-            send(Told(event, time.monotonic()))
+    def _obey(self, order: RunClass, send: Callable[[TimedEvent | Line | None], None]) -> Task[None]:
+        def report(event: Event) -> None:
+            send(TimedEvent(event, time.monotonic()))
 
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
@@ -129,14 +128,13 @@ class _Supervisor:
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
             if order.host:
-                yield from self._join(order, batch, place, tell, send)
+                yield from self._join(order, batch, place, report, send)
             else:
                 place = self._spread(order, place, send) if order.names else place
-                yield from ClassRunner(self._zygotes, place, batch, self._options, tell).run()
+                yield from ClassRunner(self._zygotes, place, batch, self._options, report).run()
         finally:
             if share := self._shares.pop(order.number, None):
                 share.close()
-            self._zygotes.leave(batch)
             place.leave()
             if self._slots:
                 self._slots.give_back(taken)
@@ -145,28 +143,29 @@ class _Supervisor:
             send(None)
 
     def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
-        """Return the place of a class whose host 0 this machine is."""
+        """Return the place of a class that has this machine as its host 0."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
         self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, send)
         self._loop.add(spread.serve())
         return place._replace(environment=environment, add_client=spread.add_client)
 
     def _join(
-        self, order: RunClass, batch: Batch, place: Place, tell: Callable[[Event], None], send: Callable[[Line], None]
+        self, order: RunClass, batch: Batch, place: Place, report: Callable[[Event], None], send: Callable[[Line], None]
     ) -> Task[None]:
-        """Run ranks of a class of which another machine is host 0."""
+        """Run ranks of a class that has its host 0 on another machine."""
         try:
-            zygote = yield from self._zygotes.of_class(batch)
+            zygote = yield from self._zygotes.copy_of(batch.file)
         except (LoadError, ZygoteDiedError) as error:
-            tell(HostFailed(str(error).rstrip().rpartition("\n")[2]))
+            report(HostFailed(str(error).rstrip().rpartition("\n")[2]))
             return
         environment = {**place.environment, **interface_variables(order.address, place.environment)}
         ranks = FarRanks(
-            zygote, environment, lambda why: tell(HostFailed(why, lost=True)), order.number, order.host, send
+            zygote, environment, lambda why: report(HostFailed(why, lost=True)), order.number, order.host, send
         )
         self._shares[order.number] = ranks
-        tell(Joined())
-        yield from ranks.serve()
+        report(Joined())
+        with contextlib.closing(zygote):
+            yield from ranks.serve()
 
     def _forget_files(self, last: TestFile) -> None:
         idle = [name for name, running in self._used.items() if not running and name != last.name]

@@ -23,7 +23,7 @@ from torch_ext.results import (
     TestResult,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import COLUMNS, ReportFile, Tally, counts
+from torch_ext.runner.reporters.tally import COLUMNS, ReportFile, Tally, counts
 from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Outcome
 

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from torch_ext.results import Died, Raised, RanksFailed, Status, TestName, TestResult
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.base import ReportFile, Tally
+from torch_ext.runner.reporters.tally import ReportFile, Tally
 from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Ending
 from torch_ext.world.wording import printable

@@ -1,4 +1,4 @@
-"""What a user reads of a run: progress, each failure as it happens, and the summary."""
+"""What a user reads of a run: progress, each failure as it happens, and the summary; and annotations of GitHub's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import TextIO
 
 from torch_ext.results import (
     Began,
     Died,
     Event,
+    Over,
     Problem,
     Raised,
     RanksFailed,
@@ -25,17 +26,12 @@ from torch_ext.results import (
     TestResult,
 )
 from torch_ext.runner.options import TABLE, RunOptions
-from torch_ext.runner.reporters.base import COLUMNS, Tally, counts, writing
-from torch_ext.runner.schedule import Batch, Plan
+from torch_ext.runner.reporters.tally import COLUMNS, Tally, counts, writing
+from torch_ext.runner.schedule import Batch
 from torch_ext.world.verdict import end_of_output, render
 from torch_ext.world.wording import printable
 
-__all__ = ["StyledWriter", "TextReporter", "describe_failure", "is_live", "rerun_command"]
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
+__all__ = ["TextReporter", "Writer", "annotate", "annotation", "describe_failure", "is_live", "rerun_command"]
 
 # What a command that runs a test again repeats.
 _CONDITIONS = {
@@ -94,17 +90,22 @@ def rerun_command(options: RunOptions, test: TestName) -> str:
     return shlex.join(filter(None, words))
 
 
+# The terminal's codes of the styles that a report uses.
+_CODES = {"green": "32", "yellow": "33", "bold": "1", "dim": "2", "bold red": "1;31", "bold yellow": "1;33"}
+_COLORS = frozenset(("green", "yellow", "bold red", "bold yellow"))
+_STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
+
+
 def is_live(stream: TextIO) -> bool:
     """Whether ``stream`` is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-class StyledWriter:
-    """Writes lines to ``stream``.
+class Writer:
+    """Writes lines to ``stream``, on a terminal with styles. A pipe gets the text and nothing else.
 
-    Rich serves for the colors of a terminal only. A pipe gets the text and nothing else, and does not pay for the
-    import (0.1 s). The message of a failed test never passes through rich, which would expand tabs. Control characters
-    are spelt out, wherever they come from, so that no test commands the terminal.
+    Spells out control characters, wherever they come from, so that no test commands the terminal. The terminal wraps
+    long lines itself: a test's name that was cut or broken cannot be copied.
 
     Every method raises :class:`OutputError` where the stream takes no more, and ``BrokenPipeError`` where its reader
     has left.
@@ -112,35 +113,19 @@ class StyledWriter:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._has_styles = is_live(stream)
         # Makes what is entered around each write, such as what takes a live view aside
         self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.wrote_s = time.monotonic()  # when a line was written last, by `time.monotonic`
-        self._console: Console | None = None
-        if stream.isatty():
-            from rich.console import Console
-
-            self._console = Console(file=stream)
 
     def line(self, *parts: str | tuple[str, str]) -> None:
-        """Write one line. A part is a text, or a text and the rich style in which a terminal shows it."""
+        """Write one line. A part is a text, or a text and the style in which a terminal shows it."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        styled = [(self._encodable(text), style) for text, style in pairs]
-        if self._console is None:
-            self.verbatim("".join(text for text, _ in styled))
-            return
-        from rich.text import Text
-
-        # Unlike a string, Text is never read as markup: "[rank 0]" stays. The terminal wraps long lines itself, since a
-        # test's name that was cut or broken cannot be copied.
-        with self._guarded():
-            self._console.print(Text.assemble(*styled), soft_wrap=True)
+        self._write("".join(self.styled(self._encodable(text), style) for text, style in pairs))
 
     def verbatim(self, text: str) -> None:
         """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
-        text = self._encodable(text)
-        with self._guarded():
-            self._stream.write(text if text.endswith("\n") else f"{text}\n")
-            self._stream.flush()
+        self._write(self._encodable(text).removesuffix("\n"))
 
     def show(self, text: str) -> None:
         """Write ``text``, which moves the cursor, if that is possible: the report itself finds out if it is not."""
@@ -149,63 +134,56 @@ class StyledWriter:
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
 
-    def styled(self, text: Text) -> str:
-        """Return ``text`` as the terminal is to get it; without its styles where there is none, or none is wanted."""
-        if self._console is None:
-            return text.plain
-        with self._console.capture() as captured:
-            self._console.print(text, soft_wrap=True, end="")
-        return captured.get()
+    def styled(self, text: str, style: str) -> str:
+        """Return ``text`` as the terminal is to get it; as it is where there is none, or no color is wanted."""
+        if not self._has_styles or not style or (style in _COLORS and os.environ.get("NO_COLOR")):
+            return text
+        return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _write(self, text: str) -> None:
         self.wrote_s = time.monotonic()
         with writing("the report cannot be written"), self.guard():
-            yield
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def _encodable(self, text: str) -> str:
         encoding = self._stream.encoding or "utf-8"
         return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
-_STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
-
-
 class TextReporter:
     """Prints results as they come, and a summary at the end of the run.
 
     Args:
+        tally: the results so far; it has counted each event before this reporter gets it.
         notes: sentences to begin with, such as how tests were chosen.
         announce: print a line when a class begins, unless the report is quiet.
     """
 
     def __init__(
-        self, plan: Plan, options: RunOptions, stream: TextIO, notes: Sequence[str] = (), *, announce: bool = True
+        self, tally: Tally, options: RunOptions, out: Writer, notes: Sequence[str] = (), *, announce: bool = True
     ) -> None:
-        self._progress = Tally(plan)
-        self._plan = plan
+        self._tally = tally
         self._options = options
         self._announce = announce and options.verbosity >= 0
-        self._out = StyledWriter(stream)
+        self._out = out
         self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
         self._start_s = time.monotonic()
         for note in notes:
             self._out.line(note)
 
-    @property
-    def writer(self) -> StyledWriter:
-        """The writer of this report. Every other text on its stream goes through the same writer."""
-        return self._out
-
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RoundBegan):
-            self._unfinished()
-        self._progress(event)
         if isinstance(event, Began):
             self._begin(event)
         elif isinstance(event, TestResult):
             self._add(event)
+        elif isinstance(event, Over):
+            batch = self._tally.batch_of(event.test)
+            if batch is not None and not (
+                self._options.failfast and self._missing(batch)
+            ):  # it may go on after a flake
+                self._class_line(batch)
         elif isinstance(event, Stalled):
             self._out.verbatim(f"{event.test.id}: {event.text}")
         elif isinstance(event, RoundBegan):
@@ -220,7 +198,7 @@ class TextReporter:
         if began.test.method or began.test in self._begun or not self._announce:
             return
         self._begun.add(began.test)
-        total = len(self._plan.batches)
+        total = len(self._tally.plan.batches)
         number = f"[{len(self._begun):>{len(str(total))}}/{total}]"
         self._out.line((number, "dim"), f" {began.test.id}")
 
@@ -232,37 +210,31 @@ class TextReporter:
             self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
         elif result.status.counted is Status.FAILED:
             self._failure(result)
-        batch = self._progress.batch_of(result.test)
-        if batch is not None and not self._progress.missing_of(batch):
-            self._batch_line(batch)
 
     def _finish(self, interrupted: bool) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if
         any is.
         """
-        self._unfinished()
+        for batch in self._tally.plan:
+            if self._tally.results_of(batch):
+                self._class_line(batch)
         self._skips()
-        self._grouped("Warnings", (text for result in self._progress.results for text in result.warnings))
+        self._grouped("Warnings", (text for result in self._tally.results for text in result.warnings))
         self._named_again("Flaky:", Status.FLAKY)
         self._named_again("Failed:", Status.FAILED)
         self._not_run(interrupted)
         self._out.line(f"{self._ran()} in {time.monotonic() - self._start_s:.2f} s")
-        found = counts(self._progress.results)
+        found = counts(self._tally.results)
         columns = [column for column in COLUMNS if column is not Status.FLAKY or found[column]]
-        self._out.line(*_joined(_columns(self._progress.results, columns)))
-
-    def _unfinished(self) -> None:
-        for batch in self._plan:
-            if self._progress.results_of(batch):
-                self._batch_line(batch)
+        self._out.line(*_joined(_columns(self._tally.results, columns)))
 
     def _ran(self) -> str:
         whole = Counter[tuple[str, str]]()
-        for result in self._progress.results:
+        for result in self._tally.results:
             if not result.test.method:
                 verb = "skipped" if result.status is Status.SKIPPED else "failed"
                 whole["class" if result.test.cls else "file", verb] += 1
-        said = [f"Ran {_tests(len(self._progress.results) - whole.total())}"]
+        said = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
         for (kind, verb), number in sorted(whole.items(), reverse=True):
             said.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
         return "; ".join(said)
@@ -281,21 +253,24 @@ class TextReporter:
         self._out.line(f"rerun: {rerun_command(self._options, result.test)}")
         self._out.line()
 
-    def _batch_line(self, batch: Batch) -> None:
+    def _missing(self, batch: Batch) -> int:
+        return sum(test in self._tally.waiting for test in batch.tests)
+
+    def _class_line(self, batch: Batch) -> None:
         if self._options.verbosity != 0 or batch in self._printed:
             return
         self._printed.add(batch)
-        results = self._progress.results_of(batch)
+        results = self._tally.results_of(batch)
         columns = _columns(results, [column for column in COLUMNS if counts(results)[column]])
-        if missing := self._progress.missing_of(batch):
+        if missing := self._missing(batch):
             columns.append((f"{missing} not run", "yellow"))
         duration_s = sum(result.duration_s for result in results)
         self._out.line(f"{batch.file.name}::{batch.cls}  ", *_joined(columns), f"  {duration_s:.2f} s")
 
     def _skips(self) -> None:
-        skipped = [result for result in self._progress.results if result.status is Status.SKIPPED]
+        skipped = [result for result in self._tally.results if result.status is Status.SKIPPED]
         self._grouped("Skipped", (result.reason or "no reason given" for result in skipped))
-        if skipped and len(skipped) == len(self._progress.results):
+        if skipped and len(skipped) == len(self._tally.results):
             self._out.line(("Nothing ran: every test was skipped.", "yellow"))
 
     def _grouped(self, title: str, texts: Iterable[str]) -> None:
@@ -306,7 +281,7 @@ class TextReporter:
             self._out.line(f"{number:6}  {text}")
 
     def _named_again(self, title: str, status: Status) -> None:
-        named = [result.test.id for result in self._progress.results if result.status.counted is status]
+        named = [result.test.id for result in self._tally.results if result.status.counted is status]
         if named:
             self._out.line((title, _STYLES[status]))
         for name in named:
@@ -315,8 +290,8 @@ class TextReporter:
     def _not_run(self, interrupted: bool) -> None:
         if interrupted:
             self._out.line(("Interrupted.", "bold yellow"))
-        missing = self._progress.missing()
-        if not self._progress.results:
+        missing = self._tally.missing()
+        if not self._tally.results:
             self._out.line(("Nothing ran.", "bold yellow"))
         if missing:
             self._out.line((f"Not run: {_tests(len(missing))}, the first of them {missing[0].id}", "bold yellow"))
@@ -337,3 +312,37 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
     for part in parts:
         line += [", ", part] if line else [part]
     return line
+
+
+# Of one of GitHub's annotations, lines on stdout that it shows beside the code; ten of a step for each level.
+_MOST_CHARACTERS = 4000
+
+
+def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
+    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. At the end of the run, no other
+    output stands between them.
+    """
+    for result in tally.results:
+        file = os.path.normpath(os.path.join(root, result.test.file))
+        if result.status is Status.FLAKY:
+            text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
+            out.verbatim(annotation("warning", file, f"flaky: {result.test.id}", text))
+        elif result.status.counted is Status.FAILED:
+            out.verbatim(annotation("error", file, result.test.id, describe_failure(result)))
+
+
+def annotation(level: str, file: str, title: str, text: str) -> str:
+    r"""Return the line that GitHub's runner obeys.
+
+    >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
+    '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
+    """
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")

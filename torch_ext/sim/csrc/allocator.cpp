@@ -561,9 +561,10 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
 }
 
 void install_allocator() {
-  c10::SetAllocator(kSim, device_allocator());
-  // See Note [All memory in the arena]. Torch registers its own allocator with priority 0; a higher one wins and stays.
+  // See Note [All memory in the arena]. Torch registers its own allocators with priority 0; a higher one wins, and
+  // stays.
   constexpr uint8_t kPriority = 1;
+  c10::SetAllocator(kSim, device_allocator(), kPriority);
   c10::SetCPUAllocator(new HostOverride(c10::GetCPUAllocator()), kPriority);
 }
 

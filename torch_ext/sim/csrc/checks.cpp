@@ -177,9 +177,13 @@ c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
   DeviceCheck check(facts, schema);
   int named = -1;
+  bool has_tensor = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& value = arguments[i];
-    for_each_tensor(value, [&](const at::Tensor& tensor) { check.see(tensor, i, /*in_list=*/!value.isTensor()); });
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      check.see(tensor, i, /*in_list=*/!value.isTensor());
+      has_tensor = true;
+    });
     if (value.isDevice() && value.toDevice().type() == kSim) {
       named = checked_index(value.toDevice());
     }
@@ -188,6 +192,10 @@ c10::DeviceIndex common_device(
   if (found >= 0) {
     return static_cast<c10::DeviceIndex>(found);
   }
+  // A generator of the device alone leads the dispatcher here.
+  TORCH_CHECK(
+      !has_tensor || facts.generator < 0,
+      "Expected a 'cpu' device type for generator but found '" SIM_NAME "'"); // the words of the host's kernels
   return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
 }
 

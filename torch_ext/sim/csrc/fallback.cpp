@@ -10,6 +10,7 @@
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
+#include "replaced_kernels.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -168,6 +169,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  replace_kernels<&run_on_host, c10::DispatchKey::PrivateUse2>(c10::DispatchKey::SIM_KEY);
 }
 
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,

@@ -22,6 +22,7 @@
 #include "checks.h"
 #include "device.h"
 #include "kernel.h"
+#include "replaced_kernels.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -147,22 +148,28 @@ void run_code_of_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(host), stack);
 }
 
+using Names = std::initializer_list<const char*>;
+
 template <c10::DispatchKey host>
-void run_code_of_host(torch::Library& m, std::initializer_list<const char*> names) {
+void run_code_of_host(torch::Library& m, Names names) {
   for (const char* name : names) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_code_of_host<host>>());
   }
 }
 
-// Registers run_on_copies for the operators that the host has a kernel for in this layout, and that torch also composes
-// of others for any device. A fallback does not come before such a composition, which does not know the layout: it
-// returned a sum that was not summed, and made results in the layout of the first argument whatever their own is.
-void run_composed_on_copies(torch::Library& m, c10::DispatchKey host, c10::DispatchKey here) {
+// Registers run_code_of_host for `parts`, and run_on_copies for the other operators that the host has a kernel for in
+// this layout, and that torch also composes of others for any device. A fallback does not come before such a
+// composition, which does not know the layout: it returned a sum that was not summed, and made results in the layout of
+// the first argument whatever their own is.
+template <c10::DispatchKey host>
+void run_layout(torch::Library& m, Names parts) {
+  run_code_of_host<host>(m, parts);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(host)) {
     const auto op = dispatcher.findOp(name);
+    const auto is_it = [&name](const char* part) { return toString(name) == c10::str("aten::", part); };
     if (name.getNamespace() != "aten" || !op.has_value() || !op->hasKernelForDispatchKey(host) ||
-        op->hasKernelForDispatchKey(here)) {
+        std::any_of(parts.begin(), parts.end(), is_it)) {
       continue;
     }
     if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
@@ -244,31 +251,32 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, SIM_SPARSE_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
+  replace_kernels<&run_on_copies, c10::DispatchKey::SparsePrivateUse2>(c10::DispatchKey::SIM_SPARSE_KEY);
 }
 
 TORCH_LIBRARY_IMPL(_, SIM_SPARSE_CSR_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
+  replace_kernels<&run_on_copies, c10::DispatchKey::SparseCsrPrivateUse2>(c10::DispatchKey::SIM_SPARSE_CSR_KEY);
 }
 
 TORCH_LIBRARY_IMPL(_, SIM_NESTED_KEY, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
+  replace_kernels<&run_on_buffers, c10::DispatchKey::NestedTensorPrivateUse2>(c10::DispatchKey::SIM_NESTED_KEY);
 }
 
 TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_KEY, m) {
-  run_code_of_host<c10::DispatchKey::SparseCPU>(
+  run_layout<c10::DispatchKey::SparseCPU>(
       m,
       {"_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "empty.memory_format", "empty_like",
        "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
        "sparse_resize_", "sparse_resize_and_clear_", "copy_", "copy_sparse_to_sparse_"});
-  run_composed_on_copies(m, c10::DispatchKey::SparseCPU, c10::DispatchKey::SIM_SPARSE_KEY);
 }
 
 TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_CSR_KEY, m) {
-  run_code_of_host<c10::DispatchKey::SparseCsrCPU>(
+  run_layout<c10::DispatchKey::SparseCsrCPU>(
       m,
       {"empty.memory_format", "empty_like", "sparse_dim", "dense_dim", "_nnz", "crow_indices", "col_indices",
        "ccol_indices", "row_indices", "values", "copy_"});
-  run_composed_on_copies(m, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::SIM_SPARSE_CSR_KEY);
 }
 
 // Those that have a decomposition, too, which is for dense tensors and goes before a fallback.

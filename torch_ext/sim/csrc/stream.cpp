@@ -391,6 +391,8 @@ void tell_host_blocks(std::string_view what) {
 
 namespace c10d {
 namespace {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, torch_ext::sim::kSim, torch_ext::sim::ReducerTimer);
+// Preferred to the timer of builds with CUDA's kernels.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    TimerRegistry, torch_ext::sim::kSim, c10::REGISTRY_PREFERRED, torch_ext::sim::ReducerTimer);
 } // namespace
 } // namespace c10d

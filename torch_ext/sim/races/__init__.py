@@ -24,14 +24,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from torch_ext.sim import _native
+from torch_ext.sim._patches import wrap
 from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
 from torch_ext.sim.races._known import KnownRace, known_races
 from torch_ext.sim.races._report import render
-from torch_ext.sim.races._saved import see_saved_storages
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
 from torch_ext.sim.races._schedule import asked as asked_schedule
 from torch_ext.sim.races._threads import AroundCollectives, as_rank, watch_handovers
@@ -327,11 +328,28 @@ def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
 
 def check_program() -> None:
     """Check this process until it ends if ``TORCH_EXT_RACES`` asks for it. Called once, on registration."""
-    see_saved_storages()
+    _report_saved_storages()
     asked = mode()
     if asked != "off":
         start()
         atexit.register(_end_program, asked)
+
+
+def _report_saved_storages() -> None:
+    """Report to every check, from now on, the host's storages that are written to files.
+
+    ``torch.save``, checkpoints and ``all_gather_object`` read all bytes of a tensor's storage past torch's dispatcher.
+    """
+
+    def write(original: Callable[..., Any], *args: Any) -> Any:
+        storage = next((each for each in args if isinstance(each, torch.UntypedStorage)), None)
+        if storage is not None and storage.device.type == "cpu" and _native.is_checking_races():
+            whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            _native.use_tensors("save", [whole], False)
+        return original(*args)
+
+    wrap(torch.UntypedStorage, "_write_file")(write)
+    wrap(torch._C.PyTorchFileWriter, "write_record")(write)
 
 
 def _end_program(asked: str) -> None:

@@ -112,9 +112,9 @@ def run_in_copy(copy: Path, file: str, device: str, tests: Sequence[str] = (), t
     """Run test file ``file`` of ``copy`` on ``cpu`` or ``sim``, all of it or the tests named ``Class.test``."""
     code, text = _python(copy, [str(copy / file), *tests], device, timeout_s)
     count = re.search(r"^Ran (\d+) tests?", text, re.MULTILINE)
-    told = dict(re.findall(r"(failures|errors|skipped|unexpected successes)=(\d+)", text.split("\nRan ")[-1]))
-    total, skipped = int(count[1]) if count else 0, int(told.pop("skipped", 0))
-    failed = sum(map(int, told.values()))
+    counts = dict(re.findall(r"(failures|errors|skipped|unexpected successes)=(\d+)", text.split("\nRan ")[-1]))
+    total, skipped = int(count[1]) if count else 0, int(counts.pop("skipped", 0))
+    failed = sum(map(int, counts.values()))
     if not count or (code and not failed):
         failed = 1  # the process died, or never started
     return Run(file, device, max(total - skipped - failed, 0), failed, skipped, text[-8000:])

@@ -1,13 +1,13 @@
-"""Finds what a change needs upstream, as a linker does: each name that it uses is upstream's, or goes along.
+"""Resolves the names that a change uses, as a linker does: each is upstream's, or its definition is exported too.
 
-Note [What goes where]
-~~~~~~~~~~~~~~~~~~~~~~
+Note [Where definitions go]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A module of ours whose counterpart upstream has is merged into it, definition by definition; a module of ``_fsdp`` is
 merged into ``common_fsdp``. A module that upstream lacks goes whole, as a file.
 
 A name that upstream's counterpart has is upstream's: its definition wins, and ours stays here. A name that it lacks
-goes along with all that it uses. A method that a test calls on itself, and that upstream's class lacks, goes into that
-class.
+is exported with all names that it uses. A method that a test calls on itself, and that upstream's class lacks, goes
+into that class.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _is_ours(dotted: str) -> bool:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Our ``module.name``, which line ``line`` calls ``local``. ``through``: as an attribute of its module."""
+    """A use in line ``line`` of our ``module.name`` as ``local``. ``through``: as an attribute of its module."""
 
     module: str
     name: str
@@ -43,14 +43,14 @@ class _Wanted:
 
 
 class Linker:
-    """Collects ``targets``, by upstream's module, and ``problems``, a line for each thing that cannot go upstream."""
+    """Collects ``targets``, by upstream's module, and ``problems``, a line for each name or file that cannot go."""
 
     def __init__(self, ours: Tree, theirs: Tree) -> None:
         self.ours, self.theirs = ours, theirs
         self.targets: dict[str, Target] = {}
         self.problems: list[str] = []
 
-    # What goes.
+    # Definitions to export
 
     def add_file(self, name: str) -> None:
         """Export module ``name``: as a file or, if upstream has that file, the names that upstream's lacks."""
@@ -72,9 +72,7 @@ class Linker:
     def add_name(self, module: str, name: str) -> None:
         """Export a definition, unless upstream has it."""
         found = self.ours.find(module, name)
-        if found is None:
-            self.problems.append(f"{module} has no {name}")
-        elif (target := self._target_for(found[0].name)).whole is None:
+        if found is not None and (target := self._target_for(found[0].name)).whole is None:
             self._add_definition(target, *found)
 
     def add_member(self, module: Module, definition: Definition, name: str) -> None:
@@ -90,7 +88,7 @@ class Linker:
                     self._add_member(target, module, definition, name, definition.name)
 
     def _add_definition(self, target: Target, home: Module, definition: Definition) -> str:
-        """Have a definition go along, and return its name upstream."""
+        """Export a definition, and return its name upstream."""
         key = (home.name, definition.name)
         if key not in target.pieces:
             name = self._free_name(target, home, definition.name)
@@ -131,23 +129,20 @@ class Linker:
             for place, (below, each) in enumerate(lines):
                 if self._is_shared(below, each) and name in members_of(self.ours, below, each):
                     theirs = self.theirs.find(self.place(below.name), each.name)
-                    # A class below, which goes along, may define the method.
+                    # A class below, which is exported, may define the method.
                     defined = any(name in lower.members() for _, lower in lines[:place])
                     if theirs is not None and name not in members_of(self.theirs, *theirs) and not defined:
                         self._add_needed(name, home, statement, self._target_at(theirs[0].name), each.name)
                     break
 
     def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
-        if name in spelled.MEMBERS:
-            there, owner = self._definition(spelled.MEMBERS[name])
-            self._add_member(target, there, owner, name, into)
-        elif advice := spelled.advice_for(home.name):
+        if advice := spelled.advice_for(home.name):
             self.problems.append(f"{into}.{name}, which a test calls, is not in upstream's class: {advice}")
         else:
             owner = next(each for each in home.definitions.values() if statement in each.members().values())
             self._add_member(target, home, owner, name, into)
 
-    # Where it goes.
+    # Their place upstream
 
     def place(self, module: str) -> str:
         """Return upstream's name for a module of ours, whether or not upstream has it."""
@@ -182,10 +177,10 @@ class Linker:
                 self._need_members(module, Definition(statement.name, statement), statement)
         self._link(piece)
 
-    # What it says there.
+    # Their text there
 
     def _link(self, piece: Piece) -> None:
-        """Add to ``piece`` the edits that turn our words into upstream's."""
+        """Add to ``piece`` the edits that turn our names into upstream's."""
         for statement in piece.statements:
             for node in ast.walk(statement):
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_ours(node, piece.module):
@@ -221,7 +216,7 @@ class Linker:
             piece.edits.append(replace_node(spine[0], text))
 
     def _link_attribute(self, use: Use, home: str, piece: Piece) -> None:
-        """Link an attribute of our module ``home``, which is what ``use`` names."""
+        """Link an attribute of our module ``home``, which ``use`` names."""
         attribute = use.spine[1] if len(use.spine) > 1 else None
         if not isinstance(attribute, ast.Attribute):
             where = f"{path_of(piece.module.name)}.py:{use.line}"
@@ -242,7 +237,7 @@ class Linker:
             piece.edits.append(replace_node(attribute, text))
 
     def _spelled(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
-        """Return the edit to upstream's own words, for what upstream does not have as a name."""
+        """Return the edit to an expression of upstream's, where it has no such name."""
         words, best = self._site(module, name), None
         for place, node in enumerate(spine):
             if place:
@@ -262,16 +257,13 @@ class Linker:
         found = self.ours.find(module, name)
         return f"{found[0].name if found else module}.{name}"
 
-    def _definition(self, place: str) -> tuple[Module, Definition]:
-        module, _, name = place.partition(":")
+    def _stand_in(self, site: str, place: str) -> str:
+        """Export the stand-in for one of our helpers to ``place``, and return its name."""
+        module, _, name = spelled.STAND_INS[site].partition(":")
         found = self.ours.find(module, name)
         if found is None:
-            raise AssertionError(f"there is no {place}")
-        return found
-
-    def _stand_in(self, site: str, place: str) -> str:
-        """Have the stand-in for one of our helpers go to ``place``, and return its name."""
-        return self._add_definition(self._target_at(place), *self._definition(spelled.STAND_INS[site]))
+            raise AssertionError(f"there is no {spelled.STAND_INS[site]}")
+        return self._add_definition(self._target_at(place), *found)
 
     def _named(self, use: _Wanted, piece: Piece) -> str:
         """Return upstream's name for ours, and import it into the file."""
@@ -286,7 +278,7 @@ class Linker:
         for front in (self.place(module), self.place(home)):
             if self._has(front, name) and not _is_private(found, use):
                 return local if use.through else self._reach(target, front, name, local)
-        if found is not None and _is_ours(home) and found[0].name == home:
+        if found is not None and not home.startswith("torch.") and found[0].name == home:
             return self._along(found, use, piece)
         here = self.ours.module(module)
         if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):
@@ -295,7 +287,7 @@ class Linker:
         return local
 
     def _along(self, found: tuple[Module, Definition], use: _Wanted, piece: Piece) -> str:
-        """Have a definition that upstream lacks go along, and return its name there."""
+        """Export a definition that upstream lacks, and return its name there."""
         home, name, local, target = found[0].name, use.name, use.local, piece.target
         if advice := spelled.advice_for(home):
             self.problems.append(f"{_place(use, piece)} uses {name}, which upstream has not: {advice}")
@@ -355,7 +347,7 @@ def _place(use: _Wanted, piece: Piece) -> str:
 
 
 def _is_private(found: tuple[Module, Definition] | None, use: _Wanted) -> bool:
-    """Whether our module keeps the name to itself, so that upstream's name like it is another one."""
+    """Whether the name is private to our module, so that upstream's equal name is another one."""
     if found is None or use.name in (found[0].all or ()):
         return False
     return found[0].name.startswith(_FSDP_ROOMS) or (use.name.startswith("_") and not use.through)

@@ -56,7 +56,7 @@ def sorted_imports(text: str, rules: str = "I") -> str:
 def _through(*command: str, text: str) -> str:
     done = _ruff(*command, "--isolated", "--quiet", "-", text=text)
     if done.returncode:
-        raise ValueError(f"ruff cannot read what was made:\n{done.stderr}\n{text}")
+        raise ValueError(f"ruff cannot read the exported text:\n{done.stderr}\n{text}")
     return done.stdout
 
 
@@ -68,12 +68,12 @@ def problems(files: Mapping[str, str], before: Mapping[str, str], config: str | 
         before: the texts of those that upstream has.
         config: the checkout's ``pyproject.toml``, for ruff; None for a few rules that upstream has.
     """
-    old = Counter((path, told) for path, _, told in _complaints(before, config))
+    old = Counter((path, complaint) for path, _, complaint in _complaints(before, config))
     found = []
-    for path, line, told in _complaints(files, config):
-        old[path, told] -= 1
-        if old[path, told] < 0:
-            found.append(f"{path}:{line}: {told}")
+    for path, line, complaint in _complaints(files, config):
+        old[path, complaint] -= 1
+        if old[path, complaint] < 0:
+            found.append(f"{path}:{line}: {complaint}")
     return found
 
 

@@ -38,7 +38,7 @@ def uses(
     """Yield the uses of names that no function or class inside ``node`` binds.
 
     Args:
-        node: what is searched.
+        node: the tree to search.
         bound: names of the functions around.
         in_class: names of the class body around, which the functions in that body do not see.
         around: the attributes and calls on ``node``.
@@ -119,7 +119,7 @@ def replace_lines(first: int, last: int, text: str = "") -> Edit:
 
 
 def renamed(node: ast.stmt, old: str, name: str) -> Edit:
-    """Return the edit that renames what ``node`` defines as ``old``."""
+    """Return the edit that renames the definition ``old`` of ``node``."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
         start = node.col_offset + len(keyword)

@@ -1,13 +1,11 @@
-"""Tables of the export: upstream's expressions for our helpers, stand-ins, and what never goes upstream."""
+"""Tables of the export: upstream's expressions for our helpers, stand-ins, and modules that never go upstream."""
 
 from __future__ import annotations
 
-__all__ = ["ADVICE", "EXPRESSIONS", "MEMBERS", "STAND_INS", "advice_for"]
+__all__ = ["ADVICE", "EXPRESSIONS", "STAND_INS", "advice_for"]
 
 _FSDP = "torch.testing._internal.common_fsdp"
 _OURS = "torch_ext.testing._internal"
-
-
 _TYPE = '(torch.accelerator.current_accelerator() or torch.device("cpu")).type'
 _DEVICE, _ACCELERATOR = f"{_OURS}._fsdp.device", "torch_ext.accelerator"
 
@@ -28,19 +26,12 @@ EXPRESSIONS: dict[str, tuple[str, str]] = {
     f"{_ACCELERATOR}.capabilities().device_sleep": ('hasattr(torch.get_device_module(), "_sleep")', "torch"),
 }
 
-_STAND_INS = "torch_ext.upstream.export.stand_ins"
-
 # Definitions that go in place of ours, which need the engine.
 STAND_INS: dict[str, str] = {
-    f"{_OURS}.hypothesis_utils.across_ranks": f"{_STAND_INS}:across_ranks",
+    f"{_OURS}.hypothesis_utils.across_ranks": "torch_ext.upstream.export.stand_ins:across_ranks",
 }
 
-# The same for methods that upstream's class of the same name lacks.
-MEMBERS: dict[str, str] = {
-    "skip_check": f"{_STAND_INS}:Subtests",
-}
-
-# Modules that stay here, and what to do instead.
+# Modules that stay here, and advice.
 ADVICE: dict[str, str] = {
     f"{_OURS}._distributed": "the engine's half of common_distributed stays here: write against upstream's "
     "common_distributed, or change upstream's file by hand in a separate patch",
@@ -50,7 +41,7 @@ ADVICE: dict[str, str] = {
     "names",
     f"{_OURS}.hypothesis_utils": "hypothesis_utils is made of the engine, all but across_ranks(), which has a stand-in",
     "torch_ext.testing.fsdp_extension_contract": "a front door for users of this project: export the names that it "
-    "re-exports, from testing/_internal/_fsdp/extensions",
+    "re-exports, from testing/_internal/_fsdp/extension_contract.py",
     "torch_ext.compat": "compat never goes upstream, which imports torch's names from where they are: the export "
     "rewrites uses of it",
     "torch_ext": "the engine stays here: only tests and the helpers below testing/_internal go upstream",

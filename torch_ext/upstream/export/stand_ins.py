@@ -1,4 +1,4 @@
-"""What upstream gets in place of helpers that are made of our engine. Exported as source, never imported here."""
+"""Replaces helpers that need our engine by ones for upstream. Exported as source, never imported here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-__all__ = ["Subtests", "across_ranks"]
+__all__ = ["across_ranks"]
 
 
 def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -36,9 +36,3 @@ def across_ranks(*, example_timeout_s: float = 10.0) -> Callable[[Callable[..., 
         return test
 
     return decorator
-
-
-class Subtests:
-    def skip_check(self, what: str) -> None:
-        """Say that the running subtest does not check ``what``."""
-        print(f"not checked: {what}")

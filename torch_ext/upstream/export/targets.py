@@ -38,9 +38,9 @@ class Target:
     module: str  # the dotted name, such as `torch.testing._internal.common_fsdp` or `test.distributed.fsdp.test_x`
     existing: Module | None  # upstream's module, if there is one
     whole: Piece | None = None  # our module as the new file, if upstream has none
-    # What goes into the file, by our module and name, in the order in which the linker found it
+    # Definitions for the file, by our module and name, in the order in which the linker found them
     pieces: dict[tuple[str, str], Piece] = field(default_factory=dict)
-    imports: dict[str, Import] = field(default_factory=dict)  # what the file must import, by local name
+    imports: dict[str, Import] = field(default_factory=dict)  # imports that the file needs, by local name
 
     @property
     def path(self) -> str:
@@ -49,14 +49,10 @@ class Target:
 
     def import_name(self, local: str, origin: Import) -> str:
         """Import ``origin`` into the file, and return its local name there."""
-        known = {**(self.existing.imports if self.existing else {}), **self.imports}
-        for bound in (local, origin.attribute):
+        theirs = self.existing.imports if self.existing else {}
+        known = {**theirs, **self.imports}
+        for bound in (local, origin.attribute, *(theirs if origin.attribute else ())):
             if bound in known and _alike(known[bound], origin):
-                if self.existing is None or bound not in self.existing.imports:
-                    self.imports[bound] = known[bound]
-                return bound
-        for bound, each in self.existing.imports.items() if self.existing and origin.attribute else ():
-            if _alike(each, origin):
                 return bound
         clash = local in known or (self.existing is not None and local in self.existing.definitions)
         bound = f"_{local.lstrip('_')}_" if clash else local
@@ -93,6 +89,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     classes = [each.node for each in existing.definitions.values() if each.is_class]
     first_class = existing.first_line(classes[0]) if classes else 0
     deferred = Import("__future__", "annotations") in existing.imports.values()
+    at_once = {name for piece in pieces if piece.into for name in _read_at_once(piece.statements[0])}
     at_end: list[str] = []
     edits: list[Edit] = []
     for piece in pieces:
@@ -101,8 +98,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
-        elif first_class and isinstance(getattr(piece.statements[0], "value", None), ast.Constant):
-            # A constant, which decorators and defaults of new members may need at once.
+        elif first_class and (piece.name in at_once or _is_constant(piece.statements[0])):
             edits.append(replace_lines(first_class, first_class - 1, f"{text}\n\n"))
         else:
             at_end.append(f"\n\n{text}")
@@ -110,6 +106,18 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     if sorted_imports(existing.text) == existing.text:
         text = sorted_imports(text)
     return "".join([text.rstrip("\n"), "\n", *at_end]) if at_end else text
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    return isinstance(getattr(statement, "value", None), ast.Constant)
+
+
+def _read_at_once(member: ast.stmt) -> set[str]:
+    """Return the names that decorators and defaults of a method read when its class is made."""
+    if not isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return set()
+    read = [*member.decorator_list, *member.args.defaults, *filter(None, member.args.kw_defaults)]
+    return {each.id for node in read for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:

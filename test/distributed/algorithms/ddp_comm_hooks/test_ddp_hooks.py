@@ -52,7 +52,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 each.zero_grad()
             with CollectiveLog() as log:
                 self.backward(ddp, step)
-            sent = {call.dtype for call in log.calls if call.name == "allreduce"}
+            sent = {call.dtype for call in log.calls if call.name == "all-reduce"}
             self.assertEqual(sent, {sent_as}, "types that are reduced")
             self.backward(reference, step)
             expected = {}

@@ -21,45 +21,6 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def recorded_before_the_last_use_is_enough(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    if fixed:
-        x.record_stream(on.side)
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    del x
-    torch.ones(256, device="sim:0")  # later: fill_
-
-
-@pair
-def made_on_the_side_and_used_here(on: Stage, fixed: bool) -> None:
-    with on.on(on.side):
-        x = torch.ones(256, device="sim:0")
-    on.main.wait_stream(on.side)
-    x.mul(3)  # earlier: mul
-    if fixed:
-        x.record_stream(on.main)
-    del x
-    with on.on(on.side):
-        torch.ones(256, device="sim:0")  # later: fill_
-    on.main.wait_stream(on.side)
-
-
-@pair
-def temporary_of_an_expression(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    doubled = x * 2
-    on.side.wait_stream(on.main)
-    with on.on(on.side):
-        kept = doubled.mul(3)  # earlier: mul
-    del doubled
-    if fixed:
-        on.main.wait_stream(on.side)
-    x.add(1)  # later: add
-    del kept
-
-
-@pair
 def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> None:
     # A file has all of the storage that a view is of.
     x, host = on.tensor(128), on.pinned()
@@ -85,21 +46,3 @@ def host_overwrites_what_is_being_sent(on: Stage, fixed: bool) -> None:
     if fixed:
         on.main.synchronize()
     host.fill_(7)  # later: fill_
-
-
-@pair
-def gradients_offloaded_and_fetched_back(on: Stage, fixed: bool) -> None:
-    x, host, back = on.tensor(), on.pinned(), on.tensor()
-    with on.on(on.side):
-        host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.wait_stream(on.side)
-    back.copy_(host, non_blocking=True)  # later: copy_
-
-
-@pair
-def half_of_a_pinned_buffer(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(128), on.pinned()
-    host[:128].copy_(x, non_blocking=True)  # earlier: copy_
-    host[128 if fixed else 100 :].fill_(7)  # later: fill_
-    on.main.synchronize()

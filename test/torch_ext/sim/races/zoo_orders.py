@@ -27,8 +27,6 @@ Views = tuple[str, Callable[..., object]]
 
 # The operators, and their calls on a tensor of 16 rows; the twin waits for the stream.
 ACCESSES: dict[str, tuple[Views, Views]] = {
-    "write_after_read": (("mul", lambda x, y: x.mul(3)), ("fill_", lambda x, y: x.fill_(2))),
-    "write_after_write": (("fill_", lambda x, y: x.fill_(2)), ("zero_", lambda x, y: x.zero_())),
     "expanded": (("fill_", lambda x, y: x[:, :1].fill_(2)), ("sum", lambda x, y: x[:, :1].expand(16, 100).sum())),
     "out_argument": (("mul", lambda x, y: torch.mul(x, 2, out=y)), ("sum", lambda x, y: y.sum())),
     "one_tensor_of_a_list": (("mul", lambda x, y: x.mul(3)), ("add", lambda x, y: torch._foreach_add_([y, x], 1))),
@@ -56,7 +54,6 @@ def accessed(on: Stage, fixed: bool, first: Callable[..., object], second: Calla
 
 # The views that two streams use, of a tensor of 16 rows; those of the twin have nothing in common.
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tensor]]] = {
-    "slices_that_overlap_by_a_row": (lambda x: x[:4], lambda x, fixed: x[4 if fixed else 3 :]),
     "transposed": (lambda x: x.t()[:3], lambda x, fixed: x[:, 3 if fixed else 2 :]),
     "every_second_element": (lambda x: x.view(-1)[::2], lambda x, fixed: x.view(-1)[1 if fixed else 0 :: 2]),
     "real_and_imaginary_parts": (
@@ -79,15 +76,9 @@ def viewed(on: Stage, fixed: bool, one: Callable[[Tensor], Tensor], other: Calla
 # Between a write on the side stream and a read on the main one.
 WAITS: dict[str, Callable[[Stage, bool], object]] = {
     "read_after_write": lambda on, fixed: fixed and on.main.wait_stream(on.side),
-    "event_never_recorded": lambda on, fixed: on.main.wait_event(on.side.record_event() if fixed else SIM.Event()),
-    "event_of_another_stream": lambda on, fixed: on.main.wait_event((on.side if fixed else on.other).record_event()),
     "wait_of_another_stream": lambda on, fixed: (on.main if fixed else on.other).wait_stream(on.side),
     "wait_the_wrong_way_round": lambda on, fixed: (
         on.main.wait_stream(on.side) if fixed else on.side.wait_stream(on.main)
-    ),
-    "chain_with_a_link_missing": lambda on, fixed: (
-        fixed and on.other.wait_stream(on.side),
-        on.main.wait_stream(on.other),
     ),
     "thread_that_waits": lambda on, fixed: in_a_thread(lambda: (on.main if fixed else on.other).wait_stream(on.side)),
     "synchronize_of_another_stream": lambda on, fixed: (on.side if fixed else on.other).synchronize(),
@@ -163,13 +154,11 @@ def read_before_the_copy_is_over(on: Stage, fixed: bool, read: Callable[[Tensor]
 # --- what keeps freed memory from being used again ---
 
 KEEPS: dict[str, Callable[[Stage, Tensor, bool], object]] = {
-    "freed_with_its_stream_waiting": lambda on, x, fixed: fixed and on.main.wait_stream(on.side),
     # As FSDP frees parameters.
     "storage_resized_to_nothing": lambda on, x, fixed: (
         fixed and on.main.wait_stream(on.side),
         x.untyped_storage().resize_(0),
     ),
-    "recorded_for_another_stream": lambda on, x, fixed: x.record_stream(on.side if fixed else on.other),
     "view_recorded_for_the_stream": lambda on, x, fixed: fixed and x[100:].record_stream(on.side),
 }
 

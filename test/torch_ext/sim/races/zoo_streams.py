@@ -16,58 +16,6 @@ def one_column_and_not_its_neighbour(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def event_recorded_too_early(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    event = SIM.Event()
-    with on.on(on.side):
-        event.record()
-        x.fill_(2)  # earlier: fill_
-        if fixed:
-            event.record()
-    on.main.wait_event(event)
-    x.mul(3)  # later: mul
-
-
-@pair
-def event_recorded_again_after_the_wait(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    event = SIM.Event()
-    event.record(on.side)
-    if not fixed:
-        on.main.wait_event(event)
-    with on.on(on.side):
-        x.fill_(2)  # earlier: fill_
-        event.record()
-    if fixed:
-        on.main.wait_event(event)
-    x.mul(3)  # later: mul
-
-
-@pair
-def one_of_two_producers_waited_for(on: Stage, fixed: bool) -> None:
-    # As in DeepSpeed#8061.
-    x, y = on.tensor(), on.tensor()
-    with on.on(on.side):
-        x.fill_(2)
-    with on.on(on.other):
-        y.fill_(2)  # earlier: fill_
-    on.main.wait_stream(on.side)
-    if fixed:
-        on.main.wait_stream(on.other)
-    torch.cat([x, y])  # later: cat
-
-
-@pair
-def fresh_tensor_used_elsewhere(on: Stage, fixed: bool) -> None:
-    x = torch.zeros(256, device="sim:0")  # earlier: zero_
-    if fixed:
-        on.side.wait_stream(on.main)
-    with on.on(on.side):
-        x.mul(3)  # later: mul
-    on.main.wait_stream(on.side)
-
-
-@pair
 def gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
     x = on.tensor().requires_grad_()
     x.grad = torch.zeros_like(x)

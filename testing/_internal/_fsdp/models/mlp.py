@@ -58,9 +58,7 @@ class MLP(nn.Module):
         return output if self.buffer is None else output + self.buffer
 
     def reset_parameters(self) -> None:
-        """Initialize the buffer. The meta-device flow calls this on each module that
-        owns tensors directly.
-        """
+        """Initialize the buffer, as the meta-device flow asks of each module."""
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 

@@ -24,9 +24,7 @@ _DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on
-    its own.
-    """
+    """Describes a linear layer, sharded on its own if ``wrapped``."""
 
     width: int
     bias: bool = True
@@ -35,9 +33,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``,
-    they are sharded as one.
-    """
+    """Describes parts in sequence, each followed by tanh."""
 
     parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False

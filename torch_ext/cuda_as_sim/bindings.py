@@ -1,5 +1,6 @@
-"""What torch's CUDA half would bring, where the simulated device is CUDA's on a build without that half: functions of
-C++ that Python calls past ``torch.cuda``, storages, activities of profilers, the name of NCCL's groups.
+"""What torch's CUDA half brings, for the simulated device: functions of C++ that Python calls past ``torch.cuda``,
+storages, activities of profilers, the name of NCCL's groups. A build with CUDA's kernels has its own, which would use a
+GPU; they go.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
+from torch_ext.cuda_as_sim.nccl import ProcessGroupNCCL
 from torch_ext.sim import _collectives, _devices, _memory, _native, _streams
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
@@ -20,13 +22,15 @@ from torch_ext.sim._name import NAME
 __all__ = ["complete", "maybe_exchange_device"]
 
 
-def complete(process_group_nccl: type) -> None:
-    """Add everything, in this process. ``process_group_nccl`` makes the backends of groups of ``"nccl"``."""
-    for name, function in _OF_C.items():
-        setattr(torch._C, name, function)
+def complete() -> None:
+    """Add everything, in this process."""
+    for name in [name for name in vars(torch._C) if name.startswith("_cuda_")]:
+        delattr(torch._C, name)
+    for name, value in (*_OF_C.items(), *_LACKING.items()):
+        setattr(torch._C, name, value)
     _let_profilers_see_the_device()
     _replace_storages()
-    _offer_nccl(process_group_nccl)
+    _offer_nccl()
     _refuse_foreign_code()
     when_imported("torch._inductor.compile_fx", _generate_code)
 
@@ -67,6 +71,7 @@ _OF_C: dict[str, Callable[..., Any]] = {
     "_cuda_emptyCache": lambda: _memory.empty_cache(),
     "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
     "_cuda_sleep": _native.sleep,
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # has Inductor go without graphs of CUDA
     "_cuda_isCurrentStreamCapturing": lambda: False,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
@@ -76,8 +81,12 @@ _OF_C: dict[str, Callable[..., Any]] = {
 }
 
 
+# Whether there are libraries of NVIDIA's, which builds for GPUs bring.
+_LACKING = dict.fromkeys(("_has_cudnn", "_has_cusparselt", "_has_magma"), False)
+
+
 def _replace_storages() -> None:
-    """Replace what torch's storages can do for CUDA in builds with CUDA alone."""
+    """Replace what torch's storages do in CUDA's memory, or refuse to do in builds without CUDA."""
     kind: Any = torch.UntypedStorage
     make, resize = kind.__new__, kind.resize_
 
@@ -129,12 +138,17 @@ def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
     return lambda: {*original(), torch.profiler.ProfilerActivity.CUDA}
 
 
-def _offer_nccl(process_group: type) -> None:
+def _offer_nccl() -> None:
     """Have torch.distributed find NCCL, as backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
     setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
     for module in (c10d, dist, torch._C._distributed_c10d):
-        setattr(module, "ProcessGroupNCCL", process_group)  # noqa: B010 - as above
+        setattr(module, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010 - as above
+    backends: Any = c10d.Backend
+    if hasattr(backends, "_ensure_backend_registered"):  # from torch 2.15 on, by default for another class of NCCL's
+        backends._ensure_backend_registered("nccl")
+        maker = getattr(c10d, "_create_nccl_process_group")  # noqa: B009 - mypy knows no such name
+        backends._plugins["NCCL"] = backends._plugins["NCCL"]._replace(creator_fn=maker)
 
 
 def _refuse_foreign_code() -> None:
@@ -154,3 +168,4 @@ def _refuse_foreign_code() -> None:
         return export(self, *args, **kwargs)
 
     setattr(torch.Tensor, "__dlpack__", __dlpack__)  # noqa: B010
+    setattr(torch.utils.dlpack, "to_dlpack", torch.Tensor.__dlpack__)  # noqa: B010 - calls torch's C++ half

@@ -1,26 +1,56 @@
-"""The type of a reporter, results counted against the plan, and the files of reports."""
+"""The results of a run counted against its plan, the classes that run, and what every reporter needs beside these."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from torch_ext.results import Event, OutputError, RoundBegan, SetupError, Status, TestName, TestResult
+from torch_ext.results import (
+    Began,
+    Event,
+    OutputError,
+    Over,
+    RoundBegan,
+    RunEnded,
+    SetupError,
+    Stalled,
+    Status,
+    TestName,
+    TestResult,
+    Tick,
+)
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["COLUMNS", "ReportFile", "Reporter", "Tally", "counts", "writing"]
+__all__ = ["COLUMNS", "InOrder", "ReportFile", "Reporter", "Running", "Tally", "counts", "writing"]
 
 COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
+
+# Gets every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, in words for users, when
+# it cannot write; the run then ends. A result with ``again`` is followed by another of the same test and round, which
+# counts in its place.
+Reporter = Callable[[Event], None]
+
+_Key = tuple[str, str]
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
     """Return how many of ``results`` count as passed, failed, skipped and flaky."""
     return Counter(result.status.counted for result in results)
+
+
+@dataclass
+class Running:
+    """A class that runs: its name, or that of the test that it runs, and since when."""
+
+    name: TestName
+    since_s: float
 
 
 class Tally:
@@ -35,17 +65,32 @@ class Tally:
         self._lost: list[TestName] = []  # by the rounds before
         self._latest: dict[TestName, TestResult] = {}
         self._batches = {batch.key: batch for batch in plan}
-        self.waiting = dict.fromkeys(plan.tests)  # the tests of the plan that have no result in this round
+        self.running: dict[_Key, Running] = {}
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._latest, self.began_s = {}, time.monotonic()
+        self.waiting = dict.fromkeys(self.plan.tests)  # the tests of the plan that have no result in this round
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, TestResult):
-            known = self._latest.get(event.test)
-            if known is None or event.attempt > 1 or known.status.counted is not Status.FAILED:
-                self._latest[event.test] = event
-            self.waiting.pop(event.test, None)
-        elif isinstance(event, RoundBegan):
+        if isinstance(event, RoundBegan):
             self._earlier, self._lost = self.results, self.missing()
-            self._latest, self.waiting = {}, dict.fromkeys(self.plan.tests)
+            self._begin_round()
+        elif isinstance(event, Began):
+            self.running[event.test.file, event.test.cls] = Running(event.test, time.monotonic())
+        elif isinstance(event, Over):
+            self.running.pop((event.test.file, event.test.cls), None)
+        elif isinstance(event, TestResult):
+            self._count(event)
+
+    def _count(self, result: TestResult) -> None:
+        test = result.test
+        known = self._latest.get(test)
+        if known is None or result.attempt > 1 or known.status.counted is not Status.FAILED:
+            self._latest[test] = result
+        self.waiting.pop(test, None)
+        if (running := self.running.get((test.file, test.cls))) and running.name == test:
+            running.name, running.since_s = TestName(test.file, test.cls), time.monotonic()
 
     @property
     def results(self) -> list[TestResult]:
@@ -64,10 +109,6 @@ class Tally:
         """The planned tests that have no result."""
         return [*self._lost, *self.waiting]
 
-    def missing_of(self, batch: Batch) -> int:
-        """How many tests of one class have no result in this round."""
-        return sum(test in self.waiting for test in batch.tests)
-
     @property
     def passed(self) -> bool:
         """Whether everything that was planned ran, or was skipped with a reason, and nothing failed. A test that failed
@@ -76,10 +117,54 @@ class Tally:
         return not self.missing() and not counts(self.results)[Status.FAILED]
 
 
-# Gets every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, in words for users, when
-# it cannot write; the run then ends. A result with ``again`` is followed by another of the same test and round, which
-# counts in its place.
-Reporter = Callable[[Event], None]
+class InOrder:
+    """A reporter that hands all events on to another, class after class in the order of the plan.
+
+    Events of the first class that is not over pass through as they happen. Those of later classes wait for their turn,
+    or for the end of the round. A failure, a stall and the beginning of a class are handed on at once.
+    """
+
+    def __init__(self, plan: Plan, reporter: Reporter) -> None:
+        self._plan, self._reporter = plan, reporter
+        self._held: dict[_Key, list[Event]] = {}  # of the classes whose turn has not ended
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._held = {batch.key: [] for batch in self._plan}
+        self._over: set[_Key] = set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Tick):
+            return
+        if isinstance(event, (RoundBegan, RunEnded)):
+            for key in self._held:
+                self._hand_on(key)
+            self._begin_round()
+            self._reporter(event)
+            return
+        key = event.test.file, event.test.cls
+        if key not in self._held or _is_urgent(event):
+            self._reporter(event)
+        else:
+            self._held[key].append(event)
+        if isinstance(event, Over):
+            self._over.add(key)
+        for first in list(self._held):
+            self._hand_on(first)
+            if first not in self._over:
+                break
+            del self._held[first]
+
+    def _hand_on(self, key: _Key) -> None:
+        held, self._held[key] = self._held[key], []
+        for event in held:
+            self._reporter(event)
+
+
+def _is_urgent(event: Event) -> bool:
+    if isinstance(event, TestResult):
+        return event.status.counted is Status.FAILED
+    return isinstance(event, Stalled) or (isinstance(event, Began) and not event.test.method)
 
 
 @contextmanager

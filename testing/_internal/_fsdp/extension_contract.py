@@ -4,9 +4,10 @@ extensions must pass under FSDP2.
 
 from __future__ import annotations
 
+import functools
 import io
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
-from torch_ext.testing._internal._fsdp.extensions.hooks import HookCheck, require_hooks
-from torch_ext.testing._internal._fsdp.extensions.values import (
+from torch_ext.testing._internal._fsdp.extension_hooks import (
     ContractError,
-    check_close,
+    HookCheck,
     inner_tensors,
+    require_hooks,
 )
 from torch_ext.testing._internal._fsdp.models.base import fully_shard_children
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 else:
     _FSDPTest = object
 
-__all__ = ["FSDPExtensionContract"]
+__all__ = ["ContractError", "FSDPExtensionContract"]
 
 _STEPS = 10
 # For tests that vary only the layout: enough to find a weight that is not updated.
@@ -56,17 +57,7 @@ class FSDPExtensionContract(_FSDPTest):
     name instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
     simulated accelerator. All tests together take a few seconds.
 
-    Attributes:
-        dim: width of the models. Weights have ``dim`` or ``4 * dim`` rows, which should
-            be divisible by the number of ranks.
-        uneven_dim: another width, whose shards differ in size and may be empty; None if
-            the subclass does not support uneven sharding.
-        rtol, atol: tolerances between sharded and unsharded values in full precision;
-            None is torch's default for the type. Allow for rounding in the all-gather
-            over ten steps of training.
-        param_dtype: the type of unsharded parameters under mixed precision.
-        mixed_precision_rtol, mixed_precision_atol: tolerances under mixed precision.
-        learning_rate: of SGD with momentum.
+    ``EXTENSIONS.md`` says what you may set.
     """
 
     dim: int = 8
@@ -79,9 +70,7 @@ class FSDPExtensionContract(_FSDPTest):
     learning_rate: float = 0.05
 
     def make_tensor(self, data: torch.Tensor) -> torch.Tensor:
-        """Return your subclass with the values of ``data``, a plain 2D tensor on any
-        device, even ``meta``.
-        """
+        """Return your subclass with the values of ``data``, 2D, perhaps on ``meta``."""
         raise TypeError(
             f"{type(self).__name__} defines neither make_tensor(self, data) nor "
             "swap_weights(self, model). The "
@@ -89,11 +78,8 @@ class FSDPExtensionContract(_FSDPTest):
         )
 
     def swap_weights(self, model: nn.Module) -> None:
-        """Replace the weights of ``model`` by tensors of your subclass, by default with
-        :meth:`make_tensor`.
-
-        Override it to swap modules, such as ``nn.Linear`` for your own class. Names of
-        parameters must not change.
+        """Replace the weights of ``model`` by tensors of your subclass. Override it to
+        swap modules. Names of parameters must not change.
         """
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -102,37 +88,28 @@ class FSDPExtensionContract(_FSDPTest):
                 )
 
     def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the plain tensors that are compared in place of ``tensor``: a weight,
-        an output, or a shard of one.
-
-        By default these are its inner tensors. Override it if the unsharded tensor and
-        the shard have different inner tensors, and return values that can be compared.
+        """Return the plain tensors that are compared in place of ``tensor``. Override
+        it if unsharded tensors and shards have different inner tensors.
         """
         return inner_tensors(tensor)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_hooks(self) -> None:
-        """Each hook takes and returns what FSDP expects, in full precision and with
-        ``param_dtype``.
-        """
+        """Each hook takes and returns what FSDP expects, in both precisions."""
         for dim in self._dims():
             for policy in (MixedPrecisionPolicy(), self._mixed_precision()):
-                self._sharded(dim, mp_policy=policy)
+                self._check_parity(dim, steps=0, mp_policy=policy)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_parity(self) -> None:
-        """Ten steps give the same outputs and weights as unsharded training on the data
-        of all ranks.
-        """
+        """Ten steps equal unsharded training on the data of all ranks."""
         self.run_subtests(
             {"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards(self) -> None:
-        """Three such steps with shards of different sizes, some padded and
-        some empty.
-        """
+        """Three such steps with padded and empty shards."""
         if self.uneven_dim is None:
             raise unittest.SkipTest(
                 f"{type(self).__name__} sets uneven_dim = None: its subclass shards "
@@ -147,16 +124,15 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_mixed_precision(self) -> None:
-        """Unsharded weights have ``param_dtype``, shards keep their type, and training
-        is close to full precision.
-        """
+        """Only unsharded weights have ``param_dtype``; results are close."""
         policy = self._mixed_precision()
         model = self._check_parity(self.dim, steps=_FEW_STEPS, mp_policy=policy)
         seen: list[torch.dtype] = []
-        for module, _, _ in _parameters(model):
-            module.register_forward_pre_hook(
-                lambda module, _: seen.append(next(module.parameters()).dtype)
-            )
+        for module in model.modules():
+            if [*module.parameters(recurse=False)]:
+                module.register_forward_pre_hook(
+                    lambda module, _: seen.append(next(module.parameters()).dtype)
+                )
         model(self._inputs(self.dim, step=0)[self.rank])
         self.assertEqual(
             set(seen), {self.param_dtype}, "types of unsharded weights in forward"
@@ -164,9 +140,7 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hsdp_mesh(self) -> None:
-        """Over a 2D mesh, hooks get only its shard dimension, and training is
-        the same.
-        """
+        """Over a 2D mesh, hooks get only its shard dimension."""
         shape = (2, dist.get_world_size() // 2)
         mesh = init_device_mesh(
             get_devtype().type, shape, mesh_dim_names=("replicate", "shard")
@@ -176,25 +150,21 @@ class FSDPExtensionContract(_FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_meta_device_flow(self) -> None:
-        """A model created on ``meta``, then sharded, materialized and initialized,
-        trains like any other.
-        """
+        """A model that was created on ``meta`` trains like any other."""
         with torch.device("meta"):
             model = self._whole(self.dim)
         self._check_devices(model, "meta", "before sharding")
         fully_shard_children(model).to_empty(device=self._device)
         self._check_devices(model, self._device.type, "after to_empty()")
-        reference = self._whole(self.dim)
-        self._initialize(model)
-        self._initialize(reference)
-        self._check_hooks(model, reference)
-        self._train_both(model, reference, self.dim, self._tolerances(), _FEW_STEPS)
+        reference, policy = self._whole(self.dim), MixedPrecisionPolicy()
+        for each in (model, reference):
+            for index, parameter in enumerate(each.parameters()):
+                nn.init.constant_(parameter, (index + 1) / (4 * parameter.size(1)))
+        self._train_both(model, reference, self.dim, _FEW_STEPS, policy)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_save_and_load(self) -> None:
-        """A state dict from a file restores every shard of a model with other initial
-        values.
-        """
+        """A state dict from a file restores every shard."""
         for dim in self._dims():
             trained = self._check_parity(dim, steps=_FEW_STEPS)
             file = io.BytesIO()
@@ -202,11 +172,25 @@ class FSDPExtensionContract(_FSDPTest):
             file.seek(0)
             restored = fully_shard_children(self._whole(dim, seed=1))
             restored.load_state_dict(torch.load(file, weights_only=False))
-            self._check_restored(restored, trained)
+            when = "after loading a state dict"
+            complaint = (
+                f"{when} is not what was saved. What torch.save() pickles must restore "
+                "every inner tensor"
+            )
+            for (name, loaded), saved in zip(
+                restored.named_parameters(), trained.parameters(), strict=True
+            ):
+                mine, theirs = (_local(each, name, when) for each in (loaded, saved))
+                why = f"{name} {complaint}"
+                self._compare(mine, theirs, why, (0.0, 0.0), check_dtype=True)
             for step in range(2):
                 inputs = self._inputs(dim, step)[self.rank]
-                what = "the output after loading a state dict"
-                self._compare(restored(inputs), trained(inputs), what, (0.0, 0.0))
+                what, got, wanted = (
+                    f"the output {when}",
+                    restored(inputs),
+                    trained(inputs),
+                )
+                self._check_close(got, wanted, what, (0.0, 0.0))
 
     # What follows is not part of the interface.
 
@@ -217,8 +201,8 @@ class FSDPExtensionContract(_FSDPTest):
     def _dims(self) -> list[int]:
         return [self.dim] if self.uneven_dim is None else [self.dim, self.uneven_dim]
 
-    def _tolerances(self, policy: MixedPrecisionPolicy | None = None) -> _Tolerances:
-        if policy is not None and policy.param_dtype is not None:
+    def _tolerances(self, policy: MixedPrecisionPolicy) -> _Tolerances:
+        if policy.param_dtype is not None:
             return self.mixed_precision_rtol, self.mixed_precision_atol
         return self.rtol, self.atol
 
@@ -228,9 +212,7 @@ class FSDPExtensionContract(_FSDPTest):
         )
 
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
-        """Return two blocks of two layers each, with weights of the subclass, the same
-        on all ranks.
-        """
+        """Return blocks with weights of the subclass, the same on all ranks."""
         torch.manual_seed(seed)
         hidden = 3 * dim if dim % 2 else 4 * dim
         model = nn.Sequential()
@@ -244,40 +226,37 @@ class FSDPExtensionContract(_FSDPTest):
         require_hooks(model.named_parameters())
         return model
 
-    def _sharded(self, dim: int, **options: Any) -> tuple[nn.Module, nn.Module]:
-        """Return a sharded model whose hooks have been checked, and the same model
-        unsharded.
-        """
-        model = fully_shard_children(self._whole(dim), **options)
-        reference = self._whole(dim)
-        self._check_hooks(model, reference, options.get("mp_policy"))
-        return model, reference
-
     def _check_hooks(
-        self,
-        model: nn.Module,
-        reference: nn.Module,
-        policy: MixedPrecisionPolicy | None = None,
+        self, model: nn.Module, reference: nn.Module, policy: MixedPrecisionPolicy
     ) -> None:
-        whole = dict(reference.named_parameters())
-        for module, name, parameter in _parameters(model):
-            HookCheck(
-                name=name,
-                local=parameter._local_tensor,
-                whole=whole[name].detach(),
-                module=module,
-                mesh=_shard_mesh(parameter),
-                policy=policy or MixedPrecisionPolicy(),
-                values=self.values,
-                tolerances=self._tolerances(policy),
-            ).run()
+        compare = functools.partial(
+            self._compare, tolerances=self._tolerances(policy), check_dtype=True
+        )
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                name = f"{prefix}.{name}"
+                HookCheck(
+                    name=name,
+                    local=_local(parameter, name, "after sharding"),
+                    whole=reference.get_parameter(name).detach(),
+                    module=module,
+                    mesh=_shard_mesh(parameter),
+                    policy=policy,
+                    compare=compare,
+                ).run()
 
     def _check_parity(
-        self, dim: int, *, steps: int = _STEPS, **options: Any
+        self,
+        dim: int,
+        *,
+        steps: int = _STEPS,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        **options: Any,
     ) -> nn.Module:
-        model, reference = self._sharded(dim, **options)
-        tolerances = self._tolerances(options.get("mp_policy"))
-        self._train_both(model, reference, dim, tolerances, steps)
+        """Check the hooks of a model, train it, and return it."""
+        policy = mp_policy or MixedPrecisionPolicy()
+        model = fully_shard_children(self._whole(dim), mp_policy=policy, **options)
+        self._train_both(model, self._whole(dim), dim, steps, policy)
         return model
 
     def _train_both(
@@ -285,9 +264,11 @@ class FSDPExtensionContract(_FSDPTest):
         model: nn.Module,
         reference: nn.Module,
         dim: int,
-        tolerances: _Tolerances,
         steps: int,
+        policy: MixedPrecisionPolicy,
     ) -> None:
+        self._check_hooks(model, reference, policy)
+        tolerances = self._tolerances(policy)
         optimizers = [
             torch.optim.SGD(each.parameters(), lr=self.learning_rate, momentum=0.9)
             for each in (model, reference)
@@ -296,8 +277,6 @@ class FSDPExtensionContract(_FSDPTest):
             inputs = self._inputs(dim, step)
             whole_output = reference(torch.cat(inputs))
             output = model(inputs[self.rank])
-            mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
-            what = f"the output of step {step}"
             # Means over the rows of each rank average to the mean over all rows, as
             # FSDP averages gradients.
             for each in (whole_output, output):
@@ -305,20 +284,15 @@ class FSDPExtensionContract(_FSDPTest):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
-            self._compare(output, mine, what, tolerances)
+            mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
+            self._check_close(output, mine, f"the output of step {step}", tolerances)
             self._check_weights(model, reference, f"after step {step}", tolerances)
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
-        """Return the inputs of all ranks, ``(_BATCH, dim)`` each, the same on all
-        ranks.
-        """
+        """Return every rank's input of ``step``, ``(_BATCH, dim)`` each."""
         generator = torch.Generator().manual_seed(1000 + step)
         rows = torch.randn(dist.get_world_size() * _BATCH, dim, generator=generator)
         return list(rows.to(self._device).chunk(dist.get_world_size()))
-
-    def _initialize(self, model: nn.Module) -> None:
-        for index, parameter in enumerate(model.parameters()):
-            nn.init.constant_(parameter, (index + 1) / (4 * parameter.size(1)))
 
     def _check_devices(self, model: nn.Module, kind: str, when: str) -> None:
         for name, parameter in model.named_parameters():
@@ -338,33 +312,19 @@ class FSDPExtensionContract(_FSDPTest):
         when: str,
         tolerances: _Tolerances,
     ) -> None:
-        whole = dict(reference.named_parameters())
         for name, parameter in model.named_parameters():
-            shard = _local_of(parameter, name, when)
-            mesh = _shard_mesh(parameter)
-            expected = _chunk(whole[name].detach(), mesh)
+            shard = _local(parameter, name, when)
+            whole = reference.get_parameter(name).detach()
+            expected = _chunk(whole, _shard_mesh(parameter))
             if (shard.shape, shard.dtype) != (expected.shape, expected.dtype):
                 raise ContractError(
                     f"{name} {when}: this rank's shard is {shard.dtype} "
                     f"{tuple(shard.shape)}, expected "
                     f"{expected.dtype} {tuple(expected.shape)}. {_LOST}"
                 )
-            self._compare(shard, expected, f"{name} {when}", tolerances)
+            self._check_close(shard, expected, f"{name} {when}", tolerances)
 
-    def _check_restored(self, restored: nn.Module, trained: nn.Module) -> None:
-        when = "after loading a state dict"
-        for (name, loaded), saved in zip(
-            restored.named_parameters(), trained.parameters(), strict=True
-        ):
-            shards = [_local_of(each, name, when) for each in (loaded, saved)]
-            mine, theirs = (self.values(shard) for shard in shards)
-            complaint = (
-                f"{name} {when} is not what was saved. What torch.save() pickles "
-                "must restore every inner tensor"
-            )
-            check_close(mine, theirs, tolerances=(0.0, 0.0), complaint=complaint)
-
-    def _compare(
+    def _check_close(
         self,
         got: torch.Tensor,
         expected: torch.Tensor,
@@ -377,22 +337,37 @@ class FSDPExtensionContract(_FSDPTest):
             "allow for it in rtol and atol; a value of an earlier step, kept by a "
             "hook or not copied to out, shows too"
         )
-        check_close(
-            self.values(got),
-            self.values(expected),
-            tolerances=tolerances,
-            complaint=complaint,
-            check_dtype=False,
-        )
+        self._compare(got, expected, complaint, tolerances, check_dtype=False)
 
+    def _compare(
+        self,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        complaint: str,
+        tolerances: _Tolerances,
+        check_dtype: bool,
+    ) -> None:
+        """Compare the :meth:`values` of two tensors.
 
-def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield each parameter with the module that owns it and its fully
-    qualified name.
-    """
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield module, f"{prefix}.{name}", parameter
+        Raises:
+            ContractError: ``complaint``, and the first difference.
+        """
+        mine, theirs = self.values(got), self.values(expected)
+        if len(mine) != len(theirs):
+            made = f"made of {len(mine)} tensors, expected {len(theirs)}"
+            raise ContractError(f"{complaint}: {made}")
+        rtol, atol = tolerances
+        if (rtol is None) != (atol is None):  # assert_close needs both or neither
+            rtol, atol = rtol or 0.0, atol or 0.0
+        for index, pair in enumerate(zip(mine, theirs, strict=True)):
+            try:
+                torch.testing.assert_close(
+                    *pair, rtol=rtol, atol=atol, check_dtype=check_dtype
+                )
+            except AssertionError as error:
+                which = f" (inner tensor {index})" if len(mine) > 1 else ""
+                difference = " ".join(str(error).split())
+                raise ContractError(f"{complaint}{which}. {difference}") from None
 
 
 def _shard_mesh(parameter: Any) -> DeviceMesh:
@@ -408,7 +383,7 @@ def _chunk(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return whole.narrow(0, start, min(rows, whole.size(0) - start))
 
 
-def _local_of(parameter: Any, name: str, when: str) -> torch.Tensor:
+def _local(parameter: Any, name: str, when: str) -> torch.Tensor:
     shard: torch.Tensor = parameter._local_tensor
     try:
         require_hooks([(name, shard)])

@@ -1,0 +1,144 @@
+"""Programs for a GPU run as they are where the simulated device is CUDA's: ``programs.py``, and commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from test.torch_ext.cuda_as_sim.programs import programs
+from test.torch_ext.interpreter import python
+from torch_ext.personality import torch_lacks_cuda
+
+pytestmark = pytest.mark.skipif(not torch_lacks_cuda(), reason="needs a build of torch without GPUs: torch +cpu")
+
+SHORT = """
+import subprocess, sys, torch
+
+assert torch.ones(1, device="cu" + "da").is_cuda
+if __name__ == "__main__" and sys.argv[-1] != "child" and sys.argv[0].endswith(".py"):
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+print("through")
+"""
+# What launchers start: the backend is the device's own, and so are those of groups made afterwards.
+RANKS = """
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group(os.environ.get("BACKEND"))
+assert dist.get_backend() in ("nccl", "undefined") and dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
+assert dist.get_default_backend_for_device("cuda") == "nccl"
+x = torch.full((2,), rank + 1.0, device="cuda")
+dist.all_reduce(x, op=dist.ReduceOp.AVG)
+assert x.tolist() == [1.5, 1.5] and x.device.index == rank
+dist.barrier(device_ids=[rank])
+seen = [None, None]
+dist.all_gather_object(seen, {"device": torch.device("cuda", rank)})
+assert seen[1 - rank]["device"].index == 1 - rank
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+inputs = torch.randn(2, 3, 4)
+sum(plain(part).square().mean() for part in inputs).div(2).backward()
+wanted = plain[0].weight.grad
+for wrap in (
+    lambda model: DistributedDataParallel(model, device_ids=[rank]),
+    lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=rank),
+    fully_shard,
+):
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    model = wrap(model.cuda())
+    model(inputs[rank].cuda()).square().mean().backward()
+    grads = [each.grad for each in model.parameters()]
+    first = grads[0].full_tensor() if hasattr(grads[0], "full_tensor") else grads[0]
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            first = next(model.parameters()).grad.clone()
+    torch.testing.assert_close(first.cpu(), wanted)
+group = dist.new_group(backend="nccl")
+assert dist.get_backend(group) == "nccl" and isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
+dist.destroy_process_group()
+print("through")
+"""
+TESTS = """
+import unittest
+
+import torch
+from torch.testing._internal.common_cuda import TEST_CUDA, TEST_MULTIGPU, SM80OrLater
+from torch.testing._internal.common_device_type import (
+    deviceCountAtLeast, dtypesIfCUDA, instantiate_device_type_tests, onlyCUDA, onlyNativeDeviceTypes,
+)
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+
+class TestThings(TestCase):
+    @onlyCUDA
+    def test_only_cuda(self, device):
+        self.assertTrue(torch.ones(1, device=device).is_cuda)
+
+    @onlyCUDA
+    @deviceCountAtLeast(2)
+    def test_two(self, devices):
+        self.assertEqual([torch.ones(1, device=each).device.index for each in devices][:2], [0, 1])
+
+    @dtypesIfCUDA(torch.float16)
+    @unittest.skipIf(not (TEST_CUDA and TEST_MULTIGPU and SM80OrLater), "no CUDA")
+    def test_type(self, device, dtype):
+        self.assertEqual(torch.ones(2, device=device, dtype=dtype).sum().item(), 2)
+
+    @onlyNativeDeviceTypes
+    def test_equal(self, device):
+        with self.assertRaisesRegex(AssertionError, "not equal|not close"):
+            self.assertEqual(torch.ones(2, device=device), torch.zeros(2))
+
+
+instantiate_device_type_tests(TestThings, globals(), only_for="cuda")
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """How each program ended, all in one process: its traceback, or nothing."""
+    done = python("-m", "test.torch_ext.cuda_as_sim.programs", TORCH_EXT_SIM="cuda")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", programs())
+def test_a_program_for_gpus_runs(name: str, ends: dict[str, str]) -> None:
+    assert not ends[name], ends[name]
+
+
+@pytest.mark.parametrize("words", [("program.py",), ("-m", "program"), ("-c", SHORT), ("-i", "program.py")])
+def test_python_runs_it_in_every_spelling(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SHORT)
+    done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda")
+    assert done.returncode == 0 and set(done.stdout.split()) == {"through"}, done.stderr
+
+
+def test_torchruns_workers_train_on_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
+    for backend in (None, "nccl"):
+        done = python(*launched, folder=tmp_path, TORCH_EXT_SIM="cuda", BACKEND=backend, OMP_NUM_THREADS="1")
+        assert done.returncode == 0 and done.stdout.count("through") == 2, done.stderr
+
+
+def test_torchs_test_helpers_count_its_devices(tmp_path: Path) -> None:
+    (tmp_path / "test_things.py").write_text(TESTS)
+    for words in (("-m", "pytest", "-q"), (str(Path(sys.executable).parent / "pytest"), "-q"), ()):
+        done = python(*words, "test_things.py", folder=tmp_path, TORCH_EXT_SIM="cuda")
+        assert done.returncode == 0 and "skip" not in done.stdout + done.stderr, done.stdout + done.stderr

@@ -1,0 +1,222 @@
+"""Peers of a rank that is killed get an error that names it, whatever it was doing, and keep nothing of the group.
+
+In some phases the rank kills itself at one place, before its peers have anything of that step. In the others a timer
+kills it at a moment that is drawn, within about as long as the phase takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import re
+import select
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from test.torch_ext.sim import ranks
+from test.torch_ext.sim.ranks import store
+from torch_ext.sim import _native, faults
+
+WORLD_SIZE = 3
+CALLS = 8  # of all steps together
+TIMEOUT = timedelta(hours=1)  # nothing but the death itself can end a wait
+# Peers cannot know a rank that never joined. One that has closed its files and not yet ended looks to them as if it
+# could not share its memory: they take gloo (transport/choice.cpp), which waits for it.
+LIMITS = {
+    "before it tells its address": timedelta(milliseconds=400),
+    "while the group is made": timedelta(seconds=10),
+}
+# Within how many seconds the timer kills the rank; None: the rank kills itself.
+PHASES: dict[str, float | None] = {
+    "before it tells its address": None,
+    "before it reads its peers' addresses": None,
+    "while the group is made": 0.003,
+    "at a call": None,
+    "between calls": 0.02,
+    "within publishing": 0.006,
+    "after publishing": None,
+    "within waiting": 0.03,
+    "within copying out": 0.01,
+    "within destroying the group": 0.001,
+}
+SIM = torch.get_device_module("sim")
+
+
+@dataclass
+class Rank:
+    rank: int
+    phase: str
+    victim: int
+    at: int  # the call at which the victim dies, in the phase "at a call"
+    after_s: float  # how long the victim lives in a phase that ends by a timer
+
+    @property
+    def dies(self) -> bool:
+        return self.rank == self.victim
+
+    def dies_in(self, phase: str) -> None:
+        if self.dies and self.phase == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def dies_soon_in(self, phase: str) -> None:
+        if self.dies and self.phase == phase:
+            signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
+
+    def await_death(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has been waited for
+            process = os.pidfd_open(int(store().get("victim")))
+            select.select([process], [], [])
+            os.close(process)
+
+
+class MeetingPlace(dist.Store):
+    """A store in which a rank may die."""
+
+    def __init__(self, met: dist.Store, me: Rank) -> None:
+        super().__init__()
+        self.store, self.me, self.has_waited = met, me, False
+
+    def set(self, key: str, value: str) -> None:
+        self.me.dies_in("before it tells its address")
+        self.store.set(key, value)
+        self.me.dies_soon_in("while the group is made")
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        self.store.wait(keys, timeout)
+
+    def get(self, key: str) -> bytes:
+        self.me.dies_in("before it reads its peers' addresses")
+        if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
+            self.me.await_death()  # they look for it when it is gone
+            self.has_waited = True
+        return bytes(self.store.get(key))
+
+
+def steps(group: c10d.Backend, me: Rank) -> list[Callable[[], object]]:
+    """What each rank does in turn: a small and a large reduction, a gather, and a ring of transfers."""
+    small, large = torch.ones(4, device="sim"), torch.ones(1 << 18, device="sim")
+    gathered = torch.empty(WORLD_SIZE * 4, device="sim")
+    after, before = (me.rank + 1) % WORLD_SIZE, (me.rank - 1) % WORLD_SIZE
+
+    def pass_on() -> None:
+        group.send([small], after, 0).wait()
+        group.recv([small], before, 0).wait()
+
+    def launch_two() -> None:
+        first, second = group.allreduce([small]), group.allreduce([large])
+        second.wait()
+        first.wait()
+
+    return [
+        lambda: group.allreduce([small]).wait(),
+        lambda: group.allreduce([large]).wait(),
+        lambda: group._allgather_base(gathered, small).wait(),
+        launch_two,
+        pass_on,
+        lambda: group.barrier(c10d.BarrierOptions()).wait(),
+    ]
+
+
+def one_large(group: c10d.Backend, me: Rank) -> None:
+    """A gather whose parts a rank can be killed between: it publishes 8 MiB, waits, and copies 24 MiB out."""
+    mine, gathered = (torch.ones(size << 21, device="sim") for size in (1, WORLD_SIZE))
+    SIM.synchronize()
+    me.dies_soon_in("within publishing")
+    work = group._allgather_base(gathered, mine)
+    me.dies_in("after publishing")
+    me.dies_soon_in("within waiting")
+    if me.dies and me.phase == "within copying out":
+        time.sleep(0.02)  # its peers have published
+        me.dies_soon_in("within copying out")
+    work.wait()
+    SIM.synchronize()
+
+
+def take_part(me: Rank) -> None:
+    """Meet the peers, and do things with them for ever, or for as long as the phase says."""
+    met = MeetingPlace(dist.PrefixStore("killed", store()), me)
+    group = _native.ProcessGroupSimCCL(met, me.rank, list(range(WORLD_SIZE)), LIMITS.get(me.phase, TIMEOUT))
+    if me.phase in ("at a call", "between calls"):
+        todo = steps(group, me)
+        if me.dies and me.phase == "at a call":
+            faults.kill(at=me.at)
+        me.dies_soon_in("between calls")
+        while True:
+            for step in todo:
+                step()
+                SIM.synchronize()
+    if me.phase == "within destroying the group":
+        group.barrier(c10d.BarrierOptions()).wait()
+        me.dies_soon_in(me.phase)
+        if me.dies:
+            group.shutdown()
+            signal.pause()
+    if me.phase == "within waiting" and not me.dies:
+        me.await_death()  # the victim waits for its peers when it is killed
+    while True:
+        one_large(group, me)
+
+
+def error_of(me: Rank) -> str:
+    try:
+        take_part(me)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    raise AssertionError("no error")
+
+
+def held() -> Counter[str]:
+    """Return the descriptors and the mapped segments of this process, which may have equal names."""
+    links = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+    mapped = re.findall(r"\S*memfd:simccl.*", Path("/proc/self/maps").read_text())
+    return Counter(each for each in (*links, *mapped) if re.search(r"memfd|pidfd|socket", each))
+
+
+def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s: float) -> None:
+    me, before = Rank(rank, phase, victim, at, after_s), held()
+    if me.dies:
+        store().set("victim", str(os.getpid()))
+    pid = int(store().get("victim"))
+    told = error_of(me)
+    wanted = rf"rank {victim} \(process {pid}\) (has )?ended"
+    if phase == "before it tells its address":
+        wanted = "(?i)wait timeout"  # a store knows no processes
+    elif phase == "while the group is made":
+        wanted += "|(?i:wait timeout)"
+    elif phase == "within destroying the group":
+        wanted += rf"|rank {victim} has destroyed the group"
+    assert re.search(wanted, told), told
+    # A rank that leaves tells its peers of itself.
+    store().set(f"told {rank}", "")
+    store().wait([f"told {peer}" for peer in range(world_size) if peer != victim])
+    for _ in range(2):  # launched at once; the stream raises the error of each, and holds it until then
+        with contextlib.suppress(RuntimeError):
+            SIM.synchronize()
+    gc.collect()
+    assert not held() - before
+    ranks.leave()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_peers_of_a_killed_rank_are_told_whenever_it_dies(phase: str, request: pytest.FixtureRequest) -> None:
+    draw, longest_s = random.Random(phase), PHASES[phase]
+    for _ in range(100 if request.config.getoption("--long", default=False) else 1):
+        victim, at = draw.randrange(WORLD_SIZE), draw.randint(1, CALLS)
+        by = signal.SIGKILL if longest_s is None else signal.SIGALRM
+        after_s = draw.random() * (longest_s or 0)
+        ranks.run(WORLD_SIZE, _round, phase, victim, at, after_s, killed=victim, by=by)

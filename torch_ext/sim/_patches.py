@@ -1,0 +1,37 @@
+"""Replaces functions and methods of other packages: one way for all of this package's patches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["wrap"]
+
+
+def wrap(owner: Any, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that takes the place of each ``owner.name`` and gets the original before the arguments.
+
+    >>> from types import SimpleNamespace
+    >>> owner = SimpleNamespace(half=lambda number: number / 2)
+    >>> @wrap(owner, "half")
+    ... def half(original, number):
+    ...     return round(original(number))
+    >>> owner.half(5)
+    2
+    """
+
+    def install(around: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            setattr(owner, name, _around(getattr(owner, name), around))
+        return around
+
+    return install
+
+
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return wrapped

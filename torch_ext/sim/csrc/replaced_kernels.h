@@ -1,0 +1,53 @@
+// Note [CUDA's kernels]
+// Builds of torch with CUDA's kernels have them for the very device that is simulated. Each operator that has one gets
+// another in front of it, so that nothing of CUDA's is left: where torch can compose the operator of others, as it does
+// for devices that register no kernel, that composition; else the fallback. PrivateUse2 registers none, so the
+// dispatcher finds the compositions under its keys.
+//
+// The last kernel that is registered for an operator is the one that runs. So a fallback's file replaces CUDA's kernels
+// first, and our own kernels come after them.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+
+namespace torch_ext::sim {
+
+template <c10::DispatchKey unused>
+void run_composition(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(unused), stack);
+}
+
+// See Note [CUDA's kernels]. `unused` is for PrivateUse2 and the layout of `key`.
+template <c10::KernelFunction::BoxedKernelFunction* fallback, c10::DispatchKey unused>
+void replace_kernels(c10::DispatchKey key) {
+  if (kSim != c10::DeviceType::CUDA) {
+    return;
+  }
+  struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning& /*warning*/) override {}
+  };
+  Quiet quiet; // torch warns of the first kernel that is replaced
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  static auto& kept = *new std::vector<c10::RegistrationHandleRAII>; // NOLINT: they last as long as the process
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(key)) {
+    const auto op = dispatcher.findSchema(name);
+    if (!op.has_value() || name.getNamespace() == "c10d") { // those call the process group, whatever the device
+      continue;
+    }
+    auto kernel = op->hasComputedKernelForDispatchKey(unused)
+        ? c10::KernelFunction::makeFromBoxedFunction<&run_composition<unused>>()
+        : c10::KernelFunction::makeFromBoxedFunction<fallback>();
+    kept.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "torch_ext"));
+  }
+}
+
+} // namespace torch_ext::sim
