@@ -76,7 +76,7 @@ import unittest
 import torch
 from torch.testing._internal.common_cuda import TEST_CUDA, TEST_MULTIGPU, SM80OrLater
 from torch.testing._internal.common_device_type import (
-    deviceCountAtLeast, dtypesIfCUDA, instantiate_device_type_tests, onlyCUDA, onlyNativeDeviceTypes,
+    deviceCountAtLeast, dtypes, dtypesIfCUDA, instantiate_device_type_tests, onlyCUDA, onlyNativeDeviceTypes,
 )
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -91,6 +91,7 @@ class TestThings(TestCase):
     def test_two(self, devices):
         self.assertEqual([torch.ones(1, device=each).device.index for each in devices][:2], [0, 1])
 
+    @dtypes(torch.float32)
     @dtypesIfCUDA(torch.float16)
     @unittest.skipIf(not (TEST_CUDA and TEST_MULTIGPU and SM80OrLater), "no CUDA")
     def test_type(self, device, dtype):
