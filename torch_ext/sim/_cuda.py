@@ -31,7 +31,13 @@ def complete(process_group_nccl: type) -> None:
     _replace_storages()
     _offer_nccl(process_group_nccl)
     _refuse_foreign_code()
+    when_imported("torch.utils._triton", _offer_no_triton)
     when_imported("torch._inductor.compile_fx", _generate_code)
+
+
+def _offer_no_triton(module: Any) -> None:
+    """Say that Triton cannot compile for the device, though it is installed: it would look for a GPU's driver."""
+    module.has_triton = lambda **kwargs: False
 
 
 def _generate_code(module: object) -> None:
