@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import torch_ext.sim  # noqa: F401  # registers the device
-from torch_ext.cuda_as_sim import bindings, legacy, nccl, table
-from torch_ext.sim import _module, _native
+from torch_ext.cuda_as_sim import legacy, nccl, table
+from torch_ext.sim import _cuda, _module, _native
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._streams import Stream
 
@@ -45,7 +45,7 @@ def _install() -> None:
     for dotted in table.SUBMODULES:
         if dotted not in table.REFUSED:  # torch's own refuse, too, and torch imports them to define what it never calls
             when_imported(f"torch.cuda.{dotted}", functools.partial(_fill, dotted=dotted))
-    _set(torch.cuda, _maybe_exchange_device=bindings.maybe_exchange_device)
+    _set(torch.cuda, _maybe_exchange_device=_cuda.maybe_exchange_device)
     torch.cuda.__class__ = _Cuda
     for name in ("_initialized", "default_generators"):
         vars(torch.cuda).pop(name, None)
@@ -57,7 +57,7 @@ def _install() -> None:
     _set(torch.autograd.profiler.emit_nvtx, __enter__=_begin_marks, __exit__=_end_marks)
     _set(torch, set_default_tensor_type=legacy.set_default_tensor_type)
     nccl.install()
-    bindings.complete()
+    _cuda.complete(nccl.ProcessGroupNCCL)
 
 
 def _set(holder: Any, **values: Any) -> None:
@@ -79,8 +79,8 @@ def _fill(module: ModuleType, dotted: str) -> None:
             found = table.find(name, dotted)
         except AttributeError:
             continue
-        if isinstance(found, table.Refused) and hasattr(before, "__wrapped__"):
-            _set(found, __wrapped__=before.__wrapped__)  # Dynamo of 2.15 lists that of `use_mem_pool`
+        if isinstance(found, table.Refused) and (wrapped := getattr(before, "__wrapped__", None)):
+            _set(found, __wrapped__=wrapped)  # Dynamo of 2.15 lists that of `use_mem_pool`
         if not isinstance(found, ModuleType):
             setattr(module, name, found)
 

@@ -64,7 +64,7 @@ for call in (lambda: torch.cuda.jiterator._create_jit_fn('code')(x), torch.cuda.
         assert "simulated accelerator" in str(error)
     else:
         raise AssertionError(call)
-with torch.autograd.profiler.profile(use_cuda=True) as profile:
+with torch.autograd.profiler.profile(use_device="cuda") as profile:
     x @ x
 assert profile.use_device == "cuda"
 from torch.profiler import ProfilerActivity as Activity, profile as make_profiler

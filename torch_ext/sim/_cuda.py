@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
-from torch_ext.cuda_as_sim.nccl import ProcessGroupNCCL
 from torch_ext.sim import _collectives, _devices, _memory, _native, _streams
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
@@ -22,17 +21,23 @@ from torch_ext.sim._name import NAME
 __all__ = ["complete", "maybe_exchange_device"]
 
 
-def complete() -> None:
-    """Add everything, in this process."""
+def complete(process_group_nccl: type) -> None:
+    """Add everything, in this process. ``process_group_nccl`` makes the backends of groups of ``"nccl"``."""
     for name in [name for name in vars(torch._C) if name.startswith("_cuda_")]:
         delattr(torch._C, name)
     for name, value in (*_OF_C.items(), *_LACKING.items()):
         setattr(torch._C, name, value)
     _let_profilers_see_the_device()
     _replace_storages()
-    _offer_nccl()
+    _offer_nccl(process_group_nccl)
     _refuse_foreign_code()
+    when_imported("torch.utils._triton", _offer_no_triton)
     when_imported("torch._inductor.compile_fx", _generate_code)
+
+
+def _offer_no_triton(module: Any) -> None:
+    """Say that Triton cannot compile for the device, though it is installed: it would look for a GPU's driver."""
+    module.has_triton = lambda **kwargs: False
 
 
 def _generate_code(module: object) -> None:
@@ -138,12 +143,12 @@ def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
     return lambda: {*original(), torch.profiler.ProfilerActivity.CUDA}
 
 
-def _offer_nccl() -> None:
+def _offer_nccl(process_group: type) -> None:
     """Have torch.distributed find NCCL, as backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
     setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
     for module in (c10d, dist, torch._C._distributed_c10d):
-        setattr(module, "ProcessGroupNCCL", ProcessGroupNCCL)  # noqa: B010 - as above
+        setattr(module, "ProcessGroupNCCL", process_group)  # noqa: B010 - as above
     backends: Any = c10d.Backend
     if hasattr(backends, "_ensure_backend_registered"):  # from torch 2.15 on, by default for another class of NCCL's
         backends._ensure_backend_registered("nccl")
