@@ -146,7 +146,7 @@ void bind_pinned_memory(pybind11::module_& m) {
 }
 
 void install_pinned_allocator() {
-  at::setHostAllocator(kSim, pinned(), /*priority=*/1); // before that of builds with CUDA's kernels
+  at::setHostAllocator(kSim, &pinned, /*priority=*/1); // before that of builds with CUDA's kernels
 }
 
 } // namespace torch_ext::sim
