@@ -62,8 +62,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking. The
 # search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
-_OURS_AT_START = ("TORCH_EXT_CUDA_AS_SIM", "TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY",
-                  "TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_SANITIZE")  # fmt: skip
+_OURS_AT_START = ("TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY", "TORCH_EXT_SIM_MEMORY",
+                  "TORCH_EXT_SIM_SANITIZE")  # fmt: skip
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
 _NOT_USED = (

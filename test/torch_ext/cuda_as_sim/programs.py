@@ -261,7 +261,7 @@ def foreign_code_is_refused() -> None:
 def what_there_is() -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 4 == torch.accelerator.device_count()
     assert torch.backends.cuda.is_built() and torch.version.cuda
-    assert torch.version.hip is None and "simulated" in torch.cuda.get_device_name(1)
+    assert torch.version.hip is None and "simulated" in torch.cuda.get_device_name(1).lower()
     assert torch.cuda.get_device_capability() >= (7, 0) and torch.cuda.is_bf16_supported()
     properties = torch.cuda.get_device_properties("cuda:1")
     assert properties.total_memory > 0 and properties.major >= 7 and properties.multi_processor_count >= 1

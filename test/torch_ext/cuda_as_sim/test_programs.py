@@ -10,9 +10,6 @@ import pytest
 
 from test.torch_ext.cuda_as_sim.programs import programs
 from test.torch_ext.interpreter import python
-from torch_ext.personality import torch_lacks_cuda
-
-pytestmark = pytest.mark.skipif(not torch_lacks_cuda(), reason="needs a build of torch without GPUs: torch +cpu")
 
 SHORT = """
 import subprocess, sys, torch
