@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch.testing._internal.distributed import ddp_under_dist_autograd_test as upstream
 
 from torch_ext.testing._internal import dist_utils
@@ -73,6 +76,25 @@ def test_generated_class_is_found_in_the_callers_module_by_its_name() -> None:
     assert (name, made.__name__, made.__qualname__, made.__module__) == ("PreASuite",) * 3 + (__name__,)
     assert made.__doc__ == "A suite." and not rest
     assert made.__mro__[1:3] == (ASuite, TensorPipeRpcAgentTestFixture)
+
+
+class Meeting(RpcAgentTestFixture):
+    """A suite whose workers meet at an address."""
+
+    world_size = 2
+
+    def setUp(self) -> None:
+        change = mock.patch.dict(os.environ, RPC_INIT_WITH_TCP="1")
+        change.start()
+        self.addCleanup(change.stop)
+        super().setUp()
+
+    def test_workers_meet_at_an_address(self) -> None:
+        self.assertRegex(self.init_method, "tcp://127.0.0.1:[1-9]")
+        self.assertEqual(self.call(torch.add, torch.ones(1), 1), torch.full((1,), 2.0))
+
+
+globals().update(generate_tests("Tcp", TensorPipeRpcAgentTestFixture, [Meeting], __name__))
 
 
 def test_generate_tests_refuses_what_would_not_work() -> None:

@@ -286,9 +286,9 @@ class TestCompiled(FSDPTestMultiThread):
         with (
             mock.patch.object(nn.Module, "compile", record),
             mock.patch.object(compiled.device, "is_accelerator", lambda: accelerator),
-            mock.patch.object(compiled.inductor, "has_triton", lambda: triton, create=True),
-            mock.patch.object(compiled.inductor, "is_gpu", lambda kind: gpu, create=True),
-            mock.patch.object(compiled.inductor, "get_scheduling_for_device", lambda kind: scheduling, create=True),
+            mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
+            mock.patch.object(compiled.private, "is_gpu", lambda kind: gpu, create=True),
+            mock.patch.object(compiled.private, "get_scheduling_for_device", lambda kind: scheduling, create=True),
             warnings.catch_warnings(record=True) as caught,
         ):
             warnings.simplefilter("always")

@@ -182,7 +182,10 @@ def error_of(me: Rank) -> str:
 
 def held() -> Counter[str]:
     """Return the descriptors and the mapped segments of this process, which may have equal names."""
-    links = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+    links = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # other threads close theirs meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{each}"))
     mapped = re.findall(r"\S*memfd:simccl.*", Path("/proc/self/maps").read_text())
     return Counter(each for each in (*links, *mapped) if re.search(r"memfd|pidfd|socket", each))
 

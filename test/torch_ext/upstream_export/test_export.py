@@ -48,7 +48,7 @@ def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, chec
     assert sorted(anatomy.files) == [ANATOMY, FSDP]
     suite, helpers = anatomy.files[ANATOMY], anatomy.files[FSDP]
     assert suite.startswith('# Owner(s): ["oncall: distributed"]\n')
-    assert "class StepLog(TorchDispatchMode):" in helpers
+    assert "class CollectiveLog(TorchDispatchMode):" in helpers and "class StepLog(CollectiveLog):" in helpers
     # As few lines as the change needs: upstream's own stay, but for imports that get one name more.
     before = (checkout / FSDP).read_text(encoding="utf-8").splitlines()
     lost = [line for line in before if line not in helpers.splitlines()]
@@ -116,7 +116,7 @@ def test_nothing_is_written_to_the_checkout(checkout: Path, tmp_path: Path) -> N
     asked = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
     assert main([*asked, "--output", str(file)]) == 0
     assert state() == before
-    subject = "Subject: [PATCH] Add ThreeUnits, StepLog, layout_over_ranks\n"
+    subject = "Subject: [PATCH] Add CollectiveLog, Collective, ThreeUnits and 2 more\n"
     assert subject in file.read_text(encoding="utf-8")
 
 

@@ -8,8 +8,12 @@ agent's fixture and the suites that apply to it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
+from unittest import mock
 
+from torch_ext.testing._internal._distributed.helpers import reserved_port
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
 from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
 from torch_ext.testing._internal.distributed.nn.api import remote_module_test
@@ -60,10 +64,18 @@ FAULTY_AGENT_TESTS: list[type] = [
 
 
 class SpawnHelper(MultiProcessTestCase):
-    """Starts the ranks of each test."""
+    """Starts the ranks of each test. With ``RPC_INIT_WITH_TCP=1`` it also chooses the
+    address of their rendezvous.
+    """
 
     def setUp(self) -> None:
         super().setUp()
+        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
+            stack = contextlib.ExitStack()
+            self.addCleanup(stack.close)
+            port = str(stack.enter_context(reserved_port()))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            stack.enter_context(mock.patch.dict(os.environ, address))
         self._spawn_processes()
 
 

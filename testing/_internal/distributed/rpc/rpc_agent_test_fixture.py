@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,13 +49,21 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def init_method(self) -> str:
-        """The rendezvous of the RPC agents, a file of the test."""
+        """The rendezvous of the RPC agents: a file of the test, or a TCP address if
+        ``RPC_INIT_WITH_TCP=1``.
+        """
+        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
+            return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        return self.file_init_method
+
+    @property
+    def file_init_method(self) -> str:
         return dist_utils.INIT_METHOD_TEMPLATE.format(file_name=self.file_name)
 
     @property
     def pg_init_method(self) -> str:
         """Another file for groups: they and agents store keys in their own."""
-        return f"{self.init_method}_pg"
+        return f"{self.file_init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
         """Return the name of the worker ``distance`` places on in the ring."""
