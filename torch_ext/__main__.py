@@ -64,7 +64,7 @@ def main() -> int:
 
         print(build.ensure_built())
     except (ImportError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.__cause__ or error}", file=sys.stderr)  # torch's error of an autoload has one
         return 1
     return 0
 

@@ -69,7 +69,10 @@ def load() -> None:
         visible.hide_unless_set()
     if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", ranks)
-    importlib.import_module("torch_ext.cuda_as_sim.stand_in" if as_cuda else "torch_ext.sim")
+    # Where torch_ext.sim is what imports torch, that package is not through yet.
+    importlib.import_module("torch_ext.sim._register").register()
+    if as_cuda:
+        importlib.import_module("torch_ext.cuda_as_sim.stand_in")
     is_worker = os.environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" in os.environ
     is_below_worker = bool(os.environ.get("TORCH_EXT_SIM_WORKER"))
     if is_worker and not is_below_worker and _is_program():

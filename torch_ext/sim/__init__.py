@@ -14,6 +14,8 @@ Torch has one accelerator per process and prefers PrivateUse1 over CUDA. So the 
 that are meant to run on it, and never through torch's backend autoload.
 """
 
+import torch  # noqa: F401  # first: with TORCH_EXT_SIM its autoload, too, registers the device
+
 from torch_ext.sim import _register
 
 _register.register()

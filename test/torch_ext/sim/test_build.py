@@ -43,8 +43,9 @@ def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.
         build.ensure_built()
 
 
-def test_the_command_says_in_one_line_what_is_missing(cache: Path) -> None:
-    finished = python("-m", "torch_ext", "build", CXX="no-such-compiler")
+@pytest.mark.parametrize("asked", ["0", "cuda"])
+def test_the_command_says_in_one_line_what_is_missing(cache: Path, asked: str) -> None:
+    finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
     assert finished.returncode == 1 and not finished.stdout
     (told,) = finished.stderr.splitlines()
     assert told.startswith("error: ") and "apt install g++" in told
@@ -60,6 +61,8 @@ def test_the_command_shows_the_compilers_words_and_no_traceback(cache: Path, tmp
 def test_the_command_shows_where_the_build_is() -> None:
     finished = python("-m", "torch_ext", "build")
     assert finished.returncode == 0 and finished.stdout == f"{build.ensure_built()}\n"
+    as_cuda = python("-m", "torch_ext", "build", TORCH_EXT_SIM="cuda")
+    assert as_cuda.returncode == 0 and Path(as_cuda.stdout.strip()).is_file() and as_cuda.stdout != finished.stdout
 
 
 def test_the_command_takes_no_arguments_behind_build() -> None:
