@@ -10,7 +10,7 @@ import torch
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["KINDS", "TYPES", "set_default_tensor_type"]
+__all__ = ["TYPES", "set_default_tensor_type"]
 
 _DTYPES = {
     "BFloat16": torch.bfloat16,
@@ -24,7 +24,6 @@ _DTYPES = {
     "Long": torch.int64,
     "Short": torch.int16,
 }
-KINDS = tuple(_DTYPES)
 
 
 class _TensorType(type):

@@ -45,7 +45,6 @@ _NVML = "Power, clocks and processes come from NVML, and there is no such hardwa
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
 _ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accelerator's cannot."
-_TYPES = "torch.cuda's legacy storage types have no simulated ones; give a factory its device and dtype."
 _DRIVER = "This is a call of CUDA's driver or runtime, and there is none."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
 
@@ -65,7 +64,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
-    **dict.fromkeys((f"{kind}Storage" for kind in (*legacy.KINDS, "ComplexDouble", "ComplexFloat")), _TYPES),
     **dict.fromkeys(
         ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
          "green_contexts"), _DRIVER),

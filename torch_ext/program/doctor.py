@@ -73,7 +73,9 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "devices", devices or "no accelerator: tests and programs run on the simulated one"
     yield (
         "cuda",
-        "the simulated device, which hides GPUs" if is_cuda() else "GPUs; the simulated device with --cuda-as-sim",
+        "the simulated device, which hides GPUs"
+        if is_cuda()
+        else f"{'GPUs' if torch.cuda.is_available() else 'none'}; the simulated device with --cuda-as-sim",
     )
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]

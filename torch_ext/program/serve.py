@@ -117,7 +117,7 @@ def search_path() -> tuple[str, ...]:
 
 def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
     """Return a warm zygote that fits, with a line that ``held`` keeps open; None if there is none."""
-    with contextlib.suppress(OSError, ChannelClosedError, TypeError, ValueError):  # or of another version
+    with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or of another version
         with folder() as place:
             connected = _connected(place / (name := socket_name(key)))
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):

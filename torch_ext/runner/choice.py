@@ -233,7 +233,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 _FOLDER, _FILE = "history", "tests.json"  # below the cache's
-_TESTS = 20_000
+_TESTS = 50_000
 
 
 class _Record(NamedTuple):

@@ -24,6 +24,7 @@ from torch_ext.results import (
     ClassEvent,
     Event,
     Needs,
+    Over,
     RoundBegan,
     RunEnded,
     Status,
@@ -167,6 +168,10 @@ class Rounds:
         for test, reason in reasons.items():
             self._take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         plan, left = self._chosen.plan.without(reasons), len(self._chosen.plan.tests) + 1
+        keys = {batch.key for batch in plan.batches}
+        for batch in self._chosen.plan.batches:
+            if batch.key not in keys:
+                self._take(Over(TestName(*batch.key)))  # no executor says so of a class that it does not run
         # A run that stops at the first failure goes on if that turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)

@@ -100,9 +100,13 @@ class RunZygotes:
         while True:
             if (zygote := self._of_files.get(file.name)) is None:  # or another task has dropped it since the last look
                 zygote = self._of_files[file.name] = self._load(file)
-            if zygote.channel.poll() or zygote.check():
-                zygote.wait_loaded()
-                return zygote
+            try:
+                if zygote.channel.poll() or zygote.check():
+                    zygote.wait_loaded()
+                    return zygote
+            except ZygoteDiedError:
+                self.forget(file, zygote)
+                raise
             yield Pause((zygote.channel,), zygote.look_s)
 
     def _load(self, file: TestFile) -> ModuleZygote:
@@ -118,11 +122,13 @@ class RunZygotes:
             LoadError: the file cannot be imported.
             ZygoteDiedError: the process ended while importing it.
         """
-        original = yield from self.of_file(file)
+        original: ZygoteClient | None = None
         try:
+            original = yield from self.of_file(file)
             return (yield from self._copy_of(original))
         except ZygoteDiedError:
-            self.forget(file, original)
+            if original is not None:
+                self.forget(file, original)
         original = yield from self.of_file(file)
         return (yield from self._copy_of(original))
 

@@ -15,6 +15,7 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.tally import Tally
 from torch_ext.runner.reporters.text import TextReporter, Writer, rerun_command
 from torch_ext.runner.schedule import make_plan
+from torch_ext.world.wording import LEFT_BEHIND
 
 FILE = file("fsdp/test_a")
 ONE, TWO, THREE, OTHER = named(
@@ -164,6 +165,12 @@ def test_reasons_and_warnings_are_grouped_and_the_frequent_come_first() -> None:
     results += [TestResult(TestName(FILE.name, "TestC", "t"), Status.PASSED, 0.0, warnings=("old torch", "old torch"))]
     text = report(results)
     assert "Skipped:\n     2  often\n     1  rare\n     1  no reason given\nWarnings:\n     2  old torch\n" in text
+
+
+def test_a_process_that_is_left_behind_is_told_with_its_test() -> None:
+    told = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
+    text = report([TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told))])
+    assert text.startswith(f"LEAK {ONE.id}: {told}\n")
 
 
 def test_a_run_of_skips_only_is_said_to_have_run_nothing() -> None:

@@ -147,6 +147,6 @@ def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, mo
     os.killpg(victim.pid, signal.SIGKILL)  # the session is the victim's own
     victim.wait()
     assert list(family.glob(".building-*"))
-    go.touch()  # also for the victim's compilers, which live: Ninja gives its jobs groups of their own
+    go.touch()
     library = build.ensure_built()
     assert library.read_text() == "made\n" and not list(family.glob(".building-*"))

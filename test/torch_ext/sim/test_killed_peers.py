@@ -32,12 +32,7 @@ from torch_ext.sim import _native, faults
 WORLD_SIZE = 3
 CALLS = 8  # of all steps together
 TIMEOUT = timedelta(hours=1)  # nothing but the death itself can end a wait
-# Peers cannot know a rank that never joined. One that has closed its files and not yet ended looks to them as if it
-# could not share its memory: they take gloo (transport/choice.cpp), which waits for it.
-LIMITS = {
-    "before it tells its address": timedelta(milliseconds=400),
-    "while the group is made": timedelta(seconds=10),
-}
+UNMET = timedelta(milliseconds=400)  # peers cannot know a rank that never joined
 # Within how many seconds the timer kills the rank; None: the rank kills itself.
 PHASES: dict[str, float | None] = {
     "before it tells its address": None,
@@ -150,7 +145,8 @@ def one_large(group: c10d.Backend, me: Rank) -> None:
 def take_part(me: Rank) -> None:
     """Meet the peers, and do things with them for ever, or for as long as the phase says."""
     met = MeetingPlace(dist.PrefixStore("killed", store()), me)
-    group = _native.ProcessGroupSimCCL(met, me.rank, list(range(WORLD_SIZE)), LIMITS.get(me.phase, TIMEOUT))
+    timeout = UNMET if me.phase == "before it tells its address" else TIMEOUT
+    group = _native.ProcessGroupSimCCL(met, me.rank, list(range(WORLD_SIZE)), timeout)
     if me.phase in ("at a call", "between calls"):
         todo = steps(group, me)
         if me.dies and me.phase == "at a call":
@@ -199,8 +195,6 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
     wanted = rf"rank {victim} \(process {pid}\) (has )?ended"
     if phase == "before it tells its address":
         wanted = "(?i)wait timeout"  # a store knows no processes
-    elif phase == "while the group is made":
-        wanted += "|(?i:wait timeout)"
     elif phase == "within destroying the group":
         wanted += rf"|rank {victim} has destroyed the group"
     assert re.search(wanted, told), told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from pathlib import Path
 
@@ -90,6 +92,17 @@ def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
     (tmp_path / "test_plain.py").write_text("x = 1\n")
     assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream) == 2
     assert "nothing selected" in capfd.readouterr().err
+
+
+def test_a_class_of_known_skips_holds_up_no_other(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(f"{PASSES}\n\n{PASSES.replace('TestA', 'TestB')}")
+    known = {"test": "test_two.py::TestA::*", "when": {}, "do": "skip", "reason": "it would hang", "link": ""}
+    (tmp_path / "known.json").write_text(json.dumps([known]))
+    options = ("--differences", tmp_path / "known.json", "--device", "cpu", "--repeat", "2")
+    done = python(RUN_TEST, "--upstream", tmp_path / "test_two.py", *options)
+    skipped, passed = "test_two.py::TestA  1 skipped", "test_two.py::TestB  1 passed"
+    told = re.findall("^.*::Test[AB]  1 [a-z ]+(?=  )", done.stdout, re.MULTILINE)
+    assert [line.rpartition("/")[2] for line in told] == [skipped, passed] * 2, done.stdout
 
 
 def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:

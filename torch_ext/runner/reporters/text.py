@@ -29,7 +29,7 @@ from torch_ext.runner.options import TABLE, RunOptions
 from torch_ext.runner.reporters.tally import COLUMNS, Tally, counts, writing
 from torch_ext.runner.schedule import Batch
 from torch_ext.world.verdict import end_of_output, render
-from torch_ext.world.wording import printable
+from torch_ext.world.wording import LEFT_BEHIND, printable
 
 __all__ = ["TextReporter", "Writer", "annotate", "annotation", "describe_failure", "is_live", "rerun_command"]
 
@@ -210,6 +210,9 @@ class TextReporter:
             self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
         elif result.status.counted is Status.FAILED:
             self._failure(result)
+        for warning in result.warnings:
+            if LEFT_BEHIND in warning:
+                self._out.line(("LEAK", _STYLES[Status.FLAKY]), f" {result.test.id}: {warning}")
 
     def _finish(self, interrupted: bool) -> None:
         """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if

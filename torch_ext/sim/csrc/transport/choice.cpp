@@ -39,6 +39,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
+// How long a process that has closed its memory may take to end: the kernel does one right after the other.
+constexpr auto kLongestEnd = std::chrono::seconds(1);
+
 // How often, and after how long at first, ranks that are about to come are looked for.
 constexpr int kStoreLooks = 8;
 constexpr std::chrono::microseconds kFirstPause{100};
@@ -90,6 +93,10 @@ bool is_that_of(const Header& header, const Address& address) {
   return header.version == kLayoutVersion && header.nonce[0] == address.nonce[0] && header.nonce[1] == address.nonce[1];
 }
 
+std::string path_of(const Address& address) {
+  return c10::str("/proc/", address.pid, "/fd/", address.file);
+}
+
 // Without memory where it cannot be opened.
 Member open_peer(const Address& address, int size) {
   Member peer;
@@ -97,8 +104,7 @@ Member open_peer(const Address& address, int size) {
   if (peer.process == nullptr) {
     return peer;
   }
-  const auto path = c10::str("/proc/", address.pid, "/fd/", address.file);
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  const int file = ::open(path_of(address).c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) {
     return peer;
   }
@@ -116,6 +122,11 @@ Member open_peer(const Address& address, int size) {
 // Whether the rank of this machine that is at `address` is no longer there.
 bool has_ended(const Member& peer, const Address& address) {
   return peer.process != nullptr ? peer.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
+}
+
+// Whether a peer that runs has closed its memory: it is ending, or has refused and does without.
+bool has_closed(const Member& peer, const Address& address) {
+  return peer.process != nullptr && !peer.memory && ::access(path_of(address).c_str(), F_OK) != 0 && errno == ENOENT;
 }
 
 [[noreturn]] void tell_ended(int rank, int pid) {
@@ -225,13 +236,21 @@ std::vector<Member> meet(
     return members;
   }
   // A rank that has ended is no reason to meet over gloo: that would wait for it as long as it may.
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& address = addresses[static_cast<size_t>(peer)];
-    if (peer != rank && has_ended(members[static_cast<size_t>(peer)], address)) {
-      tell_ended(peer, address.pid);
+  for (const auto last = std::min(Clock::now() + kLongestEnd, deadline);;) {
+    bool may_be_ending = false;
+    for (int peer = 0; peer < size; ++peer) {
+      const auto& member = members[static_cast<size_t>(peer)];
+      const auto& address = addresses[static_cast<size_t>(peer)];
+      if (peer != rank && has_ended(member, address)) {
+        tell_ended(peer, address.pid);
+      }
+      may_be_ending = may_be_ending || (peer != rank && has_closed(member, address));
     }
+    if (!may_be_ending || Clock::now() >= last) {
+      return {};
+    }
+    std::this_thread::sleep_for(kFirstPause);
   }
-  return {};
 }
 
 std::string setting(const char* variable) {
