@@ -95,6 +95,7 @@ class Meeting(RpcAgentTestFixture):
 
 
 globals().update(generate_tests("Tcp", TensorPipeRpcAgentTestFixture, [Meeting], __name__))
+pytest.mark.processes(globals()["TcpMeeting"])
 
 
 def test_generate_tests_refuses_what_would_not_work() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 from torch_ext.compat._lookup import lazy_names
@@ -31,29 +30,21 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
-def watch_groups(
-    made: Callable[[float, float], None], destroyed: Callable[[list[str]], None], wrap: Wrap = lambda make: make
-) -> None:
-    """Have ``made`` called whenever a process group has been made in this process, with its beginning and its end by
-    ``time.monotonic``; and ``destroyed``, whenever groups have been, with their names, or none for all. Torch's
-    function that makes a group is replaced by what ``wrap`` returns for it.
+_watches_groups = False
+
+
+def watch_groups(destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
+    """Have ``destroyed`` called whenever process groups of this process have been destroyed, with their names, or none
+    for all. ``wrap``, called once, returns the function that takes the place of torch's one for making a group.
     """
     from torch.distributed import distributed_c10d
 
+    global _watches_groups
     make = getattr(distributed_c10d, "_new_process_group_helper", None)
-    if make is None or make.__module__ == __name__:
+    if make is None or _watches_groups:
         return
-
-    wrapped = wrap(make)
-
-    @functools.wraps(make, assigned=("__name__", "__qualname__", "__doc__"))
-    def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-        began_s = time.monotonic()
-        group = wrapped(*args, **kwargs)
-        made(began_s, time.monotonic())
-        return group
-
-    distributed_c10d._new_process_group_helper = _new_process_group_helper
+    _watches_groups = True
+    distributed_c10d._new_process_group_helper = wrap(make)
     forget_one, forget_all = distributed_c10d._unregister_process_group, distributed_c10d._unregister_all_process_groups
 
     @functools.wraps(forget_one)

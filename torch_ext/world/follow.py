@@ -402,7 +402,6 @@ class World:
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
             outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
-        outcome.started_s = self.started_s
         outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host
@@ -410,8 +409,6 @@ class World:
         outcome.out_of_memory = killed and machine_memory.kills() > self._kills
         outcome.collectives = self._collectives.get(outcome.rank, "")
         outcome.output = wording.trim_stacks(self.processes[outcome.rank]._capture.tail())
-        if outcome.rank in self._ended:
-            outcome.ended_s = self._ended[outcome.rank].time_s
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
         return outcome
 

@@ -63,8 +63,6 @@ class Outcome:
     output: str = ""  # the end of its stdout and stderr
     left_behind: list[str] = field(default_factory=list)  # command lines of processes that it left running
     task: str = "test"  # the word for it
-    started_s: float = 0.0  # when its world, or its test, was asked for
-    ended_s: float = 0.0  # when its process had ended; 0 if it lives on
     host: str = ""  # in words, if the test asked for several hosts
     out_of_memory: bool = False  # SIGKILL ended it, and the kernel has meanwhile killed processes for want of memory
     delayed_s: float = 0.0  # seconds of its test in which it waited for a core, until it was stopped

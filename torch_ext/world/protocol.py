@@ -352,8 +352,6 @@ class Receipt:
     parts: tuple[Part, ...] = ()  # those that failed, in order; of a skip, those that skipped. Empty if unknown
     ticket: Ticket = NO_TICKET
     pid: int = 0
-    began_s: float = 0.0  # begin of the body
-    met_s: tuple[float, float] = (0.0, 0.0)  # begin and end of making the rank's first process group; 0 without one
 
     @property
     def is_expected(self) -> bool:

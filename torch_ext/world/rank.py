@@ -85,7 +85,6 @@ class Rank:
         self._released = threading.Event()
         self._debts = Debts()
         operations.test_began()
-        self._began_s, self._met_s = _os.monotonic(), (0.0, 0.0)
         threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
@@ -93,12 +92,6 @@ class Rank:
         self._ticket, self._is_between_tests = ticket, False
         self._debts.watch(ticket.test)
         operations.test_began()
-        self._began_s, self._met_s = _os.monotonic(), (0.0, 0.0)
-
-    def made_group(self, from_s: float, to_s: float) -> None:
-        """Note when a process group was made; the first one counts."""
-        if not self._met_s[1]:
-            self._met_s = from_s, to_s
 
     @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
@@ -168,8 +161,7 @@ class Rank:
         return receipt
 
     def _stamped(self, receipt: Receipt) -> Receipt:
-        own: dict[str, Any] = {"ticket": self._ticket, "pid": self._pid, "began_s": self._began_s, "met_s": self._met_s}
-        return replace(receipt, time_s=_os.monotonic(), **own)
+        return replace(receipt, time_s=_os.monotonic(), ticket=self._ticket, pid=self._pid)
 
     def tell_place(self, error: BaseException) -> None:
         """Write for the parent half the place at which ``error`` ends this process."""
@@ -287,7 +279,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
     try:
         function, args, kwargs = pickle.loads(order.task)
         threads.prepare()
-        threads.belong_to(order.address, rank.made_group)
+        threads.belong_to(order.address)
         rank.say(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit as left:

@@ -313,13 +313,11 @@ LOOPBACK = "lo"
 VARIABLE = "TORCH_EXT_ADDRESS"
 _ATTEMPTS = 16
 
-# Set by belong_to().
-_address = ""
-_on_group: Callable[[float, float], None] | None = None
+_address = ""  # set by belong_to()
 
 
 def prepare() -> None:
-    """Wrap torch's stores, groups and agents: their waits and threads become known, and gloo and groups obey
+    """Wrap torch's stores, groups and agents: their waits and threads become known, and gloo obeys
     :func:`belong_to`. Idempotent: a zygote does it before it forks, so that its children need not.
     """
     torch = sys.modules.get("torch")
@@ -329,22 +327,15 @@ def prepare() -> None:
     from torch_ext.compat.rpc import watch_agents
 
     watch_stores(makes_transport)
-    watch_groups(_made_group, operations.note_destroyed, makes_transport)
+    watch_groups(operations.note_destroyed, makes_transport)
     watch_agents(makes_transport)
     bind_gloo(LOOPBACK, lambda: _address, makes_transport)
 
 
-def belong_to(address: str, made_group: Callable[[float, float], None]) -> None:
-    """Have gloo listen at ``address`` in this process (empty: torch decides), and call ``made_group`` with the times at
-    which the making of each process group begins and ends.
-    """
-    global _address, _on_group
-    _address, _on_group = address, made_group
-
-
-def _made_group(began_s: float, ended_s: float) -> None:
-    if _on_group is not None:
-        _on_group(began_s, ended_s)
+def belong_to(address: str) -> None:
+    """Have gloo listen at ``address`` in this process; empty: torch decides."""
+    global _address
+    _address = address
 
 
 def reserve() -> tuple[str, int]:

@@ -20,13 +20,11 @@ import pytest
 
 from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.hosts import Share, on_our_clock
+from torch_ext.runner.cluster.hosts import Share
 from torch_ext.runner.cluster.machines import Machines
 from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import _os
-from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray; install it with: pip install -e '.[cluster]'"
@@ -320,11 +318,3 @@ def test_messages_that_overtake_each_other_are_taken_in_their_order() -> None:
     assert taker.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
     for each in (first, second, taker):
         each.close()
-
-
-def test_times_of_a_rank_are_told_by_this_machines_clock() -> None:
-    receipt = Receipt(Said.PASSED, 5.0, began_s=3.0, met_s=(3.5, 4.0))
-    outcome = on_our_clock(Outcome(0, Ending.PASSED, receipt=receipt, started_s=2.0), 10.0)
-    moved = outcome.receipt
-    assert (moved.time_s, moved.began_s, moved.met_s) == (15.0, 13.0, (13.5, 14.0))
-    assert (outcome.started_s, outcome.ended_s) == (12.0, 0.0), "a time of 0 is none"

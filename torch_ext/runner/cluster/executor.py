@@ -23,9 +23,8 @@ from typing import Any
 
 import torch_ext
 from torch_ext.results import Over, Remark, SetupError, Sink, Status, TestName, TestResult, Tick
-from torch_ext.runner.cluster.hosts import on_our_clock
 from torch_ext.runner.cluster.machines import Machines, in_one_line
-from torch_ext.runner.cluster.messages import HostFailed, Joined, RunClass, TimedEvent
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, RunClass
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Packed, Plan
@@ -171,9 +170,8 @@ class ClusterExecutor:
                     return True
         return False
 
-    def _handle(self, job: _Job, host: int, timed: TimedEvent) -> bool:
+    def _handle(self, job: _Job, host: int, event: Event) -> bool:
         """Handle an event of a class; return whether the run stops."""
-        event = timed.event
         if isinstance(event, Joined):
             job.joined += 1
             if job.joined == len(job.nodes) - 1:
@@ -185,8 +183,7 @@ class ClusterExecutor:
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)
-            shift_s = time.monotonic() - timed.now_s
-            self._sink(replace(event, ranks=tuple(on_our_clock(rank, shift_s) for rank in event.ranks)))
+            self._sink(event)
             return self._options.failfast and event.status.counted is Status.FAILED
         else:
             self._sink(event)

@@ -27,7 +27,6 @@ from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all, readable
 from torch_ext.world.follow import ask_zygote
-from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     AskOthers,
@@ -43,16 +42,12 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["FarRanks", "Share", "Spread", "on_our_clock"]
+__all__ = ["FarRanks", "Share", "Spread"]
 
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its number among the ranks there
 _PART_BYTES = 1 << 16
-_TIMES: dict[type, tuple[str, ...]] = {
-    Receipt: ("time_s", "began_s"),
-    Progress: ("until_s", "raises_s"),
-    Outcome: ("started_s", "ended_s"),
-}
+_TIMES: dict[type, tuple[str, ...]] = {Receipt: ("time_s",), Progress: ("until_s", "raises_s")}
 _NUMBERS = itertools.count(1)  # of worlds
 # Variables of a machine, which a class does not carry to another one.
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
@@ -315,7 +310,7 @@ class Spread(Share):
         if line.stream is RankStream.GROUP:
             self._pass_on(world, line.source, line.payload)
         elif rank := world.far.get((line.source, line.index)):
-            rank.write(line.stream, on_our_clock(line.payload, shift_s))
+            rank.write(line.stream, _on_our_clock(line.payload, shift_s))
 
     def _pass_on(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
         """Pass a zygote's message to the parent half; :class:`Started` once all hosts have started their ranks."""
@@ -460,12 +455,8 @@ class FarRanks(Share):
         self.send(0, world.number, RankStream.GROUP, message)
 
 
-def on_our_clock(message: Any, shift_s: float) -> Any:
-    """Return a message or the outcome of a rank with its times by this machine's clock. A time of 0 is none."""
+def _on_our_clock(message: Any, shift_s: float) -> Any:
+    """Return a rank's message with its times by this machine's clock. A time of 0 is none."""
     times = {name: getattr(message, name) for name in _TIMES.get(type(message), ())}
     changed: dict[str, Any] = {name: time_s + shift_s for name, time_s in times.items() if time_s}
-    if isinstance(message, Receipt):
-        changed["met_s"] = tuple(time_s and time_s + shift_s for time_s in message.met_s)
-    elif isinstance(message, Outcome):
-        changed["receipt"] = on_our_clock(message.receipt, shift_s)
     return replace(message, **changed) if changed else message

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_ext import cache
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.messages import Line, RunClass, Settings, TimedEvent
+from torch_ext.runner.cluster.messages import Event, Line, RunClass, Settings
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Need, cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
@@ -54,7 +54,7 @@ class Node:
         except ChannelClosedError:
             raise SupervisorDiedError(f"its supervisor ended with code {self._process.wait()} at its start") from None
 
-    def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[TimedEvent]:
+    def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[Event]:
         """Run a class, or ranks of one, with the actors ``peers`` of all its hosts; yield its events as they happen.
 
         Raises:
@@ -242,14 +242,14 @@ class Machines:
             found, _ = self._ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
         return list(found)
 
-    def next_of(self, stream: Any) -> TimedEvent:
+    def next_of(self, stream: Any) -> Event:
         """Return the next event of a stream.
 
         Raises:
             StopIteration: the stream has ended.
             Exception: the machine is lost; Ray's errors have no common base that means this.
         """
-        event: TimedEvent = self._ray.get(next(stream))
+        event: Event = self._ray.get(next(stream))
         return event
 
     def end(self) -> None:

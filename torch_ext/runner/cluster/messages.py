@@ -8,7 +8,7 @@ actor -> supervisor     :class:`Settings` first, then a :class:`RunClass` with a
 supervisor -> actor     the number of its devices
 ======================  =======================================================================
 
-On the channel of a class, the supervisor sends :class:`TimedEvent`, and None at the end of the class. None from the
+On the channel of a class, the supervisor sends an :data:`Event`, and None at the end of the class. None from the
 actor ends the class. :class:`Line` goes to the supervisor of another host, through the actors of both machines.
 """
 
@@ -22,7 +22,7 @@ from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 
-__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings", "TimedEvent"]
+__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,6 @@ class HostFailed:
 Event = Began | Over | TestResult | Tick | Stalled | Joined | HostFailed
 
 
-@dataclass(frozen=True)
-class TimedEvent:
-    """An event of a class. ``now_s`` is ``time.monotonic`` of the machine; machines differ in its zero."""
-
-    event: Event
-    now_s: float
-
-
 class RankStream(Enum):
     """The connections of ranks to their zygote and to their parent half, besides the numbered pipes of their task."""
 
@@ -88,7 +80,7 @@ class Line:
     source: int
     to: int
     sequence: int  # counts the messages between the two; Ray's threads overtake each other
-    now_s: float  # `time.monotonic` of the sender
+    now_s: float  # `time.monotonic` of the sender; machines differ in its zero
     world: int  # the world, by its number on host 0
     stream: RankStream | int  # a connection of rank `index`, by its number on the other host
     # A message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of

@@ -13,14 +13,13 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import FarRanks, Spread
-from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings, TimedEvent
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
@@ -96,7 +95,7 @@ class _Supervisor:
     def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
         """Run a class and pass it the messages of its other hosts, until the actor ends it or closes its channel."""
 
-        def send(message: TimedEvent | Line | None) -> None:
+        def send(message: Event | Line | None) -> None:
             with contextlib.suppress(ChannelClosedError):  # the actor is gone
                 channel.send(message)
 
@@ -116,10 +115,7 @@ class _Supervisor:
         self._loop.end(run)
         channel.close()
 
-    def _obey(self, order: RunClass, send: Callable[[TimedEvent | Line | None], None]) -> Task[None]:
-        def report(event: Event) -> None:
-            send(TimedEvent(event, time.monotonic()))
-
+    def _obey(self, order: RunClass, send: Callable[[Event | Line | None], None]) -> Task[None]:
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
         batch = order.batch._replace(file=file)
@@ -128,10 +124,10 @@ class _Supervisor:
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
             if order.host:
-                yield from self._join(order, batch, place, report, send)
+                yield from self._join(order, batch, place, send)
             else:
                 place = self._spread(order, place, send) if order.names else place
-                yield from ClassRunner(self._zygotes, place, batch, self._options, report).run()
+                yield from ClassRunner(self._zygotes, place, batch, self._options, send).run()
         finally:
             if share := self._shares.pop(order.number, None):
                 share.close()
@@ -149,21 +145,19 @@ class _Supervisor:
         self._loop.add(spread.serve())
         return place._replace(environment=environment, add_client=spread.add_client)
 
-    def _join(
-        self, order: RunClass, batch: Batch, place: Place, report: Callable[[Event], None], send: Callable[[Line], None]
-    ) -> Task[None]:
+    def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
         """Run ranks of a class that has its host 0 on another machine."""
         try:
             zygote = yield from self._zygotes.copy_of(batch.file)
         except (LoadError, ZygoteDiedError) as error:
-            report(HostFailed(str(error).rstrip().rpartition("\n")[2]))
+            send(HostFailed(str(error).rstrip().rpartition("\n")[2]))
             return
         environment = {**place.environment, **interface_variables(order.address, place.environment)}
         ranks = FarRanks(
-            zygote, environment, lambda why: report(HostFailed(why, lost=True)), order.number, order.host, send
+            zygote, environment, lambda why: send(HostFailed(why, lost=True)), order.number, order.host, send
         )
         self._shares[order.number] = ranks
-        report(Joined())
+        send(Joined())
         with contextlib.closing(zygote):
             yield from ranks.serve()
 
