@@ -89,6 +89,7 @@ class Meeting(RpcAgentTestFixture):
         self.addCleanup(change.stop)
         super().setUp()
 
+    @dist_utils.dist_init
     def test_workers_meet_at_an_address(self) -> None:
         self.assertRegex(self.init_method, "tcp://127.0.0.1:[1-9]")
         self.assertEqual(self.call(torch.add, torch.ones(1), 1), torch.full((1,), 2.0))

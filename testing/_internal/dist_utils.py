@@ -14,19 +14,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.common_utils import FILE_SCHEMA
+from torch_ext.testing._internal.common_utils import FILE_SCHEMA, TEST_WITH_TSAN
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import FunctionEvent
 
+__all__ = [
+    "INIT_METHOD_TEMPLATE",
+    "dist_init",
+    "get_function_event",
+    "get_num_owners_and_forks",
+    "get_shutdown_error_regex",
+    "get_timeout_error_regex",
+    "initialize_pg",
+    "noop",
+    "poll_until",
+    "wait_until_node_failure",
+    "wait_until_owners_and_forks_on_rank",
+    "wait_until_pending_futures_and_users_flushed",
+    "worker_name",
+]
+
 INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
+_TSAN_SLOWDOWN = 5
 _POLL_INTERVAL_S = 0.01
 # The two ways in which torch names the worker that raised: in a Python function, or
 # while serving a message.
@@ -64,18 +80,43 @@ def dist_init(
     @wraps(old_test_method)
     def run_as_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.worker_id = self.rank
-        self.setup_fault_injection(faulty_messages, messages_to_delay)
-        with mock.patch.object(private.api, "_ignore_rref_leak", False):
+        with _leaked_rrefs_are_errors():
             if not setup_rpc:
+                self.setup_fault_injection(faulty_messages, messages_to_delay)
                 return old_test_method(self, *args, **kwargs)
-            self.start_agent()
+            _join_as_worker(self, faulty_messages, messages_to_delay)
             with _remote_failures_named(worker_name(self.rank)):
                 result = old_test_method(self, *args, **kwargs)
             rpc.shutdown(graceful=clean_shutdown)
             return result
 
-    run_as_worker.is_dist_init = True  # type: ignore[attr-defined]
     return run_as_worker
+
+
+def _join_as_worker(
+    test: Any, faulty_messages: Sequence[str] | None, delays: dict[str, float] | None
+) -> None:
+    test.setup_fault_injection(faulty_messages, delays)
+    backend, options = test.rpc_backend, test.rpc_backend_options
+    if TEST_WITH_TSAN:
+        options.rpc_timeout = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC * _TSAN_SLOWDOWN
+    rpc.init_rpc(
+        worker_name(test.rank),
+        backend=backend,
+        rank=test.rank,
+        world_size=test.world_size,
+        rpc_backend_options=options,
+    )
+
+
+@contextmanager
+def _leaked_rrefs_are_errors() -> Iterator[None]:
+    before = private.api._ignore_rref_leak
+    private.api._ignore_rref_leak = False
+    try:
+        yield
+    finally:
+        private.api._ignore_rref_leak = before
 
 
 @contextmanager
@@ -128,6 +169,8 @@ def noop() -> None:
     """Do nothing; the cheapest remote call."""
 
 
+_BACKENDS = ("FAULTY_TENSORPIPE", "TENSORPIPE")
+
 # Errors that a caller may see when the callee's agent goes away during connecting,
 # sending or waiting.
 _SHUTDOWN_ERRORS = (
@@ -141,38 +184,49 @@ _SHUTDOWN_ERRORS = (
 
 
 def get_shutdown_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for errors of calls to a callee that shut down."""
+    """Return a pattern for the errors that a call may raise if the callee has shut
+    down. ``rpc_backend`` is a member of ``rpc.BackendType``, or its name.
+    """
+    _check_known(rpc_backend)
     return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS)
 
 
 def get_timeout_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the error of a call that timed out."""
+    """Return a pattern for the error of a call that timed out. See
+    :func:`get_shutdown_error_regex`.
+    """
+    _check_known(rpc_backend)
     return "RPC ran for more than"
+
+
+def _check_known(rpc_backend: Any) -> None:
+    name = str(getattr(rpc_backend, "name", rpc_backend))
+    if name not in _BACKENDS:
+        known = ", ".join(_BACKENDS)
+        raise ValueError(f"got RPC backend {name!r}, expected one of {known}")
 
 
 def wait_until_node_failure(
     rank: int, expected_error_regex: str = ".*", timeout: int = 60
 ) -> str:
-    """Call ``rank`` until a call fails with a matching message, and return it.
+    """Call ``rank`` until a call fails with a matching message, and return the message.
 
     Raises:
         TimeoutError: after ``timeout`` seconds the worker still answered, or calls
             failed only with other messages.
     """
     last = "it still answered"
-
-    def has_failed() -> bool:
-        nonlocal last
+    for _ in _until(timeout):
         try:
             rpc.rpc_sync(worker_name(rank), noop, timeout=timeout)
         except Exception as error:
             last = str(error)
-            return re.search(expected_error_regex, last) is not None
-        return False
-
-    expected = f"{worker_name(rank)} did not fail with {expected_error_regex!r}"
-    poll_until(has_failed, lambda: f"{expected}: {last}", timeout)
-    return last
+            if re.search(expected_error_regex, last):
+                return last
+    raise TimeoutError(
+        f"{worker_name(rank)} did not fail with an error matching "
+        f"{expected_error_regex!r} in {timeout} s: {last}"
+    )
 
 
 def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
@@ -182,20 +236,24 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     Call this before you check the counts in the RRef context.
 
     Raises:
-        TimeoutError: forks or futures were still pending after ``timeout`` seconds.
+        ValueError: forks or futures were still pending after ``timeout`` seconds.
     """
-
-    def pending() -> dict[str, str]:
-        names = ("num_pending_futures", "num_pending_users")
-        return {name: private.rref_debug_info()[name] for name in names}
-
-    poll_until(
-        lambda: set(pending().values()) == {"0"}, lambda: str(pending()), timeout
+    for _ in _until(timeout):
+        counts = private.rref_debug_info()
+        futures = int(counts["num_pending_futures"])
+        users = int(counts["num_pending_users"])
+        if futures == users == 0:
+            return
+    raise ValueError(
+        f"After {timeout} s there are still {futures} pending futures and {users} "
+        "pending users"
     )
 
 
 def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return how many RRefs this worker owns, and their forks."""
+    """Return how many RRefs this worker owns and how many forks of them exist, as torch
+    prints the counts.
+    """
     counts = private.rref_debug_info()
     return counts["num_owner_rrefs"], counts["num_forks"]
 
@@ -206,34 +264,50 @@ def wait_until_owners_and_forks_on_rank(
     """Wait until ``rank`` owns exactly ``num_owners`` RRefs with ``num_forks`` forks.
 
     Raises:
-        TimeoutError: the counts still differed after ``timeout`` seconds.
+        ValueError: the counts still differed after ``timeout`` seconds.
     """
-    to, expected = worker_name(rank), (str(num_owners), str(num_forks))
-    seen = ("", "")
+    expected = (num_owners, num_forks)
+    for _ in _until(timeout):
+        owners, forks = rpc.rpc_sync(
+            worker_name(rank), get_num_owners_and_forks, timeout=timeout
+        )
+        seen = (int(owners), int(forks))
+        if seen == expected:
+            return
+    raise ValueError(
+        f"After {timeout} s {worker_name(rank)} has {seen[0]} owners and {seen[1]} "
+        f"forks, expected {num_owners} and {num_forks}"
+    )
 
-    def has_them() -> bool:
-        nonlocal seen
-        seen = rpc.rpc_sync(to, get_num_owners_and_forks, timeout=timeout)
-        return seen == expected
 
-    why = f"{to} should have {num_owners} owners and {num_forks} forks"
-    poll_until(has_them, lambda: f"{why}, got {seen}", timeout)
+def _until(timeout: float) -> Iterator[None]:
+    """Yield at once, then every 10 milliseconds until ``timeout`` seconds
+    have passed.
+    """
+    deadline = time.monotonic() + timeout
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_INTERVAL_S)
+        yield
 
 
 def poll_until(
-    condition: Callable[[], bool], otherwise: Callable[[], str], timeout: float = 20
+    condition: Callable[[], bool], otherwise: str, timeout: float = 20
 ) -> None:
     """Evaluate ``condition`` every 10 milliseconds until it is true.
 
     Raises:
-        TimeoutError: it was still false after ``timeout`` seconds, with the message
-            that ``otherwise`` returns.
+        TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the
+            message.
     """
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"After {timeout:g} s: {otherwise()}")
-        time.sleep(_POLL_INTERVAL_S)
+    for _ in _until(timeout):
+        if condition():
+            return
+    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
+
+
+class _NoEventError(IndexError, ValueError):
+    """Upstream's is an IndexError, which its tests expect."""
 
 
 def get_function_event(
@@ -242,10 +316,13 @@ def get_function_event(
     """Return the first profiler event whose name contains ``partial_event_name``.
 
     Raises:
-        IndexError: there is none; the message lists all names.
+        IndexError: there is none; the message lists all names. It is a ValueError as
+            well.
     """
     for event in function_events:
         if partial_event_name in event.name:
             return event
     names = sorted({event.name for event in function_events})
-    raise IndexError(f"no event with {partial_event_name!r} in its name among {names}")
+    raise _NoEventError(
+        f"no event with {partial_event_name!r} in its name among {names}"
+    )

@@ -23,7 +23,7 @@ from torch_ext.testing._internal.common_fsdp import (
     Chain,
     FSDPTest,
     get_full_params,
-    own_slices,
+    shards_of,
     skip_parameter_offload,
 )
 from torch_ext.testing._internal.common_utils import (
@@ -49,13 +49,6 @@ NAMES = [f"{layer}.{kind}" for layer in Chain.LAYERS for kind in ("weight", "bia
 def plain_name(name: str) -> str:
     """Return the name of a parameter as it is in a ``Chain``."""
     return clean_tensor_name(name).removeprefix("0.")
-
-
-def shards_of(tensors, rank, world_size):
-    """Return ``rank``'s elements of each tensor, sharded as one, flat."""
-    numels = {name: tensor.numel() for name, tensor in tensors.items()}
-    slices = own_slices(numels, rank, world_size)
-    return {n: tensor.detach().flatten()[slices[n]] for n, tensor in tensors.items()}
 
 
 class OriginalParametersTest(FSDPTest):

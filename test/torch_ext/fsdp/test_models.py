@@ -1,5 +1,6 @@
 """The test models train, are deterministic if asked, share the right parameters, and delay at the right moments."""
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -350,7 +351,7 @@ def test_dummy_process_group_is_done_at_once_and_leaves_tensors_alone():
     group, tensor = DummyProcessGroup(rank=2, size=5), torch.ones(2)
     work = group.allreduce([tensor])
     assert (group.rank(), group.size()) == (2, 5)
-    assert work.wait() and work.get_future().wait() == 1
+    assert work.wait(timedelta(seconds=1)) and work.is_completed() and work.get_future().wait() == 1
     assert tensor.tolist() == [1, 1]
 
 

@@ -15,10 +15,13 @@ import unittest
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
 from torch.testing._internal.common_distributed import MultiProcessTestCase, has_efa, skip_if_lt_x_gpu
 from torch.testing._internal import common_fsdp
 from torch.testing._internal.common_fsdp import FILE_SCHEMA, FSDPTest, get_devtype
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.dist_utils import dist_init
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
 
 class TestProcesses(MultiProcessTestCase):
@@ -53,6 +56,18 @@ class TestShards(FSDPTest):
         tensor = torch.ones(1, device=get_devtype())
         dist.all_reduce(tensor)
         self.assertEqual(tensor.item(), 2)
+
+
+class TestWorkers(TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    world_size = 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    @dist_init
+    def test_call(self):
+        self.assertEqual(rpc.rpc_sync(f"worker{1 - self.rank}", torch.add, args=(torch.ones(1), 1)).item(), 2)
 
 
 if __name__ == "__main__":
@@ -270,7 +285,7 @@ def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Pat
     (tmp_path / "test_unmodified.py").write_text(FILE)
     (tmp_path / "test_newer.py").write_text(NEWER)
     done = run(tmp_path, "-v")
-    assert "2 passed, 1 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "3 passed, 1 failed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "1  requires an accelerator" in done.stdout
     assert "rank 1 exited with code 0 at test_" in done.stdout
     assert f"-i test_unmodified.py::TestProcesses::test_death_of_rank_1_is_seen --upstream {tmp_path}" in done.stdout

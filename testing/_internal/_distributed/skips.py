@@ -114,17 +114,17 @@ def devices_asked_for(cls: type, test_name: str = "") -> int:
     return max((int(getattr(test, wish, 0)) for test in tests for wish in wishes), default=0)
 
 
-def skip_if_no_gpu(function: _Test) -> _Test:
+def skip_if_no_gpu(func: _Test) -> _Test:
     """Skip a test, in its ranks, unless there is a device for each. Reads ``WORLD_SIZE`` from the environment."""
 
-    @functools.wraps(function)
+    @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not accelerator.is_accelerator():
             return _skip(args, "no_cuda")
         world_size = int(os.environ["WORLD_SIZE"])
         if not at_least_x_gpu(world_size):
             return _skip(args, f"multi-gpu-{world_size}")
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 
@@ -204,6 +204,6 @@ def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> 
     return unittest.skipUnless(available, f"This torch has none of the backends {', '.join(wanted)}.")
 
 
-def skip_if_rocm_multiprocess(function: _Test) -> _Test:
+def skip_if_rocm_multiprocess(func: _Test) -> _Test:
     """Skip on ROCm builds."""
-    return unittest.skipIf(torch.version.hip is not None, TEST_SKIPS["skipIfRocm"].message)(function)
+    return unittest.skipIf(torch.version.hip is not None, TEST_SKIPS["skipIfRocm"].message)(func)

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -41,10 +40,14 @@ __all__ = [
     "patch_unshard",
 ]
 
+_Patch = AbstractContextManager[None]
+
 
 @dataclass
 class _Level:
-    """One depth of nested contexts over a name."""
+    """One depth of nested contexts over a name: what the first thread found, and how
+    many threads are inside.
+    """
 
     before: Any
     threads_inside: int = 0
@@ -117,16 +120,49 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         _leave(owner, name)
 
 
-# What FSDP calls.
-patch_all_gather = partial(patched, dist, "all_gather_single")
-patch_reduce_scatter = partial(patched, dist, "reduce_scatter_single")
-patch_all_reduce = partial(patched, dist, "all_reduce")
-# What FSDP2 does with a group of parameters.
-patch_foreach_all_gather = partial(patched, param_group, "foreach_all_gather")
-patch_foreach_reduce = partial(patched, param_group, "foreach_reduce")
-patch_unshard = partial(patched, param_group.FSDPParamGroup, "unshard")
-patch_reshard = partial(patched, param_group.FSDPParamGroup, "reshard")
-patch_post_backward = partial(patched, param_group.FSDPParamGroup, "post_backward")
-patch_register_post_backward_hook_backward = partial(
-    patched, param_group.RegisterPostBackwardFunction, "backward"
-)
+def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> _Patch:
+    """Replace ``torch.distributed.all_gather_single``, which FSDP calls."""
+    return patched(dist, "all_gather_single", new_all_gather_into_tensor)
+
+
+def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., Any]) -> _Patch:
+    """Replace ``torch.distributed.reduce_scatter_single``, which FSDP calls."""
+    return patched(dist, "reduce_scatter_single", new_reduce_scatter_tensor)
+
+
+def patch_all_reduce(new_all_reduce: Callable[..., Any]) -> _Patch:
+    """Replace ``torch.distributed.all_reduce``."""
+    return patched(dist, "all_reduce", new_all_reduce)
+
+
+def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> _Patch:
+    """Replace the function that all-gathers the parameters of an FSDP2 group."""
+    return patched(param_group, "foreach_all_gather", new_foreach_all_gather)
+
+
+def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> _Patch:
+    """Replace the function that reduces the gradients of an FSDP2 group."""
+    return patched(param_group, "foreach_reduce", new_foreach_reduce)
+
+
+def patch_unshard(new_unshard: Callable[..., Any]) -> _Patch:
+    """Replace FSDP2's method ``FSDPParamGroup.unshard``."""
+    return patched(param_group.FSDPParamGroup, "unshard", new_unshard)
+
+
+def patch_reshard(new_reshard: Callable[..., Any]) -> _Patch:
+    """Replace FSDP2's method ``FSDPParamGroup.reshard``."""
+    return patched(param_group.FSDPParamGroup, "reshard", new_reshard)
+
+
+def patch_post_backward(new_post_backward: Callable[..., Any]) -> _Patch:
+    """Replace FSDP2's method ``FSDPParamGroup.post_backward``."""
+    return patched(param_group.FSDPParamGroup, "post_backward", new_post_backward)
+
+
+def patch_register_post_backward_hook_backward(new_backward: Any) -> _Patch:
+    """Replace the backward of the autograd function that runs the post-backward of an
+    FSDP2 group.
+    """
+    function = param_group.RegisterPostBackwardFunction
+    return patched(function, "backward", new_backward)

@@ -64,7 +64,9 @@ class DdpMode(enum.Enum):
 
 
 def init_logger() -> logging.Logger:
-    """Return a logger of warnings, or of everything if ``debug`` is set."""
+    """Return this module's logger, writing to stderr: warnings, or everything if the
+    variable ``debug`` is set.
+    """
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.DEBUG if "debug" in os.environ else logging.WARNING)
     logger.propagate = False
@@ -90,6 +92,7 @@ class FeatureSet(NamedTuple):
     values: Tensor  # (n,), the weight of each example's output in the loss
 
     def split(self, size: int) -> list[FeatureSet]:
+        """Return the examples in batches of ``size``."""
         return [
             FeatureSet(*parts)
             for parts in zip(*(torch.split(field, size) for field in self), strict=True)
@@ -117,7 +120,9 @@ def _remote_method_async(
 
 
 class RemoteEM(nn.Module):
-    """An embedding on the remote worker, all weights 0.5."""
+    """An embedding on the remote worker, all weights 0.5: (n,) rows to (n,
+    embedding_dim).
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
@@ -134,7 +139,9 @@ class RemoteEM(nn.Module):
 
 
 def getLinear(d_in: int, d_out: int) -> nn.Linear:
-    """Return a layer without bias; its weights are 1, but the first is -1."""
+    """Return a linear layer without bias; its weights are 1, except the first, which is
+    -1.
+    """
     layer = nn.Linear(d_in, d_out, bias=False)
     nn.init.ones_(layer.weight)
     with torch.no_grad():
@@ -223,7 +230,9 @@ class Trainer:
             )
 
     def destroy_pg(self) -> None:
-        """Destroy the module and its group. This ends the trainer."""
+        """Destroy the module and the trainers' group, if there is one. The trainer
+        cannot be used afterwards.
+        """
         # The module first: see Note [DDP dies before its group].
         del self.hybrid_module, self.ddp_params, self.non_ddp_params
         if self.trainer_group is not None:
@@ -273,7 +282,9 @@ class Trainer:
         return grads
 
     def get_remote_grads(self) -> list[Tensor]:
-        """Return the last gradients of the remote layers."""
+        """Return this trainer's gradients of the remote layers' parameters, from its
+        last backward.
+        """
         return self.remote_grads
 
 
@@ -283,11 +294,14 @@ def _gradients_of(module: nn.Module, context_id: int) -> list[Tensor]:
 
 
 def weighted_sum(output: Tensor, batch: FeatureSet) -> Tensor:
+    """Return the scalar loss of ``output``, (n, D_OUT), for ``batch``."""
     return (output.squeeze(1) * batch.values).sum()
 
 
 def split_unevenly(batch: FeatureSet, has_less: bool) -> list[FeatureSet]:
-    """Return a trainer's batches of two: all, or the first half."""
+    """Return a trainer's micro-batches of two examples each: all of them, or the first
+    half.
+    """
     batches = batch.split(2)
     return batches[: len(batches) // 2] if has_less else batches
 
@@ -310,7 +324,9 @@ def get_training_examples() -> list[FeatureSet]:
 
 
 class ExpectedGradients(NamedTuple):
-    """Gradients of one batch in an all-local model."""
+    """Gradients of one batch in an all-local model, in the order of each module's
+    parameters.
+    """
 
     fc1: Tensor
     fc2: Tensor
@@ -318,7 +334,9 @@ class ExpectedGradients(NamedTuple):
 
 
 def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
-    """Return the gradients for ``batch``, by autograd in one process."""
+    """Return the hybrid model's gradients for ``batch``, computed by plain autograd in
+    one process.
+    """
     fc1, fc2 = getLinear(D_DENSE, D_DENSE), getLinear(D_HID, D_OUT)
     em, net = RemoteEM(NUM_EM_ROW, D_SPARSE), RemoteNet(D_DENSE + D_SPARSE, D_HID)
     hidden = net(
@@ -332,7 +350,9 @@ def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
 
 
 def averaged_gradients(grads: Sequence[ExpectedGradients]) -> ExpectedGradients:
-    """Average as DDP does; trainers missing from ``grads`` count as zero."""
+    """Average the local layers' gradients as DDP does. A trainer that is missing from
+    ``grads`` counts as zero.
+    """
 
     def mean(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts)).sum(dim=0) / NUM_TRAINERS
@@ -348,7 +368,9 @@ shutdown_signal = threading.Event()
 
 
 def set_shutdown_signal() -> None:
-    """End this worker's wait for the signal, even if it begins later."""
+    """Let this worker's :func:`wait_for_shutdown_signal` return, even if it is called
+    later.
+    """
     shutdown_signal.set()
 
 
@@ -407,7 +429,9 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         dist.destroy_process_group()
 
     def _create_trainer_group(self, ddp_mode: DdpMode) -> None:
-        """Take part in ``new_group``; trainers do so in :class:`Trainer`."""
+        """Take part in ``new_group``, which every rank of the world calls. Trainers do
+        so in :class:`Trainer`.
+        """
         if ddp_mode is not DdpMode.NONE:
             dist.new_group(TRAINER_RANKS)
 
@@ -418,7 +442,9 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         remote_em_rref: rpc.RRef[RemoteEM],
         remote_net_rref: rpc.RRef[RemoteNet],
     ) -> None:
-        """Train three rounds, compare each, and end the other workers."""
+        """Create the trainers, train three rounds, compare each round's gradients, and
+        end the other workers.
+        """
         trainers = [
             rpc.remote(
                 self.trainer_name(rank),
@@ -538,6 +564,7 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
 
     @staticmethod
     def get_remote_grads(rref: rpc.RRef[nn.Linear], context_id: int) -> Tensor:
+        """Return the gradient of a layer's weight; runs on the layer's owner."""
         return dist_autograd.get_gradients(context_id)[rref.local_value().weight]
 
     @contextlib.contextmanager
@@ -592,7 +619,9 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _mean_over_trainers(
         self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the gradients that DDP should give; None is no input."""
+        """Return the gradients that DDP should give for the trainers' losses; None
+        marks a trainer without input.
+        """
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for loss in losses:
             if loss is not None:
@@ -603,14 +632,18 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
 
 
 def _inputs_of(rank: int, *, uneven: bool) -> list[Tensor]:
-    """Return a trainer's batches, (3, 2): one, or three if uneven and even rank."""
+    """Return the batches of trainer ``rank``, (3, 2) each: one, or three on even ranks
+    if inputs are uneven.
+    """
     seeded = torch.Generator().manual_seed(rank)
     count = 3 if uneven and rank % 2 == 0 else 1
     return [torch.rand((3, 2), generator=seeded) for _ in range(count)]
 
 
 def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rows and the offsets of a trainer's embedding bags."""
+    """Return the rows, (10,), and the offsets, (2,), of the embedding bags of trainer
+    ``rank``.
+    """
     return torch.randint(
         10, (10,), generator=torch.Generator().manual_seed(rank)
     ), torch.tensor([0, 4])

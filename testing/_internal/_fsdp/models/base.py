@@ -60,19 +60,27 @@ CUDAInitMode = DEVICEInitMode
 
 
 class FSDPTestModel(nn.Module, ABC):
-    """A model with its own input, loss and backward."""
+    """A model with its own input, loss and backward, so that one training loop serves
+    all models.
+    """
 
     @abstractmethod
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return this rank's input of a step, the same in each call."""
+        """Return the positional inputs of one step on ``device``. They may differ by
+        rank, but not by call.
+        """
 
     @abstractmethod
     def get_loss(self, input: Any, output: Any) -> torch.Tensor:
-        """Return the scalar loss of ``forward``'s ``output``."""
+        """Return the scalar loss of ``output``, which ``forward`` computed from
+        ``input``.
+        """
 
+    @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run backward, with any reduction that the wrapper does not do."""
-        loss.backward()
+        """Run the backward pass, and any gradient reduction that the wrapper does not
+        do.
+        """
 
     @staticmethod
     @abstractmethod
@@ -119,7 +127,9 @@ def init_by_mode(
 
 
 def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Apply ``fully_shard`` to each child, then to ``model``; return it."""
+    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and
+    return it.
+    """
     for child in model.children():
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -127,7 +137,9 @@ def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 class DummyProcessGroup:
-    """A group of ``size`` ranks that does not communicate."""
+    """A process group of ``size`` ranks, as seen from ``rank``, that does not
+    communicate.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -141,14 +153,20 @@ class DummyProcessGroup:
 
     def allreduce(self, *args: Any, **kwargs: Any) -> _DoneWork:
         """Leave the tensors as they are and return completed work."""
-        work = _DoneWork()
-        work.set_result(1)
-        return work
+        return _DoneWork()
 
 
-class _DoneWork(torch.futures.Future[int]):
+class _DoneWork:
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
     def get_future(self) -> torch.futures.Future[int]:
-        return self
+        future: torch.futures.Future[int] = torch.futures.Future()
+        future.set_result(1)
+        return future
 
 
 class DummyDDP(nn.Module):

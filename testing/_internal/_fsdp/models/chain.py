@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn as nn
 
-__all__ = ["Chain", "own_slices"]
+__all__ = ["Chain", "own_slices", "shards_of"]
 
 ROWS_PER_RANK = 2
 # 16 bytes, in elements of four bytes.
@@ -86,3 +86,14 @@ def own_slices(
         name: slice(*(min(max(edge - starts[name], 0), numel) for edge in edges))
         for name, numel in numels.items()
     }
+
+
+def shards_of(
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
+    """Return the elements of each tensor that ``rank`` holds if all are sharded as one,
+    flat.
+    """
+    numels = {name: tensor.numel() for name, tensor in tensors.items()}
+    slices = own_slices(numels, rank, world_size)
+    return {n: tensor.detach().flatten()[slices[n]] for n, tensor in tensors.items()}

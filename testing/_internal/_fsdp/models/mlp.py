@@ -58,7 +58,9 @@ class MLP(nn.Module):
         return output if self.buffer is None else output + self.buffer
 
     def reset_parameters(self) -> None:
-        """Initialize the buffer, as the meta-device flow asks of each module."""
+        """Initialize the buffer. The meta-device flow calls this on each module that
+        owns tensors directly.
+        """
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 

@@ -79,7 +79,9 @@ class NestedWrappedModule(FSDPTestModel):
     def _layers(
         self, linear: _Make, wrapped: _Make, deterministic: bool
     ) -> nn.Sequential:
-        """Return the layers; ``alone=True`` wraps over a group of this rank."""
+        """Return the layers, made by ``linear`` and, in sequence, wrapped by
+        ``wrapped``; with ``alone=True`` over a group of this rank only.
+        """
         return nn.Sequential(
             linear(8, 4),
             wrapped(wrapped(linear(4, 16)), linear(16, 16)),
@@ -97,6 +99,9 @@ class NestedWrappedModule(FSDPTestModel):
     def get_loss(self, input: Any, output: torch.Tensor) -> torch.Tensor:
         return output.sum()
 
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
     @classmethod
     def init(
         cls,
@@ -106,7 +111,9 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model. Most classes leave the root to the caller."""
+        """Return the model. Each class decides which modules ``RECURSIVE`` wraps; most
+        leave the root to the caller.
+        """
         build = functools.partial(
             cls,
             group,
@@ -117,7 +124,9 @@ class NestedWrappedModule(FSDPTestModel):
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers; ``RECURSIVE`` wraps every module and the root."""
+    """The same layers. ``RECURSIVE`` wraps every module, the root included, over the
+    default group.
+    """
 
     @classmethod
     def init(
@@ -227,7 +236,9 @@ class ModuleWithDelay(FSDPTestModel):
         delay_before_reduction_ms: int,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
-        """Return ``module_class.init(...)`` with the two delays."""
+        """Return ``module_class.init(*model_args, **model_kwargs)`` with the two
+        delays, in milliseconds.
+        """
         module = module_class.init(*model_args, **model_kwargs)
         return ModuleWithDelay(module, delay_after_loss_ms, delay_before_reduction_ms)
 
@@ -245,6 +256,9 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
         delay_after_loss_ms: int = 0,
         delay_before_reduction_ms: int = 0,
     ) -> ModuleWithDelay:
+        """Return the model with delays in milliseconds.
+        :meth:`NestedWrappedModule.init` says what is wrapped.
+        """
         nested = NestedWrappedModule.init(
             group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic
         )
@@ -303,7 +317,9 @@ class MixtureOfExperts(NestedWrappedModule):
             return self.module(x)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Also average the shared gradients if FSDP does not."""
+        """Run backward, and average the shared gradients over the group if FSDP does
+        not.
+        """
         super().run_backward(loss)
         if self.wrap_fsdp:
             return
@@ -322,7 +338,9 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool = False,
         delay_before_free_ms: int = 0,
     ) -> nn.Module:
-        """Return the model; its root is not wrapped."""
+        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
+        not the root.
+        """
         build = functools.partial(
             cls,
             group,

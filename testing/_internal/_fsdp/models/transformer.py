@@ -93,6 +93,9 @@ class TransformerWithSharedParams(FSDPTestModel):
             output.flatten(0, 1), target_ids.flatten(), reduction="sum"
         )
 
+    def run_backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
     def get_ignored_modules(self) -> list[nn.Module]:
         """Return the modules that tests of ``ignored_modules`` exclude from FSDP."""
         return [self.transformer]

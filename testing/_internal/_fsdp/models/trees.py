@@ -24,7 +24,9 @@ _DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Describes a linear layer, sharded on its own if ``wrapped``."""
+    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on
+    its own.
+    """
 
     width: int
     bias: bool = True
@@ -33,7 +35,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Describes parts in sequence, each followed by tanh."""
+    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``,
+    they are sharded as one.
+    """
 
     parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False

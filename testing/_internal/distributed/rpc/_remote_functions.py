@@ -12,8 +12,25 @@ from torch.distributed import rpc
 
 from torch_ext.testing._internal.dist_utils import worker_name
 
+__all__ = [
+    "Accumulator",
+    "UnrebuildableError",
+    "add_to_rref",
+    "arrivals",
+    "identity",
+    "my_name",
+    "note_arrival",
+    "open_gate",
+    "pass_gate",
+    "raise_unrebuildable",
+    "raise_value_error",
+    "relay",
+    "scaled",
+]
+
 
 def my_name() -> str:
+    """Return the name of the worker that runs this."""
     return str(rpc.get_worker_info().name)
 
 
@@ -30,7 +47,9 @@ def raise_value_error(message: str) -> NoReturn:
 
 
 class UnrebuildableError(Exception):
-    """Cannot be rebuilt from its message, as torch tries."""
+    """Cannot be rebuilt from its message alone, which is what torch tries on the
+    caller's side.
+    """
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -74,7 +93,9 @@ class Accumulator:
         return self.total
 
     def value_behind_gate(self, timeout_s: float = 60.0) -> Tensor:
-        """Return the value once the gate is open: see :func:`pass_gate`."""
+        """Return the value once :func:`open_gate` has run on this worker; see
+        :func:`pass_gate`.
+        """
         value: Tensor = pass_gate(self.total, timeout_s)
         return value
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.futures import Future
 
+from torch_ext.testing._internal.dist_utils import dist_init
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
@@ -109,10 +110,13 @@ def release_all() -> None:
 
 
 class AsyncExecutionTest(RpcAgentTestFixture):
-    """Every worker calls the next one, which passes the work on."""
+    """Every worker calls the next one, which passes the work on to the one
+    after that.
+    """
 
     world_size = 3
 
+    @dist_init
     def test_result_of_the_future_is_the_answer(self) -> None:
         one, two = torch.ones(2), torch.full((2,), 2.0)
         second, third = self.peer(2), self.peer(3)
@@ -122,12 +126,14 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         self.check_call(one * 10, sum_from_many, second, one, 5)
         self.check_call(("anything", one), promise, ("anything", one))
 
+    @dist_init
     def test_methods_of_every_kind(self) -> None:
         args = (self.peer(2), torch.ones(2), torch.ones(2))
         bound = Methods().of_the_object
         for method in (Methods.of_no_one, Methods.of_the_class, bound):
             self.check_call(torch.full((2,), 2.0), method, *args)
 
+    @dist_init
     def test_method_through_an_rref(self) -> None:
         rref = rpc.remote(self.peer(), Methods)
         args, two = (self.peer(2), torch.ones(2), torch.ones(2)), torch.full((2,), 2.0)
@@ -135,6 +141,7 @@ class AsyncExecutionTest(RpcAgentTestFixture):
         self.assertEqual(rref.rpc_async().of_the_class(*args).wait(), two)
         self.assertEqual(rref.remote().of_no_one(*args).to_here(), two)
 
+    @dist_init
     def test_errors_before_and_after_the_future(self) -> None:
         before, after = "raised before there was a future", self.peer(2)
         self.check_call_raises(ValueError, before, raise_at_once)
@@ -142,10 +149,12 @@ class AsyncExecutionTest(RpcAgentTestFixture):
             Exception, f"raised after {after}", promise_that_fails, after
         )
 
+    @dist_init
     def test_function_that_returns_no_future_is_an_error(self) -> None:
         why = "must return a torch.futures.Future"
         self.check_call_raises(RuntimeError, why, no_future)
 
+    @dist_init
     def test_waiting_calls_hold_no_thread_of_the_callee(self) -> None:
         # Three times as many calls wait as the callee has threads, and it still answers
         # others.

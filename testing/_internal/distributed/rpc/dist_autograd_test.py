@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -21,6 +22,7 @@ from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
+    initialize_pg,
     poll_until,
     wait_until_node_failure,
     worker_name,
@@ -78,7 +80,7 @@ def wait_until_forgotten(workers: Iterable[str], context_id: int) -> None:
     for worker in workers:
         poll_until(
             lambda: not rpc.rpc_sync(worker, knows_context, args=(context_id,)),  # noqa: B023  # called at once
-            lambda: f"{worker} still has the context",  # noqa: B023  # likewise
+            f"{worker} still has the context",
         )
 
 
@@ -113,7 +115,9 @@ def make_embedding() -> nn.EmbeddingBag:
 
 
 class DistAutogradTest(RpcAgentTestFixture):
-    """Every worker calls the next one; plain autograd is the reference."""
+    """Every worker sends work to the next one. The reference is plain autograd in one
+    process.
+    """
 
     world_size = 3
 
@@ -140,6 +144,7 @@ class DistAutogradTest(RpcAgentTestFixture):
 
     # Contexts.
 
+    @dist_init
     def test_contexts_are_unique_and_end_with_their_block(self) -> None:
         ids = set()
         for _ in range(5):
@@ -150,12 +155,14 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertFalse(knows_context(context_id))
         self.assertEqual(len(ids), 5)
 
+    @dist_init
     def test_contexts_do_not_nest(self) -> None:
         with dist_autograd.context():
             nested = dist_autograd.context()
             with self.assertRaisesRegex(RuntimeError, "Already have an autograd"):
                 nested.__enter__()
 
+    @dist_init
     def test_context_belongs_to_its_thread(self) -> None:
         seen: list[bool] = []
         with dist_autograd.context():
@@ -173,6 +180,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             return False
         return True
 
+    @dist_init
     def test_context_is_recorded_where_calls_went_and_cleaned_up_there(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
@@ -184,6 +192,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 self.assertTrue(self.call(knows_context, context_id, to=to))
         wait_until_forgotten(others, context_id)
 
+    @dist_init
     def test_call_without_tensors_that_need_gradients_records_nothing(self) -> None:
         with dist_autograd.context():
             for mode in CALL_MODES:
@@ -192,6 +201,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(context._send_functions(), {})
             self.assertEqual(context._recv_functions(), {})
 
+    @dist_init
     def test_call_records_one_send_and_one_receive(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context():
@@ -204,11 +214,13 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertRegex(product.grad_fn.name(), "::RecvRpcBackward$")
             self.assertTrue(product.requires_grad)
 
+    @dist_init
     def test_no_graph_across_calls_outside_a_context(self) -> None:
         self.assertIsNone(self.call(torch.mul, *self._leaves()).grad_fn)
 
     # Gradients.
 
+    @dist_init
     def test_gradients_in_every_mode(self) -> None:
         a, b = self._leaves()
         wanted = {a: b.detach(), b: a.detach()}
@@ -218,6 +230,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 output = partial(self.call, multiplies, a, b, to=to, mode=mode)
                 self._check(output, wanted)
 
+    @dist_init
     def test_gradient_goes_only_to_what_needs_one(self) -> None:
         (a,), constant = self._leaves(1), torch.full((3,), 5.0)
         for mode in CALL_MODES:
@@ -225,6 +238,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 output = partial(self.call, multiply, a, constant, mode=mode)
                 self._check(output, {a: constant})
 
+    @dist_init
     def test_leaf_on_the_callee_gets_its_gradient_there(self) -> None:
         make_leaf(self.rank + 2.0)
         private.barrier({worker_name(rank) for rank in range(self.world_size)})
@@ -235,11 +249,13 @@ class DistAutogradTest(RpcAgentTestFixture):
             self._assert_gradients(context_id, product.sum(), {a: factor})
             self.assertEqual(self.call(gradient_of_leaf, context_id), a.detach())
 
+    @dist_init
     def test_gradients_through_nested_calls(self) -> None:
         a, b = self._leaves()
         args = (remote.relay, multiply, (a, b), 4, self.world_size)
         self._check(partial(self.call, *args), {a: b.detach(), b: a.detach()})
 
+    @dist_init
     def test_gradients_through_several_round_trips(self) -> None:
         a, b, c = self._leaves(3)
 
@@ -251,6 +267,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         grads = torch.autograd.grad((((a * b) * c + a) * b).sum(), (a, b, c))
         self._check(output, dict(zip((a, b, c), grads, strict=True)))
 
+    @dist_init
     def test_gradients_through_rrefs(self) -> None:
         (b,) = self._leaves(1)
         rref = rpc.remote(self.peer(), make_parameter, args=([1.0, 2.0, 3.0],))
@@ -262,6 +279,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 grad = self.call(gradient_of_rref, rref, context_id)
                 self.assertEqual(grad, b.detach())
 
+    @dist_init
     def test_backward_from_an_rref(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
@@ -274,6 +292,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             no_tensor: Any = rpc.RRef("no tensor")
             no_tensor.backward()
 
+    @dist_init
     def test_unused_outputs_and_outputs_without_gradient(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
@@ -283,6 +302,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(need_grad, [True, True, False, False])
             self._assert_gradients(context_id, thrice.sum(), {a: torch.full((3,), 3.0)})
 
+    @dist_init
     def test_several_roots(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
@@ -291,6 +311,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             grad = dist_autograd.get_gradients(context_id)[a]
             self.assertEqual(grad, len(outputs) * b.detach())
 
+    @dist_init
     def test_gradients_of_one_context_accumulate_and_of_two_do_not(self) -> None:
         a, b = self._leaves()
         for _ in range(2):
@@ -301,6 +322,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                     grad = dist_autograd.get_gradients(context_id)[a]
                     self.assertEqual(grad, times * b.detach())
 
+    @dist_init
     def test_local_gradients_stay_apart(self) -> None:
         a, b = self._leaves()
         (a * b).sum().backward()
@@ -310,6 +332,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], 2 * a.detach())
         self.assertEqual(a.grad, before)
 
+    @dist_init
     def test_sparse_gradients_of_a_remote_embedding(self) -> None:
         rref = rpc.remote(self.peer(), make_embedding)
         with dist_autograd.context() as context_id:
@@ -320,6 +343,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         uses = torch.tensor([[0.0], [1.0], [0.0], [2.0]])
         self.assertEqual(grad.to_dense(), uses.expand(4, 2))
 
+    @dist_init
     def test_hooks_on_both_sides_of_a_call_run(self) -> None:
         a, b = self._leaves()
         a.register_hook(lambda grad: grad * 10)
@@ -329,6 +353,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             wanted = {a: 20 * b.detach(), b: 2 * a.detach()}
             self._assert_gradients(context_id, product.sum(), wanted)
 
+    @dist_init
     def test_threads_train_in_their_own_contexts(self) -> None:
         def train(key: int) -> Tensor:
             a = torch.full((3,), 1.0, requires_grad=True)
@@ -343,6 +368,7 @@ class DistAutogradTest(RpcAgentTestFixture):
 
     # Errors.
 
+    @dist_init
     def test_backward_refuses_bad_roots_and_contexts(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
@@ -362,6 +388,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, no_context):
             dist_autograd.get_gradients(context_id)
 
+    @dist_init
     def test_error_in_a_remote_backward_names_the_worker(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
@@ -371,6 +398,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             with self.assertRaisesRegex(RuntimeError, why):
                 dist_autograd.backward(context_id, [result.sum()])
 
+    @dist_init
     def test_context_survives_an_error_in_a_call(self) -> None:
         a, b = self._leaves()
         with dist_autograd.context() as context_id:
@@ -381,18 +409,24 @@ class DistAutogradTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent(rpc_timeout=20)
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.
             hops = 0 if self.rank == 0 else 1
             product = self.call(remote.relay, multiply, (a, a), hops, self.world_size)
-            with self.leaving_first(1) as stays:
-                if stays:
-                    gone = self.get_shutdown_error_regex()
-                    wait_until_node_failure(1, gone)
-                    with self.assertRaisesRegex(RuntimeError, gone):
-                        dist_autograd.backward(context_id, [product.sum()])
+            dist.barrier()
+            if self.rank == 1:
+                rpc.shutdown(graceful=False)
+            else:
+                gone = self.get_shutdown_error_regex()
+                wait_until_node_failure(1, gone)
+                with self.assertRaisesRegex(RuntimeError, gone):
+                    dist_autograd.backward(context_id, [product.sum()])
+            dist.barrier()  # workers 0 and 2 stay until both have seen the error
+        if self.rank != 1:
+            rpc.shutdown(graceful=False)
 
 
 def on_device(a: Tensor, rank: int) -> Tensor:
@@ -402,7 +436,9 @@ def on_device(a: Tensor, rank: int) -> Tensor:
 
 
 class CudaDistAutogradTest(RpcAgentTestFixture):
-    """Graphs that move to an accelerator and back within a call."""
+    """Graphs that move from the host to an accelerator of any type and back within a
+    call.
+    """
 
     world_size = 2
 

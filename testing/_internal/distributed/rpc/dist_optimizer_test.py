@@ -13,6 +13,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 
 from torch_ext.compat import dist_autograd
+from torch_ext.testing._internal.dist_utils import dist_init
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
@@ -63,7 +64,9 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 
 
 class DistOptimizerTest(RpcAgentTestFixture):
-    """Trains two layers on two other workers, and the same layers here."""
+    """Trains two layers on two other workers, and the same two layers in this process
+    as the reference.
+    """
 
     world_size = 3
 
@@ -87,6 +90,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
         out = layers[1].rpc_async().forward(hidden).wait()
         dist_autograd.backward(context_id, [out.sum()])
 
+    @dist_init
     def test_steps_match_a_local_optimizer(self) -> None:
         x = torch.rand((3, 2), generator=torch.Generator().manual_seed(self.rank))
         for name, (cls, options) in OPTIMIZERS.items():
@@ -106,6 +110,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
                         value = there.rpc_sync().value()
                         self.assertEqual(value, here.value(), msg=f"step {step}")
 
+    @dist_init
     def test_parameters_without_gradient_stay(self) -> None:
         used, unused = self._remote_layers()
         optimizer = self._optimizer(optim.SGD, [used, unused], lr=0.1)
@@ -116,6 +121,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
             optimizer.step(context_id)
         self.assertEqual(unused.rpc_sync().value(), before)
 
+    @dist_init
     def test_gradients_of_another_context_are_not_used(self) -> None:
         layers = self._remote_layers()
         optimizer = self._optimizer(optim.SGD, layers, lr=0.1)
@@ -129,6 +135,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
             optimizer.step(context_id)
         self.assertEqual([layer.rpc_sync().value() for layer in layers], before)
 
+    @dist_init
     def test_step_outside_its_context_is_refused(self) -> None:
         layers = self._remote_layers()
         optimizer = self._optimizer(optim.SGD, layers, lr=0.1)
@@ -138,6 +145,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, why):
             optimizer.step(context_id)
 
+    @dist_init
     def test_error_in_a_step_names_the_worker(self) -> None:
         layers = self._remote_layers()
         optimizer = self._optimizer(FailsToStep, layers, lr=0.1)
@@ -147,6 +155,7 @@ class DistOptimizerTest(RpcAgentTestFixture):
                 optimizer.step(context_id)
         self.assertRegex(str(caught.exception), f"name=({self.peer(1)}|{self.peer(2)})")
 
+    @dist_init
     def test_error_while_an_optimizer_starts_names_the_worker(self) -> None:
         layers = self._remote_layers()
         with self.assertRaisesRegex(Exception, "does not start") as caught:

@@ -13,11 +13,6 @@ from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    subtest,
-)
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
     wait_until_owners_and_forks_on_rank,
@@ -44,45 +39,37 @@ def scripted_double(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-# A call of each kind of function. The first two share their message types.
-CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "operator": (torch.add, (torch.ones(2), 1)),
-    "scripted": (scripted_double, (torch.ones(2),)),
-    "python": (remote.scaled, (torch.full((2,), 2.0),)),
-}
+# A call of each kind of function. Each kind has its own message type.
+OPERATOR, SCRIPTED, PYTHON = (
+    (torch.add, (torch.ones(2), 1)),
+    (scripted_double, (torch.ones(2),)),
+    (remote.scaled, (torch.full((2,), 2.0),)),
+)
 ANSWER = torch.full((2,), 2.0)
 
 # Longer than any time limit that a test sets, yet short enough to wait for.
 DELAY_S = 0.4
 LIMIT_S = 0.05
 
-REMOTE_CALLS = ("SCRIPT_REMOTE_CALL", "PYTHON_REMOTE_CALL")
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def lost(*messages: str) -> Callable[..., Any]:
-    return dist_init(faulty_messages=messages, messages_to_delay={})
+def lost(message: str) -> Callable[..., Any]:
+    return dist_init(faulty_messages=[message], messages_to_delay={})
 
 
-def late(*messages: str) -> Callable[..., Any]:
-    delays = dict.fromkeys(messages, DELAY_S)
-    return dist_init(faulty_messages=[], messages_to_delay=delays)
-
-
-def each_call(*kinds_and_callees: tuple[str, int]) -> Callable[..., Any]:
-    return parametrize(
-        "call, to",
-        [
-            subtest((CALLS[kind], to), name=f"{kind}_to_{to}")
-            for kind, to in kinds_and_callees
-        ],
-    )
+def late(message: str) -> Callable[..., Any]:
+    return dist_init(faulty_messages=[], messages_to_delay={message: DELAY_S})
 
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
-    """Messages that torch resends survive loss; other faults are errors."""
+    """Messages that torch resends survive loss. Losing any other is an error, and so is
+    exceeding a time limit.
+    """
 
     world_size = 3
 
+    @dist_init
     def test_options_are_the_fixtures(self) -> None:
         self.assertEqual(self.rpc_backend.name, "FAULTY_TENSORPIPE")
         options: Any = self.rpc_backend_options
@@ -105,7 +92,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         self.assertEqual(
             (list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {})
         )
-        for function, args in CALLS.values():
+        for function, args in (OPERATOR, SCRIPTED, PYTHON):
             self.assertEqual(self.call(function, *args), ANSWER)
 
     # Lost messages that torch resends.
@@ -131,9 +118,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
     # Lost messages that torch does not resend.
 
-    @lost(*REMOTE_CALLS)
-    @each_call(("operator", 1), ("python", 1), ("operator", 0), ("python", 0))
-    def test_lost_creation(self, call: Any, to: int) -> None:
+    def _test_creation_lost(self, call: _Call, to: int) -> None:
         if self.rank != 0:
             return
         function, args = call
@@ -144,10 +129,26 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, "RRef creation"):
             rpc.rpc_async(worker_name(to), remote.add_to_rref, args=(rref, 1))
 
+    @lost("SCRIPT_REMOTE_CALL")
+    def test_lost_creation_by_an_operator(self) -> None:
+        self._test_creation_lost(OPERATOR, 1)
+
+    @lost("PYTHON_REMOTE_CALL")
+    def test_lost_creation_by_a_python_function(self) -> None:
+        self._test_creation_lost(PYTHON, 1)
+
+    @lost("SCRIPT_REMOTE_CALL")
+    def test_lost_creation_by_an_operator_on_this_worker(self) -> None:
+        self._test_creation_lost(OPERATOR, 0)
+
+    @lost("PYTHON_REMOTE_CALL")
+    def test_lost_creation_by_a_python_function_on_this_worker(self) -> None:
+        self._test_creation_lost(PYTHON, 0)
+
     # Not PYTHON_CALL, which shutdown needs as well.
     @lost("SCRIPT_CALL")
     def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
-        function, args = CALLS["operator"]
+        function, args = OPERATOR
         # The agent's message quotes the dropped payload raw, which Python cannot always
         # decode.
         with self.assertRaises((RuntimeError, UnicodeDecodeError)):
@@ -158,9 +159,7 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     def _times_out(self) -> Any:
         return self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex())
 
-    @late(*REMOTE_CALLS)
-    @each_call(("operator", 1), ("scripted", 1), ("python", 1), ("python", 0))
-    def test_late_creation(self, call: Any, to: int) -> None:
+    def _test_creation_late(self, call: _Call, to: int) -> None:
         if self.rank == 0:
             function, args = call
             rref = rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S)
@@ -179,6 +178,22 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             # owner.
             wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
 
+    @late("SCRIPT_REMOTE_CALL")
+    def test_late_creation_by_an_operator(self) -> None:
+        self._test_creation_late(OPERATOR, 1)
+
+    @late("SCRIPT_REMOTE_CALL")
+    def test_late_creation_by_a_scripted_function(self) -> None:
+        self._test_creation_late(SCRIPTED, 1)
+
+    @late("PYTHON_REMOTE_CALL")
+    def test_late_creation_by_a_python_function(self) -> None:
+        self._test_creation_late(PYTHON, 1)
+
+    @late("PYTHON_REMOTE_CALL")
+    def test_late_creation_on_this_worker(self) -> None:
+        self._test_creation_late(PYTHON, 0)
+
     @late("PYTHON_REMOTE_CALL")
     def test_late_creation_through_a_proxy(self) -> None:
         if self.rank == 0:
@@ -194,10 +209,8 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             rref.to_here(timeout=LIMIT_S)
         self.assertEqual(rref.to_here(), ANSWER)
 
-    @late("SCRIPT_CALL", "PYTHON_CALL")
-    @parametrize("kind", CALLS)  # type: ignore[untyped-decorator]
-    def test_late_call(self, kind: str) -> None:
-        function, args = CALLS[kind]
+    def _test_call_late(self, call: _Call) -> None:
+        function, args = call
         for limit in ({"timeout": LIMIT_S}, {}):
             if not limit:
                 private.set_rpc_timeout(LIMIT_S)
@@ -211,12 +224,23 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
         by_default = self.call(function, *args)
         self.assertEqual((unlimited, by_default), (ANSWER, ANSWER))
 
+    @late("SCRIPT_CALL")
+    def test_late_call_of_an_operator(self) -> None:
+        self._test_call_late(OPERATOR)
 
-instantiate_parametrized_tests(FaultyAgentRpcTest)
+    @late("SCRIPT_CALL")
+    def test_late_call_of_a_scripted_function(self) -> None:
+        self._test_call_late(SCRIPTED)
+
+    @late("PYTHON_CALL")
+    def test_late_call_of_a_python_function(self) -> None:
+        self._test_call_late(PYTHON)
 
 
 class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
-    """Contexts end everywhere though their messages are lost at first."""
+    """Contexts end on every worker although the messages that end them are lost at
+    first.
+    """
 
     world_size = 3
 

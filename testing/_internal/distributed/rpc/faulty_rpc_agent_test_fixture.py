@@ -16,6 +16,12 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
+__all__ = [
+    "FaultyRpcAgentTestFixture",
+    "default_messages_to_delay",
+    "retryable_message_types",
+]
+
 # torch resends exactly these when a send fails, so only these may be dropped without an
 # error for the user: three of the RRef protocol, one of distributed autograd.
 retryable_message_types = [

@@ -15,6 +15,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import (
+    dist_init,
     get_function_event,
     worker_name,
 )
@@ -44,6 +45,7 @@ class ProfilerTest(RpcAgentTestFixture):
     def _way(self) -> str:
         return f"({worker_name(self.rank)} -> {self.peer()})"
 
+    @dist_init
     def test_calls_bear_the_names_of_both_workers_and_what_the_callee_did(self) -> None:
         for mode in ("rpc_sync", "rpc_async"):
             for function, name in (
@@ -63,6 +65,7 @@ class ProfilerTest(RpcAgentTestFixture):
                     after = (self.rank + 1) % self.world_size
                     self.assertEqual((there.node_id, there.is_remote), (after, True))
 
+    @dist_init
     def test_remote_shows_the_creation_and_the_fetch(self) -> None:
         # The callee's work is not compared: torch sends it separately from the result,
         # and the profile may end in between.
@@ -74,6 +77,7 @@ class ProfilerTest(RpcAgentTestFixture):
         for name in (f"rpc_remote#marked_multiply{self._way}", fetch):
             get_function_event(profile.function_events, name)
 
+    @dist_init
     def test_blocks_that_the_callee_names_are_shown_as_its_own(self) -> None:
         with profiler_legacy.profile() as profile:
             self.call(marked_multiply, *ONES)
@@ -82,6 +86,7 @@ class ProfilerTest(RpcAgentTestFixture):
         self.assertEqual(block.name, f"{opening}#remote_op: the worker's own block")
         self.assertTrue(block.is_remote)
 
+    @dist_init
     def test_work_that_was_passed_on_shows_the_whole_way(self) -> None:
         with profiler_legacy.profile() as profile:
             self.call(multiply_elsewhere, self.peer(2), *ONES)
@@ -91,6 +96,7 @@ class ProfilerTest(RpcAgentTestFixture):
         last = get_function_event(profile.function_events, whole)
         self.assertEqual(last.node_id, (self.rank + 2) % self.world_size)
 
+    @dist_init
     def test_only_the_calls_of_the_block_are_profiled(self) -> None:
         with profiler_legacy.profile() as profile:
             torch.ones(3)
@@ -99,6 +105,7 @@ class ProfilerTest(RpcAgentTestFixture):
         self.assertIn("aten::ones", names)
         self.assertFalse([name for name in names if "rpc" in name])
 
+    @dist_init
     def test_the_backward_of_a_call_is_profiled_on_the_callers_side(self) -> None:
         a, two = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
         with dist_autograd.context() as context_id:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed import rpc
 
 from torch_ext.testing._internal import dist_utils
@@ -24,6 +22,8 @@ if TYPE_CHECKING:
 else:
     _MixedInLater = ABC
 
+__all__ = ["CALL_MODES", "RpcAgentTestFixture"]
+
 # For each way to call: how its result comes here.
 CALL_MODES: dict[str, Callable[[Any], Any]] = {
     "rpc_sync": lambda result: result,
@@ -35,17 +35,9 @@ CALL_MODES: dict[str, Callable[[Any], Any]] = {
 class RpcAgentTestFixture(_MixedInLater):
     """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one
     of each with a test case.
-
-    Each test of a suite runs under ``dist_init``, unless it is decorated with it.
     """
 
     world_size = 4
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, test in [*vars(cls).items()]:
-            if name.startswith("test") and not hasattr(test, "is_dist_init"):
-                setattr(cls, name, dist_utils.dist_init(test))
 
     @property
     def init_method(self) -> str:
@@ -62,11 +54,15 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def pg_init_method(self) -> str:
-        """Another file for groups: they and agents store keys in their own."""
+        """The rendezvous of a process group: another file, since agents and groups both
+        store keys in their own.
+        """
         return f"{self.file_init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
-        """Return the name of the worker ``distance`` places on in the ring."""
+        """Return the name of the worker ``distance`` places after this one,
+        in a ring.
+        """
         return dist_utils.worker_name((self.rank + distance) % self.world_size)
 
     @property
@@ -87,7 +83,9 @@ class RpcAgentTestFixture(_MixedInLater):
         mode: str = "rpc_sync",
         **kwargs: Any,
     ) -> Any:
-        """Call ``function``, by default on the next worker; return its result."""
+        """Call ``function`` on the worker ``to``, by default the next one, in one of
+        :data:`CALL_MODES`, and return its result here.
+        """
         to = self.peer() if to is None else to
         result = getattr(rpc, mode)(to, function, args=args, kwargs=kwargs or None)
         return CALL_MODES[mode](result)
@@ -100,7 +98,9 @@ class RpcAgentTestFixture(_MixedInLater):
         to: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the result of a call in each of ``CALL_MODES``."""
+        """Check the result of a call in each of ``CALL_MODES``, by default to the next
+        worker.
+        """
         for mode in CALL_MODES:
             with self.subTest(f"{mode}: {function} to {to}"):
                 got = self.call(function, *args, to=to, mode=mode, **kwargs)
@@ -114,7 +114,9 @@ class RpcAgentTestFixture(_MixedInLater):
         *args: Any,
         to: Any = None,
     ) -> list[str]:
-        """Check a call's error in each of ``CALL_MODES``; return the messages."""
+        """Check the error of a call in each of ``CALL_MODES``, and return the whole
+        messages.
+        """
         messages = []
         for mode in CALL_MODES:
             with self.subTest(mode), self.assertRaisesRegex(error, message) as caught:
@@ -127,10 +129,14 @@ class RpcAgentTestFixture(_MixedInLater):
         faulty_messages: Sequence[str] | None,
         messages_to_delay: dict[str, float] | None,
     ) -> None:
-        """Receive ``dist_init``'s faults. Most agents ignore them."""
+        """Receive the faults given to ``dist_init``, before the options are read. Other
+        agents ignore them.
+        """
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
-        """Start this worker's agent. ``options`` replace the fixture's."""
+        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.
+        ``options`` are attributes to set on the fixture's ``rpc_backend_options``.
+        """
         backend_options = self.rpc_backend_options
         for key, value in options.items():
             setattr(backend_options, key, value)
@@ -141,20 +147,6 @@ class RpcAgentTestFixture(_MixedInLater):
             world_size=self.world_size,
             rpc_backend_options=backend_options,
         )
-
-    @contextlib.contextmanager
-    def leaving_first(self, rank: int) -> Iterator[bool]:
-        """Shut down ``rank``'s agent before all bodies, which yield whether this worker
-        stays, and the others' agents after them.
-        """
-        dist_utils.initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        dist.barrier()
-        if self.rank == rank:
-            rpc.shutdown(graceful=False)
-        yield self.rank != rank
-        dist.barrier()
-        if self.rank != rank:
-            rpc.shutdown(graceful=False)
 
     def get_shutdown_error_regex(self) -> str:
         """Return a pattern for the errors of calls to a worker that has shut down."""

@@ -14,7 +14,7 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.dist_utils import worker_name
+from torch_ext.testing._internal.dist_utils import dist_init, worker_name
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     CALL_MODES,
@@ -52,23 +52,29 @@ def scripted_double(tensor: Tensor) -> Tensor:
 
 
 class RpcCallTest(RpcAgentTestFixture):
-    """Every worker calls the next one, so each is caller and callee."""
+    """Every worker calls the next one in a ring, so each is caller and callee
+    at once.
+    """
 
     world_size = 2
 
     # Functions that can be called, and ways to name the callee.
 
+    @dist_init
     def test_python_function_runs_on_the_callee_in_every_mode(self) -> None:
         self.check_call(self.peer(), remote.my_name)
 
+    @dist_init
     def test_keyword_arguments_reach_the_callee(self) -> None:
         ones = torch.ones(3)
         self.check_call(ones * 2.5, remote.scaled, ones, by=2.5)
         self.check_call(ones * 5, torch.add, ones, 1, alpha=4)
 
+    @dist_init
     def test_scripted_function_in_every_mode(self) -> None:
         self.check_call(torch.arange(3) * 2, scripted_double, torch.arange(3))
 
+    @dist_init
     def test_methods_and_constructor_of_a_class(self) -> None:
         accumulator = remote.Accumulator(3)
         for make in (remote.Accumulator, remote.Accumulator.starting_at):
@@ -80,28 +86,33 @@ class RpcCallTest(RpcAgentTestFixture):
         self.check_call(torch.tensor(4.0), accumulator.add, 1)
         self.assertEqual(accumulator.value(), torch.tensor(3.0), "not a copy")
 
+    @dist_init
     def test_callee_by_name_by_info_and_by_rank(self) -> None:
         info = rpc.get_worker_info(self.peer())
         for to in (self.peer(), info, info.id):
             self.check_call(self.peer(), remote.my_name, to=to)
 
+    @dist_init
     def test_worker_calls_itself(self) -> None:
         own = worker_name(self.rank)
         self.check_call(own, remote.my_name, to=own)
         self.check_call(torch.full((2,), 3.0), torch.mul, torch.ones(2), 3, to=own)
 
+    @dist_init
     def test_unknown_callee_is_an_error_that_names_it(self) -> None:
         for unknown in ("nobody", self.world_size + 3):
             self.check_call_raises(
                 RuntimeError, str(unknown), remote.my_name, to=unknown
             )
 
+    @dist_init
     def test_what_is_no_function_is_a_type_error(self) -> None:
         no_function: Any = "my_name"
         self.check_call_raises(TypeError, "", no_function)
 
     # Arguments and results.
 
+    @dist_init
     def test_values_arrive_as_they_were_sent(self) -> None:
         values: list[Any] = [
             None,
@@ -126,6 +137,7 @@ class RpcCallTest(RpcAgentTestFixture):
                     self.assertEqual(type(got), type(value))
                     self.assertEqual(got, value)
 
+    @dist_init
     def test_views_arrive_with_their_values(self) -> None:
         base = torch.arange(24.0).reshape(2, 3, 4)
         for view in (
@@ -138,15 +150,18 @@ class RpcCallTest(RpcAgentTestFixture):
             self.check_call(view, remote.identity, view)
             self.check_call(view + 1, torch.add, view, 1)
 
+    @dist_init
     def test_large_tensor_arrives_whole(self) -> None:
         large = torch.arange(1 << 20, dtype=torch.int32)
         self.check_call(large, remote.identity, large)
 
+    @dist_init
     def test_named_tuple_keeps_its_type(self) -> None:
         got = self.call(swap, Pair(torch.zeros(1), torch.ones(1)))
         self.assertIsInstance(got, Pair)
         self.assertEqual(got.left, torch.ones(1))
 
+    @dist_init
     def test_callee_works_on_a_copy(self) -> None:
         for mode in CALL_MODES:
             mine = torch.zeros(3)
@@ -156,16 +171,19 @@ class RpcCallTest(RpcAgentTestFixture):
 
     # Nested calls.
 
+    @dist_init
     def test_calls_nest_around_the_ring(self) -> None:
         hops = 2 * self.world_size + 1
         name = self.call(remote.relay, remote.my_name, (), hops, self.world_size)
         self.assertEqual(name, self.peer(1 + hops))
 
+    @dist_init
     def test_concurrent_calls_get_their_own_answers(self) -> None:
         inputs = torch.arange(200)
         futures = [rpc.rpc_async(self.peer(), torch.mul, args=(i, 2)) for i in inputs]
         self.assertEqual(torch.futures.wait_all(futures), list(2 * inputs))
 
+    @dist_init
     def test_threads_call_at_the_same_time(self) -> None:
         with ThreadPoolExecutor(8) as pool:
             results = pool.map(
@@ -175,11 +193,13 @@ class RpcCallTest(RpcAgentTestFixture):
 
     # Errors on the callee.
 
+    @dist_init
     def test_exception_keeps_its_type_and_names_the_callee(self) -> None:
         args = (remote.raise_value_error, "the cause")
         for message in self.check_call_raises(ValueError, "the cause", *args):
             self.assertIn(self.peer(), message)
 
+    @dist_init
     def test_exception_through_several_hops_names_where_it_was_raised(self) -> None:
         deep, size = (remote.raise_value_error, ("deep down",)), self.world_size
         with self.assertRaisesRegex(ValueError, "deep down") as caught:
@@ -187,15 +207,18 @@ class RpcCallTest(RpcAgentTestFixture):
         for hop in (1, 2):
             self.assertIn(f"name={self.peer(hop)}", str(caught.exception))
 
+    @dist_init
     def test_exception_that_cannot_be_rebuilt_keeps_its_message(self) -> None:
         error, cause = RuntimeError, "7: out of cheese"
         for message in self.check_call_raises(error, cause, remote.raise_unrebuildable):
             self.assertIn(self.peer(), message)
 
+    @dist_init
     def test_error_of_an_operator_comes_back(self) -> None:
         args = (torch.add, torch.ones(2), torch.ones(3))
         self.check_call_raises(RuntimeError, r"size of tensor a \(2\)", *args)
 
+    @dist_init
     def test_function_that_the_callee_does_not_have(self) -> None:
         # Only this worker defines it: it pickles by reference, which the callee cannot
         # resolve.
@@ -205,15 +228,18 @@ class RpcCallTest(RpcAgentTestFixture):
             self.call(globals()[unique])
         self.check_call(self.peer(), remote.my_name)
 
+    @dist_init
     def test_argument_that_cannot_be_rebuilt_is_an_error_on_the_callee(self) -> None:
         callee = rpc.get_worker_info(self.peer()).id
         with self.assertRaisesRegex(RuntimeError, f"Node {callee}.*cannot be rebuilt"):
             self.call(remote.identity, FailsToUnpickle())
 
+    @dist_init
     def test_argument_that_cannot_be_pickled_is_refused_here(self) -> None:
         with self.assertRaisesRegex(TypeError, "pickle"):
             rpc.rpc_async(self.peer(), remote.identity, args=(threading.Lock(),))
 
+    @dist_init
     def test_result_that_cannot_be_pickled_is_reported(self) -> None:
         with self.assertRaisesRegex(Exception, "pickle"):
             self.call(return_lock)
@@ -222,6 +248,7 @@ class RpcCallTest(RpcAgentTestFixture):
     # Time limits. A closed gate holds the call back until the limit passes, however
     # slow the machine is.
 
+    @dist_init
     def test_call_past_its_time_limit_fails(self) -> None:
         for mode in ("rpc_sync", "rpc_async"):
             with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
@@ -230,6 +257,7 @@ class RpcCallTest(RpcAgentTestFixture):
                 CALL_MODES[mode](late)
         self.call(remote.open_gate)
 
+    @dist_init
     def test_default_time_limit_can_be_set_and_overridden(self) -> None:
         default = rpc.get_rpc_timeout()
         self.assertEqual(default, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
@@ -248,6 +276,7 @@ class RpcCallTest(RpcAgentTestFixture):
 
     # Futures.
 
+    @dist_init
     def test_future_can_be_waited_for_twice(self) -> None:
         future = rpc.rpc_async(self.peer(), remote.identity, args=(5,))
         self.assertEqual((future.wait(), future.wait(), future.value()), (5, 5, 5))
@@ -256,6 +285,7 @@ class RpcCallTest(RpcAgentTestFixture):
             with self.assertRaisesRegex(ValueError, "twice"):
                 failed.wait()
 
+    @dist_init
     def test_callbacks_chain_and_may_call(self) -> None:
         def call_again(done: Future[Tensor]) -> Tensor:
             return torch.as_tensor(self.call(torch.add, done.wait(), 10))
@@ -264,6 +294,7 @@ class RpcCallTest(RpcAgentTestFixture):
         doubled = future.then(call_again).then(lambda done: done.wait() * 2)
         self.assertEqual(doubled.wait(), torch.tensor(24))
 
+    @dist_init
     def test_error_reaches_the_callback(self) -> None:
         def recover(done: Future[Any]) -> str:
             try:
@@ -275,6 +306,7 @@ class RpcCallTest(RpcAgentTestFixture):
         failed = rpc.rpc_async(self.peer(), remote.raise_value_error, args=("x",))
         self.assertEqual(failed.then(recover).wait(), "recovered")
 
+    @dist_init
     def test_wait_all_waits_for_every_call_in_the_block(self) -> None:
         with private.wait_all():
             futures = [

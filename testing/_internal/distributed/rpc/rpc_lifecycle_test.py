@@ -27,12 +27,15 @@ _NOT_RUNNING = "RPC has not been initialized"
 
 
 class RpcLifecycleTest(RpcAgentTestFixture):
-    """Tests with ``setup_rpc=False`` start the agent themselves."""
+    """Tests that start the agent themselves use ``dist_init(setup_rpc=False)`` and
+    :meth:`start_agent`.
+    """
 
     world_size = 3
 
     # Names.
 
+    @dist_init
     def test_workers_know_each_other_by_name_and_rank(self) -> None:
         own = rpc.get_worker_info()
         self.assertEqual((own.name, own.id), (worker_name(self.rank), self.rank))
@@ -45,6 +48,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, "nobody"):
             rpc.get_worker_info("nobody")
 
+    @dist_init
     def test_worker_info_survives_pickle(self) -> None:
         info = rpc.get_worker_info(self.peer())
         self.assertEqual(pickle.loads(pickle.dumps(info)), info)
@@ -71,6 +75,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     # Start.
 
+    @dist_init
     def test_second_start_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is already initialized"):
             self.start_agent()
@@ -107,6 +112,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
         self.assertEqual(rpc.get_rpc_timeout(), 17)
         rpc.shutdown()
 
+    @dist_init
     def test_process_group_and_agents_meet_apart(self) -> None:
         self.assertNotEqual(self.init_method, self.pg_init_method)
         for _ in range(2):  # the second call does nothing
@@ -119,12 +125,14 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     # Group operations.
 
+    @dist_init
     def test_all_gather_collects_by_name(self) -> None:
         for turn in range(3):
             gathered = private.all_gather((self.rank, turn))
             ranks = range(self.world_size)
             self.assertEqual(gathered, {worker_name(r): (r, turn) for r in ranks})
 
+    @dist_init
     def test_barrier_of_some_workers_does_not_wait_for_the_rest(self) -> None:
         """Worker 2 reaches no barrier until workers 0 and 1 have passed theirs."""
         if self.rank == 2:
@@ -136,12 +144,15 @@ class RpcLifecycleTest(RpcAgentTestFixture):
             rpc.rpc_sync(worker_name(2), remote.open_gate)
         self._check_barrier(3, set(range(self.world_size)))
 
+    @dist_init
     def test_no_worker_passes_a_barrier_before_the_last_arrives(self) -> None:
         for turn in range(self.world_size):
             self._check_barrier(turn, set(range(self.world_size)), late=turn)
 
     def _check_barrier(self, turn: int, ranks: set[int], late: int = 0) -> None:
-        """Pass a barrier and check that all ``ranks`` reached it."""
+        """Pass a barrier of ``ranks`` and check that all of them reached it. ``late``
+        is the last.
+        """
         if self.rank == late:
             # A barrier that waits passes however long this is. Without one, the peers
             # pass long before.
@@ -177,19 +188,30 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_local_shutdown_does_not_wait(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
-        with self.leaving_first(0):
-            """Worker 0 has left; its peers have not started to."""
+        dist.barrier()
+        if self.rank == 0:
+            rpc.shutdown(graceful=False)
+        dist.barrier()  # worker 0 has left; its peers have not started to
+        if self.rank != 0:
+            rpc.shutdown(graceful=False)
 
     @dist_init(setup_rpc=False)
     def test_calls_to_a_worker_that_left_fail_as_such(self) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
         self.start_agent()
-        with self.leaving_first(1) as stays:
-            if stays:
-                gone = self.get_shutdown_error_regex()
-                wait_until_node_failure(1, gone)
-                for _ in range(2):
-                    with self.assertRaisesRegex(RuntimeError, gone):
-                        rpc.rpc_sync(worker_name(1), remote.my_name)
-                left_over = worker_name(2 - self.rank)
-                self.assertEqual(rpc.rpc_sync(left_over, remote.my_name), left_over)
+        dist.barrier()
+        if self.rank == 1:
+            rpc.shutdown(graceful=False)
+        else:
+            gone = self.get_shutdown_error_regex()
+            wait_until_node_failure(1, gone)
+            for _ in range(2):
+                with self.assertRaisesRegex(RuntimeError, gone):
+                    rpc.rpc_sync(worker_name(1), remote.my_name)
+            left_over = worker_name(2 - self.rank)
+            self.assertEqual(rpc.rpc_sync(left_over, remote.my_name), left_over)
+        dist.barrier()
+        if self.rank != 1:
+            rpc.shutdown(graceful=False)

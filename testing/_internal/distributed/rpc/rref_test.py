@@ -80,11 +80,13 @@ class RRefTest(RpcAgentTestFixture):
 
     # Creation and ownership.
 
+    @dist_init
     def test_remote_value_comes_here_as_often_as_asked(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
         for _ in range(2):
             self.assertEqual(rref.to_here(), torch.full((2,), 2.0))
 
+    @dist_init
     def test_owner_and_user_know_who_owns(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         self.assertEqual(rref.owner(), rpc.get_worker_info(self.peer()))
@@ -95,12 +97,14 @@ class RRefTest(RpcAgentTestFixture):
         self.assertTrue(local.confirmed_by_owner())
         self.assertEqual(local.owner(), rpc.get_worker_info())
 
+    @dist_init
     def test_owner_confirms_the_user(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         rref.to_here()
         wait_until_pending_futures_and_users_flushed()
         self.assertTrue(rref.confirmed_by_owner())
 
+    @dist_init
     def test_local_value_is_the_object_itself_on_the_owner_only(self) -> None:
         value = remote.Accumulator(2)
         self.assertIs(rpc.RRef(value).local_value(), value)
@@ -110,11 +114,13 @@ class RRefTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(RuntimeError, "can't call localValue"):
             rref.local_value()
 
+    @dist_init
     def test_remote_on_this_worker(self) -> None:
         rref = rpc.remote(worker_name(self.rank), remote.Accumulator, args=(1,))
         self.assertTrue(rref.is_owner())
         self.assertEqual(rref.to_here().value(), torch.tensor(1.0))
 
+    @dist_init
     def test_string_names_owner_and_ids(self) -> None:
         owner, user = rpc.RRef(1), rpc.remote(self.peer(), torch.ones, args=([1],))
         made_here = f"created_on={self.rank}"
@@ -124,11 +130,13 @@ class RRefTest(RpcAgentTestFixture):
             str(user), rf"^UserRRef\(RRefId = .*{made_here}.*ForkId = .*\)$"
         )
 
+    @dist_init
     def test_type_hint_is_for_interfaces_only(self) -> None:
         why = "type_hint should only be specified when"
         with self.assertRaisesRegex(RuntimeError, why):
             rpc.RRef(1, type_hint=nn.Linear)
 
+    @dist_init
     def test_type_of_the_remote_value(self) -> None:
         made = [rpc.remote(self.peer(), remote.Accumulator) for _ in range(2)]
         self.assertIs(made[0]._get_type(), remote.Accumulator)
@@ -136,6 +144,7 @@ class RRefTest(RpcAgentTestFixture):
 
     # Proxies.
 
+    @dist_init
     def test_proxies_call_methods_on_the_owners_object(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(1,))
         self.assertEqual(rref.rpc_sync().add(2), torch.tensor(3.0))
@@ -144,17 +153,20 @@ class RRefTest(RpcAgentTestFixture):
         # The owner's object, not a copy.
         self.assertEqual(rref.to_here().value(), torch.tensor(10.0))
 
+    @dist_init
     def test_proxy_of_a_local_reference(self) -> None:
         rref = rpc.RRef(remote.Accumulator(1))
         self.assertEqual(rref.rpc_sync().add(1), torch.tensor(2.0))
         self.assertEqual(rref.local_value().value(), torch.tensor(2.0))
 
+    @dist_init
     def test_one_proxy_serves_many_calls(self) -> None:
         proxy = rpc.remote(self.peer(), remote.Accumulator).rpc_async()
         for future in [proxy.add(1) for _ in range(10)]:
             future.wait()
         self.assertEqual(proxy.value().wait(), torch.tensor(10.0))
 
+    @dist_init
     def test_proxy_refuses_what_the_object_does_not_have(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         for use in (
@@ -165,6 +177,7 @@ class RRefTest(RpcAgentTestFixture):
             with self.assertRaisesRegex(AttributeError, "no_such_method"):
                 use()
 
+    @dist_init
     def test_proxy_waits_for_a_slow_creation(self) -> None:
         rref = rpc.remote(self.peer(), remote.pass_gate, args=(remote.Accumulator(5),))
         future = rref.rpc_async().value()
@@ -175,7 +188,9 @@ class RRefTest(RpcAgentTestFixture):
     def _proxy_calls(
         self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float
     ) -> dict[str, Any]:
-        """Return a function for each proxy; that of ``remote`` does not wait."""
+        """Return, for each kind of proxy, a function that calls ``method`` and, except
+        for ``remote``, waits for its result.
+        """
         return {
             "rpc_sync": lambda: getattr(rref.rpc_sync(**limit), method)(*args),
             "rpc_async": lambda: getattr(rref.rpc_async(**limit), method)(*args).wait(),
@@ -190,6 +205,7 @@ class RRefTest(RpcAgentTestFixture):
             ):
                 call()
 
+    @dist_init
     def test_time_limit_of_a_proxys_call(self) -> None:
         """A call gives up after the proxy's limit, or after the default one. A limit of
         zero is none.
@@ -213,8 +229,11 @@ class RRefTest(RpcAgentTestFixture):
         self.call(remote.open_gate)
         self.assertEqual(unlimited.wait(), torch.tensor(5.0))
 
+    @dist_init
     def test_time_limit_of_a_proxy_holds_while_the_object_is_created(self) -> None:
-        """The proxy's question for the type comes under its limit too."""
+        """The type of the object, which a proxy asks for first, comes under its limit
+        too.
+        """
         args, kinds = (remote.Accumulator(5), GATE_S), [*CALL_MODES]
         rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
         calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
@@ -228,6 +247,7 @@ class RRefTest(RpcAgentTestFixture):
 
     # Passing references on.
 
+    @dist_init
     def test_reference_as_argument_and_as_result(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
         for to in range(self.world_size):
@@ -237,6 +257,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(third.owner_name(), self.peer(2))
         self.assertEqual(third.to_here(), torch.full((2,), 7.0))
 
+    @dist_init
     def test_reference_made_by_its_owner_is_shared(self) -> None:
         rref = self.call(own_rref, torch.ones(2))
         self.assertEqual(rref.owner_name(), self.peer())
@@ -244,11 +265,13 @@ class RRefTest(RpcAgentTestFixture):
         mine = rpc.RRef(torch.zeros(2))
         self.check_call(torch.full((2,), 3.0), remote.add_to_rref, mine, 3)
 
+    @dist_init
     def test_reference_inside_containers(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
         holder = self.call(own_rref, {"list": [rref]}, to=self.peer(2))
         self.assertEqual(holder.to_here()["list"][0].to_here(), torch.ones(2))
 
+    @dist_init
     def test_reference_forwarded_around_the_ring_stays_the_same(self) -> None:
         mine = rpc.RRef(torch.full((1,), float(self.rank)))
         args = (mine, 2 * self.world_size, self.world_size)
@@ -256,6 +279,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(back.owner(), rpc.get_worker_info())
         self.assertIs(back.local_value(), mine.local_value())
 
+    @dist_init
     def test_reference_of_a_reference(self) -> None:
         outer = rpc.remote(self.peer(), rref_to, args=(self.peer(2), 4.0))
         inner = outer.to_here()
@@ -263,12 +287,14 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(owners, (self.peer(), self.peer(2)))
         self.assertEqual(inner.to_here(), torch.full((2,), 4.0))
 
+    @dist_init
     def test_plain_pickle_refuses_references(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "RPC"):
             pickle.dumps(rpc.RRef(1))
 
     # Failure.
 
+    @dist_init
     def test_failed_creation_raises_when_the_value_is_fetched(self) -> None:
         rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
         for _ in range(2):
@@ -278,11 +304,13 @@ class RRefTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(ValueError, "no value"):
             rref.rpc_sync().value()
 
+    @dist_init
     def test_user_of_a_failed_reference_elsewhere_gets_the_error(self) -> None:
         rref = rpc.remote(self.peer(), remote.raise_value_error, args=("no value",))
         with self.assertRaisesRegex(ValueError, "no value"):
             self.call(remote.add_to_rref, rref, 1, to=self.peer(2))
 
+    @dist_init
     def test_time_limit_of_to_here(self) -> None:
         rref = rpc.remote(self.peer(), remote.pass_gate, args=(1,))
         with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
@@ -293,6 +321,7 @@ class RRefTest(RpcAgentTestFixture):
 
     # The end of the owned value.
 
+    @dist_init
     def test_owner_forgets_a_value_that_nobody_refers_to(self) -> None:
         if self.rank != 0:
             return
@@ -302,6 +331,7 @@ class RRefTest(RpcAgentTestFixture):
         del rref
         wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
+    @dist_init
     def test_value_lives_as_long_as_any_user(self) -> None:
         if self.rank != 0:
             return
@@ -314,13 +344,16 @@ class RRefTest(RpcAgentTestFixture):
         rpc.rpc_sync(worker_name(2), drop_kept)
         wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
+    @dist_init
     def test_local_reference_that_was_never_shared_is_not_counted(self) -> None:
         rref = rpc.RRef(torch.ones(1))
         self.assertEqual(get_num_owners_and_forks(), ("0", "0"))
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while another worker uses a value of this one."""
+        """Shut down while another worker still uses a value of this one; a graceful
+        shutdown would release it.
+        """
         self.start_agent()
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()

@@ -9,11 +9,6 @@ import torch
 from torch.distributed import rpc
 
 from torch_ext.compat.rpc import current_agent
-from torch_ext.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    subtest,
-)
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
     initialize_pg,
@@ -30,7 +25,9 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     world_size = 2
 
     def _start(self, **options: Any) -> None:
-        """Start with these options, from which torch infers the backend."""
+        """Start with the fixture's rendezvous and these options. Torch infers the
+        backend from them.
+        """
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,
@@ -40,16 +37,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
             ),
         )
 
-    @dist_init(setup_rpc=False)
-    @parametrize(  # type: ignore[untyped-decorator]
-        "transports, channels",
-        [
-            subtest((None, None), name="of_torchs_choice"),
-            subtest((["shm"], ["basic"]), name="shared_memory"),
-            subtest((["uv"], ["mpt_uv", "basic"]), name="sockets_with_several_lanes"),
-        ],
-    )
-    def test_transport(
+    def _test_transport(
         self, transports: list[str] | None, channels: list[str] | None
     ) -> None:
         self._start(_transports=transports, _channels=channels)
@@ -58,6 +46,18 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
             got = self.call(torch.add, tensor, 1)
             self.assertEqual(got, tensor + 1)
         rpc.shutdown()
+
+    @dist_init(setup_rpc=False)
+    def test_transports_and_channels_of_torchs_choice(self) -> None:
+        self._test_transport(None, None)
+
+    @dist_init(setup_rpc=False)
+    def test_shared_memory_transport(self) -> None:
+        self._test_transport(["shm"], ["basic"])
+
+    @dist_init(setup_rpc=False)
+    def test_socket_transport_with_several_lanes(self) -> None:
+        self._test_transport(["uv"], ["mpt_uv", "basic"])
 
     @dist_init(setup_rpc=False)
     def test_unknown_transport_is_refused(self) -> None:
@@ -72,6 +72,7 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         self.assertEqual(int(info["agent.thread_pool_size"]), 2)
         rpc.shutdown()
 
+    @dist_init
     def test_time_limit_is_seconds(self) -> None:
         for bad in (timedelta(seconds=10), "10"):
             with self.assertRaises(TypeError):
@@ -103,17 +104,15 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def _active_calls() -> int:
         return int(current_agent().get_debug_info()["agent.client_active_calls"])
 
+    @dist_init
     def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
             self.call(remote.my_name)
         poll_until(
             lambda: self._active_calls() == 0,
-            lambda: "answered calls are still counted as active",
+            "answered calls are still counted as active",
         )
         waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
         self.assertEqual(self._active_calls(), 1)
         self.call(remote.open_gate)
         self.assertEqual(waiting.wait(), 1)
-
-
-instantiate_parametrized_tests(TensorPipeAgentRpcTest)

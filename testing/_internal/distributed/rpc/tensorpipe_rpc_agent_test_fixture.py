@@ -14,6 +14,8 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
+__all__ = ["TensorPipeRpcAgentTestFixture"]
+
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
     """RPC over TensorPipe's socket transport, which starts fastest and sleeps while it

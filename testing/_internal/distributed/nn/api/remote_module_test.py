@@ -11,7 +11,7 @@ from torch.distributed import rpc
 from torch.distributed.nn.api.remote_module import RemoteModule
 
 from torch_ext.compat import dist_autograd
-from torch_ext.testing._internal.dist_utils import worker_name
+from torch_ext.testing._internal.dist_utils import dist_init, worker_name
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
@@ -67,16 +67,19 @@ class RemoteModuleTest(RpcAgentTestFixture):
             where.format(self.peer()), Affine, args=(scale,), kwargs={"shift": shift}
         )
 
+    @dist_init
     def test_forward_runs_on_the_owner(self) -> None:
         out, where = self._affine()(torch.ones(2), tell=True)
         self.assertEqual((out, where), (torch.full((2,), 3.0), self.peer()))
 
+    @dist_init
     def test_forward_async_gives_a_future(self) -> None:
         module: Any = self._affine()
         inputs = torch.arange(10.0).view(5, 2)
         futures = [module.forward_async(row) for row in inputs]
         self.assertEqual(torch.stack(torch.futures.wait_all(futures)), 2 * inputs + 1)
 
+    @dist_init
     def test_every_way_to_name_the_owner(self) -> None:
         rank = rpc.get_worker_info(self.peer()).id
         for where in ("{}", "{}/cpu", f"rank:{rank}/cpu"):
@@ -84,11 +87,13 @@ class RemoteModuleTest(RpcAgentTestFixture):
                 module = self._affine(where=where)
                 self.assertEqual(module(torch.ones(1), tell=True)[1], self.peer())
 
+    @dist_init
     def test_module_on_this_worker(self) -> None:
         module = RemoteModule(worker_name(self.rank), Affine, args=(3,))
         self.assertEqual(module(torch.ones(1)), torch.full((1,), 3.0))
         self.assertIsInstance(module.get_module_rref().local_value(), Affine)
 
+    @dist_init
     def test_bad_owners_are_refused(self) -> None:
         for where, error in (
             ("nobody/cpu", RuntimeError),
@@ -98,12 +103,14 @@ class RemoteModuleTest(RpcAgentTestFixture):
             with self.subTest(where), self.assertRaises(error):
                 RemoteModule(where, Affine, args=(1,))
 
+    @dist_init
     def test_what_is_no_module_is_refused_by_the_owner(self) -> None:
         why = "returns an instance of <class nn.Module>"
         with self.assertRaisesRegex(ValueError, why) as caught:
             RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
         self.assertIn(self.peer(), str(caught.exception))
 
+    @dist_init
     def test_failed_constructor_and_failed_forward_name_the_owner(self) -> None:
         for broken, why in (
             (RemoteModule(self.peer(), Affine, args=("no number",)), "no number"),
@@ -113,6 +120,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
                 broken(torch.ones(1))
             self.assertIn(self.peer(), str(caught.exception))
 
+    @dist_init
     def test_parameters_are_the_owners(self) -> None:
         module = self._affine(2, 5)
         for recurse, values in ((True, [2, 5]), (False, [2])):
@@ -121,6 +129,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
             self.assertEqual({p.owner_name() for p in parameters}, {self.peer()})
         self.assertEqual(module.get_module_rref().owner_name(), self.peer())
 
+    @dist_init
     def test_gradients_reach_module_and_input(self) -> None:
         module, x = self._affine(), torch.tensor([1.0, 4.0], requires_grad=True)
         with dist_autograd.context() as context_id:
@@ -130,6 +139,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
             grads = self.call(gradients_of, module.get_module_rref(), context_id)
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
+    @dist_init
     def test_mode_of_training_reaches_the_owner(self) -> None:
         module = RemoteModule(self.peer(), nn.Dropout, args=(1.0,))
         self.assertEqual(module(torch.ones(3)), torch.zeros(3))
@@ -138,6 +148,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
         module.train()
         self.assertEqual(module(torch.ones(3)), torch.zeros(3))
 
+    @dist_init
     def test_methods_of_a_local_module_are_refused(self) -> None:
         module = self._affine()
         refused: list[tuple[Any, ...]] = [
@@ -156,10 +167,12 @@ class RemoteModuleTest(RpcAgentTestFixture):
             with self.subTest(name), self.assertRaisesRegex(ValueError, why):
                 getattr(module, name)(*args)
 
+    @dist_init
     def test_plain_pickle_refuses_it(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "only be pickled when using RPC"):
             pickle.dumps(self._affine())
 
+    @dist_init
     def test_rpc_carries_the_module_and_no_attribute_of_the_users(self) -> None:
         module: Any = self._affine()
         module.extra = "not part of a remote module"
@@ -173,6 +186,7 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
 
     world_size = 3
 
+    @dist_init
     def test_module_sent_to_another_worker_is_the_same_module(self) -> None:
         module = RemoteModule(self.peer(1), Affine, args=(self.rank + 2,))
         x = torch.arange(3.0)
@@ -184,6 +198,7 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
         on_owner = self.call(module_of, back, to=self.peer(1))
         self.assertIs(type(on_owner), Affine)
 
+    @dist_init
     def test_gradients_through_a_third_worker(self) -> None:
         module = RemoteModule(self.peer(1), Affine, args=(3,))
         x = torch.ones(2, requires_grad=True)
