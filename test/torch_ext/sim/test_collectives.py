@@ -18,12 +18,22 @@ SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 
 
-@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch 2.15 has it")
 @ranks.world_of(2)
-def test_gather_to_one_tensor(rank: int, world_size: int) -> None:
-    whole = torch.empty(2, 3, device="sim")
-    dist.gather_single(torch.full((3,), float(rank), device="sim"), whole if rank == 0 else None, 0)
-    assert rank != 0 or whole.tolist() == [[0.0] * 3, [1.0] * 3]
+def test_unequal_sizes_of_types_that_gloo_has_not(rank: int, world_size: int) -> None:
+    """They travel as bytes, where sizes and splits are others."""
+    for dtype in (torch.bool, torch.int16, torch.complex64):
+        rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
+        listed = [torch.empty(r + 1, dtype=dtype, device="sim") for r in range(world_size)]
+        dist.all_gather(listed, rows[rank][: rank + 1].to("sim"))
+        assert [one.tolist() for one in listed] == [rows[r][: r + 1].tolist() for r in range(world_size)]
+        splits = [1, 2] if rank == 0 else [2, 1]
+        exchanged = torch.empty(3, 2, dtype=dtype, device="sim")
+        dist.all_to_all_single(exchanged, torch.full((3, 2), rank, dtype=dtype, device="sim"), splits, splits)
+        assert exchanged[:, 0].tolist() == [r for r, n in enumerate(splits) for _ in range(n)]
+        if hasattr(dist, "gather_single"):  # torch 2.15
+            whole = torch.empty(2, 4, dtype=dtype, device="sim")
+            dist.gather_single(rows[rank].to("sim"), whole if rank == 0 else None, 0)
+            assert rank != 0 or torch.equal(whole.cpu(), rows)
 
 
 @ranks.world_of(2)
