@@ -160,16 +160,26 @@ std::string SharedGroup::gone(int peer, bool look) const {
   if (peer == rank) {
     return "";
   }
-  switch (static_cast<GroupState>(header(peer).state.load(std::memory_order_acquire))) {
-    case GroupState::kLeft:
-      return called(peer) + " has destroyed the group";
-    case GroupState::kAborted:
-      return called(peer) + " has aborted the group";
-    default:
-      break;
+  const auto state_of = [&](int member) {
+    return static_cast<GroupState>(header(member).state.load(std::memory_order_acquire));
+  };
+  const auto ended = [&](int member) {
+    const auto& process = *members[static_cast<size_t>(member)].process;
+    return process.has_ended() ? c10::str(called(member), " (process ", process.pid(), ") has ended") : "";
+  };
+  const auto state = state_of(peer);
+  if (state != GroupState::kLeft && state != GroupState::kAborted) {
+    return look ? ended(peer) : "";
   }
-  const auto& process = *members[static_cast<size_t>(peer)].process;
-  return look && process.has_ended() ? c10::str(called(peer), " (process ", process.pid(), ") has ended") : "";
+  // It may have left because of the death of another rank, which is the cause to name.
+  for (int other = 0; other < static_cast<int>(members.size()); ++other) {
+    if (other != rank && other != peer && state_of(other) == GroupState::kReady) {
+      if (auto told = ended(other); !told.empty()) {
+        return told;
+      }
+    }
+  }
+  return called(peer) + (state == GroupState::kLeft ? " has destroyed the group" : " has aborted the group");
 }
 
 uint64_t SharedGroup::allocate(uint64_t bytes) {
