@@ -43,10 +43,19 @@ void replace_kernels(c10::DispatchKey key) {
     if (!op.has_value() || name.getNamespace() == "c10d") { // those call the process group, whatever the device
       continue;
     }
-    auto kernel = op->hasComputedKernelForDispatchKey(unused)
-        ? c10::KernelFunction::makeFromBoxedFunction<&run_composition<unused>>()
-        : c10::KernelFunction::makeFromBoxedFunction<fallback>();
-    kept.push_back(dispatcher.registerImpl(name, key, std::move(kernel), std::nullopt, nullptr, "torch_ext"));
+    const auto put = [&](c10::DispatchKey where, c10::KernelFunction kernel) {
+      kept.push_back(dispatcher.registerImpl(name, where, std::move(kernel), std::nullopt, nullptr, "torch_ext"));
+    };
+    put(key,
+        op->hasComputedKernelForDispatchKey(unused)
+            ? c10::KernelFunction::makeFromBoxedFunction<&run_composition<unused>>()
+            : c10::KernelFunction::makeFromBoxedFunction<fallback>());
+    // Such a composition is differentiated part by part. Where a device has a kernel, torch has a formula for the
+    // whole, which may call an operator that is CUDA's alone: _fused_rms_norm_backward.
+    if (key == c10::DispatchKey::CUDA && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
+      constexpr auto kUnused = c10::DispatchKey::AutogradPrivateUse2;
+      put(c10::DispatchKey::AutogradCUDA, c10::KernelFunction::makeFromBoxedFunction<&run_composition<kUnused>>());
+    }
   }
 }
 
