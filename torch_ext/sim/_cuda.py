@@ -27,6 +27,7 @@ def complete(process_group_nccl: type) -> None:
         delattr(torch._C, name)
     for name, value in (*_OF_C.items(), *_LACKING.items()):
         setattr(torch._C, name, value)
+    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile CUDA code where the build can
     _let_profilers_see_the_device()
     _replace_storages()
     _offer_nccl(process_group_nccl)
