@@ -33,14 +33,12 @@ class _TensorType(type):
     is_cuda = True
     is_sparse = False
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Make a tensor from a size, or from data; without arguments, an empty one."""
-        (shape_or_data,) = args if len(args) == 1 else (args,)
-        if isinstance(shape_or_data, int):
-            shape_or_data = (shape_or_data,)
-        if isinstance(shape_or_data, torch.Size) or (args and all(isinstance(size, int) for size in args)):
-            return torch.empty(tuple(shape_or_data), dtype=cls.dtype, device=NAME)
-        return torch.as_tensor(shape_or_data).to(device=NAME, dtype=cls.dtype, copy=True)
+    def __call__(cls, *args: Any, device: Any = NAME, **kwargs: Any) -> torch.Tensor:
+        """Make a tensor as the host's type of this name does, and move it; a tensor that is given is copied."""
+        if args and isinstance(args[0], torch.Tensor):
+            return args[0].to(device=device, dtype=cls.dtype, copy=True)
+        made: torch.Tensor = getattr(torch, cls.__name__.rpartition(".")[2])(*args, **kwargs)
+        return made.to(device)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and instance.device.type == NAME and instance.dtype == cls.dtype

@@ -73,7 +73,7 @@ REFUSED: Mapping[str, str] = {
 # Hints to hardware or tools that are not there; a program is as right without them.
 DOES_NOTHING = frozenset(
     {
-        "_lazy_call", "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
+        "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
         "ipc_collect", "mark", "range_end", "range_pop", "range_push", "range_start", "start", "stop",
     }
 )  # fmt: skip
@@ -86,6 +86,11 @@ CONSTANTS: Mapping[str, Any] = {
     "DeferredCudaCallError": RuntimeError,
     "OutOfMemoryError": torch.OutOfMemoryError,
 }
+
+
+def _lazy_call(function: Callable[[], object], **kwargs: Any) -> None:
+    """Call ``function`` now; torch does so once it has initialized CUDA."""
+    function()
 
 
 def _none_captures() -> bool:
@@ -170,6 +175,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_properties": _properties,
     "cudart": _cudart,
     "_is_compiled": lambda: True,
+    "_lazy_call": _lazy_call,
     "is_current_stream_capturing": _none_captures,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",

@@ -163,6 +163,8 @@ def tensor_methods() -> None:
     assert x.new_ones(2).device == x.device and torch.empty_like(x).is_cuda and x.new_tensor([1]).is_cuda
     assert x.type() == "torch.cuda.FloatTensor" and isinstance(x, torch.cuda.FloatTensor)
     assert torch.cuda.LongTensor([1, 2]).dtype is torch.int64 and x.type(torch.cuda.HalfTensor).dtype is torch.float16
+    assert torch.cuda.LongTensor(size=(2, 3)).shape == (2, 3) and torch.cuda.LongTensor(2, 3).shape == (2, 3)
+    assert torch.cuda.FloatTensor(torch.Size([2])).shape == (2,) and torch.cuda.FloatTensor(x).tolist() == x.tolist()
     assert x.is_pinned() is False and x.cpu().pin_memory().is_pinned() and not x.is_cpu and not x.is_meta
     assert x.cpu().type(torch.cuda.FloatTensor).is_cuda and x.double().type("torch.FloatTensor").device.type == "cpu"
 
@@ -261,6 +263,9 @@ def foreign_code_is_refused() -> None:
 def what_there_is() -> None:
     assert torch.cuda.is_available() and torch.cuda.device_count() == 4 == torch.accelerator.device_count()
     assert torch.backends.cuda.is_built() and torch.version.cuda
+    ran: list[int] = []
+    torch.cuda._lazy_call(lambda: ran.append(1))  # how Megatron and fairscale set the states of their generators
+    assert ran
     assert torch.version.hip is None and "simulated" in torch.cuda.get_device_name(1).lower()
     assert torch.cuda.get_device_capability() >= (7, 0) and torch.cuda.is_bf16_supported()
     properties = torch.cuda.get_device_properties("cuda:1")
