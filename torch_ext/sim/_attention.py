@@ -2,9 +2,9 @@
 
 Note [Ring attention]
 ~~~~~~~~~~~~~~~~~~~~~
-Context parallelism gives each rank a part of the sequence, for a causal mask two parts from both of its ends. A mask by
-position in the tensor would be wrong there, so torch replaces the fused kernels of DTensors by a ring of them. The
-kernel that it calls with a part is CUDA's flash attention, which here is the one of the host.
+Context parallelism gives each rank a part of the sequence; with a causal mask, two parts from both of its ends. A mask
+by position in the tensor would be wrong there, so torch replaces the fused kernels of DTensors by a ring of them. Torch
+calls CUDA's flash attention on each part, which here runs the host's.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _flash(
 
 
 def _flash_backward(*args: Any, scale: float | None = None) -> Any:
-    # The gradient, the inputs and the results; lengths of packed sequences, which the host lacks; dropout and mask.
+    # args: gradient, inputs and results; lengths of packed sequences, which the host's kernel lacks; dropout and mask.
     tensors, dropout_p, is_causal = args[:6], args[10], args[11]
     host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return host(*tensors, dropout_p, is_causal, scale=scale)

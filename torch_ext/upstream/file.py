@@ -1,4 +1,4 @@
-"""Imported by the zygote of one upstream file, right before the file: gives it the devices and variables that it needs.
+"""Gives an upstream file the devices and variables that it needs; its zygote imports this module right before the file.
 
 A file may choose its tests and their ranks by the device count at import. A simulated accelerator has as many devices
 as the process requests, so this module first reads the largest number in the file's source.

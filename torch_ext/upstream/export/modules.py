@@ -133,7 +133,7 @@ class Module:
 
 
 class Tree:
-    """Modules by name, each read on first use with ``read``, which returns None for a name that is no module."""
+    """Modules by name. ``read`` reads each on first use, and returns None for a name that is no module."""
 
     def __init__(self, read: Callable[[str], Module | None]) -> None:
         self.module = cache(read)
