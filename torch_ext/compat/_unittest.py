@@ -16,7 +16,7 @@ __unittest = True
 def run_test_method(
     test: Any, result: unittest.TestResult, method: Callable[[], Any], check: Callable[[Any, str], None]
 ) -> None:
-    """Have unittest run ``method`` in the place of the test method of ``test``, and then the cleanups of ``test``.
+    """Make unittest run ``method`` instead of the test method of ``test``, and then the cleanups of ``test``.
 
     No fixture runs. May be called while the test already runs, from within its method. A coroutine that ``method``
     returns is run if ``test`` is an ``IsolatedAsyncioTestCase``. ``result`` receives unittest's reports. ``check`` is

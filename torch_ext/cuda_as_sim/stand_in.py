@@ -80,7 +80,7 @@ def _fill(module: ModuleType, dotted: str) -> None:
         except AttributeError:
             continue
         if isinstance(found, table.Refused) and (wrapped := getattr(before, "__wrapped__", None)):
-            _set(found, __wrapped__=wrapped)  # Dynamo of 2.15 lists that of `use_mem_pool`
+            _set(found, __wrapped__=wrapped)  # Dynamo of 2.15 reads it from `use_mem_pool`
         if not isinstance(found, ModuleType):
             setattr(module, name, found)
 

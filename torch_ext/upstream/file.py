@@ -79,7 +79,7 @@ def _set_variables() -> None:
 
 
 def _leave_unbuilt_checkout(path: Path) -> None:
-    """Leave the root of a checkout that nobody has built: ``python -c "import torch"`` fails there."""
+    """Leave the root of an unbuilt checkout: ``python -c "import torch"`` fails there."""
     here = Path.cwd()
     if has_unbuilt_torch(here):
         tests = here / "test"

@@ -2,7 +2,7 @@
 
 Note [Plain torch over a checkout]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A checkout that nobody has built cannot be imported as torch. The tests run on the installed torch, whose
+An unbuilt checkout cannot be imported as torch. The tests run on the installed torch, whose
 ``torch.testing._internal`` is looked up in the scratch copy first: a ``sitecustomize`` in a folder on ``PYTHONPATH``,
 which spawned ranks inherit, installs a finder for that one package. Nothing of this project is on the path, except the
 simulated device in runs on ``sim``, as any out-of-tree device would be. Where ``common_fsdp`` lists the known devices,
