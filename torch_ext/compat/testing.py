@@ -173,7 +173,7 @@ class ThreadedWorld:
             self._called[here, group.pg_name][-1]["retired"] = True
 
     def record(self, rank: int) -> str:
-        """Return the collectives of a rank as its flight record would have them, in JSON."""
+        """Return the collectives of a rank, in JSON, in the form of a flight record."""
         with self._changed:
             entries = [entry for (of, _), called in self._called.items() if of == rank for entry in called]
             return json.dumps({"entries": entries, "groups": self._groups})

@@ -30,14 +30,14 @@ _library: torch.library.Library | None = None
 
 
 def register() -> None:
-    """Let FlexAttention's eager form take the device, and SDPA take DTensors, once torch loads either."""
+    """Make FlexAttention's eager form accept the device, and SDPA accept DTensors, once torch loads either."""
     when_imported(_FLEX, _allow_device)
     when_imported(_DTENSOR, _allow_dtensors)
 
 
 def _allow_device(flex: ModuleType) -> None:
     if not hasattr(flex, "_validate_device"):
-        return  # this release takes any device
+        return  # this release accepts any device
 
     @wrap(flex, "_validate_device")
     def _validate_device(validate: Callable[..., None], query: torch.Tensor, *others: torch.Tensor) -> None:

@@ -93,13 +93,13 @@ def _complete_groups() -> None:
     """Make ``simccl`` the default backend of every group that has it, as NCCL is, and give gloo's groups a device half.
 
     The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
-    the default backend for sequence numbers, but knows how to ask its own backends only.
+    the default backend for sequence numbers, which it can read from its own backends only.
     """
 
     @wrap(c10d, "_new_process_group_helper")
     def _new_process_group_helper(helper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _groups_made
-        # Torch asks the group for the backend of the device it is bound to, though gloo has none before `serve_gloo`.
+        # Torch looks up the backend of the bound device, which a group of gloo lacks before `serve_gloo`.
         if kwargs.get("device_id") is not None and not _names_device(args[3]):
             kwargs["device_id"] = None
         with _gloo_halves.wrappers_of_a_group() as wrappers:

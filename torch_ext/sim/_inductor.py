@@ -54,7 +54,7 @@ class _Calls(PythonWrapperCodegen):
     def _generate_kernel_call_helper(
         self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
     ) -> None:
-        # Upstream refuses device types that it does not know.
+        # Upstream refuses unknown device types.
         if device is None or device.type != NAME:
             self.writeline(self.wrap_kernel_call(kernel_name, call_args))
             return

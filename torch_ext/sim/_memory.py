@@ -118,7 +118,7 @@ def get_allocator_backend() -> str:
     return "native"
 
 
-# Names from before, which torch.cuda has still.
+# Older names, which torch.cuda still has.
 memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
@@ -145,7 +145,7 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     return "\n".join(lines)
 
 
-# --- who allocated memory: snapshots for torch's memory visualizer ---
+# --- origin of memory: snapshots for torch's memory visualizer ---
 
 
 def _record_memory_history(
@@ -161,7 +161,7 @@ def _record_memory_history(
 ) -> None:
     """Record the Python stack of every allocation from now on, on all devices.
 
-    Costs about a microsecond for each. ``torch.OutOfMemoryError`` then says which lines hold the memory.
+    Costs about a microsecond per allocation. ``torch.OutOfMemoryError`` then names the lines that hold the memory.
 
     Args:
         enabled: ``"state"`` keeps the stacks of live memory, ``"all"`` also a trace of what is allocated and freed,

@@ -244,7 +244,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
 
 
 def _compile(folder: Path, compiler: _Compiler) -> None:
-    """Compile the units side by side and link them; leave nothing but the library in ``folder``."""
+    """Compile the units side by side and link them; leave only the library in ``folder``."""
     from torch.utils import cpp_extension
 
     of_torch = cpp_extension.include_paths()

@@ -33,7 +33,7 @@ def drop(at: int, group: str | None = None) -> None:
 
 
 def corrupt(at: int, group: str | None = None) -> None:
-    """Flip one bit of what this rank sends in the call, or receives where it sends nothing.
+    """Flip one bit of this rank's sent data in the call, or of its received data if the call sends none.
 
     The bit is one of the first element's sign or exponent. The rank's own input stays as it is.
     """

@@ -33,7 +33,7 @@ _READS_BACKEND = re.compile(r"""\benviron\[["']BACKEND["']\]""")
 
 
 def devices_wanted(source: str) -> int:
-    """Return the largest number of devices that ``source`` asks for in a place that torch's tests use; 0 if none.
+    """Return the largest number of devices that ``source`` requests in the ways of torch's tests; 0 if none.
 
     >>> devices_wanted("@skip_if_lt_x_gpu(2)\\ndef test(self): self.assertEqual(1, 99)")
     2

@@ -121,7 +121,7 @@ class Differences:
         return result
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each entry none of whose tests failed.
+        """Return a failure for each entry whose tests all passed.
 
         Args:
             planned: the tests of the run.

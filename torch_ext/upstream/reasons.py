@@ -143,7 +143,7 @@ def release_of_checkout(path: Path) -> str:
 
 
 def _outside_a_checkout(path: Path) -> bool:
-    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, whose release is unknown."""
+    """Whether ``path`` is a PyTorch test file, by its owners' line, of unknown release."""
     if release_of_checkout(path) or not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -159,8 +159,8 @@ class HostOverride final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
  private:
-  // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so the pointer decides
-  // where it goes.
+  // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so look the pointer up
+  // to find its owner.
   static void delete_raw(void* data) {
     if (device_of_pointer(data).has_value()) {
       free_on_device(data);

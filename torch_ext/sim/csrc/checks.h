@@ -79,8 +79,8 @@ struct OperatorFacts {
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);
 
-// The one device that the tensors among `arguments` live on; the current device where there is no tensor.
-// Raises RuntimeError when they live on several, and AcceleratorError for one whose memory is gone (Note [Bounds]).
+// The device of all tensors in `arguments`; the current device without a tensor. Raises RuntimeError if they are on
+// several, and AcceleratorError for a tensor whose memory is gone (Note [Bounds]).
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 

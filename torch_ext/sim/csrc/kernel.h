@@ -38,7 +38,7 @@ inline at::Tensor value_or_none(const OptionalTensor& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-// The one sim device that the defined ones among `tensors` live on. Raises RuntimeError when they live on several.
+// The sim device of all defined tensors in `tensors`. Raises RuntimeError if they are on several.
 c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);
 
 class Kernel {

@@ -16,7 +16,7 @@ namespace torch_ext::sim {
 // where Python is not running.
 using CallStack = std::shared_ptr<torch::CapturedTraceback>;
 
-// Takes the GIL for a moment, so it must be called without any lock of ours.
+// Acquires the GIL briefly, so call it without any lock of ours.
 CallStack current_call_stack();
 
 // A line for each frame, innermost first and at most `most` of them: "\n    train.py:8 in step". Empty without frames.
@@ -34,26 +34,26 @@ class Frames {
   std::vector<pybind11::list> lists_;
 };
 
-// The number that stands for a name of a kernel; 0 for the empty one. Cheap for names that were seen before.
+// The number of a kernel's name; 0 for an empty name. Cheap for repeated names.
 uint32_t tag_of(std::string_view name);
-// Empty for 0.
+// The name behind a number; empty for 0.
 std::string name_of_tag(uint32_t tag);
 
 struct MemoryEvent {
   enum class Kind : uint8_t { kAllocate, kFree, kOutOfMemory };
   Kind kind;
   c10::DeviceIndex device;
-  const void* data; // of what ran out of memory: nothing
-  size_t size;      // bytes, as charged; of what ran out of memory: as requested
+  const void* data; // kOutOfMemory: null
+  size_t size;      // bytes, as charged; kOutOfMemory: as requested
   int64_t stream;
   int64_t time_us; // since 1970
-  size_t free;     // bytes of the device, of what ran out of memory
+  size_t free;     // bytes of the device; kOutOfMemory only
   CallStack stack;
 };
 
 struct HistoryOptions {
   bool stacks;        // of live blocks and events
-  bool events;        // whether to keep events beside what is live
+  bool events;        // whether to keep events, besides live blocks
   size_t most_events; // older ones are dropped
 };
 

@@ -258,7 +258,7 @@ def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Ite
 
 class ThreadsCheck:
     """The check of a test whose ranks are threads of this process, as ``TORCH_EXT_RACES`` asks. Each rank is charged
-    with the races whose later access is its own. See :mod:`torch_ext.sim.races._threads` for what orders two ranks.
+    with the races whose later access is its own. See :mod:`torch_ext.sim.races._threads` for the edges between ranks.
     """
 
     _current: ThreadsCheck | None = None

@@ -95,7 +95,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory, at least one of them a write, that nothing orders.
+    """Two unordered accesses to the same memory, at least one of them a write.
 
     Attributes:
         earlier, later: the accesses, in the order in which the host launched them.

@@ -55,7 +55,7 @@ class Schedule:
 
 
 def asked() -> Schedule:
-    """Return the schedule that ``TORCH_EXT_SCHEDULE`` asks for.
+    """Return the schedule in ``TORCH_EXT_SCHEDULE``; ``early`` if it is unset or empty.
 
     Raises:
         ValueError: the variable names no schedule.

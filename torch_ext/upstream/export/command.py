@@ -114,7 +114,7 @@ def export(
         say: prints a line of progress.
 
     Raises:
-        CheckoutError: the checkout, a path or a revision is not there, git knows no author, or there is no ruff.
+        CheckoutError: the checkout, a path or a revision is missing, git knows no author, or there is no ruff.
     """
     root = project_root()
     theirs = upstream_at(onto)

@@ -162,7 +162,7 @@ class Tree:
 
 
 def members_of(tree: Tree, module: Module, definition: Definition) -> dict[str, tuple[Module, ast.stmt]]:
-    """Return the members of a class, and those that it inherits from classes of ``tree``."""
+    """Return the members of a class, including those inherited from classes of ``tree``."""
     found: dict[str, tuple[Module, ast.stmt]] = {}
     for home, each in reversed(list(tree.lineage(module, definition))):
         found.update({name: (home, statement) for name, statement in each.members().items()})

@@ -9,7 +9,7 @@
 //   region   the bytes of a block that a view reaches
 //   access   a lane reads or writes a region in an epoch
 //   history  the accesses to one block that later ones must still be compared with
-//   race     two accesses to the same bytes, at least one of them a write, that nothing orders
+//   race     two unordered accesses to the same bytes, at least one of them a write
 //
 // Nothing in this file knows torch. Callers hold a lock: no class here is safe to share.
 //

@@ -38,7 +38,7 @@ struct Bytes {
   size_t size;
 };
 
-// When lanes see what kernels have written: at once, or as late as the edges permit.
+// When lanes see the writes of kernels: at once, or as late as the edges permit.
 class Schedule {
  public:
   enum class Kind : uint8_t { kEarly, kLate, kRandom };

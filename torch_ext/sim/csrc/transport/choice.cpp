@@ -258,8 +258,8 @@ std::string setting(const char* variable) {
   return text == nullptr ? "" : text;
 }
 
-// Python's factory of a group's gloo backend: (store, rank, size, timeout) -> Backend. C++ has no gloo constructor. Set
-// once, never freed.
+// Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend. Written in Python, which has gloo's
+// constructor. Set once, never freed.
 pybind11::object* gloo_factory = nullptr;
 
 } // namespace

@@ -405,7 +405,7 @@ class GlooLetter final : public Awaited {
     const auto type = static_cast<at::ScalarType>(sent.type);
     const auto& to = call_.outputs.front();
     const bool agrees = sent.elements == to.numel() && type == to.scalar_type();
-    // Receive data that does not fit as well: the next letter comes after it.
+    // Receive even data that does not fit: the next letter comes after it.
     Tensors data{
         agrees ? to.view(at::kByte)
                : at::empty({sent.elements * static_cast<int64_t>(c10::elementSize(type))}, at::kByte)};
