@@ -52,7 +52,7 @@ class Status(Enum):
 class TestName:
     """The address of one test; of a class if ``method`` is empty; of a file if ``cls`` is empty too."""
 
-    __test__ = False  # pytest and unittest would collect it by its name
+    __test__ = False  # pytest would collect it by its name
 
     file: str  # path below the root, with forward slashes and its suffix, such as distributed/test_a.py
     cls: str = ""

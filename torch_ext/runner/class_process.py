@@ -429,7 +429,7 @@ class _ClassResult(unittest.TestResult):
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
         if isinstance(error, WorldFailure) and not may_be_expected(error.report.outcomes):
-            self._fail(_problem(err))  # may_be_expected() lists the failures that are not
+            self._fail(_problem(err))  # see may_be_expected(): not an expected failure
         else:
             self._end(Status.XFAIL)
 

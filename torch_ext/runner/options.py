@@ -225,7 +225,7 @@ class RunOptions:
 
     @property
     def narrowed(self) -> bool:
-        """Whether an option other than the files selects tests."""
+        """Whether an option leaves out tests: patterns, keywords, ``--changed``, ``--last-failed`` or ``--shard``."""
         by_name = self.include or self.exclude or self.keywords
         return bool(by_name or self.changed or self.last_failed or self.shard)
 

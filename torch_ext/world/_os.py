@@ -106,7 +106,7 @@ def lists_children() -> bool:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the pids of the children of ``pid``, and of theirs."""
+    """Return the pids of all live and unreaped descendants of ``pid``."""
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
 
 

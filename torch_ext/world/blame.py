@@ -42,7 +42,7 @@ from torch_ext.world.outcome import (
 )
 from torch_ext.world.wording import place_in_rpc, ranks_phrase
 
-# A wait in words: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
+# Descriptions of a wait: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
@@ -374,7 +374,7 @@ def _call_of(outcome: Outcome) -> tuple[str, str]:
 
 
 def _split(words: str) -> tuple[str, str]:
-    """Return the call and the line of a wait in words.
+    """Split the description of a wait into call and line.
 
     >>> _split("all_reduce() in test_a (test_a.py:12)"), _split("the barrier after its body")
     (('all_reduce', 'test_a.py:12'), ('the barrier after its body', ''))

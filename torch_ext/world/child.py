@@ -120,7 +120,7 @@ def redirect(stdout: int, stderr: int) -> None:
     """Redirect stdout and stderr to copies of these descriptors. Flushed after each line, since a process may die."""
     for number, name, to in ((1, "stdout", stdout), (2, "stderr", stderr)):
         os.dup2(to, number)
-        # The former stream (pytest's capture, a StringIO) writes into this process's copy, which nobody reads.
+        # The former stream (pytest's capture, a StringIO) writes into this process's copy, which has no reader.
         stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -53,7 +53,7 @@ class Capture:
         self._line = bytearray()
 
     def pass_through(self) -> bool:
-        """Print new output as :class:`Live` says; return False at its end."""
+        """Print new output according to :class:`Live`; return False at the end of the output."""
         if self.live is None:
             return False
         for _ in range(_TURN_BYTES // _PART_BYTES):

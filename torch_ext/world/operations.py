@@ -65,7 +65,7 @@ _OPERATORS = "/torch/_ops.py"
 # A wait in these files, or in files given to look_through(), counts as the caller's.
 _looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
-# Functions of the waiting files that need all ranks. The last is RPC's, needed if it knows the number of its workers.
+# Functions of the waiting files that need all ranks; RPC's, the last, only if it knows the number of its workers.
 _NEEDS_EVERYONE = frozenset(
     {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
 )
@@ -110,7 +110,7 @@ def after_body(wait: Callable[..., object], **how: Any) -> None:
 class Operation:
     """The operation that a thread is in."""
 
-    wait: Wait  # in words, and for whom
+    wait: Wait  # its description and its peers
     limit_s: float | None  # `time.monotonic` before which the wait does not end by itself; None: not known to wait
     position: str  # changes if the thread has moved on to another call
     sliced: bool = False  # whether it polls
