@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Hold the simulator's native sources to .clang-format and .clang-tidy.
+"""Check the simulator's native sources against .clang-format and .clang-tidy.
 
     python .ci/lint_cpp.py [FILE...]     # default: all of torch_ext/sim/csrc
 
 Note [Torch's headers are read once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nine tenths of what clang-tidy does for a source is torch's headers, so for all sources its checks run in two parts.
-What each source includes is checked source by source, over one module of all headers of torch that any of them names,
-and again without it where that finds a problem, which may be the module's. So a source that names too few of *torch's*
-headers is not found; the build would not notice either. All other checks run over the units that the build compiles
-(Note [Two units] in torch_ext/sim/build.py). Named files get every check alone, with the headers that they name and no
-others.
+clang-tidy spends nine tenths of its time for a source in torch's headers, so without FILE its checks run in two parts.
+The check of includes runs per source, over one clang module of all torch headers that any source names. It runs again
+without the module if it finds a problem, which the module may have caused. So it misses a source that names too few of
+*torch's* headers; the build would miss it too. All other checks run over the units that the build compiles (Note [Two
+units] in torch_ext/sim/build.py). Named files get every check separately, with only the headers that they name.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def include_paths() -> list[str]:
-    torch = importlib.util.find_spec("torch")  # found, not imported, which takes seconds
+    torch = importlib.util.find_spec("torch")  # an import would take seconds
     roots = [Path(root) / "include" for root in (torch.submodule_search_locations or [])] if torch else []
     return [
         *(str(each) for root in roots for each in (root, root / "torch/csrc/api/include", root / "kineto")),
@@ -49,7 +48,7 @@ def include_paths() -> list[str]:
 
 
 def units() -> dict[str, list[Path]]:
-    """Return the sources that the build compiles together, without loading the simulator."""
+    """Return the sources of each unit of the build, without loading the simulator."""
     spec = importlib.util.spec_from_file_location("build", CHECKOUT / "torch_ext" / "sim" / "build.py")
     if spec is None or spec.loader is None:
         raise SystemExit("torch_ext/sim/build.py is missing")
@@ -72,7 +71,7 @@ def tidy_problems(source: Path, checks: str = "", flags: Sequence[str] = ()) -> 
 
 
 def write_module(folder: Path, sources: Sequence[Path]) -> list[str]:
-    """Write down which headers of torch make one module, and return the flags with which clang uses it."""
+    """Write a module map of torch's headers, and return clang's flags for it."""
     named = sorted({name for source in sources for name in OF_TORCH.findall(source.read_text(encoding="utf-8"))})
     headers = [next(path for root in include_paths() if (path := Path(root, name)).exists()) for name in named]
     lines = "".join(f'  header "{header}"\n' for header in headers)
@@ -95,7 +94,7 @@ def all_tidy_problems(files: Sequence[Path], folder: Path) -> list[str]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         rest = [pool.submit(tidy_problems, folder / f"{name}.cpp", f"-{INCLUDES}") for name in of_units]
-        first = includes_of(sources[0])  # makes the module, which all the rest need
+        first = includes_of(sources[0])  # builds the module, which all other sources need
         return [first, *pool.map(includes_of, sources[1:]), *(each.result() for each in rest)]
 
 

@@ -1,4 +1,4 @@
-"""Print the README's commands for newcomers, one a line: the ``bash`` blocks marked ``<!-- command -->``."""
+"""Print the README's commands for newcomers, one per line: the ``bash`` blocks marked ``<!-- command -->``."""
 
 import re
 import sys

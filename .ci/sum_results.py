@@ -1,4 +1,4 @@
-"""Add up the result lines of our runner and of pytest in a log, print the sum, and exit with 1 if anything failed.
+"""Add up the result lines of our runner and of pytest in a log, print the sum, and exit with 1 if a test failed.
 
 Usage: sum_results.py LOG BROKEN_STEPS
 """
@@ -13,7 +13,7 @@ PYTEST = re.compile(r"^=* ?(?:\d+ \w+,? ?)+ in [\d.]+s.*$")
 
 
 def count(log: str) -> tuple[int, int, int]:
-    """Return how many tests passed, failed (errors included) and were skipped."""
+    """Return the numbers of passed, failed (including errors) and skipped tests."""
     passed = failed = skipped = 0
     for line in map(str.strip, ANSI.sub("", log).splitlines()):
         if ours := OURS.match(line):

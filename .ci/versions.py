@@ -31,7 +31,7 @@ PACKAGES = ["numpy", "expecttest", "hypothesis", "pytest", "pytest-xdist"]
 
 def main(arguments: list[str]) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # removes the environment
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # SystemExit: removes the environment
     commands, releases = arguments[end + 1 :] or TESTS, arguments[:end] or RELEASES
     if not all(version[:1].isdigit() for version in releases):
         print(__doc__, file=sys.stderr)

@@ -26,11 +26,11 @@ import torch_ext.sim  # noqa: F401  # registers the device
 LARGE = 16 << 20  # bytes
 
 
-Timed = tuple[Callable[[Any], object], int]  # what to time on a group, and how often in a round
+Timed = tuple[Callable[[Any], object], int]  # the function to time on a group, and its calls per round
 
 
 def operations(device: str, devices: list[int] | None, world_size: int) -> dict[str, Timed]:
-    """Return what to time, by name. devices: as ``barrier`` takes them, None for the host."""
+    """Return the functions to time, by name. ``devices``: the ``device_ids`` of ``barrier``; None for the host."""
     small = torch.ones(4, device=device)
     whole = torch.ones(LARGE // 4, device=device)
     part = torch.ones(LARGE // 4 // world_size, device=device)
@@ -58,7 +58,7 @@ def new_group(backend: str, device: str) -> None:
 
 
 def in_rank(rank: int, world_size: int, port: int, rounds: int, results: Any) -> None:
-    # What newer releases spell otherwise: both sides pay for the note.
+    # Newer releases deprecate some of these calls: both sides pay for the warning.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     torch.get_device_module("sim").set_device(rank)
@@ -92,7 +92,7 @@ def in_rank(rank: int, world_size: int, port: int, rounds: int, results: Any) ->
 def run(world_size: int, rounds: int) -> None:
     context = multiprocessing.get_context("fork")
     queues = [context.SimpleQueue() for _ in range(world_size)]
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # the parent's store has threads: it comes after the forks
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # fork first: the parent's store has threads
         port = listener.getsockname()[1]
         members = [
             context.Process(target=in_rank, args=(rank, world_size, port, rounds, queues[rank]))

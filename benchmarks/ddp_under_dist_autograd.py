@@ -37,7 +37,7 @@ if ROW_VARIABLE in os.environ:
 
 
 def classes_of(row: str) -> dict[str, type]:
-    """Return the row's test classes. They go into this module's namespace, where ranks look for them."""
+    """Return the row's test classes, for this module's namespace, where ranks look them up."""
     if row == "ours":
         from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ours
         from torch_ext.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture as our_agent
@@ -60,7 +60,7 @@ def classes_of(row: str) -> dict[str, type]:
 
 
 if ROW_VARIABLE in os.environ:
-    # At module level, because ranks that the released harness spawns import this file to find the classes.
+    # At module level: the released harness's ranks import this file to find the classes.
     globals().update(classes_of(os.environ[ROW_VARIABLE]))
 
 
@@ -76,7 +76,7 @@ def run_row() -> None:
 
 
 def measure(row: str) -> dict[str, float]:
-    """Run ``row`` in a fresh process and return its result; show the tests' output if one failed."""
+    """Run ``row`` in a fresh process and return its result; print the tests' output if a test failed."""
     environment = os.environ | {ROW_VARIABLE: row, "TORCH_EXT_DEVICE": "cpu", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     last = done.stdout.strip().rpartition("\n")[2]
@@ -105,7 +105,7 @@ def soak(times: int, busy: int) -> int:
     try:
         for number in range(1, times + 1):
             runs.append(measure("ours"))
-            if number % 10 == 0:  # so that an interrupted soak has reported something
+            if number % 10 == 0:  # report progress: a soak may be interrupted
                 print(f"{number} runs, {sum(bool(run['bad']) for run in runs)} with a failure", flush=True)
     finally:
         for loop in loops:

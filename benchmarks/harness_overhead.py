@@ -45,7 +45,7 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
         from torch.testing._internal import common_distributed as harness
 
     def nothing(self: unittest.TestCase) -> None:
-        """What any backend must pay: ranks that start, and end."""
+        """The cost without a backend: ranks start and end."""
 
     def group_and_barrier(self: unittest.TestCase) -> None:
         store = dist.FileStore(self.file_name, world_size)
@@ -76,14 +76,14 @@ def suite(base: str, world_size: int, tests: int) -> type[unittest.TestCase]:
 
 
 if ROW_VARIABLE in os.environ and "bare" not in os.environ[ROW_VARIABLE]:
-    # At module level, because ranks that the released harness spawns import this file to find the class.
+    # At module level: the released harness's ranks import this file to find the class.
     Suite = suite(**json.loads(os.environ[ROW_VARIABLE]))
 
 
 def bare_fork(world_size: int, tests: int) -> None:
-    """Fork, rendezvous, barrier and exit without a harness: what fresh processes cost on this machine.
+    """Fork, rendezvous, barrier and exit without a harness: the cost of fresh processes on this machine.
 
-    Prints what run_row() prints.
+    Prints the same data as run_row().
     """
     import tempfile
 
@@ -173,7 +173,7 @@ ROWS = (
 
 
 def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> None:
-    """Print what our rows cost in this tree, as a ratio of what they cost in ``other``."""
+    """Print the ratio of the cost of our rows in this tree to their cost in ``other``."""
     for world_size in world_sizes:
         print(f"\nworld size {world_size:<25} {'here':>8} {'there':>8} {'ratio':>8}  ratios of {rounds} rounds")
         for base in ("ours", "ours, nothing ahead", "ours continuous"):
@@ -195,7 +195,7 @@ def compare(other: Path, world_sizes: list[int], tests: int, rounds: int) -> Non
 
 
 def compare_devices(world_size: int, tests: int, rounds: int) -> None:
-    """Print what a test costs on the simulated accelerator, over gloo on the host and without a group, in turns."""
+    """Print the cost of a test on the simulated accelerator, over gloo on the host and without a group, in turns."""
     medians: dict[str, list[float]] = {"ours": [], "ours on sim": [], "ours without a group": []}
     for _ in range(rounds):
         for base, found in medians.items():

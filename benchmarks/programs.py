@@ -71,12 +71,12 @@ if dist.get_rank() == 0:
 
 
 def ours(ranks: int, *words: str) -> list[str]:
-    """The command that runs a program on ``ranks`` ranks of ours."""
+    """Return the command that runs a program on ``ranks`` ranks with ``torch_ext run``."""
     return [sys.executable, "-m", "torch_ext", "run", "-n", str(ranks), "--output", "rank0", *words]
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The same, with torchrun."""
+    """Return the same command with torchrun."""
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
 
 
@@ -94,7 +94,7 @@ def until_first_line(command: list[str], environment: dict[str, str] | None = No
 
 
 def number(command: list[str], name: str) -> float:
-    """Return the number that ``command`` prints behind ``name``; exit if it prints none."""
+    """Return the number that ``command`` prints after ``name``; exit if it prints none."""
     done = subprocess.run(command, capture_output=True, text=True)
     found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
     if not found:
@@ -103,12 +103,12 @@ def number(command: list[str], name: str) -> float:
 
 
 def in_turns(repeats: int, *sides: Callable[[], float]) -> list[tuple[float, ...]]:
-    """Measure each side, one after the other, ``repeats`` times over; return the turns."""
+    """Measure all sides, one after the other, ``repeats`` times; return the turns."""
     return [tuple(side() for side in sides) for _ in range(repeats)]
 
 
 def medians(turns: list[tuple[float, ...]], over: int, under: int) -> tuple[float, float, float]:
-    """Return the median of two sides of the turns, and that of their ratios."""
+    """Return the medians of sides ``over`` and ``under`` of the turns, and the median of their ratios."""
     return (
         statistics.median(turn[over] for turn in turns),
         statistics.median(turn[under] for turn in turns),
@@ -118,7 +118,7 @@ def medians(turns: list[tuple[float, ...]], over: int, under: int) -> tuple[floa
 
 @contextlib.contextmanager
 def serving(runtime: str) -> Iterator[dict[str, str]]:
-    """``torch_ext serve``; yields the environment of commands that find it."""
+    """Context: run ``torch_ext serve``; yield the environment for commands that use it."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": runtime}
     command = [sys.executable, "-m", "torch_ext", "serve"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -131,7 +131,7 @@ def serving(runtime: str) -> Iterator[dict[str, str]]:
 
 
 def first_lines(repeats: int, file: str, folder: str) -> None:
-    """Print how long each way takes to the first line of ``file``."""
+    """Print the seconds until the first line of ``file`` for each command."""
     with serving(folder) as served:
         turns = in_turns(
             repeats,
@@ -145,7 +145,7 @@ def first_lines(repeats: int, file: str, folder: str) -> None:
 
 
 def step_times(repeats: int, file: str, ranks: int) -> None:
-    """Print how long a step takes on ``sim``, and on the host."""
+    """Print the step time on ``sim`` and on the host."""
     turns = in_turns(
         repeats,
         lambda: number([*ours(ranks), file], "step"),

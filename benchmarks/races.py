@@ -1,10 +1,10 @@
-"""What the race checker costs.
+"""Measures the cost of the race checker.
 
     python benchmarks/races.py [--suites]
 
 Each figure alternates between the two sides in one run and takes the median of the rounds' ratios, so that a busy
 machine slows both alike. Target: a training step of a two-layer transformer takes at most 1.25 times as long with the
-checker as without it. ``--suites`` runs two FSDP suites in place of that; target: at most 1.15 times as long.
+checker as without it. ``--suites`` runs two FSDP suites instead; target: at most 1.15 times as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an uninstalled clone will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works in an uninstalled clone
 
 import torch_ext.sim  # noqa: F401 - registers the device
 from torch_ext.sim import races
@@ -31,7 +31,7 @@ SUITE_ROUNDS = 5
 def _seconds(body: Callable[[], object], repeat: int, *, checked: bool) -> float:
     if checked:
         races.start()
-    body()  # what a check meets for the first time
+    body()  # warm up the checker's caches
     start = time.perf_counter()
     for _ in range(repeat):
         body()
@@ -81,7 +81,7 @@ def suites() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - start
 
-    seconds("off")  # builds, and remembers names
+    seconds("off")  # builds the simulator and caches names
     rounds = [(seconds("off"), seconds("error")) for _ in range(SUITE_ROUNDS)]
     off, on = (statistics.median(side) for side in zip(*rounds, strict=True))
     ratio = statistics.median(b / a for a, b in rounds)

@@ -38,7 +38,7 @@ _LINE = re.compile(r"^(\S+)::(\w+)::(\w+)  (?:passed|skipped|expected failure)  
 
 
 class Run(NamedTuple):
-    """One run of the command: wall and processor seconds, the supervisor's memory at its most, and what it printed."""
+    """One run of the command: wall and processor seconds, the supervisor's peak memory, and the output."""
 
     wall_s: float
     cpu_s: float
@@ -67,7 +67,7 @@ def run(*arguments: str) -> Run:
 
 
 def _peak_kib(pid: int) -> int:
-    """Return the most memory that the process itself, without its children, has had resident."""
+    """Return the peak resident memory of the process, without its children, in KiB."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -77,13 +77,13 @@ def _peak_kib(pid: int) -> int:
 
 
 def recorded(output: str) -> dict[TestName, float]:
-    """Return how long each test of a verbose run took, in seconds."""
+    """Return the duration of each test in the output of a verbose run, in seconds."""
     matches = filter(None, map(_LINE.match, output.splitlines()))
     return {TestName(found[1], found[2], found[3]): float(found[4]) for found in matches}
 
 
 def plan_of(times: Mapping[TestName, float]) -> Plan:
-    """Return the plan of the recorded tests, with what each needs as the run has cached it."""
+    """Return the plan of the recorded tests, with the needs that the run has cached."""
     names = NameCache(cache.folder(), surroundings(os.environ.get("TORCH_EXT_DEVICE", "")))
     files = [file for file in find_test_files(REPOSITORY / "test") if any(test.file == file.name for test in times)]
     cached = [found for file in files if (found := names.load(file)) is not None]
@@ -101,12 +101,12 @@ def on_paper(plan: Plan) -> None:
 
 
 def makespan_on_hosts(plan: Plan, hosts: int, slots: int, start_s: float) -> float:
-    """Return how long ``plan`` takes on machines of ``slots`` slots each, which begin after ``start_s`` seconds.
+    """Return the seconds that ``plan`` takes on machines of ``slots`` slots each, which start at ``start_s`` seconds.
 
     The longest class goes first, to the machine with the most room, as Ray places them; no class spans two machines.
     """
     free = [slots] * hosts
-    ends: list[tuple[float, int, int]] = []  # when, where, how many slots
+    ends: list[tuple[float, int, int]] = []  # time, machine, number of slots
     now_s = start_s
     for batch in sorted(plan, key=lambda batch: -batch.expected_s):
         wanted = slots_of(batch.need, slots)
@@ -131,7 +131,7 @@ def on_paper_on_hosts(plan: Plan, tests: int, hosts: int, slots: int, start_s: f
 
 
 def list_from_cache(tests: int = 2000, files: int = 50) -> float:
-    """Return how long the command takes to list so many tests that it remembers, in seconds: the best of three."""
+    """Return the seconds in which the command lists this number of cached tests: the best of three runs."""
     with tempfile.TemporaryDirectory() as folder:
         for number in range(files):
             methods = "".join(f"    def test_{each}(self): ...\n" for each in range(tests // files))

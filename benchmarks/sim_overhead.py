@@ -1,4 +1,4 @@
-"""What the simulated accelerator costs compared with the host.
+"""Measures the overhead of the simulated accelerator over the host.
 
     python benchmarks/sim_overhead.py
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # an uninstalled clone will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works in an uninstalled clone
 
 import torch_ext.sim  # noqa: F401 - registers the device
 

@@ -1,4 +1,4 @@
-"""A whole run on paper: the real queue and policy under a clock that jumps from one end of a class to the next."""
+"""Simulates a whole run: the real queue and policy under a clock that jumps from one end of a class to the next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Span", "lower_bound", "makespan", "simulate"]
 
 
 class Span(NamedTuple):
-    """When a class ran, in seconds from the start, and on which slots."""
+    """Start and end of a class, in seconds from the start of the run, and its slots."""
 
     batch: Batch
     begun_s: float
@@ -27,7 +27,7 @@ def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
     now_s = 0.0
     while True:
         opened = True
-        while opened:  # what has begun makes room for more files
+        while opened:  # classes that have begun make room for more files
             files = queue.files_to_open()
             for file in files:
                 queue.loaded(file)
@@ -44,14 +44,14 @@ def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
 
 
 def makespan(plan: Plan, policy: Packed, slots: int) -> float:
-    """Return how long ``plan`` takes on ``slots`` slots, in seconds."""
+    """Return the duration of ``plan`` on ``slots`` slots, in seconds."""
     return max((span.ended_s for span in simulate(plan, policy, slots)), default=0.0)
 
 
 def lower_bound(plan: Plan, slots: int) -> float:
-    """Return the seconds below which no schedule of ``plan`` gets: its longest class, or all slots busy all the time.
+    """Return a lower bound for any schedule of ``plan``, in seconds: its longest class, or all slots always busy.
 
-    Classes that are alone add up, and so do those that take more than half of the slots.
+    Classes that run alone add up, and so do classes with more than half of the slots.
     """
     apart = [batch for batch in plan if batch.need.alone]
     rest = [batch for batch in plan if not batch.need.alone]

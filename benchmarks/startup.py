@@ -40,7 +40,7 @@ class TestProbe(MultiProcessTestCase):
 
 
 def seconds(command: list[str], environment: dict[str, str]) -> float:
-    """Return how long a command takes; exit if it fails."""
+    """Return the duration of a command in seconds; exit if it fails."""
     started = time.perf_counter()
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -48,12 +48,12 @@ def seconds(command: list[str], environment: dict[str, str]) -> float:
     return time.perf_counter() - started
 
 
-# As many tests in as many files as a large checkout has.
+# Numbers of files, classes per file and tests per class, as in a large checkout.
 MANY_FILES, MANY_CLASSES, MANY_TESTS = 50, 4, 10
 
 
 def write_many(root: Path) -> int:
-    """Write a suite of many tests below ``root`` and return how many it has."""
+    """Write a suite of many tests below ``root`` and return their number."""
     for number in range(MANY_FILES):
         classes = "".join(
             f"class TestCase{number}_{cls}(unittest.TestCase):\n"
@@ -65,13 +65,13 @@ def write_many(root: Path) -> int:
 
 
 def list_many(repeats: int) -> dict[str, float]:
-    """Return the median seconds that a list of many cached tests takes, by how they are selected."""
+    """Return the median seconds to list many cached tests, by the way of selecting them."""
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         number = write_many(root)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXT_CACHE": cache, "TORCH_EXT_DEVICE": "cpu"}
         runner = [sys.executable, str(REPOSITORY / "run_test.py"), "--root", folder]
-        seconds([*runner, "-q"], environment)  # caches names and keeps times
+        seconds([*runner, "-q"], environment)  # caches names and writes the history
         names = _list([*runner, "--list"], environment)
         (root / "names").write_text("\n".join(names))
         if len(names) != number:

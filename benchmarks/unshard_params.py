@@ -28,7 +28,7 @@ SUITE = "test.distributed.fsdp.test_fsdp_unshard_params"
 ROW_VARIABLE = "TORCH_EXT_BENCHMARK_ROW"
 CLASSES = ("TestUnshardParams", "TestUnshardParamsNoShard", "TestUnshardParamsErrors")
 
-# At module level, because ranks that the released harness spawns import this file and must find the same classes.
+# At module level: the released harness's ranks import this file and must find the same classes.
 if os.environ.get(ROW_VARIABLE) == "released":
     import torch.testing._internal.common_distributed
 
@@ -36,7 +36,7 @@ if os.environ.get(ROW_VARIABLE) == "released":
 
 
 class TimedResult(unittest.TestResult):
-    """Records the wall time of each test, ``setUp`` and ``tearDown`` included."""
+    """Records the wall time of each test, including ``setUp`` and ``tearDown``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 _LOG_VARIABLE = "TORCH_EXT_BENCHMARK_BODIES"
 
-# Where the tests of each suite come from; the end of each file is the same.
+# The head of each suite's file, which imports its tests; all files end alike.
 _HEADS = {
     "distributed": """
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
@@ -102,7 +102,7 @@ from torch.testing._internal.common_utils import run_tests
 
 
 def run(command: list[str], log: Path, python_path: str) -> tuple[float, float, int]:
-    """Run one side; return its wall time, the time of the bodies in rank 0, in seconds, and how many there were.
+    """Run one side; return its wall time and the time of the bodies in rank 0, in seconds, and the number of bodies.
 
     Raises:
         SystemExit: a test failed.
@@ -151,7 +151,7 @@ def compare(suite: str, number: int, folder: Path) -> None:
 
 
 def load_times() -> None:
-    """Print what our bridge adds to the import of torch's helpers, in the process that loads a file."""
+    """Print the time that our bridge adds to the import of torch's helpers, in the process that loads a file."""
     heavy = "import torch.testing._internal.distributed.distributed_test"
     ahead = "import torch_ext.testing._internal._distributed.preload, torch_ext.upstream.bridge"
     program = "import time\n{}\nstart = time.monotonic()\n{}\nprint(time.monotonic() - start)"

@@ -1,15 +1,15 @@
-"""The device under test, as a rank sees it.
+"""A rank's view of the device under test.
 
 Note [Device choice]
 ~~~~~~~~~~~~~~~~~~~~
 A process has one device type. ``TORCH_EXT_DEVICE`` names it. If the variable is unset, the first call into this module
-decides: a real accelerator if torch sees one, otherwise the simulated one, compiled on the spot if necessary. If that
-cannot be compiled, tests run on plain ``cpu`` and a message on stderr says why. A run decides in its first zygote,
-before any test has a time limit.
+decides: a real accelerator if torch sees one, otherwise the simulated one, compiled now if necessary. If compiling
+fails, tests run on plain ``cpu`` and a message on stderr gives the reason. A run decides in its first zygote, before
+any test has a time limit.
 
 :func:`device_type`, :func:`device_module`, :func:`device_count` and :func:`backend` describe the device, and
-:func:`capabilities` says what it can do. Call them when you need the answer, never at import, so that a device
-registered later is seen. No code outside this file, ``compat`` and ``sim`` compares a device type to a name.
+:func:`capabilities` lists its abilities. Call them on use, never at import, since a device may be registered later.
+Only this file, ``compat``, ``cuda_as_sim`` and ``sim`` compare a device type to a name.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 # The device type that is not an accelerator.
 HOST = "cpu"
 
-# Default world sizes: on the host, and the most on real devices, since beyond that more ranks only cost time.
+# Default world size on the host, and its maximum on real devices: beyond it, more ranks only cost time.
 _HOST_RANKS, _MOST_RANKS = 4, 8
 
-# Packages that register a device when they are imported. Torch's own backend autoload is an entry-point group
-# (``torch.backends``) that does not name device types, so they are listed here.
+# Packages that register a device on import. Torch's own backend autoload is an entry-point group (``torch.backends``)
+# without device types, so this table lists them.
 _SIMULATED = "sim"
 _PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
-# By device type: the variable that narrows down which devices a process sees.
+# Device type -> the variable that restricts the visible devices of a process.
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
@@ -77,12 +77,12 @@ _chosen: str | None = None
 
 
 class UnknownDeviceError(RuntimeError):
-    """``TORCH_EXT_DEVICE`` names a device type that is unknown to this torch or missing on this machine."""
+    """``TORCH_EXT_DEVICE`` names a device type that this torch does not know or this machine lacks."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device under test can do beyond computing.
+    """Abilities of the device under test beyond computing.
 
     Attributes:
         device_sleep: ``device_module()._sleep`` delays the device without delaying the host.
@@ -155,13 +155,13 @@ def device_module() -> ModuleType:
 
 
 def device_count() -> int:
-    """Return how many devices a test may use: the accelerator's device count, or 1 on plain ``cpu``."""
+    """Return the number of devices for a test: the accelerator's device count, or 1 on plain ``cpu``."""
     return int(device_module().device_count()) if is_accelerator() else 1
 
 
 def request_devices(count: int) -> None:
-    """Make at least ``count`` devices available if they are simulated, as ``torch.sim.request_devices`` does. Does
-    nothing on other device types.
+    """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does. Does nothing on other
+    device types.
     """
     ask = _ask_for_devices()
     if ask is not None:
@@ -169,28 +169,28 @@ def request_devices(count: int) -> None:
 
 
 class RaceCheckOfThreads(Protocol):
-    """The check of one test whose ranks are threads of this process."""
+    """The race check of one test whose ranks are threads of this process."""
 
     def rank(self, rank: int) -> AbstractContextManager[None]:
-        """Return a context for all that a rank's thread does."""
+        """Return a context for the whole work of a rank's thread."""
 
     def raise_races(self) -> None:
-        """Called in a rank's thread at the end of its body. Raises what fails the rank, if it has races."""
+        """Raise an error if the rank has races. Called in the rank's thread at the end of its body."""
 
     def end(self) -> BaseException | None:
-        """End the check, when the threads have ended. Returns an error for the races that no rank was failed for."""
+        """End the check after the threads have ended. Return an error for races that no rank has raised, else None."""
 
 
 def race_check(test: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Return a context in which the body of a test is checked for races if the device can do that, unless
-    ``TORCH_EXT_RACES`` asks for no check. Arguments and errors as ``torch.sim.races.check_body``.
+    """Return a context that checks the body of a test for races, if the device supports it and ``TORCH_EXT_RACES`` does
+    not turn the check off. Arguments and errors as in ``torch.sim.races.check_body``.
     """
     races = _races()
     return nullcontext() if races is None else races.check_body(test, tell)
 
 
 def race_check_of_threads(tell: Callable[[str], None]) -> RaceCheckOfThreads | None:
-    """Begin a check for races of ranks that are threads of this process; None if the device has none. As
+    """Begin a race check of ranks that are threads of this process; None if the device does not support it. See
     ``torch.sim.races.ThreadsCheck``.
     """
     races = _races()
@@ -198,7 +198,7 @@ def race_check_of_threads(tell: Callable[[str], None]) -> RaceCheckOfThreads | N
 
 
 def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:
-    """Return what a body that ``error`` has ended is to be reported with; as ``torch.sim.races.blamed``."""
+    """Return the error to report for a body that ``error`` has ended, as ``torch.sim.races.blamed`` does."""
     races = _races()
     return error if races is None else races.blamed(error, is_skip=is_skip)
 
@@ -212,8 +212,8 @@ def _ask_for_devices() -> Callable[[int], None] | None:
 
 
 def visible_devices_variable() -> str:
-    """Return the environment variable that narrows down which devices a process sees; empty on ``cpu``, on simulated
-    devices, of which every process has its own, and where none is known.
+    """Return the environment variable that restricts the visible devices of a process; empty on ``cpu``, on simulated
+    devices, which are private to each process, and if none is known.
     """
     return _VISIBLE.get(device_type(), "")
 
@@ -258,5 +258,5 @@ def has_backend(name: str) -> bool:
 
 
 def capabilities() -> Capabilities:
-    """Return the device's :class:`Capabilities`, read off its module rather than off its name."""
+    """Return the device's :class:`Capabilities`, by the attributes of its module rather than by its name."""
     return Capabilities(device_sleep=is_accelerator() and hasattr(device_module(), "_sleep"))

@@ -1,11 +1,11 @@
-"""The user's folder of what is kept between runs: compiled libraries and names of tests. Standard library only.
+"""The user's cache folder: compiled libraries, names of tests and the history. Standard library only.
 
 Note [Trusted folders]
 ~~~~~~~~~~~~~~~~~~~~~~
-What lies in the folder is loaded into every rank, or decides which tests run. So it is used only if nobody but the user
-and root could have written it: the file, its folder and every folder above belong to one of the two, and neither their
-group nor others may write there. A sticky folder such as ``/tmp`` may stand above, because entries of others cannot be
-replaced in it. Folders are made with mode 0700.
+Every rank loads files of the cache, and other files decide which tests run. So a file is used only if no user but its
+owner and root could have written it: the file, its folder and every folder above belong to one of the two, and neither
+their group nor others may write there. A sticky folder such as ``/tmp`` is allowed above, because other users cannot
+replace entries in it. Folders are made with mode 0700.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def folder() -> Path | None:
     """Return the folder, which need not exist: ``$TORCH_EXT_CACHE``, else ``torch_ext`` in the user's own cache folder;
-    None where there is no home to hold one.
+    None if the user has no home.
     """
     if chosen := os.environ.get("TORCH_EXT_CACHE"):
         return Path(os.path.expanduser(chosen))
@@ -35,13 +35,13 @@ def folder() -> Path | None:
 
 
 def why_not_trusted(path: Path) -> str:
-    """Return, in one sentence with the remedy, why ``path`` is not to be used; empty if it may be.
+    """Return a sentence about why ``path`` must not be used, with the remedy; empty if it is trusted.
 
-    ``path`` need not exist: then it counts as made by us, and the folders above it decide. See Note [Trusted folders].
+    If ``path`` does not exist, the folders above it decide. See Note [Trusted folders].
     """
     path = Path(os.path.abspath(path))
     seen: set[Path] = set()
-    for place in (path, path.resolve()):  # the owner of a link above it could replace it
+    for place in (path, path.resolve()):  # the owner of a link in the path could replace it
         for each in _upwards(place):
             if each not in seen:
                 seen.add(each)
@@ -51,7 +51,7 @@ def why_not_trusted(path: Path) -> str:
 
 
 def make(path: Path) -> None:
-    """Make the folder ``path`` and those above it, for the user alone, where they do not exist.
+    """Make the folder ``path`` and missing folders above it, accessible to the user alone.
 
     Raises:
         OSError: the system refuses.
@@ -65,7 +65,7 @@ def write(path: Path, text: str) -> None:
     """Write a file aside and rename it, so that a reader sees all of it or none; make its folder.
 
     Raises:
-        OSError: the system refuses; nothing is left behind.
+        OSError: the system refuses; no temporary file stays.
     """
     make(path.parent)
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")

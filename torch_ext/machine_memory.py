@@ -1,11 +1,11 @@
-"""The memory of this machine: how much a run may hold of it on simulated devices, and who was killed for want of it.
+"""The memory of this machine: the share that a run may use for simulated devices, and the count of out-of-memory kills.
 
 Note [The page of memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-All processes of a run count what they hold in one page of shared memory: see Note [The run's memory] in
-``sim/csrc/machine_memory.h``. Its maker, the first process of the run, writes its cap and says in
-``TORCH_EXT_SIM_MEMORY_PAGE`` where it is (``PID:DESCRIPTOR:CAP``); those below open it through ``/proc``. Ranks of
-torchrun whose program imports the simulator by itself have no such process above them: each gets an equal part.
+All processes of a run count their device memory in one page of shared memory: see Note [The run's memory] in
+``sim/csrc/machine_memory.h``. The first process of the run makes the page, writes the cap into it and sets
+``TORCH_EXT_SIM_MEMORY_PAGE`` to ``PID:DESCRIPTOR:CAP``; its descendants open the page through ``/proc``. Torchrun's
+ranks have no such ancestor if their program imports the simulator itself: each gets an equal part.
 
 The standard library only.
 """
@@ -27,7 +27,7 @@ _NAME, _BYTES = "torch_ext memory", 16384
 _PART = 0.8
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# Of both versions of cgroups: the limit, what is used, and the line of memory.stat with what the kernel can take back.
+# For both versions of cgroups: the files of limit and usage, and the line of memory.stat with reclaimable memory.
 _CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -35,7 +35,7 @@ _CGROUP_FILES = {
 
 
 def share() -> str:
-    """Return the file of the run's page, which this process makes if there is none; empty without anonymous files.
+    """Return the path of the run's page; make the page if there is none. Empty on systems without anonymous files.
 
     Raises:
         ValueError: ``TORCH_EXT_SIM_MACHINE_MEMORY`` is no number of bytes.
@@ -50,7 +50,7 @@ def share() -> str:
     if not asked or asked == cap:
         place = f"/proc/{maker}/fd/{descriptor}"
         with contextlib.suppress(OSError):
-            # The maker may have closed it, and another process may have its number.
+            # The maker may have closed the descriptor or ended, and the numbers may be reused.
             if os.readlink(place).startswith(f"/memfd:{_NAME} "):
                 return place
     cap = asked or str(max(1, int(available_bytes() * _PART / _siblings())))
@@ -62,12 +62,12 @@ def share() -> str:
 
 
 def available_bytes() -> int:
-    """Return how much memory processes can still have: what the machine has available, or less in a cgroup."""
+    """Return the bytes that processes can still allocate: the machine's available memory, or less in a cgroup."""
     return min(_on_machine(), *_in_cgroups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
 
 
 def kills() -> int:
-    """Return how many processes of this machine the kernel has killed for want of memory; 0 if it does not say."""
+    """Return the number of out-of-memory kills on this machine; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError):
         return _number_after("oom_kill", Path("/proc/vmstat"))
     return 0
@@ -80,7 +80,7 @@ def bytes_of(size: str) -> int:
     (2147483648, 1536, 3000000, 100)
 
     Raises:
-        ValueError: it is not a size. ``KB`` is 1000 bytes, ``K`` and ``KiB`` are 1024.
+        ValueError: ``size`` is not a size. ``KB`` is 1000 bytes, ``K`` and ``KiB`` are 1024.
     """
     found = _SIZE.fullmatch(size.strip())
     if found is None or not float(found[1]):
@@ -101,7 +101,7 @@ def _on_machine() -> int:
 
 
 def _in_cgroups(membership: Path, root: Path) -> Iterator[int]:
-    """Yield what the cgroups of this process leave it, outer ones included, after a number that bounds nothing."""
+    """Yield a number without effect, then the free bytes in each cgroup of this process, outer ones included."""
     yield 1 << 62
     with contextlib.suppress(OSError):
         for line in membership.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Which device the simulated accelerator is in a process: ``sim``, or CUDA's own. Standard library only, without torch.
+"""The device type of the simulated accelerator in a process: ``sim`` or CUDA's. Standard library only, without torch.
 
 See Note [Two personalities] in sim/build.py.
 """
@@ -14,5 +14,5 @@ VARIABLE, AS_CUDA = "TORCH_EXT_SIM", "cuda"
 
 
 def is_cuda() -> bool:
-    """Whether the simulated device of this process, and of those that it starts, is ``DeviceType.CUDA``."""
+    """Whether the simulated device of this process and its children is ``DeviceType.CUDA``."""
     return os.environ.get(VARIABLE) == AS_CUDA

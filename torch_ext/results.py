@@ -1,4 +1,4 @@
-"""Results of tests, names of tests and the events of a run, as data. The runner's reporters make text of them, and
+"""Results of tests, names of tests and the events of a run, as data. The runner's reporters render them, and
 ``upstream`` judges them.
 """
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_ext.world.outcome import Outcome
-    from torch_ext.world.verdict import WorldReport  # a list of cached names must not pay for its import
+    from torch_ext.world.verdict import WorldReport  # keeps a list of cached names fast
 
 
-# Exit codes of a command; what ended by another signal than SIGINT has that signal's.
+# Exit codes of a command. A command that ends by a signal other than SIGINT has that signal's code.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class SetupError(RuntimeError):
-    """Nothing can run: torch, or the device that was asked for, cannot be loaded. The message is for users."""
+    """The run cannot start: a usage error, or torch or the device cannot be loaded. The message is for users."""
 
 
 class OutputError(RuntimeError):
-    """A report cannot be written, because its stream takes no more. The message is for users."""
+    """A report cannot be written, such as to a full disk. The message is for users."""
 
 
 class Status(Enum):
@@ -38,7 +38,7 @@ class Status(Enum):
 
     @property
     def counted(self) -> Status:
-        """PASSED, FAILED, SKIPPED or FLAKY: the column of the summary in which this ending is counted.
+        """PASSED, FAILED, SKIPPED or FLAKY: the column of the summary that counts this ending.
 
         >>> Status.XFAIL.counted, Status.UNEXPECTED_SUCCESS.counted
         (<Status.PASSED: 'passed'>, <Status.FAILED: 'failed'>)
@@ -50,9 +50,9 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TestName:
-    """The address of one test; with an empty ``method`` of its class, with an empty ``cls`` too of its file."""
+    """The address of one test; of a class if ``method`` is empty; of a file if ``cls`` is empty too."""
 
-    __test__ = False  # pytest and unittest would take the name for a test class
+    __test__ = False  # pytest would collect it by its name
 
     file: str  # path below the root, with forward slashes and its suffix, such as distributed/test_a.py
     cls: str = ""
@@ -60,7 +60,7 @@ class TestName:
 
     @property
     def id(self) -> str:
-        """The spelling that is shown to users and accepted from them.
+        """The spelling in reports and patterns.
 
         >>> TestName("a/test_b.py", "TestC", "test_d").id, TestName("a/test_b.py").id
         ('a/test_b.py::TestC::test_d', 'a/test_b.py')
@@ -69,7 +69,7 @@ class TestName:
 
     @property
     def dotted(self) -> str:
-        """The spelling of unittest, relative to the root.
+        """Unittest's spelling, relative to the root.
 
         >>> TestName("a/test_b.py", "TestC", "test_d").dotted
         'a.test_b.TestC.test_d'
@@ -80,32 +80,32 @@ class TestName:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a test asks of the machine, as far as its class and decorators say so before it runs."""
+    """The resources that a test needs, as far as its class and decorators declare them before it runs."""
 
-    world_size: int = 0  # its ranks; 0: it has none, or they are not known before it runs
-    processes: int = 1  # that its ranks are: `world_size`, or 1 where they are threads; never below 1
-    devices: int = 0  # accelerator devices without which it skips; 0: any number will do
-    alone: bool = False  # nothing else may run beside its class
-    hosts: int = 1  # on which its ranks run
+    world_size: int = 0  # number of ranks; 0: none, or unknown before the test runs
+    processes: int = 1  # number of processes of the ranks: `world_size`, or 1 if they are threads; at least 1
+    devices: int = 0  # accelerator devices without which the test skips; 0: any number is enough
+    alone: bool = False  # no other class may run at the same time
+    hosts: int = 1  # number of hosts of the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A test, or with an empty method its class, has begun."""
+    """A test, or if the method is empty, its class has begun."""
 
     test: TestName
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing more comes of a class."""
+    """A class is over: no further event of it follows."""
 
     test: TestName
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """A test has made no progress for long. ``text``: why that does not prove a hang, and where its ranks are."""
+    """A test has made no progress for long. ``text``: why no hang is proven, and the places of its ranks."""
 
     test: TestName
     text: str
@@ -113,12 +113,12 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A moment has passed. Sent a few times a second while tests run, for views that show the time."""
+    """Time has passed. Sent a few times a second while tests run, for views that show the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundBegan:
-    """The whole plan runs once more. ``number`` is 2 for the first repetition."""
+    """The whole plan runs again. ``number`` is 2 for the first repetition."""
 
     number: int
 
@@ -134,9 +134,9 @@ class RunEnded:
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file."""
 
-    error: str  # the first line of what it says, such as "ValueError: no"
+    error: str  # the first line of its message, such as "ValueError: no"
     trace: str  # its traceback, without the harness's own frames
-    where: str = ""  # what raised it if that is not the test itself: a sub-test, or `setUpClass` of a class
+    where: str = ""  # the sub-test or fixture that raised it, such as `setUpClass` of a class; empty: the test itself
 
     @property
     def sentence(self) -> str:
@@ -145,7 +145,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class RanksFailed:
-    """The ranks of a test did not all pass."""
+    """Some ranks of a test did not pass."""
 
     report: WorldReport
     where: str = ""
@@ -157,10 +157,10 @@ class RanksFailed:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The process that runs a test or its class ended, or was ended, before it was done."""
+    """The process of a test or its class ended, or was killed, before it was done."""
 
-    sentence: str  # which process, and how it ended
-    stacks: str = ""  # where it hung, as faulthandler tells it; empty if it ended by itself
+    sentence: str  # describes the process and its end
+    stacks: str = ""  # faulthandler's output if it hung; empty if it ended by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,31 +175,31 @@ Problem = Raised | RanksFailed | Died | Remark
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """How one test ended. A file that cannot be imported and a ``setUpClass`` that raises are results too.
+    """The result of one test. A failed import of a file and a failed ``setUpClass`` are results too.
 
-    What runs tests fills in ``test`` to ``ranks``; the rest is known to what counts rounds and attempts.
+    The process that runs the test sets ``test`` to ``ranks``; the runner's ``Rounds`` sets the rest.
     """
 
     __test__ = False
 
     test: TestName  # without a method for a failure of the class, without a class for a failure of the file
     status: Status
-    duration_s: float  # wall time in seconds, start and end of its world included
-    problems: tuple[Problem, ...] = ()  # why it failed; empty unless it did
+    duration_s: float  # wall time in seconds, including start and end of its world
+    problems: tuple[Problem, ...] = ()  # causes of its failure; empty unless it failed
     reason: str = ""  # why it was skipped, in words that a user can act on
-    warnings: tuple[str, ...] = ()  # sentences worth repeating in the summary
-    output: str = ""  # what its parent half printed, without hidden frames; empty unless the test failed
+    warnings: tuple[str, ...] = ()  # sentences that the summary repeats
+    output: str = ""  # its parent half's output, without hidden frames; empty unless the test failed
     ranks: tuple[
         Outcome, ...
     ] = ()  # several of one number if it started several worlds; those that passed have no output
-    round: int = 1  # which of the rounds of the run it belongs to, from 1
-    attempt: int = 1  # how often the test has run in this round, this time included
-    again: bool = False  # it failed and runs once more, so that this is not its last word
-    earlier: tuple[TestResult, ...] = ()  # the attempts before this one, if it is the last; all failed
+    round: int = 1  # number of its round, from 1
+    attempt: int = 1  # number of its attempt in this round, from 1
+    again: bool = False  # it failed and runs again, so this is not its final result
+    earlier: tuple[TestResult, ...] = ()  # in the last attempt's result, the earlier attempts; all failed
 
     @property
     def died(self) -> bool:
-        """Whether its process ended under it."""
+        """Whether its process died while it ran."""
         return any(isinstance(problem, Died) for problem in self.problems)
 
     @property
@@ -209,24 +209,24 @@ class TestResult:
         return [one for report in reports for one in sorted(report.outcomes, key=lambda one: one.rank)]
 
 
-# What happens while tests run, and the events of a whole run.
+# The events of running tests, and those of a whole run.
 ClassEvent = Began | Over | TestResult | Tick | Stalled
 Event = ClassEvent | RoundBegan | RunEnded
 Sink = Callable[[ClassEvent], None]
 
 
-# Why a file of upstream's has no result: it has ``TestCase = object`` where there is no CUDA, or is no test file.
+# For an upstream file without a test: it sets ``TestCase = object`` without CUDA, or is no test file.
 WITHOUT_TESTS = "the file defines no test here"
 
 
 def import_failure(file: str, error: str, left: str = "") -> TestResult:
-    """Return the result of a file that cannot be imported; ``error`` is the traceback. ``left``: why it is left out."""
+    """Return the result of a failed import with traceback ``error``; ``left``: a reason if the file skipped itself."""
     if left:
         return TestResult(TestName(file), Status.SKIPPED, 0.0, reason=left)
     return TestResult(TestName(file), Status.FAILED, 0.0, (raised(error),))
 
 
 def raised(traceback: str) -> Raised:
-    """Return the problem that a traceback is."""
+    """Return the problem for a traceback."""
     trace = traceback.rstrip()
     return Raised(trace.rpartition("\n")[2], trace)

@@ -1,8 +1,7 @@
-"""Checkouts of PyTorch that nobody has built, in whose root a command may start. Standard library only: torch is not
-yet loaded.
+"""Handles unbuilt PyTorch checkouts, in whose root a command may start. Standard library only: torch is not loaded yet.
 
-``python -m`` and ``PYTHONPATH=.`` put the current directory before everything that is installed. The ``torch`` of such
-a checkout lacks its compiled half, so importing it fails.
+``python -m`` and ``PYTHONPATH=.`` put the current directory before all installed packages. The ``torch`` of an unbuilt
+checkout lacks its compiled half, so importing it fails.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ __all__ = ["has_unbuilt_torch", "look_there_last"]
 
 
 def has_unbuilt_torch(folder: Path) -> bool:
-    """Whether ``folder`` has the sources of torch, and not what is compiled from them."""
+    """Whether ``folder`` has the sources of torch without the compiled files."""
     package = folder / "torch"
     return (package / "__init__.py").is_file() and not any(package.glob("_C.*so"))
 
 
 def look_there_last() -> None:
-    """Have this process find the installed torch first: such checkouts go to the end of ``sys.path``."""
+    """Move unbuilt checkouts to the end of ``sys.path``, so that this process finds the installed torch first."""
     sys.path.sort(key=lambda entry: has_unbuilt_torch(Path(entry)))

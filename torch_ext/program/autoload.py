@@ -1,10 +1,11 @@
-"""The ``torch.backends`` entry point: torch calls :func:`load` when it has been imported, in every process.
+"""The ``torch.backends`` entry point: torch calls :func:`load` after its own import, in every process.
 
-Without ``TORCH_EXT_SIM`` it returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that what
-torchrun starts runs on it. ``TORCH_EXT_SIM=cuda`` makes it CUDA's device: see :mod:`torch_ext.personality`.
+Without ``TORCH_EXT_SIM`` :func:`load` returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that
+torchrun's workers run on it. ``TORCH_EXT_SIM=cuda`` makes it CUDA's device: see :mod:`torch_ext.personality`.
 
 ========================  ========================================================================================
-``TORCH_EXT_SIM``         ``1``: what imports torch runs on the simulated accelerator; ``cuda``: which is CUDA's
+``TORCH_EXT_SIM``         ``1``: register the simulated accelerator in every process that imports torch; ``cuda``:
+                          register it as CUDA's device
 ``TORCH_EXT_SIM_STRICT``  ``1``: a worker that never used its device or its peers ends with code 1
 ``TORCH_EXT_SIM_WORKER``  set for the processes that a worker starts
 ========================  ========================================================================================
@@ -20,7 +21,7 @@ from torch_ext import personality
 
 __all__ = ["ON", "ON_AS_CUDA", "ask", "hide", "is_strict", "load", "mark_worker"]
 
-# Modules that -m runs and that start the program in other processes.
+# Launchers for ``python -m``, which start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 
 _SIM = personality.VARIABLE
@@ -29,31 +30,31 @@ _STRICT, _WORKER = "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
 
 
 def is_strict() -> bool:
-    """Whether a worker fails that has used neither its device nor its peers."""
+    """Whether a worker must fail if it has used neither its device nor its peers."""
     return os.environ.get("TORCH_EXT_SIM_STRICT") == "1"
 
 
 def mark_worker() -> None:
-    """Mark the processes that this one starts: they are no workers of the job themselves."""
+    """Mark the processes that this process starts, which are not workers of the job themselves."""
     os.environ[_WORKER] = str(os.getpid())
 
 
 def hide() -> None:
-    """Remove from the environment the variables that a rank's ``Program`` has in their place."""
+    """Remove the variables from the environment; a rank gets their values from its ``Program``."""
     for name in (_SIM, "TORCH_EXT_RACES", _STRICT):
         os.environ.pop(name, None)
 
 
 def ask(value: str) -> None:
-    """Set ``TORCH_EXT_SIM`` to ``value`` for the processes that this one starts."""
+    """Set ``TORCH_EXT_SIM`` to ``value`` for the processes that this process starts."""
     os.environ[_SIM] = value
 
 
 def load() -> None:
-    """Do what ``TORCH_EXT_SIM`` asks for.
+    """Register the device that ``TORCH_EXT_SIM`` requests.
 
     Raises:
-        ValueError: it asks for something unknown.
+        ValueError: ``TORCH_EXT_SIM`` has an unknown value.
         BuildError: the simulator cannot be built.
     """
     asked = os.environ.get("TORCH_EXT_SIM", "")
@@ -69,7 +70,7 @@ def load() -> None:
         visible.hide_unless_set()
     if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", ranks)
-    # Where torch_ext.sim is what imports torch, that package is not through yet.
+    # If torch_ext.sim imports torch, that package is only partly imported now.
     importlib.import_module("torch_ext.sim._register").register()
     if as_cuda:
         importlib.import_module("torch_ext.cuda_as_sim.stand_in")
@@ -85,7 +86,7 @@ def load() -> None:
 
 
 def _is_program() -> bool:
-    """Whether this process runs a user's program, and not a launcher, ``-c`` or a child of multiprocessing."""
+    """Whether this process runs a user's program rather than a launcher, ``-c`` or a child of multiprocessing."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:

@@ -1,8 +1,8 @@
-"""``torch_ext demo``: shows a race that costs a training run its result, and the report that names it, in ten seconds.
+"""``torch_ext demo``: shows a race that ruins a training run, and the report that names it, in ten seconds.
 
-FSDP2 trains on four simulated devices, with batches that are copied while the last step still computes. Then one line
-of the program is gone, a wait between two streams: it prints plausible losses, and the check names the missing wait.
-The program is :func:`train`.
+FSDP2 trains on four simulated devices, and copies each batch while the last step still computes. The second run omits a
+wait between two streams: the program prints plausible losses, and the check names the missing wait. The program is
+:func:`train`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VARIANTS = {
 
 
 def train(waits: bool) -> None:
-    """Train on the device of this rank; ``waits``: keep the wait for the copied batch."""
+    """Train on the device of this rank; ``waits``: wait for the copied batch."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -54,7 +54,7 @@ def train(waits: bool) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run both variants; return 0 if the first passed and the race of the second was found."""
+    """Run both variants; return 0 if the first passed and the check found the race of the second."""
     if arguments:
         print(f"error: demo takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
         return 2
@@ -69,7 +69,7 @@ def _show(variant: str, title: str) -> int:
     print(f"\n{title}\n  python -m torch_ext run {' '.join(_OPTIONS)} demo.py {variant}\n", flush=True)
     with tempfile.TemporaryDirectory(prefix="torch_ext-demo-") as folder:
         shutil.copy(__file__, folder)  # reports leave out frames of this package
-        child = os.fork()  # a run owns its process: signals, environment, messages that appear once
+        child = os.fork()  # a run changes its process: signals, environment, messages printed only once
         if not child:
             os.chdir(folder)
             os._exit(run([*_OPTIONS, "demo.py", variant]) & 0xFF)

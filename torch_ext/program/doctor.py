@@ -1,6 +1,6 @@
-"""``torch_ext doctor``: one screen that says what this machine has, and what that costs. For bug reports, and for CI.
+"""``torch_ext doctor``: one screen about this machine's features, and the effects of missing ones. For bug reports, CI.
 
-Loads torch, but builds nothing and initialises no device.
+Loads torch, but builds nothing and initializes no device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch_ext.world.child import reason_not_to_fork
 __all__ = ["main"]
 
 _PACKAGES = ("numpy", "expecttest", "hypothesis")
-# Collectives on the simulated accelerator keep their segments there, in bytes.
+# Least free space in /dev/shm, where collectives on the simulated accelerator keep their segments, in bytes.
 _SHARED_BYTES = 64 << 20
-# A world of 8 ranks needs some 150.
+# Least limit of open files: a world of 8 ranks needs about 150.
 _FEW_FILES = 256
 
 
 def _read_build() -> ModuleType:
-    """Load ``torch_ext.sim.build`` without its package, whose import builds the simulator and takes torch's device."""
+    """Load ``torch_ext.sim.build`` without its package, whose import builds the simulator and registers the device."""
     spec = importlib.util.spec_from_file_location("build_of_sim", Path(torch_ext.__file__).parent / "sim" / "build.py")
     if spec is None or spec.loader is None:
         raise AssertionError("torch_ext.sim.build is missing")
@@ -49,7 +49,7 @@ build = _read_build()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the screen; return 0, or 1 if something keeps ranks from running on the simulated accelerator."""
+    """Print the screen; return 0, or 1 if ranks cannot run on the simulated accelerator."""
     if arguments:
         print(f"error: doctor takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
         return 2

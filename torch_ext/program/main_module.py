@@ -1,6 +1,6 @@
-"""Runs a program as ``__main__``, as ``python SCRIPT`` and ``python -m MODULE`` would, and ends it as Python would.
+"""Runs a program as ``__main__``, as ``python SCRIPT`` and ``python -m MODULE`` do, and ends it as Python does.
 
-Loads the standard library only, until the program itself imports something.
+Loads the standard library only; the program itself may import more.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Program:
     target: str  # a file, a folder or archive with a `__main__`, or the name of a module
     is_module: bool = False
     arguments: tuple[str, ...] = ()  # the program's `sys.argv[1:]`
-    path: tuple[str, ...] = ()  # `sys.path` without the entry that belongs to the program
+    path: tuple[str, ...] = ()  # `sys.path` without the program's own entry
     simulated: bool = True  # run on the simulated accelerator
-    cuda_as_sim: bool = False  # which is CUDA's device
+    cuda_as_sim: bool = False  # register the accelerator as CUDA's device
     races: str = "off"  # the check for races: `error`, `report` or `off`
 
 
 def run_main(program: Program) -> None:
-    """Run ``program`` in this process, whose ``__main__`` it becomes for good. Raises whatever it raises.
+    """Run ``program`` as this process's ``__main__``, without restoring the former one. Propagates its exceptions.
 
-    ``__name__``, ``__file__``, ``sys.argv`` and ``sys.path[0]`` are as Python sets them.
+    Sets ``__name__``, ``__file__``, ``sys.argv`` and ``sys.path[0]`` as Python does.
     """
     sys.path[:] = program.path
     sys.modules["__main__"] = ModuleType("__main__")
@@ -82,24 +82,24 @@ _FILES = frozenset((io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom))
 def finalize(harness_thread: str) -> None:
     """Drop the globals of ``__main__`` and flush open files, as Python does at its end.
 
-    A rank is a fork of a process that has loaded torch, and leaves by ``os._exit()``: to finalize the interpreter would
-    cost half a second. Programs count on ``__del__`` of their globals, and on writes to files that they never close.
+    A rank is a fork of a process that has loaded torch, and ends by ``os._exit()``: finalizing the interpreter would
+    cost half a second. Programs rely on ``__del__`` of their globals, and on writes to files that they never close.
 
-    Where a daemon thread of the program still runs, the globals stay: Python has stopped such threads by then.
+    Keeps the globals if a daemon thread of the program still runs: Python would have stopped such threads before.
 
     Args:
-        harness_thread: the name of a thread that uses no global.
+        harness_thread: the name of the harness's thread, which uses no global.
     """
     main = sys.modules.get("__main__")
     own = {threading.current_thread().name, harness_thread}
     if main is not None and own.issuperset(thread.name for thread in threading.enumerate()):
         names = vars(main)
-        # Those with one underscore in front go first, then all others.
+        # In Python's order: names with one leading underscore first, then all others.
         for name in sorted((name for name in names if name != "__builtins__"), key=lambda name: not _is_private(name)):
             names[name] = None
     for found in gc.get_objects():
-        if type(found) in _FILES:  # isinstance() asks objects that warn of it
-            with contextlib.suppress(Exception):  # closed meanwhile, or nobody reads it any more
+        if type(found) in _FILES:  # isinstance() would access __class__, and some objects warn about that
+            with contextlib.suppress(Exception):  # the file is closed, or its reader is gone
                 found.flush()
 
 

@@ -1,19 +1,19 @@
-"""A rank before and after its program, the store that the ranks meet at, and the words for a job that used no device.
+"""Prepares a rank for its program and finishes it; serves the ranks' store; reports a job that used no device.
 
 Loads torch only if the program has.
 
 Note [A rank is an ordinary process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank is a child that multiprocessing would know as its own. A program must not see that: it asks whether it runs in
-the main process before it starts workers, and those find it through ``sys.modules["__main__"]``. So the rank becomes
-what ``python train.py`` makes: its ``__main__``, its ``sys.path[0]``, a main process without a parent. It forgets what
-Python keeps of the zygote's environment, which may belong to another terminal.
+A rank looks like a child of multiprocessing. A program must not see that: it may check that it runs in the main process
+before it starts workers, which find the program through ``sys.modules["__main__"]``. So a rank looks like the process
+of ``python train.py``: with its ``__main__`` and ``sys.path[0]``, as a main process without a parent. The rank resets
+what Python has cached from the zygote's environment, which may belong to another terminal.
 
 Note [Silent fakes]
 ~~~~~~~~~~~~~~~~~~~
-A program that chooses its device from a fixed list of vendors finds no GPU and computes on the host; one that makes a
-process group only on a GPU makes none. Either way N ranks each train alone, and all of them exit with code 0. So a job
-that passed on ``sim`` reports which devices and groups its ranks have used.
+A program that chooses its device from a fixed list of vendors finds no GPU and computes on the host; a program that
+makes a process group only on a GPU makes none. In both cases N ranks train separately, and all exit with code 0. So a
+job that passed on ``sim`` reports the devices and groups that its ranks have not used.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 
 wording.hide(r"/torch_ext/program/rank\.py")
-# Wait for their caller.
+# Waits in these files count as waits of their callers.
 operations.look_through(
     *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
 )
 
-# What runs the program.
+# Files of the frames that run the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
 def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
-    """Run ``program`` in this rank and hand in its receipt. ``facts`` gets one :class:`Facts` before.
+    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and hand in the rank's receipt.
 
     Raises:
         SystemExit: with the program's exit code.
@@ -73,15 +73,15 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     races = _prepare(program)
     error = _raised_by(program)
     if os.getpid() != pid:
-        end_fork(error)  # it is no rank
+        end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
     code = exit_code_of(error)
     with contextlib.suppress(OSError):
-        if os.path.samestat(os.fstat(facts.fileno()), line):  # and not a file of the program's own by now
+        if os.path.samestat(os.fstat(facts.fileno()), line):  # the program may have reused its number
             facts.send(Facts(code, _groups_made(), _uses_of_device()))
             facts.close()
     if not code:
-        with contextlib.suppress(OSError):  # the program has closed what it did not know; it may have become a daemon
+        with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
             own.hand_in(Receipt(Said.PASSED, time.monotonic()))
         finalize(LISTENER)
         sys.exit(0)
@@ -91,7 +91,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     except OSError:
         if error is not None and not isinstance(error, SystemExit):
             print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(BaseException):  # of a program that passed, the receipt has called them already
+    with contextlib.suppress(BaseException):  # after a failure, hand_in() has not called them
         atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)
@@ -104,14 +104,14 @@ def _become_main_process() -> None:
     own._identity, own._name, own._parent_name = (), "MainProcess", None
     process._parent_process = None
     context: Any = multiprocessing.context
-    context._default_context._actual_context = None  # a program may choose its start method once
+    context._default_context._actual_context = None  # let the program choose its start method
     process.ORIGINAL_DIR = os.getcwd()
     tempfile.tempdir = None
     time.tzset()
 
 
 def _prepare(program: Program) -> Any:
-    """Set up the device as the program is to find it; return ``torch.sim.races`` if races are looked for."""
+    """Set up the device for the program; return ``torch.sim.races`` if the check for races is on."""
     if not program.simulated:
         return None
     from torch_ext.sim import races
@@ -120,7 +120,7 @@ def _prepare(program: Program) -> Any:
         from torch_ext.cuda_as_sim import visible
 
         visible.record()
-    races.stop()  # a check of the process that has begun with the import
+    races.stop()  # the import has begun a check of this process
     if program.races == "off":
         return None
     races.start()
@@ -136,7 +136,7 @@ def _raised_by(program: Program) -> BaseException | None:
 
 
 def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseException | None:
-    """Return what the program ended by, now that its races are known."""
+    """Return ``error``, or the error for the program's races if it found any; may print the races instead."""
     found = [_cut(race) for race in races.stop()] if races is not None else []
     if not found:
         return error
@@ -166,22 +166,22 @@ def _cut(race: Any) -> Any:
 
 
 def _tell(error: BaseException | None) -> None:
-    """Print what Python would print of the error besides the traceback, which the report shows."""
+    """Print Python's output for the error without the traceback, which the report shows."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr, flush=True)
     elif error is not None and not getattr(sys.excepthook, "__module__", "").startswith(("sys", "torch.")):
         try:
             sys.excepthook(type(error), error, error.__traceback__)
-        except BaseException:  # Python itself goes on, too
+        except BaseException:  # Python, too, only prints it
             print("Error in sys.excepthook:", file=sys.stderr)
             traceback.print_exc()
 
 
 def serve_store(port: int, descriptors: Sequence[int]) -> int:
-    """Serve the store that the ranks meet at, until the supervisor closes the channel. Descriptors: it, and the socket.
+    """Serve the ranks' rendezvous store until the supervisor closes the channel. Descriptors: channel, socket.
 
-    The store has a separate process, like torchrun's agent, and outlives the rank that ends first.
+    The store has a separate process, like torchrun's agent, so that it outlives the rank that ends first.
     """
     from torch.distributed import TCPStore
 
@@ -199,10 +199,10 @@ def serve_store(port: int, descriptors: Sequence[int]) -> int:
         while True:
             channel.receive()
             channel.send(store.num_keys() - before)
-    os._exit(0)  # the store's thread may be in the middle of an answer that nobody waits for
+    os._exit(0)  # the store's thread may still be answering a rank that is gone
 
 
-# The device and the peers that a rank has used.
+# Use of the device and of peers by a rank.
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Facts:
     """A rank's report at the end of its program."""
 
     exit_code: int  # of the program
-    groups: int  # the number of process groups that the rank made
-    uses: int  # the number of uses of a simulated device, see :func:`_uses_of_device`
+    groups: int  # number of process groups that the rank made
+    uses: int  # number of uses of a simulated device, see :func:`_uses_of_device`
 
 
 # Dtypes of object collectives in flight records: the pickled bytes, and their lengths.
@@ -228,7 +228,7 @@ def _groups_made() -> int:
 def _uses_of_device() -> int:
     """Return the number of uses of a simulated device by this process: allocations, and collectives of tensors.
 
-    A process that moved nothing but objects between ranks has used its device as often as it moved one.
+    If the process moved only objects between ranks, returns the number of moved objects.
     """
     sim: Any = sys.modules.get("torch_ext.sim._module")
     if sim is None:
@@ -241,7 +241,7 @@ def _uses_of_device() -> int:
 
 
 def _objects_alone() -> int:
-    """Return the number of objects moved between ranks; 0 if other tensors of the host moved, too."""
+    """Return the number of objects moved between ranks; 0 if other host tensors moved too."""
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
     entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
     types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
@@ -249,12 +249,12 @@ def _objects_alone() -> int:
 
 
 def what_was_never_used(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:
-    """Return a sentence for each thing that ranks have not used; none for a single rank.
+    """Return sentences about devices and groups that ranks have not used; empty for a single rank.
 
     Args:
-        facts: of each rank; None for a rank that ended without a report, which counts as use.
+        facts: one per rank; None for a rank that ended without a report, which counts as use.
         met: the ranks used the job's store, as RPC does without a group.
-        cuda_as_sim: CUDA meant the simulated accelerator; leave out the hint of ``--cuda-as-sim``.
+        cuda_as_sim: the accelerator was CUDA's device; leave out the hint at ``--cuda-as-sim``.
 
     >>> what_was_never_used([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
     'no tensor ever lay on the simulated device of rank 1: it computed on the host. If the program chooses a device by \
@@ -280,9 +280,9 @@ the name "cuda", run it with --cuda-as-sim.'
 
 
 def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
-    """Print what this worker of torchrun has not used; with ``TORCH_EXT_SIM_STRICT=1``, end the process with code 1.
+    """Report a device or groups that this torchrun worker left unused. With ``TORCH_EXT_SIM_STRICT=1``, then exit 1.
 
-    Does nothing in another process than ``owner``. See Note [Silent fakes].
+    Does nothing outside process ``owner`` (a pid). See Note [Silent fakes].
     """
     if os.getpid() != owner:
         return
@@ -295,4 +295,4 @@ def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
         print(f"torch_ext: {'error' if strict else 'warning'}: {sentence}", file=sys.stderr, flush=True)
     if unused and strict:
         sys.stdout.flush()
-        os._exit(1)  # an exit function has no other way to change the exit code
+        os._exit(1)  # the only way for an exit function to change the exit code

@@ -1,6 +1,6 @@
 """``torch_ext run``: starts the ranks of a program, waits for them, judges them and prints the verdict.
 
-Runs in the process that the user has started, which loads no torch.
+Runs in the process that the user has started, and loads no torch there.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = ["Options", "main", "parse"]
 
 # Simulated devices have indices below this.
 _MOST_SIMULATED = 64
-# How long the peers of a rank that failed may go on, and how long any rank may after a signal, in seconds: programs
-# have exit functions, and write checkpoints.
+# Seconds that peers get after a rank has failed, and that ranks get after a signal: programs have exit functions, and
+# write checkpoints.
 _GRACE_S, _SIGNAL_S = 3.0, 10.0
-# A wait counts as endless if it ends by itself no sooner than after so many seconds. If a hang is only reported, an
-# operation of torch's, whose limit is an error, needs less.
+# A wait counts as endless if it does not end by itself within _ENDLESS_S seconds. If hangs are only reported, a shorter
+# limit applies to torch's operations, which raise at their own limit.
 _ENDLESS_S, _RAISES_LATER_S = 240.0, 5.0
-# How long a query to the store may take, and how many ranks may wait for it to accept them.
+# Time limit of a query to the store in seconds, and its listen backlog.
 _STORE_S, _BACKLOG = 2.0, 1024
-# A shell's exit code for a process that ended by a signal is this plus the signal's number.
+# A shell's exit code for a process that was killed by signal N is this plus N.
 _BY_SIGNAL = 128
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# By --output: what is shown of the ranks' output while they run. All of it counts in a report.
+# Values of --output: which output of running ranks to show. A report uses all output.
 _LIVE: dict[str, bool | Live] = {
     "rank0": Live(ranks=(0,), prefix=False),
     "all": Live(verbatim=True),
@@ -77,10 +77,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Return the options that ``arguments`` ask for.
+    """Parse ``arguments``.
 
     Raises:
-        SystemExit: code 2 for a usage error, which has been printed; 0 after ``--help``.
+        SystemExit: 2 after printing a usage error; 0 after ``--help``.
     """
     parser = _parser()
     found = parser.parse_args(arguments)
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program that ``arguments`` name, and return the exit code of the command; see ``--help``."""
+    """Run the program of ``arguments`` and return the exit code of the command; see ``--help``."""
     try:
         options = parse(arguments)
         settings.hang_after_s()
@@ -156,12 +156,12 @@ def main(arguments: Sequence[str]) -> int:
         message = str(error)
     except ZygoteDiedError as error:
         message = f"{error}; the ranks ended with it"
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BY_SIGNAL + signal.SIGPIPE
     finally:
         for number in _STOPPED_BY:
-            signal.signal(number, signal.SIG_IGN)  # the exit code is decided
+            signal.signal(number, signal.SIG_IGN)  # keep the exit code that is decided
     print(f"error: {message}", file=sys.stderr)
     return 1
 
@@ -189,7 +189,7 @@ def _run(options: Options, interrupts: Interrupts) -> int:
 
 
 class _Store:
-    """The store that the ranks meet at, in a separate process. Its socket listens before the ranks start.
+    """The ranks' rendezvous store, in a separate process. Its socket listens before the ranks start.
 
     Raises:
         ZygoteDiedError: the zygote is gone.
@@ -214,20 +214,20 @@ class _Store:
         return False
 
     def close(self) -> None:
-        """End the process."""
+        """End the store's process."""
         self._channel.close()
         self._process.close()
 
 
 def _set_environment(options: Options) -> None:
-    """Set in this process the variables of all ranks, and of the processes that they start."""
+    """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
         autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
-        machine_memory.share()  # now, so that all processes of the run have the same
+        machine_memory.share()  # before any process starts, so that all share one page
         if options.memory_bytes is not None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # torchrun leaves it alone where it is set
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
@@ -288,10 +288,10 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
 
 
 def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
-    """Return the outcomes of a program's ranks: one that left with code 0 has passed, as under torchrun, unless other
-    ranks failed because it was gone.
+    """Return the outcomes of a program's ranks: a rank that exited with code 0 has passed, as under torchrun, unless
+    other ranks failed because it was gone.
 
-    Output that was shown while the ranks ran is left out.
+    Leaves out output that was shown while the ranks ran.
     """
     verdict = judge(outcomes)
     silent = {outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT}
@@ -314,7 +314,7 @@ def _print_report(title: str, options: Options, report: WorldReport) -> None:
 
 
 def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdict: Verdict) -> int:
-    """Return the exit code of the first rank that failed; 128 and the number for a signal, 1 if it was stopped."""
+    """Return the exit code of the first rank that failed; 128 plus the number of a signal; 1 if it was stopped."""
     first = next(iter(verdict.culprits or verdict.victims), 0)
     outcome, told = outcomes[first], facts[first]
     if outcome.ending is Ending.FAILED:
@@ -346,7 +346,7 @@ def _facts_of(world: World, number: int) -> Facts | None:
 
 
 def _hand_on(world: World, number: int) -> None:
-    """Give every rank the signal, and time to act on it; one more signal takes that time away."""
+    """Send every rank signal ``number``, and wait for the ranks to end; one more signal ends the wait."""
     end_s = time.monotonic() + _SIGNAL_S
     with contextlib.suppress(KeyboardInterrupt, ZygoteLostError):
         for process in world.processes:

@@ -1,27 +1,27 @@
-"""``torch_ext serve`` keeps a zygote warm for the programs that follow; ``torch_ext run`` finds it, or starts its own.
+"""``torch_ext serve`` keeps a zygote warm for later programs; ``torch_ext run`` finds it, or starts its own.
 
-The server stays in the foreground, serves its user alone and ends by itself when nothing has run for a while. Its ranks
-have the environment, folder and umask of their command, but the limits, the control group and the priority of the
-server. Neither process loads torch itself.
+The server stays in the foreground, serves only its user and ends after a while without runs. Its ranks have the
+environment, folder and umask of their command, but the limits, the control group and the priority of the server.
+Neither the server nor the command loads torch itself.
 
 Note [A zygote for its user alone]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A process that connects to a zygote can run anything as its user, and one that poses as a zygote reads a program's
-arguments and environment. So the socket lies in a folder that no other user may enter, and both ends ask the kernel for
-the other's user. The folder is opened once and checked through its descriptor, by which the socket is found as well:
-nobody can replace the folder in between, and its path may be longer than a socket's address.
+A process that connects to a zygote can run any code as the zygote's user, and a process that poses as a zygote can read
+a program's arguments and environment. So the socket lies in a folder that no other user may enter, and both ends ask
+the kernel for the other's user. The folder is opened once; the check and the socket use its descriptor. So no process
+can replace the folder in between, and its path may be longer than a socket's address.
 
 Note [What a zygote fits]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank must be as if the command had loaded torch itself. That depends on the contents of files and on the *key* below:
+A rank must behave as if the command had loaded torch itself. That depends on the contents of files and on the *key*:
 the interpreter and its flags, the search path, whether the simulator is loaded, and the variables that Python, torch
-and the libraries below it may read once, when they are loaded. The socket's name is a hash of the key, so a command
-with another key finds no zygote and loads torch itself. The server watches the files; see Note [A stale zygote].
+and native libraries may read only when they load. The socket's name is a hash of the key, so a command with another key
+finds no zygote and loads torch itself. The server watches the files; see Note [A stale zygote].
 
 Note [A stale zygote]
 ~~~~~~~~~~~~~~~~~~~~~
-Before each run the server looks for changes in the files that the zygote has loaded. If one has changed, it turns the
-command away, which loads torch itself. When all runs are over, the server starts again.
+Before each run, the server checks the files that the zygote has loaded for changes. If a file has changed, the server
+rejects the command, which then loads torch itself. When all runs are over, the server starts a new zygote.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "sock
 Key = Mapping[str, object]
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-# Variables that a process reads when it starts or loads torch, besides those that stop any zygote from forking. The
+# Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
 # search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
 _OURS_AT_START = ("TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACHINE_MEMORY", "TORCH_EXT_SIM_MEMORY",
@@ -73,7 +73,7 @@ _NOT_USED = (
 
 # Modules that a warm zygote loads. Every optimizer loads torch._dynamo at its first step.
 _LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
-# The simulator is built of the native ones; ranks, or commands that talk to the zygote, load the rest.
+# The native ones are the simulator's sources; ranks, or commands that talk to the zygote, load the rest.
 _SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -86,11 +86,11 @@ def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[st
 
 @contextlib.contextmanager
 def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Iterator[ZygoteClient]:
-    """A zygote that has loaded torch, and the simulator if it is wanted, until the block is left.
+    """Context: a zygote that has loaded torch and, if ``simulated``, the simulator.
 
     Raises:
-        LoadError: one of the two cannot be loaded.
-        ZygoteDiedError: the process ended meanwhile.
+        LoadError: torch or the simulator cannot be loaded.
+        ZygoteDiedError: the process ended during that.
     """
     with contextlib.ExitStack() as held:
         found = connect(key_of(simulated, path, environment), held)
@@ -107,17 +107,17 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
 
 
 def search_path() -> tuple[str, ...]:
-    """Return ``sys.path`` without the entry that belongs to this command; this package is found behind all others."""
+    """Return ``sys.path`` without this command's own entry, and with this package's folder at the end."""
     entries = sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:]
-    # An entry that is no file is for a path hook, such as an editable installation's, and the same in every folder.
+    # Entries that are no files belong to a path hook, such as an editable installation's: keep them unchanged.
     path = [os.path.abspath(entry) if os.path.exists(entry) else entry for entry in entries if entry]
     root = str(_PACKAGE.parent)
     return tuple(path if root in path else [*path, root])
 
 
 def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
-    """Return a warm zygote that fits, with a line that ``held`` keeps open; None if there is none."""
-    with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or of another version
+    """Return a warm zygote for ``key``; None if there is none. ``held`` keeps the connection to its server open."""
+    with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or another version's
         with folder() as place:
             connected = _connected(place / (name := socket_name(key)))
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
@@ -138,7 +138,7 @@ def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
 
 
 def _connected(address: Path) -> socket.socket | None:
-    """Return a socket that is connected to the server at ``address``; None if no process serves there."""
+    """Return a socket connected to the server at ``address``; None if there is no server."""
     found = socket.socket(socket.AF_UNIX)
     try:
         found.connect(str(address))
@@ -149,7 +149,7 @@ def _connected(address: Path) -> socket.socket | None:
 
 
 def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
-    """Return what a zygote must have in common with the command that it starts ranks for. See the Note above."""
+    """Return the key that zygote and command must share. See Note [What a zygote fits]."""
     at_start = {name: value for name, value in environment.items() if _is_read_at_start(name)}
     return {
         "the interpreter": [sys.executable, sys.prefix, sys.version],
@@ -167,17 +167,17 @@ def _is_read_at_start(name: str) -> bool:
 
 
 def socket_name(key: Key) -> str:
-    """Return the name of the socket in the folder. Its first four letters are those of the device."""
+    """Return the name of the socket in the folder. Its first four letters identify the device."""
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     return f"{'sim-' if key['the device'] else 'host'}{name}.socket"
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """The folder of sockets, which is made if it does not exist, under a path that is good within the block.
+    """Context: a path of the folder of sockets, valid inside the block. Creates the folder if necessary.
 
     Raises:
-        OSError: the folder cannot be made, or is not this user's alone.
+        OSError: the folder cannot be made, or other users have access to it.
     """
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     wanted = Path(above, "torch_ext") if above else Path(tempfile.gettempdir(), f"torch_ext-{os.geteuid()}")
@@ -185,7 +185,7 @@ def folder() -> Iterator[Path]:
         wanted.mkdir(mode=0o700)
     try:
         opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except NotADirectoryError:  # or a link
+    except NotADirectoryError:  # a file or a link
         raise PermissionError(f"{wanted} is not a folder of yours alone: remove it") from None
     try:
         found = os.fstat(opened)
@@ -198,16 +198,16 @@ def folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _listen(key: Key) -> Iterator[socket.socket]:
-    """A socket that commands with this key find, until the block is left.
+    """Context: a listening socket for commands with this key.
 
     Raises:
-        OSError: there is no place for it, or another process serves there.
+        OSError: the socket cannot be made, or another process serves this key.
     """
     with folder() as place, socket.socket(socket.AF_UNIX) as listening:
         address = place / socket_name(key)
         if _connected(address):
             raise FileExistsError("another process serves these runs already")
-        address.unlink(missing_ok=True)  # of one that was killed
+        address.unlink(missing_ok=True)  # left by a server that was killed
         listening.bind(str(address))
         try:
             listening.listen()
@@ -217,14 +217,14 @@ def _listen(key: Key) -> Iterator[socket.socket]:
 
 
 def is_own(connected: socket.socket) -> bool:
-    """Whether the process at the other end is this user's, as the kernel says."""
+    """Whether the process at the other end belongs to this user, according to the kernel."""
     told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(told)[1]
     return uid == os.geteuid()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until nothing has run for a while, or until SIGINT or SIGTERM; return the exit code."""
+    """Serve until a while has passed without runs, or until SIGINT or SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs.")
     parser.add_argument(
         "--idle", type=typed(seconds), default=900.0, metavar="S", help="end after S idle seconds (900)"
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(stop.code or 0)
     try:
         for number in _ENDED_BY:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or by a shell for background jobs
                 signal.signal(number, _end)
         is_stale = _serve_one(not options.host, options.idle)
     except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
@@ -268,9 +268,9 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
 
 
 def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
-    """Serve until nothing has run for ``idle_s``, or the zygote is stale and not in use; return whether it is stale.
+    """Serve until ``idle_s`` seconds pass without runs, or the zygote is stale and unused; return whether it is stale.
 
-    A command that connects gets a channel to the zygote, and its run lasts as long as its line is open.
+    A command that connects gets a channel to the zygote. Its run lasts until its connection to the server ends.
 
     Raises:
         ZygoteDiedError: the zygote ended.
@@ -286,7 +286,7 @@ def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
             raise ZygoteDiedError("the zygote has ended, and with it the runs that it has started")
         if not ready:
             return False
-        for line in [line for line in lines if line in ready]:  # nothing is sent on it: this is its end
+        for line in [line for line in lines if line in ready]:  # commands send nothing: readable = ended
             lines.remove(line)
             line.close()
             idle_since_s = time.monotonic()
@@ -302,10 +302,10 @@ def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
 
 
 def _welcome(line: Channel, zygote: ZygoteClient) -> bool:
-    """Send the command at the other end of ``line`` what it needs for its run; return whether it is still there."""
+    """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
     descriptor = zygote.add_client()
     try:
-        # The frames that the zygote's layers leave out of reports, and whose state is read if it does not answer
+        # The zygote's hidden frames, and its pid, with which the command checks a zygote that does not answer
         line.send((wording.hidden(), zygote.pid), [descriptor])
     except (ChannelClosedError, OSError):
         return False
@@ -323,7 +323,7 @@ def _has_changed(states: Mapping[str, object]) -> bool:
 
 
 def _states(zygote: ZygoteClient) -> dict[str, object]:
-    """Return the states of the files that ``zygote`` has loaded, and of those of this package, by path.
+    """Return the states of the files that ``zygote`` has loaded, and of this package's files, by path.
 
     Raises:
         ZygoteDiedError, ChannelClosedError: the zygote is gone.

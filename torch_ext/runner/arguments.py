@@ -1,7 +1,7 @@
-"""The command line: from what was typed, and from the configuration below it, to options.
+"""Turns the command line and the configuration into options.
 
-An option means the same in ``[tool.torch_ext]`` of a ``pyproject.toml``, in ``TORCH_EXT_OPTIONS``, in its own variable
-and on the command line: all four become flags for one parser, and the last of them wins.
+An option has the same meaning in ``[tool.torch_ext]`` of a ``pyproject.toml``, in ``TORCH_EXT_OPTIONS``, in its own
+variable and on the command line: all four become flags for one parser, and the last one wins.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Options also come from [tool.torch_ext] of pyproject.toml, by their long names (
 
 Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usage or nothing selected, 130 interrupted.
 """
-# Flags that stand in front of those that are typed.
+# Holds flags that precede the typed ones.
 _VARIABLE = "TORCH_EXT_OPTIONS"
-# Options of earlier versions, and what to type in their place.
+# Options of earlier versions, and their replacements.
 _GONE = {
     "reuse": "ranks are forked for each test, from a copy of its file's process",
     "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
@@ -52,7 +52,7 @@ _SECTION, _TYPED = "[tool.torch_ext]", "command line"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reads flags. A mistake is a SetupError of one sentence."""
+    """Parses flags. Raises SetupError, with one sentence, for a usage error."""
 
     def __init__(self, prog: str, *, alone: bool = False) -> None:
         super().__init__(
@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
         raise SetupError(message)
 
     def read(self, flags: Sequence[str]) -> dict[str, Any]:
-        """Return what ``flags`` set, by the names of fields."""
+        """Return the values that ``flags`` set, by field of :class:`RunOptions`."""
         given = vars(self.parse_intermixed_args(list(flags)))
         if patterns := given.pop("patterns"):
             given["include"] = [*patterns, *given.get("include", [])]
@@ -92,7 +92,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _instead(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown option: what to type in its place, as far as that is known."""
+    """Return the end of a message about an unknown option: its replacement, or similar names, if there are any."""
     gone = _GONE.get(name.lstrip("-"))
     return f"; {gone}" if gone else advice(name, known)
 
@@ -109,18 +109,18 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
 
 
 class _Setting(NamedTuple):
-    """The value of one option, and where it comes from."""
+    """The value of one option, and its source."""
 
     value: Any
     source: str
 
 
 def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
-    """Read the arguments of ``run_test.py``, or those of the test file ``file`` (absolute), started by itself.
+    """Parse the arguments of ``run_test.py``, or of the test file ``file`` (absolute) if that was started itself.
 
     Raises:
         SetupError: a usage error, in a sentence.
-        SystemExit: after ``-h``, ``--version`` or ``--show-config``, whose text is printed.
+        SystemExit: after printing the text of ``-h``, ``--version`` or ``--show-config``.
     """
     full = parser = _Parser(_command().removeprefix("python "))
     shown = ""
@@ -147,7 +147,7 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
 
 
 def _settings(parser: _Parser) -> dict[str, _Setting]:
-    """Return what is set away from the command line, each by the strongest that sets it."""
+    """Return the settings from outside the command line, each from its strongest source."""
     settings: dict[str, _Setting] = {}
     for source, flags in _sources():
         try:
@@ -159,7 +159,7 @@ def _settings(parser: _Parser) -> dict[str, _Setting]:
 
 
 def _sources() -> Iterator[tuple[str, list[str]]]:
-    """Yield the flags that the nearest ``pyproject.toml`` and the environment stand for, the strongest last."""
+    """Yield source and flags of the nearest ``pyproject.toml`` and of each variable, the strongest last."""
     for folder in (Path.cwd(), *Path.cwd().parents):
         path = folder / "pyproject.toml"
         if os.access(path, os.R_OK) and "tool.torch_ext" in path.read_text(encoding="utf-8", errors="replace"):
@@ -175,7 +175,7 @@ def _sources() -> Iterator[tuple[str, list[str]]]:
 
 
 def _flags_of(path: Path) -> list[str]:
-    """Return the flags that the section of ``path`` stands for."""
+    """Return the section ``[tool.torch_ext]`` of ``path`` as flags."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -203,14 +203,14 @@ def _flags_of(path: Path) -> list[str]:
 
 
 def _of_file(file: Path, shown: str, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the places of a file that was started by itself, whose tests only the command line selects."""
+    """Return root and patterns for a file that was started itself. Only the command line selects its tests."""
     root = default_root() if file.is_relative_to(default_root()) else file.parent
     nothing = {row.field: getattr(RunOptions(root), row.field) for row in TABLE if not row.alone}
     return {**nothing, "root": root, "include": typed.get("include", ()), "script": shown}
 
 
 def _places(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the root, and what depends on it."""
+    """Return the root, and the fields that depend on it."""
     include = given.get("include", ())
     if upstream := given.get("upstream"):
         return _upstream_places(given, upstream)
@@ -242,13 +242,13 @@ def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[
 
 
 def _outside(include: Sequence[str]) -> dict[str, Any] | None:
-    """Return the root that the first pattern needs if it is a path of tests that do not lie below the default one."""
+    """Return a root for the first pattern if it is a path of tests outside the default root; else None."""
     first = Path(include[0].partition("::")[0]) if include else None
     if first is None or not first.exists() or first.resolve().is_relative_to(default_root()):
         return None
     known = not first.is_absolute() and (default_root() / first).exists()
     if first.suffix != ".py" and (known or ("/" not in include[0] and not holds_tests(first))):
-        return None  # a name that stands here by chance
+        return None  # the working directory has an unrelated file or folder of that name
     path = first.resolve()
     root = path if path.is_dir() else path.parent
     within = [str(Path(text.partition("::")[0]).resolve()) + text[len(text.partition("::")[0]) :] for text in include]
@@ -256,7 +256,7 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _show(options: RunOptions, settings: Mapping[str, _Setting]) -> None:
-    """Print the value of each option and where it comes from."""
+    """Print the value and the source of each option."""
     from torch_ext.runner.reporters.tally import ReportFile
 
     lines = []
@@ -272,7 +272,7 @@ def _show(options: RunOptions, settings: Mapping[str, _Setting]) -> None:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks what may follow, and end this process; argcomplete does it."""
+    """If a shell requests completions, print them with argcomplete and end this process."""
     import argcomplete
 
     for action in parser._actions:
@@ -282,7 +282,7 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 
 def _patterns_below_root(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return the folders and files below the root that begin with ``prefix``."""
+    """Return the folders and files below the root whose paths begin with ``prefix``."""
     root = Path(getattr(parsed_args, "typed_root", "") or default_root())
     files = [Path(file.name) for file in find_test_files(root)]
     folders = {parent.as_posix() for file in files for parent in file.parents if parent != Path(".")}
@@ -291,7 +291,7 @@ def _patterns_below_root(prefix: str, parsed_args: argparse.Namespace, **_: obje
 
 
 def _command() -> str:
-    """How this process was started, for the lines that tell users what to type."""
+    """Return the command that started this process, for lines that users can copy."""
     started = Path(sys.argv[0])
     if started.name == "run_test.py":
         return f"python {os.path.relpath(started)}"

@@ -1,19 +1,18 @@
-"""Which tests run: those of the files of a request that its patterns and keywords mean, and of these what failed, what
-changed, or a part.
+"""Chooses the tests of a run: by patterns and keywords, and of these only failed tests, changed files or one part.
 
 Note [Parts]
 ~~~~~~~~~~~~
-``--shard I/N`` runs on N machines that must agree, or tests would be lost in silence. So parts follow from the names of
-the selected tests and from ``--times`` alone, never from what one machine happens to remember, and the report names the
-plan that was divided: parts of one run show the same name. Classes stay whole, since their tests share fixtures. The
-class that takes longest goes to the part with the least to do so far.
+``--shard I/N`` runs on N machines that must agree, or tests would be lost silently. So parts depend on the names of the
+selected tests and on ``--times`` alone, never on one machine's history, and the report names the divided plan: all
+parts of one run show the same name. Classes stay whole, since their tests share fixtures. The longest class goes to the
+part with the least work so far.
 
 Note [The history]
 ~~~~~~~~~~~~~~~~~~
-One JSON file in the cache's folder holds how each of the 20,000 tests that ran last ended, and how long it took. A run
-reads it once, and adds its own results at its end, under a lock and by renaming, to what lies there then: so runs side
-by side lose nothing of each other's. A history that cannot be read or written costs what is made of it, never a run;
-see Note [Trusted folders] for whose it may be. A test that ran in several rounds failed if it failed in any of them.
+One JSON file in the cache's folder records result and duration of the 20,000 tests that ran last. A run reads the file
+once. At its end it takes a lock, adds its results to the current content and renames the file into place, so concurrent
+runs lose no results. A history that cannot be read or written never fails a run; see Note [Trusted folders] for its
+permissions. A test that ran in several rounds failed if it failed in any round.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from torch_ext.runner.steps import Executor, Request
 
 __all__ = ["Chosen", "History", "choose", "divide", "name"]
 
-# So many files take a while to import, and a user wonders what the run does.
+# Print a message before importing this many files, which takes a while.
 _MANY_FILES = 5
 
 
 def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:
-    """Return the tests of every file, from the cache where it has them. For a run, import the files whose cached names
-    hold a selected test; see Note [Cached names].
+    """Return the tests of every file, cached if possible. For a run, import the files whose cached names include a
+    selected test; see Note [Cached names].
     """
 
     def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
         if len(files) >= _MANY_FILES and request.options.verbosity >= 0 and sys.stderr is not None:
-            from torch_ext.world.wording import PREFIX  # on use: a list of cached names does not pay for it
+            from torch_ext.world.wording import PREFIX  # on use: keeps a list of cached names fast
 
             print(f"{PREFIX}imports {len(files)} files to name their tests", file=sys.stderr)
         return executor().collect(files)
@@ -61,7 +60,7 @@ def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collect
     collected = collect_names(request.files, request.names, collect)
     if request.options.list_only or not any(one.cached for one in collected):
         return collected
-    # Parts are chosen after that: machines must agree.
+    # Divide after the import, not by cached names: all machines must agree.
     undivided = replace(request, options=replace(request.options, shard=None))
     wanted = {test.file for test in choose(undivided, collected).plan.tests}
     stale = [one.file for one in collected if one.cached and one.file.name in wanted]
@@ -71,24 +70,24 @@ def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collect
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tests that run, and what the user should know of the choice."""
+    """The tests that run, and notes for the user about the choice."""
 
     request: Request
     history: History
     plan: Plan
     failures: Sequence[TestResult]  # results of files that cannot be imported
-    needs: Mapping[TestName, Needs]  # of tests, as far as they are known
-    note: str  # a sentence for the report about a part of the tests; empty if all run
-    warnings: Sequence[str]  # a sentence for each pattern or file that was asked for and does not run
-    device: str  # the device type that the files test, as far as it is known
-    cached: int  # how many files have cached names
+    needs: Mapping[TestName, Needs]  # of the tests, where known
+    note: str  # a sentence for the report if only a part of the tests runs; else empty
+    warnings: Sequence[str]  # a sentence for each requested pattern or file that does not run
+    device: str  # the device type that the files test, if known
+    cached: int  # number of files with cached names
 
 
 def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
-    """Apply patterns, keywords, and the options that choose by history, by git or in parts.
+    """Apply patterns, keywords, and the options that select by history, by git or in parts.
 
     Raises:
-        SelectionError: nothing is left, or a pattern fits no test.
+        SelectionError: no test is left, or a pattern matches no test.
     """
     options = request.options
     broken = {one.file.name: one for one in collected if one.error}
@@ -106,7 +105,7 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
             why = warnings.pop() if warnings else "-x excludes every test that -i selects"
         if not failures:
             raise SelectionError(f"nothing selected: {why}")
-        warnings += [why] if selected.tests else []  # without any test, failures say enough
+        warnings += [why] if selected.tests else []  # without any test, the failures are enough
     history = History(cache.folder(), options.root)
     tests, note = narrow(options, history, fitting, collected)
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
@@ -117,7 +116,7 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
 
 
 def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
-    """Say which of the files that were asked for hold no test."""
+    """Return a warning about requested files that hold no test, if any."""
     targets = [target.files for target in selection.include if not target.names]
     asked = [file for file in empty if not selection.include or any(file in files for files in targets)]
     if not asked:
@@ -129,10 +128,10 @@ def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
 def narrow(
     options: RunOptions, history: History, tests: Sequence[TestName], collected: Iterable[Collected]
 ) -> tuple[Sequence[TestName], str]:
-    """Return those of ``tests`` that ``--changed``, ``--last-failed`` and ``--shard`` leave, and a sentence about them.
+    """Return the tests that ``--changed``, ``--last-failed`` and ``--shard`` keep, and a sentence about the choice.
 
     Raises:
-        SelectionError: they leave nothing of some tests, or an option has nothing to go by.
+        SelectionError: the options keep none of ``tests``, or the data of an option is missing.
     """
     chosen, note, why = tests, "", ""
     if options.changed:
@@ -168,7 +167,7 @@ def _depends(collected: Collected, files: frozenset[Path]) -> bool:
 
 
 def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]]:
-    """Divide tests into ``parts`` of about equal weight, each in the order given, without dividing a class.
+    """Divide tests into ``parts`` parts of about equal weight, in the given order, without dividing a class.
 
     >>> tests = {TestName("a.py", cls, "test_1"): weight for cls, weight in (("A", 3), ("B", 2), ("C", 1.5))}
     >>> [[test.cls for test in part] for part in divide(tests, 2)]
@@ -189,7 +188,7 @@ def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]
 
 
 def _read_times(path: str) -> dict[str, float]:
-    """Return the seconds of each test in a file that ``--json`` wrote, by id; of several results the last.
+    """Return the seconds of each test in a file that ``--json`` wrote, by id; the last result counts.
 
     Raises:
         SelectionError: the file cannot be read, or holds no result.
@@ -209,10 +208,10 @@ def _read_times(path: str) -> dict[str, float]:
 
 
 def _changed_files(folder: Path, revision: str) -> frozenset[Path]:
-    """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or gone.
+    """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or removed.
 
     Raises:
-        SelectionError: git cannot tell, for a reason that the message has.
+        SelectionError: git failed; the message has git's reason.
     """
     top = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n"))
     commit = _git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").split()[-1]
@@ -232,19 +231,19 @@ def _git(folder: Path, *arguments: str) -> str:
     return os.fsdecode(done.stdout)
 
 
-_FOLDER, _FILE = "history", "tests.json"  # below the cache's
+_FOLDER, _FILE = "history", "tests.json"  # below the cache's folder
 _TESTS = 50_000
 
 
 class _Record(NamedTuple):
-    """How a test ended in the last run that had it."""
+    """The result of a test in its last run."""
 
     failed: bool
     duration_s: float  # the median of all rounds and attempts
 
 
 class History:
-    """The records of the tests below ``root``, in the cache's ``folder``; None: nothing is remembered."""
+    """The records of the tests below ``root``, in the cache's ``folder``; None: no history."""
 
     def __init__(self, folder: Path | None, root: Path) -> None:
         place = None if folder is None else folder / _FOLDER
@@ -259,17 +258,17 @@ class History:
         return f"{self._root}/{test.id}"
 
     def failed(self, test: TestName) -> bool:
-        """Whether ``test`` failed in the last run that had it, by itself or with its class or file."""
+        """Whether ``test`` failed in its last run, by itself or with its class or file."""
         found = (self._known.get(self._key(each)) for each in (test, *_above(test)))
         return any(record is not None and record.failed for record in found)
 
     def expected_s(self, test: TestName) -> float | None:
-        """Return how long ``test`` took when it ran last; None if it never has."""
+        """Return the duration of ``test`` in its last run, in seconds; None if it has never run."""
         found = self._known.get(self._key(test))
         return found.duration_s if found is not None else None
 
     def save(self, results: Iterable[TestResult]) -> None:
-        """Add ``results``, all of one run, each the last of its round. Does nothing where no history can be written."""
+        """Add the results of one run, each the last of its round. Does nothing if the history cannot be written."""
         of_test: dict[TestName, list[TestResult]] = {}
         for result in results:
             of_test.setdefault(result.test, []).append(result)
@@ -281,9 +280,9 @@ class History:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 known = _read(self._path)
                 for test in of_test:
-                    for above in _above(test) if test.method else ():  # its file could be imported, and its class begun
+                    for above in _above(test) if test.method else ():  # its file and class did not fail
                         known.pop(self._key(above), None)
-                for test, rounds in of_test.items():  # at the end, where the tests stand that ran last
+                for test, rounds in of_test.items():  # append: the file keeps the last _TESTS entries
                     before = known.pop(self._key(test), None)
                     known[self._key(test)] = _record(rounds, before)
                 cache.write(self._path, json.dumps({"tests": dict([*known.items()][-_TESTS:])}))
@@ -295,14 +294,14 @@ def _above(test: TestName) -> tuple[TestName, ...]:
 
 def _record(rounds: Sequence[TestResult], before: _Record | None) -> _Record:
     failed = any(one.status.counted is Status.FAILED for one in rounds)
-    if before is not None and all(one.status is Status.SKIPPED for one in rounds):  # that took no time
+    if before is not None and all(one.status is Status.SKIPPED for one in rounds):  # a skip is no measurement
         return _Record(failed, before.duration_s)
     times_s = [one.duration_s for result in rounds for one in (*result.earlier, result)]
     return _Record(failed, round(statistics.median(times_s), 4))
 
 
 def _read(path: Path) -> dict[str, _Record]:
-    """Return what lies at ``path``; nothing if it cannot be read or is none of ours."""
+    """Return the records at ``path``; empty if the file cannot be read or has another format."""
     try:
         told: Any = json.loads(path.read_bytes())
         return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in told["tests"].items()}

@@ -1,6 +1,6 @@
-"""What runs in children of a module's zygote: :func:`collect` names its tests, as unittest finds them, and :func:`main`
-is the class process. That runs the parent half of one class's tests and reports to the supervisor how each ended. It
-asks the zygote for ranks and never forks them itself.
+"""Runs in children of a module's zygote: :func:`collect` names the module's tests, as unittest finds them, and
+:func:`main` is the class process. A class process runs the parent half of one class's tests and reports each result to
+the supervisor. It asks the zygote for ranks and never forks them itself.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
 __all__ = ["collect", "main"]
 
-# Ranks of its tests are threads of one process.
+# The base class whose ranks are threads of one process.
 _THREADED = "MultiThreadedTestCase"
 
 
 def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
-    """Return the tests of ``module``, which is loaded, in unittest's order, each with the name of its class.
+    """Return the tests of the loaded ``module``, in unittest's order, each with the name of its class.
 
-    Its ``load_tests`` function, if it has one, is honored. Of several classes that call themselves the same, each one
-    that the module knows by another name goes by that.
+    Honors the module's ``load_tests`` function. If several classes have the same ``__name__``, uses another name of the
+    class in the module, if there is one.
     """
     found = sys.modules[module]
     tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(found)))
@@ -79,7 +79,7 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 
 def needs_of(test: unittest.TestCase) -> Needs:
-    """Return what ``test`` asks for, by its class's ``world_size`` and by the decorators of its method.
+    """Return the needs of ``test``, by its class's ``world_size`` and its method's decorators.
 
     >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
     >>> needs_of(case("test_b"))
@@ -89,7 +89,7 @@ def needs_of(test: unittest.TestCase) -> Needs:
     required = _count(getattr(method, "_required_world_size", 0))
     try:
         ranks = required or _count(getattr(test, "world_size", 0))
-    except Exception:  # a property of the project's own, which may want what only a rank has
+    except Exception:  # the project's own property may work in ranks only
         ranks = 0
     threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
     devices = max(required, _count(getattr(method, "_required_devices", 0)))
@@ -102,13 +102,13 @@ def _count(value: object) -> int:
 
 
 def collect(module: str, descriptors: Sequence[int]) -> int:
-    """Target of a child: send the names of every test of ``module``, which is loaded.
+    """Target of a child: send the names of all tests of the loaded ``module``.
 
     Descriptors: the channel to the supervisor, a pipe for stacks.
     """
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
-    # A load_tests function may name one twice, which runs once.
+    # A load_tests function may name a test twice; it runs once.
     tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(module)}.values())
     names = tuple((cls, test._testMethodName) for cls, test in tests)
     accelerator = sys.modules.get("torch_ext.accelerator")  # loaded by tests that ask for a device
@@ -123,7 +123,7 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None
 # Seconds to wait to be killed along with the zygote.
 _END_S = 20.0
 
-# Functions of unittest, and the methods of a class or module that they call.
+# Functions of unittest, and the fixture of a class or module that each calls.
 _FIXTURES = {
     "_handleModuleFixture": "setUpModule",
     "_handleModuleTearDown": "tearDownModule",
@@ -133,9 +133,7 @@ _FIXTURES = {
 
 
 def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
-    """Target of a child. Descriptors: the channel to the supervisor, one to the zygote, stdout, stderr, a pipe for
-    stacks.
-    """
+    """Target of a child. Descriptors: channels to the supervisor and the zygote, stdout, stderr, a pipe for stacks."""
     channel, zygote, stdout, stderr, stacks = descriptors
     redirect(stdout, stderr)
     os.close(stderr)
@@ -176,11 +174,10 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
 
 
 def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None] = lambda begins: None) -> None:
-    """Have ``setUp``, ``tearDown`` and the test method of ``test`` fail if calling them runs nothing.
+    """Make ``setUp``, ``tearDown`` and the test method of ``test`` fail if a call does not run the body.
 
-    ``tell_of_body`` is called with True before the test method runs, and with False after it.
-
-    What :class:`unittest.IsolatedAsyncioTestCase` awaits is left to it. The test method itself is not replaced: suites
+    Calls ``tell_of_body`` with True before the test method runs, and with False after it. Leaves coroutines to
+    :class:`unittest.IsolatedAsyncioTestCase`, which awaits them. Does not replace the test method itself, since suites
     look it up on the instance.
     """
     for name in ("setUp", "tearDown"):
@@ -206,13 +203,13 @@ def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None
 
 
 def check_its_fixtures(cls: type[unittest.TestCase]) -> None:
-    """Have the fixtures of ``cls`` and of its module fail if calling them runs nothing."""
+    """Make the fixtures of ``cls`` and of its module fail if a call does not run the body."""
     set_up, add = cls.setUpClass, cls.addClassCleanup
 
     try:
         check_fixtures(cls)
         refusal = None
-    except TypeError as error:  # raised where unittest tells it as the class's
+    except TypeError as error:  # raise it in setUpClass, so that unittest attributes it to the class
         refusal = error
 
     def set_up_class() -> None:
@@ -251,7 +248,7 @@ def _checked(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class _Suite(unittest.TestSuite):
-    """Reports to a result where each test begins and ends: a class may run one several times, or others beside it."""
+    """Reports begin and end of each planned test: a class may run a test several times, or other tests beside it."""
 
     def __init__(self, result: _ClassResult) -> None:
         super().__init__()
@@ -265,27 +262,27 @@ class _Suite(unittest.TestSuite):
             self._result.over()
 
 
-# Of several endings of one test, unittest's summary tells the worst.
+# If a test has several endings, the worst counts, as in unittest's summary.
 _FROM_WORST = (Status.FAILED, Status.UNEXPECTED_SUCCESS, Status.XFAIL, Status.SKIPPED, Status.PASSED)
 
 
 class _ClassResult(unittest.TestResult):
-    """Sends each ending to the supervisor as it happens.
+    """Sends each result to the supervisor as it happens.
 
-    All that happens from :meth:`begin` to :meth:`over` is about one test of the plan, which ends once however often its
-    class runs it.
+    Merges everything from :meth:`begin` to :meth:`over` into one result of one planned test, even if the class runs the
+    test several times.
     """
 
     def __init__(self, channel: Channel, output: int, tests: Sequence[TestName], failfast: bool) -> None:
         super().__init__()
-        self._left = {test.method: test for test in tests}  # those that have not ended
+        self._left = {test.method: test for test in tests}  # tests without a result
         self._class = TestName(tests[0].file, tests[0].cls)
         self.failfast = failfast
-        # The exception that the result of a test told last, though unittest lets it through
+        # The last reported exception that unittest does not catch, such as KeyboardInterrupt
         self.told: BaseException | None = None
         self._pid = _os.getpid()
         self._channel = channel
-        self._output = output  # the file that stdout and stderr go to, wherever a test redirects them
+        self._output = output  # descriptor of the file behind stdout and stderr, even if a test redirects them
         self._interrupts = Interrupts()
         self._has_outlived_zygote = False
         self._planned: unittest.TestCase | None = None
@@ -295,7 +292,7 @@ class _ClassResult(unittest.TestResult):
     def _reset(self) -> None:
         self._runs, self._said = 0, False
         self._started_s = self._took_s = 0.0
-        self._error: BaseException | None = None  # the first that the test has met
+        self._error: BaseException | None = None  # the first of the current test
         self._status: Status | None = None
         self._problems: list[Problem] = []
         self._reasons: list[str] = []
@@ -303,26 +300,26 @@ class _ClassResult(unittest.TestResult):
     @_os.with_room
     def tell(self, event: Any) -> None:
         self.end_fork(self._error)
-        with self._interrupts.held():  # half a message would be the last that the supervisor understands
+        with self._interrupts.held():  # an interrupted send would break the channel
             self._channel.send(event)
 
     def tell_end(self, result: TestResult) -> None:
-        """Report how a test, or without a method the class, ended."""
+        """Report the result of a test or, without a method, of the class."""
         self._left.pop(result.test.method, None)
         self.tell(TestEnded(result, self._printed_bytes()))
 
     def tell_of_body(self, begins: bool) -> None:
-        """Report the begin and end of the body: between them, ranks have the whole time limit of the test."""
+        """Report the begin and end of the body, in which ranks have the whole time limit of the test."""
         if _os.getpid() == self._pid and _has_ranks(self._planned):
             self.tell(Body(begins))
 
     def end_fork(self, error: BaseException | None) -> None:
-        """End a child that a test has forked and that goes on as if it were this process; ``error`` is what it met."""
+        """End a test's forked child that continues as if it were this process; ``error`` is the child's exception."""
         if _os.getpid() != self._pid:
             end_fork(error, wording.read_error(error)[1] if error is not None else "")
 
     def begin(self, test: unittest.TestCase) -> None:
-        """Unittest is about to run ``test``."""
+        """Note that unittest is about to run ``test``."""
         self._planned, self._frames = test, sys.getrecursionlimit()
         self._reset()
 
@@ -337,7 +334,7 @@ class _ClassResult(unittest.TestResult):
         self._runs, self._said = self._runs + 1, False
         try:
             limit_s = timeout_of(planned)
-        except ValueError:  # setUp() of a class with ranks refuses it
+        except ValueError:  # setUp() of a class with ranks raises the error
             limit_s = float(TIMEOUT_DEFAULT)
         self.tell(TestStarted(self._name(planned), limit_s))
 
@@ -345,7 +342,7 @@ class _ClassResult(unittest.TestResult):
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
         passing_by = sys.exc_info()
-        if passing_by[1] is not None:  # unittest lets it through, and will run nothing more
+        if passing_by[1] is not None:  # unittest does not catch it, and runs no further test
             self._error = passing_by[1]
             self._fail(_problem(passing_by))
         elif not self._said:
@@ -359,10 +356,10 @@ class _ClassResult(unittest.TestResult):
         self.told, self._error = passing_by[1], None
 
     def over(self) -> None:
-        """Unittest is done with the test that has begun: tell how it ended, if it ran at all."""
+        """Report the result of the current test, if it ran, now that unittest has finished it."""
         planned, status = self._planned, self._status
         self._planned = None
-        sys.setrecursionlimit(max(self._frames, sys.getrecursionlimit()))  # a lower one is not the next test's
+        sys.setrecursionlimit(max(self._frames, sys.getrecursionlimit()))  # undo a test's lower limit
         if planned is None or status is None:
             return
         if self._runs > 1 and status is Status.FAILED:
@@ -377,10 +374,10 @@ class _ClassResult(unittest.TestResult):
         return replace(self._class, method=test._testMethodName)
 
     def _end_with_zygote(self) -> None:
-        """If the zygote of this process is gone, wait for the kernel to end this process too.
+        """If the zygote of this process is gone, wait for the kernel to kill this process too.
 
-        Its channels are seen to close before that, and a test that began in between would fail for what another one
-        did. As it is, the supervisor runs it in another process.
+        The zygote's channels close before that, and a test that began in between would fail for another test's deed.
+        The supervisor runs the test in another process instead.
         """
         if not self._has_outlived_zygote and provider.given_is_gone():
             _os.sleep(_END_S)
@@ -432,7 +429,7 @@ class _ClassResult(unittest.TestResult):
     def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         error = err[1]
         if isinstance(error, WorldFailure) and not may_be_expected(error.report.outcomes):
-            self._fail(_problem(err))  # see there: not in any way
+            self._fail(_problem(err))  # see may_be_expected(): not an expected failure
         else:
             self._end(Status.XFAIL)
 
@@ -447,18 +444,18 @@ def _has_ranks(test: unittest.TestCase | None) -> bool:
 
 
 def _is_fixture(test: object) -> bool:
-    """Whether ``test`` is unittest's stand-in for a ``setUpClass`` or ``tearDownClass`` that did not succeed."""
+    """Whether ``test`` is unittest's placeholder for a failed ``setUpClass`` or ``tearDownClass``."""
     return not isinstance(test, unittest.TestCase)
 
 
 def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:
-    """Return the outcomes of the ranks that our base classes have waited for, without output where a rank passed."""
+    """Return the outcomes that our base classes have collected, without the output of ranks that passed."""
     found = [one for one in getattr(test, "_outcomes", ()) if isinstance(one, Outcome)]
     return tuple(replace(one, output="") if one.ok else one for one in found)
 
 
 def _escaped(error: BaseException) -> Problem:
-    """Describe an exception that has left unittest's loop outside of any test."""
+    """Describe an exception that has escaped from unittest's loop, outside of any test."""
     called = [
         _FIXTURES[f.f_code.co_name] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_name in _FIXTURES
     ]
@@ -470,8 +467,8 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
     if error is None:
         raise AssertionError("unittest reported an error without an exception")
     if isinstance(error, WorldFailure):
-        return RanksFailed(error.report, where)  # where the parent half waited for its ranks says nothing
-    if isinstance(error, ZygoteLostError):  # where that was noticed says nothing either
+        return RanksFailed(error.report, where)  # the parent half's traceback is no help
+    if isinstance(error, ZygoteLostError):  # nor is it here
         way = "A signal of the test to a parent process or a process group may have reached it."
         return Remark(f"The ranks were lost: {error}. {way}")
     said, trace = wording.read_error(error)

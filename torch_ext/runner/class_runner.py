@@ -1,5 +1,5 @@
-"""Supervises the class processes of one class: starts one, follows it, replaces it if it dies, until every test has its
-result. :class:`ClassChild` is one such process: its events, its output, its limits, its end.
+"""Supervises the class processes of one class: starts one, follows it, replaces it if it dies, until every test has a
+result. :class:`ClassChild` is one such process: its events, output, limits and end.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ __all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
 
 @dataclass(frozen=True)
 class ClassFacts:
-    """What is known of a class process that is gone."""
+    """The facts about an ended class process."""
 
-    running: bool  # whether a test had begun and not ended
-    ended: int  # how many tests ended in it
-    left: int  # how many tests have not begun
-    last: ClassEnded | ClassLeft | None  # its last message, if that was one about its end
+    running: bool  # a test had begun and not ended
+    ended: int  # number of tests that ended in it
+    left: int  # number of tests that have not begun
+    last: ClassEnded | ClassLeft | None  # its last message, if that announced its end
     death: Died | None = None  # its end, unless it exited by itself with code 0
-    lost_zygote: bool = False  # whether it ended because its zygote did
+    lost_zygote: bool = False  # it ended because its zygote did
 
 
 @dataclass(frozen=True)
 class Next:
-    """What follows from the end of a class process."""
+    """The consequences of a class process's end."""
 
-    test: Problem | None = None  # why the test that was running failed, if one was
-    cls: Problem | None = None  # why the class failed, if it did
-    go_on: bool = False  # whether another class process runs the tests that are left
+    test: Problem | None = None  # the failure of the running test, if any
+    cls: Problem | None = None  # the failure of the class, if any
+    go_on: bool = False  # another class process runs the remaining tests
 
 
 def what_next(facts: ClassFacts, exited: Died) -> Next:
-    """Decide what the end of a class process means.
+    """Decide the consequences of a class process's end.
 
-    Silence is no pass: a process that has not said that it is done has failed. A process that has not ended a single
-    test is replaced only if its zygote took it along, and the caller sees to it that this happens once; so every class
-    comes to its end.
+    A process that has not reported its end has failed. A process that has not finished a single test is replaced only
+    if its zygote died, and the caller allows that once; so every class terminates.
 
     ``exited`` describes a process that exited before it was done.
     """
@@ -85,13 +84,13 @@ class ClassRunner:
         self._left = list(batch.tests)
         self._failed = False
         self._class_is_over = False
-        self._may_lose_zygote = True  # once more without having ended a test
+        self._may_lose_zygote = True  # allows one replacement before any test has ended
         self._running: TestName | None = None
-        self._began_s = 0.0  # when that test began
+        self._began_s = 0.0  # start of that test
         self._last: ClassEnded | ClassLeft | None = None
 
     def run(self) -> Task[bool]:
-        """A task that runs the batch, and returns whether the run goes on after it."""
+        """Task: run the batch; return whether the run goes on after it."""
         self._sink(Began(self._class))
         try:
             while self._left and not self._class_is_over and not self._stop:
@@ -193,27 +192,27 @@ class ClassRunner:
 
 
 def _announcements(output: str) -> tuple[str, ...]:
-    """Return what the harness itself said to the user."""
+    """Return the harness's own messages in ``output``."""
     lines = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
     return tuple(line.removeprefix(wording.PREFIX) for line in lines)
 
 
-# How much longer than the test's limit its parent half, which ends the ranks at the limit, may take until it counts as
-# hung itself; the same for a test without ranks, whose limit only the supervisor knows; and how long what comes before,
-# between and after the tests of a class may take unless --timeout says so, in seconds.
+# In seconds: time past the test's limit after which a parent half counts as hung, though it should end its ranks at the
+# limit; the same for a test without ranks, whose limit the supervisor enforces; and the limit of the code before,
+# between and after the tests of a class, unless --timeout sets one.
 _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
-# Nobody else can tell that a process was stopped by a signal, so that is looked for much earlier than the margin ends.
+# Only the supervisor can notice that a signal has stopped a process, so it checks long before the margin ends.
 _STOPPED_S = 5.0
-# How long a zygote may take to end a child.
+# Seconds for a zygote to end a child.
 _KILL_S = 5.0
-# How often output is shown, in seconds.
+# Interval at which output is shown, in seconds.
 _SHOW_S = 0.1
 
 _EVENTS = (Body, ClassEnded, ClassLeft, Notice, TestEnded, TestStarted)
 
 
 class ClassChild:
-    """A class process that obeys ``order``.
+    """A class process that executes ``order``.
 
     Raises:
         ZygoteDiedError: the zygote is gone.
@@ -222,9 +221,9 @@ class ClassChild:
     def __init__(self, order: ClassOrder, zygote: ZygoteClient, place: Place, options: RunOptions) -> None:
         self.lost_zygote = False  # the process ended because its zygote did
         self._zygote = zygote
-        self._hung: str | None = None  # the stacks, if it was ended because it hung
-        self._stopped = ""  # which process had been stopped by a signal, in words
-        self._broke = ""  # the junk that it has written into its channel, in words
+        self._hung: str | None = None  # the stacks, if it was killed because it hung
+        self._stopped = ""  # description of a process that a signal had stopped
+        self._broke = ""  # description of junk that it wrote into its channel
         self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
@@ -261,7 +260,7 @@ class ClassChild:
         self._look_for_stopped_s = now_s + stopped_s
 
     def next_event(self) -> Task[Any]:
-        """A task that returns the next event; None when the process has ended and no event is left."""
+        """Task: return the next event; None when the process has ended and no event is left."""
         while True:
             if not self._events.closed and self._events.poll():
                 event = self._receive()
@@ -277,7 +276,7 @@ class ClassChild:
             yield from self._wait()
 
     def _receive(self) -> Any:
-        """Return an event that has come; None if the process can say nothing more."""
+        """Return a pending event; None if the process cannot send another."""
         try:
             event, descriptors = self._events.receive()
             close_all(descriptors)
@@ -296,7 +295,7 @@ class ClassChild:
         return event
 
     def end_broken(self, what: str) -> None:
-        """End the process, which said ``what``, words that follow a subject: nothing more that it says counts."""
+        """End the process because of ``what``, a phrase that lacks its subject; ignore its further messages."""
         self._broke = f"{what}, and was ended. {WRITE_TO_OWN}"
         self._child.send_signal(signal.SIGKILL)
         self._allow(_KILL_S)
@@ -310,7 +309,7 @@ class ClassChild:
 
     def _wait(self) -> Task[None]:
         if self._patience is None:
-            # The zygote does not answer: end it, and with it the process.
+            # The zygote does not answer: killing it also kills the process.
             self._zygote.kill()
             self.lost_zygote = True
             return
@@ -330,7 +329,7 @@ class ClassChild:
         return "the process" if _os.is_stopped(self._child.pid) else ""
 
     def _end(self, stopped: str) -> Task[None]:
-        """Find out where the process hangs, and have its zygote end it; if that is stopped too, end both."""
+        """Collect the hung process's stacks, then have its zygote kill it; if the zygote is stopped too, kill both."""
         self._stopped = stopped
         self._hung = ""
         if not stopped:
@@ -353,11 +352,11 @@ class ClassChild:
             self.lost_zygote = True
 
     def death(self, what: str, when: str = "") -> Died:
-        """Say how the process ended.
+        """Describe the end of the process.
 
         Args:
-            what: the process, in words.
-            when: when, in words that follow the verb.
+            what: a phrase for the process.
+            when: a phrase for the time, after the verb.
         """
         if self._broke:
             return Died(f"{what} {self._broke}")
@@ -381,17 +380,17 @@ class ClassChild:
         return clean and ended is not None and ended.exit_code == 0
 
     def new_output(self, to: int | None = None) -> str:
-        """Return what the process has printed since the last call, unless it was shown as it came.
+        """Return the output of the process since the last call, unless it was already shown.
 
         Args:
-            to: up to this position in all that it has printed, in bytes; None: up to now.
+            to: end position in the whole output, in bytes; None: its current end.
         """
         return wording.trim_stacks(self._output.new(to))
 
 
 class _Output:
-    """What a process prints, in a file without a name. ``shows``: print each line when it is complete, without what a
-    terminal would obey.
+    """The output of a process, in a file without a name. ``shows``: print each complete line, with control characters
+    escaped.
     """
 
     def __init__(self, shows: bool) -> None:
@@ -404,19 +403,19 @@ class _Output:
         return [os.dup(self._file.fileno()) for _ in range(2)]
 
     def new(self, to: int | None = None) -> str:
-        """Return what was printed since the last call, up to the position ``to``; empty if it is shown."""
+        """Return the output since the last call, up to position ``to``; empty if the output is shown."""
         return "" if self.shows else self._read(to).decode(errors="replace")
 
     def _read(self, to: int | None) -> bytes:
         if to is None:
             to = os.fstat(self._file.fileno()).st_size
-        # By position: a writer moves the one that it shares with this file.
+        # Not read(): writers share this file's position and move it.
         text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
         self._read_to += len(text)
         return text
 
     def show(self) -> None:
-        """Print the lines that have come."""
+        """Print the new complete lines."""
         if self.shows:
             *lines, self._line = (self._line + self._read(None)).split(b"\n")
             for line in lines:

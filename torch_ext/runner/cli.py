@@ -1,9 +1,9 @@
-"""The command ``run_test.py``, and what ``python some_test_file.py`` does: from arguments to an exit code.
+"""The command ``run_test.py``, also behind ``python some_test_file.py``: from arguments to an exit code.
 
 Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
-or was planned and has no result, or a report could not be written; 2 a usage error (a closed stdout, a working
-directory that is gone and a report that cannot be opened are three), or nothing selected; 130 interrupted, by the
-keyboard or by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. What was done by then is reported.
+or was planned and has no result, or a report could not be written; 2 a usage error (including a closed stdout, a
+missing working directory and a report that cannot be opened), or nothing selected; 130 interrupted, by the keyboard or
+by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. An interrupted run reports the results so far.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_ext.runner.steps import Executor, Upstream, select
 __all__ = ["main", "main_for_file"]
 
 _BY_SIGNAL = 128
-# The runner itself gets no more files, processes or memory.
+# Errors of the runner itself when it runs out of files, processes or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
     """Run the command and return its exit code.
 
     Args:
-        argv: default: the arguments of this process.
-        upstream: how files of a PyTorch checkout run; None: ``--upstream`` is refused.
+        argv: the arguments; default: those of this process.
+        upstream: runs files of a PyTorch checkout; None: ``--upstream`` is an error.
     """
     arguments = sys.argv[1:] if argv is None else argv
     return _exit_code(lambda: _carry_out(parse(arguments), upstream))
@@ -51,13 +51,13 @@ def main_for_file(
     argv: Sequence[str] | None = None,
     load_device: Callable[[str], None] = lambda device: None,
 ) -> int:
-    """Run the tests of one file that was started by itself, and return the exit code.
+    """Run the tests of one file that was started itself, and return the exit code.
 
     Args:
-        path: the file; it need not be called ``test_*.py``.
-        argv: arguments behind the file's name, in unittest's spellings; default: those of this process.
-        load_device: called with the device type that was asked for, or an empty string, before this process is forked.
-            If it raises a RuntimeError, that is a usage error.
+        path: the file, with any name.
+        argv: arguments after the file's name, in unittest's spellings; default: those of this process.
+        load_device: called with the requested device type, or an empty string, before this process forks. A
+            RuntimeError from it is a usage error.
     """
     arguments = sys.argv[1:] if argv is None else argv
 
@@ -109,7 +109,7 @@ def _exit_code(command: Callable[[], int]) -> int:
 
 
 def _hostile_surroundings() -> str:
-    """Return why nothing can run here, in a sentence; empty if it can."""
+    """Return a sentence about why no test can run here; empty if tests can run."""
     if sys.stdout is None:
         return "stdout is closed, and the report goes there; give one, such as > /dev/null"
     try:
@@ -120,28 +120,28 @@ def _hostile_surroundings() -> str:
 
 
 def _fill_standard_streams() -> None:
-    """Open what is closed of the descriptors 0 to 2, or a channel to a process would take their place."""
+    """Open descriptors 0 to 2 if they are closed; otherwise a channel to a process would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
 def _spell_out_what_cannot_be_encoded() -> None:
-    """A name or a line of output that the locale has no letters for is to be seen, and is no error."""
+    """Escape characters that the locale cannot encode, in names and output, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def _silence_stdout() -> None:
-    """The interpreter flushes stdout once more on its way out, and would complain again."""
+    """Discard stdout: the interpreter flushes it at exit, and would report the same error again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(text: str) -> None:
-    """Print on stderr, unless that is closed."""
+    """Print on stderr, unless stderr is closed."""
     if sys.stderr is not None:
-        from torch_ext.world.wording import printable  # on use: importing the command loads nothing of the world
+        from torch_ext.world.wording import printable  # on use: importing this module must not load the world
 
         print(printable(text), file=sys.stderr)
 
@@ -152,23 +152,23 @@ def _usage_error(text: str) -> int:
 
 
 def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
-    """Take the steps of a command; see ``steps``."""
+    """Execute the steps of a command; see ``steps``."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
         def executor() -> Executor:
-            # Not imported above: a list of cached names starts no process, and must not pay for what does.
+            # On use: a list of cached names starts no process, and must not load the modules that do.
             execute = importlib.import_module("torch_ext.runner.execute")
             opened: Executor = stack.enter_context(contextlib.closing(execute.open_executor(request.options)))
             return opened
 
         request = select(options, upstream)
-        _warn(untested_torch())  # before any process starts, which would say it as well
+        _warn(untested_torch())  # before any process starts, which would print the warning too
         chosen = choose(request, name(request, executor))
         _warn(request.names.refused, *chosen.warnings)
         if options.list_only:
             return _list(chosen)
-        from torch_ext.runner.rounds import Rounds  # on use: a list pays for no reporter
+        from torch_ext.runner.rounds import Rounds  # on use: a list needs no reporter
 
         return Rounds(chosen, executor).run()
 
@@ -192,7 +192,7 @@ def _list(chosen: Chosen) -> int:
     file.write("".join(f"{line}\n" for line in lines))
     file.close()
     for failure in chosen.failures:
-        from torch_ext.runner.reporters.text import describe_failure  # on use: most lists have none to describe
+        from torch_ext.runner.reporters.text import describe_failure  # on use: most lists have no failure to describe
 
         said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
         _complain(f"{failure.test.id}{said}")

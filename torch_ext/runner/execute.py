@@ -38,10 +38,9 @@ from torch_ext.world.tree import (
 
 __all__ = ["RunExecutor", "open_executor"]
 
-# After how many seconds without a named file another import begins beside the running ones: an import that hangs blocks
-# no other.
+# Seconds without news after which one more import may run concurrently, so that hung imports block no other.
 _NEWS_S = 2.0
-# Interval of ticks, by which views show the time, in seconds.
+# Interval of ticks, in seconds; views update the time with each.
 _TICK_S = 0.25
 
 
@@ -50,9 +49,9 @@ class RunExecutor:
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
-        machine_memory.share()  # now, so that all processes of the run have the same
+        machine_memory.share()  # before any process starts, so that all share one page
         self.environment = shared_environment(options.environment())
-        self._stops = False  # a test has failed, and that is enough
+        self._stops = False  # failfast: a test has failed
         with held():
             try:
                 self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
@@ -62,7 +61,7 @@ class RunExecutor:
             atexit.register(self.close)
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See :class:`Executor`. As many files as there are cores are imported side by side, more while they hang."""
+        """See :class:`Executor`. Imports one file per core concurrently, and more while imports hang."""
         waiting, at_once, news_s = deque(files), os.cpu_count() or 1, _os.monotonic()
         found: list[Collected] = []
         loop = Loop(lambda: None, _NEWS_S)
@@ -82,7 +81,7 @@ class RunExecutor:
             loop.close()
 
     def _collect(self, file: TestFile, found: list[Collected]) -> Task[None]:
-        """A task that imports ``file`` and adds its tests to ``found``."""
+        """Task: import ``file`` and add its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
             told = yield from self._names(zygote, self._zygotes.module_of(file))
@@ -100,7 +99,7 @@ class RunExecutor:
         found.append(collected)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
-        """Have a child of the zygote tell the names of its tests, which may run the project's code too."""
+        """Task: have a child of the zygote name its tests; naming may run the project's code too."""
         ours, theirs = channel_pair()
         stacks, stacks_writer = os.pipe()
         descriptors = [theirs.fileno(), stacks_writer]
@@ -168,7 +167,7 @@ class RunExecutor:
     def _machine(self, plan: Plan, packs: bool) -> Machine:
         devices = Devices(0, "")
         if packs and self._options.slots is None:
-            with contextlib.suppress(ZygoteDiedError):  # told for each file that it concerns
+            with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
                 devices = ask_for_devices(self._zygotes.root(plan.batches[0].file), self.environment)
         return Machine(self.scratch, self.environment, devices, self._options.slots)
 
@@ -181,7 +180,7 @@ class RunExecutor:
 
 
 def open_executor(options: RunOptions) -> Executor:
-    """Return what runs tests under ``options``. Each run has its own; close it."""
+    """Return an executor for one run under ``options``. The caller closes it."""
     here = RunExecutor(options)
     if not options.cluster:
         return here

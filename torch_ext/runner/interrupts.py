@@ -1,5 +1,5 @@
-"""SIGINT, raised as ``KeyboardInterrupt`` where that does no harm; in the supervisor SIGTERM and SIGHUP too. Standard
-library only.
+"""Raises SIGINT, and in the supervisor SIGTERM and SIGHUP, as ``KeyboardInterrupt`` at safe points. Standard library
+only.
 
 Runs in the supervisor and in class processes, on the main thread.
 """
@@ -19,19 +19,19 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Takes signals over, until :meth:`give_back`.
+    """Handles signals, until :meth:`give_back`.
 
-    Inside :meth:`held` an interrupt waits for the end of the block: what the block does is done as a whole or not at
-    all. A signal that the process ignores it goes on ignoring, as under nohup.
+    Inside :meth:`held`, an interrupt waits for the end of the block, so that the block completes. A signal that the
+    process ignores, as under nohup, stays ignored.
 
     Args:
         once: after the first interrupt, ignore more while the process cleans up.
-        signals: which to take.
+        signals: the numbers to handle.
     """
 
     def __init__(self, *, once: bool = False, signals: Sequence[int] = (signal.SIGINT,)) -> None:
         self._once = once
-        self.number = 0  # the signal that has interrupted last; 0 if none has
+        self.number = 0  # the last interrupting signal; 0 if none
         self._held = 0
         self._waiting = False
         self._over = False
@@ -44,7 +44,7 @@ class Interrupts:
         self._outer, _current = _current, self
 
     def leave_to_parent(self) -> None:
-        """In a forked child, restore the handlers of all signals but SIGINT, which children handle themselves."""
+        """In a forked child, restore all handlers but SIGINT's, since children handle SIGINT too."""
         for number, before in self._before.items():
             if number != signal.SIGINT:
                 signal.signal(number, before)
@@ -63,7 +63,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Have interrupts wait until the block is left."""
+        """Context: delay interrupts until the end of the block."""
         self._held += 1
         try:
             yield
@@ -83,7 +83,7 @@ class Interrupts:
 
 
 def held() -> contextlib.AbstractContextManager[None]:
-    """Have interrupts wait until the block is left, if this process takes them by :class:`Interrupts` at all."""
+    """Context: delay interrupts until the end of the block, if this process handles them by :class:`Interrupts`."""
     return contextlib.nullcontext() if _current is None else _current.held()
 
 

@@ -1,7 +1,7 @@
-"""Several tasks on one thread: each is a generator that yields the files and the time that it waits for.
+"""Runs several tasks on one thread. A task is a generator that yields the files and the time that it waits for.
 
-Runs in the supervisor, on the main thread. No thread is started, so that a supervisor that is its own zygote may still
-be forked.
+Runs in the supervisor, on the main thread. Starts no thread, so that a supervisor that is its own zygote can still
+fork.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class _HasFileno(Protocol):
 
 
 class Pause(NamedTuple):
-    """What a task waits for: that one of ``files`` can be read, or that ``_os.monotonic()`` passes ``until_s`` or the
-    ``deadline_s`` of a file that has one.
+    """A task's wait: ends when one of ``files`` is readable, or when ``_os.monotonic()`` passes ``until_s`` or a file's
+    ``deadline_s``.
     """
 
     files: tuple[_HasFileno | int, ...]
@@ -34,7 +34,7 @@ class Pause(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """When the wait ends even if no file can be read."""
+        """The end of the wait if no file becomes readable."""
         return min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
 
 
@@ -42,8 +42,8 @@ Task = Generator[Pause, None, T]
 
 
 def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
-    """A task that waits for ``channel``, and returns whether it can be read: not if the process ``pid``, which is to
-    write it, computes no longer at the limit.
+    """Task: wait for ``channel`` and return whether it is readable. Gives up after ``limit_s`` seconds, unless process
+    ``pid``, which writes to the channel, still computes then.
     """
     patience = Patience(limit_s, _os.monotonic())
     while not channel.poll():
@@ -54,7 +54,7 @@ def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
 
 
 class Loop:
-    """Tasks that take turns. :meth:`close` ends those that are not done, by ``GeneratorExit``.
+    """Runs tasks in turns. :meth:`close` ends unfinished tasks by ``GeneratorExit``.
 
     Args:
         tick: called at least every ``tick_s`` seconds while tasks wait.
@@ -68,11 +68,11 @@ class Loop:
         return len(self._tasks)
 
     def add(self, task: Task[None]) -> None:
-        """Run ``task`` until it waits."""
+        """Run ``task`` until its first wait."""
         self._advance(task)
 
     def turn(self) -> None:
-        """Wait until a task can go on, and let every one that can do so. Returns after a tick as well."""
+        """Wait until a task can go on, and run every task that can. Also returns after a tick."""
         if not self._tasks:
             raise AssertionError("there is nothing to wait for")
         now_s = _os.monotonic()
@@ -90,7 +90,7 @@ class Loop:
             self._tasks[task] = next(task)
 
     def end(self, task: Task[None]) -> None:
-        """End one task, by ``GeneratorExit``, if it is not done."""
+        """End one task by ``GeneratorExit``, unless it is done."""
         if self._tasks.pop(task, None):
             task.close()
 
@@ -101,7 +101,7 @@ class Loop:
 
 
 def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> list[bool]:
-    """Wait until a file of one of ``waits`` can be read; return for each whether one of its files can."""
+    """Wait until a file of ``waits`` is readable; return for each wait whether one of its files is."""
     by_file: dict[int, list[int]] = {}
     for number, files in enumerate(waits):
         for file in files:
@@ -111,7 +111,7 @@ def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> li
         for descriptor, numbers in by_file.items():
             try:
                 selector.register(descriptor, selectors.EVENT_READ, numbers)
-            except (OSError, ValueError):  # another task has closed it: the task that waits has to look again
+            except (OSError, ValueError):  # another task has closed a file: wake the waiting task to check
                 for number in numbers:
                     ready[number] = True
                 timeout_s = 0.0

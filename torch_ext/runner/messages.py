@@ -29,8 +29,8 @@ __all__ = [
     "TestStarted",
 ]
 
-# Frames of the process that sends these messages, hidden on both sides: the supervisor reads the output of a class
-# process and has loaded none of its modules.
+# Hide frames of the sending process here, for both sides: the supervisor reads the output of a class process without
+# loading its modules.
 wording.hide(r"/runner/class_process\.py", "main", outwards=True)
 wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
 wording.hide(r"/runner/interrupts\.py", "_take")
@@ -38,7 +38,7 @@ wording.hide(r"/runner/interrupts\.py", "_take")
 
 @dataclass(frozen=True)
 class TestNames:
-    """The tests of a module, as ``(class, method)``, in the order in which they run, their needs and device."""
+    """The tests of a module, as ``(class, method)`` in their order, with their needs and device."""
 
     __test__ = False
 
@@ -61,8 +61,8 @@ class ClassOrder:
 
 @dataclass(frozen=True)
 class TestStarted:
-    """A test has begun, or begins once more. Its own time limit is ``timeout_s`` seconds. If it has ranks, the process
-    ends them then; see :class:`Body`.
+    """A test has begun, or begins again. Its own time limit is ``timeout_s`` seconds, after which the process ends the
+    test's ranks, if any; see :class:`Body`.
     """
 
     __test__ = False
@@ -73,15 +73,15 @@ class TestStarted:
 
 @dataclass(frozen=True)
 class Body:
-    """The method of a test with ranks begins, which waits for them and ends them at the time limit, or is over."""
+    """The method of a test with ranks begins or ends. It waits for its ranks and ends them at the time limit."""
 
     begins: bool
 
 
 @dataclass(frozen=True)
 class TestEnded:
-    """A test is over, or without a method ``setUpClass`` or ``tearDownClass`` has failed. By then the process had
-    printed ``printed_bytes`` in all; what follows is not the test's.
+    """A test is over or, without a method, ``setUpClass`` or ``tearDownClass`` has failed. ``printed_bytes``: size of
+    the process's output at that time; later output does not belong to the test.
     """
 
     __test__ = False
@@ -92,14 +92,14 @@ class TestEnded:
 
 @dataclass(frozen=True)
 class ClassEnded:
-    """All that was ordered has run, ``tearDownClass`` and ``tearDownModule`` included; nothing but the exit follows."""
+    """The whole order has run, including ``tearDownClass`` and ``tearDownModule``; the process exits next."""
 
 
 @dataclass(frozen=True)
 class ClassLeft:
-    """An exception that unittest lets through, such as ``KeyboardInterrupt``, ended the class before it was done.
+    """An exception that unittest does not catch, such as ``KeyboardInterrupt``, ended the class early.
 
-    ``problem`` is the exception; None if the result of a test tells it.
+    ``problem`` is the exception; None if the result of a test reports it.
     """
 
     problem: Problem | None

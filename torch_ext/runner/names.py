@@ -1,16 +1,16 @@
-"""The test files below a root, and the tests of each, in a cache so that a list needs neither torch nor a test module.
+"""Finds the test files below a root, and caches the tests of each, so that a list loads neither torch nor test modules.
 
 Note [Cached names]
 ~~~~~~~~~~~~~~~~~~~
-Only an import shows the tests of a file. The key of a cached answer is content: the file's own and that of each project
-file that it imported, with the versions of torch, Python and torch_ext, the device, and the variables that torch's test
-utilities read. Tests that a file makes from anything else, such as a data file, may have changed under the same key. So
-a list says that its names are cached, and a run uses them only to leave out files without a selected test: it imports
-the others, and plans by what they hold then.
+Only an import shows the tests of a file. The cache key consists of the content of the file and of each project file
+that it imported, the versions of torch, Python and torch_ext, the device, and the variables that torch's test utilities
+read. Tests that a file makes from other data, such as a data file, may change under the same key. So a list mentions
+that its names are cached, and a run uses them only to leave out files without a selected test: it imports the rest, and
+plans by the names that the import shows.
 
 Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
-that cannot be read or written costs time, never an error; a file that failed to import has no entry. Names that
-another user could have written are not used; see Note [Trusted folders].
+that cannot be read or written costs time and raises no error; a file that failed to import has no entry. Names that
+another user could have written are ignored; see Note [Trusted folders].
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class TestFile:
 
     name: str  # path below the root with forward slashes, such as `distributed/fsdp/test_a.py`; the first part of an id
     path: Path  # absolute path
-    module: str  # the dotted name that unittest and pytest give it, such as `test.distributed.fsdp.test_a`
-    import_root: Path  # the folder that must be on `sys.path` for `module` to be importable
+    module: str  # its dotted name in unittest and pytest, such as `test.distributed.fsdp.test_a`
+    import_root: Path  # the folder on `sys.path` from which `module` is importable
 
 
 def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
-    """Return every file below ``root`` whose name is ``like`` one of these, sorted by name.
+    """Return every file below ``root`` whose name matches a pattern of ``like``, sorted by name.
 
-    Hidden folders and ``__pycache__`` are left out, and so is the folder ``leave_out`` right below the root.
+    Skips hidden folders, ``__pycache__`` and the folder ``leave_out`` directly below the root.
     """
     root = root.resolve()
     found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
@@ -68,7 +68,7 @@ def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _O
 
 
 def holds_tests(folder: Path) -> bool:
-    """Whether a ``test_*.py`` lies anywhere below ``folder``."""
+    """Whether there is a ``test_*.py`` anywhere below ``folder``."""
     return next(_walk(folder, _OURS), None) is not None
 
 
@@ -79,10 +79,10 @@ def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
 
 
 def describe(path: Path, root: Path) -> TestFile:
-    """Describe the file ``path``, which lies below ``root``; both are absolute and resolved.
+    """Describe the file ``path`` below ``root``; both are absolute and resolved.
 
-    The import root is the nearest folder above the file that is no package, so a root that is itself a package
-    (``test/`` with an ``__init__.py``) is part of the module's name.
+    The import root is the nearest folder above the file that is no package. So if the root is a package (``test/``
+    with an ``__init__.py``), the module's name includes it.
     """
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file() and folder != folder.parent:
@@ -91,33 +91,33 @@ def describe(path: Path, root: Path) -> TestFile:
     return TestFile(path.relative_to(root).as_posix(), path, ".".join(reversed(parts)), folder)
 
 
-_NAMES = "names"  # the folder below the cache's
-# Devices that a file may count while it is imported.
+_NAMES = "names"  # folder below the cache's folder
+# A file may count devices during its import; these variables change the number.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 
-# Prefixes of what torch's test utilities ask for, which are imported before any test file is.
+# Prefixes of the variables that torch's test utilities read; they are imported before any test file.
 _TEST_VARIABLES = ("PYTORCH_TEST", "TEST_WITH_", "DISTRIBUTED_TESTS_")
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What importing one file told."""
+    """The result of importing one file."""
 
     file: TestFile
-    tests: tuple[TestName, ...] = ()  # its tests, in the order in which they should run
+    tests: tuple[TestName, ...] = ()  # in the order in which they should run; undefined if `error` is set
     # Absolute paths of the project files that it imported, directly or not; its own path may be missing
     imported: tuple[str, ...] = ()
-    cached: bool = False  # whether the answer is an earlier import's
-    error: str = ""  # the traceback if it could not be imported, else empty. Then `tests` means nothing.
-    needs: tuple[Needs, ...] = ()  # what each of `tests` asks for, in their order; empty if that is not known
-    left: str = ""  # why the file asked not to be run while it was imported, and `error` says the same; else empty
-    device: str = ""  # the device type that they test, as far as it is known
+    cached: bool = False  # from an earlier import
+    error: str = ""  # the traceback if the import failed, else empty
+    needs: tuple[Needs, ...] = ()  # of each of `tests`, in their order; empty if unknown
+    left: str = ""  # the reason if the file skipped itself during its import (then also in `error`), else empty
+    device: str = ""  # the device type of the tests, if known
 
 
 def surroundings(device: str) -> dict[str, str] | None:
-    """Return what the names of every file depend on, for the device type ``device`` (empty: the machine decides).
+    """Return the part of the cache key that all files share, for device type ``device`` (empty: the machine decides).
 
-    None if the version of torch cannot be told without importing it; names are then not cached.
+    None if the version of torch cannot be found without importing torch; names are then not cached.
     """
     try:
         torch_version = metadata.version("torch")
@@ -133,19 +133,19 @@ class NameCache:
     """Reads and writes cached names. See Note [Cached names].
 
     Args:
-        folder: where they lie; created when first written to. None: nothing is cached.
-        surroundings: what the names of every file depend on; None as well: nothing is cached.
+        folder: the cache's folder, created on the first write; None: cache nothing.
+        surroundings: the shared part of the key; None: cache nothing.
     """
 
     def __init__(self, folder: Path | None, surroundings: Mapping[str, str] | None) -> None:
-        # Why the folder is not used, in a sentence with the remedy; empty if it is
+        # A sentence about why the folder is not trusted, with the remedy; empty if it is in use
         self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and surroundings is not None else ""
         self._folder = folder if surroundings is not None and not self.refused else None
         self._surroundings = dict(surroundings or {})
         self._digests: dict[str, str | None] = {}
 
     def load(self, file: TestFile) -> Collected | None:
-        """Return the cached answer for ``file``; None unless it is keyed by the code that now lies there."""
+        """Return the cached entry for ``file``; None if there is none for the current code."""
         if self._folder is None:
             return None
         path = self._entry_path(self._folder, file)
@@ -164,11 +164,11 @@ class NameCache:
             return None
 
     def store(self, collected: Collected, since_ns: int) -> None:
-        """Cache ``collected``, unless it failed or one of its files changed after ``since_ns`` (``time_ns``)."""
+        """Cache ``collected``, unless the import failed or a file of it changed after ``since_ns`` (``time_ns``)."""
         if self._folder is None or collected.error:
             return
         code = {str(collected.file.path), *collected.imported}
-        # A file that changed while it was imported: the import read another text than the one there now.
+        # If a file changed during the import, the import may have read another text than the current one.
         with suppress(OSError):
             if any(os.stat(path).st_mtime_ns >= since_ns for path in code):
                 return
@@ -181,7 +181,7 @@ class NameCache:
             cache.write(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
     def told(self, number: int) -> str:
-        """Return the end of a sentence about a list of tests of which ``number`` files were not imported for it."""
+        """Return the end of a sentence about a list of tests, for which ``number`` files were not imported."""
         if not number or self._folder is None:
             return ""
         return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / _NAMES}"
@@ -192,7 +192,7 @@ class NameCache:
         return folder / _NAMES / f"{file.path.stem}-{digest[:16]}.json"
 
     def _digest(self, path: str) -> str | None:
-        """Hash of the content, read once a run since many files import the same helpers; None if it is not there."""
+        """Return the hash of the content; None if there is no file. Reads each file once: many import the same ones."""
         if path not in self._digests:
             self._digests[path] = None
             with suppress(OSError):
@@ -207,9 +207,9 @@ def collect_names(
     *,
     cached: bool = True,
 ) -> list[Collected]:
-    """Return the tests of every one of ``files``, in their order.
+    """Return the tests of all ``files``, in their order.
 
-    Files whose names are not cached, or all if ``cached`` is not to count, go to ``collect``, whose answers are cached.
+    Passes files without cached names, or all files if not ``cached``, to ``collect``, and caches the results.
     """
     answers = {file: found for file in files if cached and (found := names.load(file)) is not None}
     unknown = [file for file in files if file not in answers]

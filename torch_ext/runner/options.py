@@ -1,9 +1,9 @@
-"""What a user can ask for: the options, each with how it is typed. To add one, add a field with its row.
+"""The options of a run, each with its spelling. To add an option, add a field with its row.
 
 Note [The table of options]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A row says under which flags an option is typed, which key of ``[tool.torch_ext]`` holds it, and which variable. The
-command line, the configuration, ``--show-config`` and ``--help`` are made of the table.
+A row has an option's flags, its key in ``[tool.torch_ext]`` and its environment variable. The command line, the
+configuration, ``--show-config`` and ``--help`` use the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["TABLE", "Row", "RunOptions", "count", "default_root", "seconds", "ty
 
 
 def typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return ``read`` for an argument of argparse, which shows the words of its ValueError."""
+    """Return ``read`` as an argparse type whose errors show the text of the ValueError."""
 
     def read_typed(text: str) -> Any:
         try:
@@ -39,7 +39,7 @@ def typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds above 0."""
+    """Parse a number of seconds above 0."""
     try:
         found_s = float(text)
     except ValueError:
@@ -50,7 +50,7 @@ def seconds(text: str) -> float:
 
 
 def count(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number of at least ``least``."""
+    """Return a parser of integers of at least ``least``."""
 
     def read(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
@@ -61,7 +61,7 @@ def count(least: int) -> Callable[[str], int]:
 
 
 def _cluster(text: str) -> str:
-    """Read ``ADDRESS`` or ``local:N``.
+    """Parse ``ADDRESS`` or ``local:N``.
 
     >>> _cluster("local:3"), _cluster("auto")
     ('local:3', 'auto')
@@ -73,7 +73,7 @@ def _cluster(text: str) -> str:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """Read ``I/N``.
+    """Parse ``I/N``.
 
     >>> _shard("2/3")
     (2, 3)
@@ -85,7 +85,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _schedule(text: str) -> str:
-    """Read ``early``, ``late``, ``random`` or ``random:SEED``.
+    """Parse ``early``, ``late``, ``random`` or ``random:SEED``.
 
     >>> _schedule("late"), _schedule("random"), _schedule("random:7")
     ('late', 'random:0', 'random:7')
@@ -98,19 +98,19 @@ def _schedule(text: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """How an option is typed."""
+    """The spelling of an option."""
 
-    flags: tuple[str, ...]  # the last is the long one, whose name is the key of the configuration too
-    group: str  # the heading of `--help` below which it stands
+    flags: tuple[str, ...]  # the last is the long one, whose name is also the key of the configuration
+    group: str  # its heading in `--help`
     help: str
-    metavar: str = ""  # what stands for its value; empty: it takes none, and sets `const`
-    read: Callable[[str], object] = str  # makes the value of the text. Raises ValueError, with words for users.
+    metavar: str = ""  # placeholder of its value; empty: takes no value and sets `const`
+    read: Callable[[str], object] = str  # parses the value. Raises ValueError, with a message for users.
     const: object = True
-    many: bool = False  # it takes several values, and may be given again
+    many: bool = False  # takes several values, and may be repeated
     variable: str = ""  # the environment variable with the same meaning
-    choices: tuple[str, ...] = ()  # the values that it takes; empty: any that `read` can read
-    alone: bool = True  # `python test_file.py` has it too
-    field: str = ""  # the attribute of :class:`RunOptions` that it sets
+    choices: tuple[str, ...] = ()  # the valid values; empty: all that `read` accepts
+    alone: bool = True  # `python test_file.py` has the option too
+    field: str = ""  # the option's attribute of :class:`RunOptions`
 
     @property
     def name(self) -> str:
@@ -128,21 +128,21 @@ def _typed(default: Any, *rows: Row) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user asked for. Everything below the command line takes its orders from here.
+    """The options of one run, read by everything below the command line.
 
-    The row of a field says what it means. An empty or absent value leaves the matter to the
-    environment, the tests or the machine. Beyond that:
+    The row of a field has its help. An empty or absent value leaves the decision to the environment, the tests or the
+    machine. In addition:
 
     Attributes:
-        root: absolute folder that holds the suites; ``typed_root`` is the argument of ``--root``, if it was given.
+        root: absolute path of the suites' folder; ``typed_root`` is the argument of ``--root``, if given.
         shard: ``(I, N)``: the I-th of N parts, from 1.
         verbosity: -1 quiet, 0 one line a class, 1 one line a test.
         json: a file; ``-`` is stdout.
-        jobs: the most classes that run at a time; None: as many as there are slots for, or one where output is shown as
-            it comes or files are not ours.
-        harness: with ``upstream``, modules that a zygote loads before each file, the first one in the root too.
-        script: the test file that was started by itself (``python file.py``), as a user would type it; else empty.
-        command: how this runner was started, as a user would type it.
+        jobs: the maximal number of concurrent classes; None: as many as fit the slots, or one if output is shown as it
+            arrives or the files are not ours.
+        harness: with ``upstream``, modules that a zygote loads before each file; the root loads the first one too.
+        script: the test file that was started itself (``python file.py``), as a user would type it; else empty.
+        command: the command that started this runner, as a user would type it.
     """
 
     root: Path
@@ -214,10 +214,10 @@ class RunOptions:
 
     @property
     def packs(self) -> bool:
-        """Whether classes run side by side.
+        """Whether classes run concurrently.
 
-        By default not with ``show_output``, since its lines name no class, and not with ``upstream``, whose files were
-        written to run one after another.
+        The default is no with ``show_output``, since its lines name no class, and with ``upstream``, whose files expect
+        to run one after another.
         """
         if self.jobs is None:
             return not self.show_output and (not self.upstream or self.slots is not None)
@@ -225,18 +225,18 @@ class RunOptions:
 
     @property
     def narrowed(self) -> bool:
-        """Whether anything but the files themselves says which tests run."""
+        """Whether an option leaves out tests: patterns, keywords, ``--changed``, ``--last-failed`` or ``--shard``."""
         by_name = self.include or self.exclude or self.keywords
         return bool(by_name or self.changed or self.last_failed or self.shard)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of every process of the run: the user's, with what the command line adds."""
+        """Return the environment of every process of the run: the user's, with the command line's additions."""
         environment = dict(os.environ)
         for row in TABLE:
             value = getattr(self, row.field)
             if row.variable and value != getattr(RunOptions, row.field):
                 environment[row.variable] = "1" if value is True else str(value)
-        if self.upstream and not self.races:  # the races of upstream's own tests are not ours to mend
+        if self.upstream and not self.races:  # we do not fix races of upstream's own tests
             environment["TORCH_EXT_RACES"] = "off"
         if self.cuda_as_sim:
             environment[VARIABLE] = AS_CUDA
@@ -251,8 +251,8 @@ TABLE: tuple[Row, ...] = tuple(
 
 
 def default_root() -> Path:
-    """Return the folder of the suites where none is given: ``test`` of the checkout that this package belongs to; of an
-    installed package ``test`` or ``tests`` below the working directory, or that itself.
+    """Return the default folder of the suites: ``test`` of the checkout that contains this package. For an installed
+    package, ``test`` or ``tests`` below the working directory, else the working directory.
     """
     checkout = Path(torch_ext.__file__).resolve().parents[1]
     if (checkout / "run_test.py").is_file():

@@ -1,19 +1,18 @@
-"""The machine that tests share, and what each running class has of it for itself.
+"""The machine that tests share, and the private resources of each running class.
 
 Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
-Several classes run at once, of one run or of several in one checkout. None of them may meet another by accident, so
-each has
+Several classes run at once, of one run or of several in one checkout. To isolate them, each has
 
-- a private zygote, so that one that a rank stops or kills costs no other class a test, and a process that is left
-  behind is charged to the class that left it;
+- a private zygote: if a rank stops or kills it, no other class loses a test, and a leftover process is charged to the
+  class that left it;
 - ranks, a parent half and a process group;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
 - ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
   ``dist_utils``);
-- on an accelerator, the devices of its slots: its ranks see no others.
+- on an accelerator, the devices of its slots: its ranks see only these.
 
-What only one process of a machine can have, such as quiet cores, a class asks for with ``alone = True``.
+A class with ``alone = True`` runs without others, to have resources such as idle cores for itself.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from torch_ext.world.tree import ZygoteClient
 
 __all__ = ["Machine", "Place", "ask_for_devices", "shared_environment"]
 
-# Slots for each core where ranks wait for one another most of the time.
+# Slots per core: more than one, since ranks wait for each other most of the time.
 _SLOTS_PER_CORE = 4
-# torch's manager of shared memory makes a socket below TMPDIR, whose name takes 34 bytes of the 107 of an address.
+# Torch's shared memory manager makes a socket below TMPDIR; its name takes 34 of the 107 bytes of an address.
 _LONGEST_TMPDIR = 107 - 34
 _DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 
 
 class Place(NamedTuple):
-    """What a class has to itself while it runs."""
+    """The private resources of a running class."""
 
     environment: dict[str, str]  # of its processes
     scratch: str  # a folder for its short-lived files
-    opened: int = -1  # a descriptor of the folder, where its path is too long
-    # Returns the descriptor on which its class process asks for ranks, which a zygote starts here
+    opened: int = -1  # a descriptor of the folder, if its path is too long
+    # Returns a descriptor: the channel on which the class process requests ranks from a zygote on this machine
     add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
 
     def leave(self) -> None:
@@ -58,14 +57,13 @@ class Place(NamedTuple):
 
 
 class Machine:
-    """Where the classes of a run find their places.
+    """Makes the places of a run's classes.
 
     Args:
         scratch: the folder of the run.
         environment: of every process of the run.
-        devices: what ranks must share; none on ``cpu`` and on simulated devices, of which there are as many as a test
-            wants.
-        slots: how many there are, if the user says so.
+        devices: the devices that ranks must share; none on ``cpu`` and on simulated devices, which are unlimited.
+        slots: the number of slots, if the user has set it.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class Machine:
         self._scratch = scratch
         self._environment = environment
         self._devices = devices
-        self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()  # how many ranks may run at a time
+        self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()  # maximal number of concurrent ranks
 
     def place(self, slots: Sequence[int], *, packed: bool) -> Place:
-        """Make a place for a class that holds ``slots``, beside others if ``packed``. See Note [Neighbours]."""
+        """Make a place for a class that holds ``slots``; ``packed``: other classes run. See Note [Neighbours]."""
         os.makedirs(self._scratch, 0o700, exist_ok=True)  # a test may have removed it
         folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
         environment, opened = dict(self._environment), -1
@@ -94,14 +92,14 @@ class Machine:
         return Place(environment, folder, opened)
 
     def _names_of(self, slots: Sequence[int]) -> list[str]:
-        """The devices of ``slots``, as the variable spells them: the user may have narrowed them down already."""
+        """Return the devices of ``slots`` as the variable spells them, from the user's own value if it is set."""
         names = [name for name in self._environment.get(self._devices.variable, "").split(",") if name]
         names = names or [str(number) for number in range(self._devices.number)]
         return [names[slot] for slot in slots if slot < len(names)]
 
 
 def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
-    """Have a child of ``zygote`` count the devices that ranks must share; none if it cannot."""
+    """Have a child of ``zygote`` count the devices that ranks must share; none if the child fails."""
     ours, theirs = channel_pair()
     try:
         child = zygote.start(_DESCRIBE_DEVICES, None, [theirs.fileno()], environment)
@@ -118,11 +116,11 @@ def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Dev
 
 
 def shared_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return ``environment`` with a folder that all classes of all runs share, though each has its own ``TMPDIR``.
+    """Return ``environment`` with an Inductor cache that all classes of all runs share, despite separate ``TMPDIR``.
 
     Inductor keeps compiled code below ``TMPDIR`` unless a variable names another folder.
     """
-    with suppress(KeyError, OSError):  # a user without a name
+    with suppress(KeyError, OSError):  # the user has no name
         name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{name}"))
     return environment

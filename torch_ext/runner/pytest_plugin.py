@@ -1,7 +1,7 @@
 """pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does.
 
-pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots, those that
-need something of pytest's (a fixture, a mark) and all others in pytest's own process, as without the plugin.
+pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots. All other
+tests, and those that need a fixture or mark of pytest, run in pytest's own process, as without the plugin.
 
 Loaded by the entry point ``pytest11``, or by ``pytest_plugins`` in a conftest. Does nothing unless ``--slots`` or the
 ini option ``torch_ext_slots`` asks for it.
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
 _OFF, _AUTO = "off", "auto"
-# Where the base classes are whose tests run in ranks.
+# Package of the base classes whose tests run in ranks.
 _BASES = "torch_ext.testing._internal._distributed."
-# Marks that act in pytest's own process alone.
+# Marks that work only in pytest's own process.
 _MARKS = ("skip", "skipif", "xfail", "usefixtures")
-# Fixtures that stand for what unittest calls by itself.
+# Fixtures in which pytest wraps unittest's own setup.
 _UNITTEST = ("_unittest_", "_xunit_", "unittest_", "xunit_", "request")
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Take ``-n N`` of pytest-xdist for the number of classes at a time, before its processes start."""
+    """Use pytest-xdist's ``-n N`` as the number of concurrent classes, before xdist starts processes."""
     _asked(config)  # a usage error comes first
     processes = config.getoption("numprocesses", None, skip=True) if config.pluginmanager.has_plugin("xdist") else None
     if _is_on(config) and processes:
@@ -55,7 +55,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave the threads of pytest-xdist out when a hang is judged: they are there before any test is."""
+    """Exclude pytest-xdist's threads, which start before any test, from hang detection."""
     if hasattr(config, "workerinput"):
         from torch_ext.world.threads import leave_out
 
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what ``-n`` does with and without ``--slots``."""
+    """Explain the meaning of ``-n`` with and without ``--slots``."""
     jobs = getattr(config.option, "torch_ext_jobs", None)
     if jobs:
         return f"torch_ext: -n {jobs} runs at most {jobs} classes at a time on slots; no process of pytest-xdist starts"
@@ -76,7 +76,7 @@ def _asked(config: pytest.Config) -> str:
     """Return ``"off"``, ``"auto"`` or a number.
 
     Raises:
-        pytest.UsageError: something else was asked for.
+        pytest.UsageError: the value is none of these.
     """
     asked = str(config.getoption("--slots", "") or config.getini("torch_ext_slots") or _OFF)
     if asked not in (_OFF, _AUTO) and not (asked.isdecimal() and int(asked)):
@@ -91,9 +91,9 @@ def _is_on(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the distributed tests, then what is left of ``session.items`` as pytest does."""
+    """Run the distributed tests, then the rest of ``session.items`` as pytest does."""
     if not _is_on(session.config) or (session.testsfailed and not session.config.option.continue_on_collection_errors):
-        return None  # pytest says why nothing runs
+        return None  # pytest explains why no test runs
     ours = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]
     inside = {item: why for item in ours if (why := _why_inside(item))}
     mine = [item for item in ours if item not in inside]
@@ -104,7 +104,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not mine:
         return None
     _Run(session, mine).run()
-    # pytest's own loop would take the failures so far for failures to collect.
+    # pytest's own loop would count the failures so far as collection errors.
     rest = [item for item in session.items if item not in set(mine)]
     for number, item in enumerate(rest):
         following = rest[number + 1] if number + 1 < len(rest) else None
@@ -126,7 +126,7 @@ def _runs_in_ranks(item: pytest.Function) -> bool:
 
 
 def _why_inside(item: pytest.Function) -> str:
-    """Return in words the features of pytest that ``item`` needs; empty if none."""
+    """Describe a feature of pytest that ``item`` needs; empty if none."""
     for mark in _MARKS:
         if item.get_closest_marker(mark) is not None:
             return f"has the mark {mark!r}"
@@ -135,7 +135,7 @@ def _why_inside(item: pytest.Function) -> str:
 
 
 class _Text(TerminalRepr):
-    """The report of a failure, as the runner's own report has it."""
+    """The report of a failure, with the text of the runner's own report."""
 
     def __init__(self, text: str, path: str, line: int) -> None:
         self._text = text
@@ -149,7 +149,7 @@ class _Text(TerminalRepr):
 
 
 class _Run:
-    """Runs ``items`` and reports each under its own name. A reporter of the runner's events."""
+    """Runs ``items`` and reports each under its own name. Handles the runner's events as a reporter."""
 
     def __init__(self, session: pytest.Session, items: Sequence[pytest.Function]) -> None:
         from torch_ext.runner.names import describe
@@ -167,13 +167,13 @@ class _Run:
 
         config = self._session.config
         asked, jobs = _asked(config), getattr(config.option, "torch_ext_jobs", None)
-        # With one failure to stop at, a class must not go on either.
+        # With --maxfail=1, a class must stop at its first failure too.
         failfast = config.getoption("maxfail", 0) == 1
         slots = None if asked == _AUTO else int(asked)
         return RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
 
     def run(self) -> None:
-        """Run them, in the order in which they were collected as far as reports go."""
+        """Run the items; report them in the order of collection."""
         from torch_ext.runner.execute import open_executor
         from torch_ext.runner.reporters.tally import InOrder
         from torch_ext.runner.schedule import make_plan
@@ -191,7 +191,7 @@ class _Run:
             try:
                 executor.run(plan, ordered)
             except KeyboardInterrupt:
-                ordered(RunEnded())  # report the classes that have ended before their turn
+                ordered(RunEnded())  # release the results of classes that ended out of order
                 raise
             ordered(RunEnded())
             _stop_if_asked(self._session)
@@ -204,7 +204,7 @@ class _Run:
         return [test for test in self._items if test.file not in names]
 
     def __call__(self, event: Event) -> None:
-        """Report a result as pytest reports those of tests that it has run itself."""
+        """Report a result as pytest reports the tests that it runs itself."""
         if isinstance(event, Stalled):
             self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
         if not isinstance(event, TestResult):
@@ -248,7 +248,7 @@ class _Run:
             report.sections = [("torch_ext", "\n".join(result.warnings))]
 
     def _report_error(self, name: str, text: str) -> None:
-        """Report what failed though it is no test: a file or a class."""
+        """Report the failure of a file or a class, which is no test."""
         file, _, cls = name.partition("::")
         location = (file, 0, cls or file)
         report = pytest.TestReport(name, location, {}, "failed", _Text(text, location[0], 0), "setup")
@@ -258,7 +258,7 @@ class _Run:
         hook.pytest_runtest_logfinish(nodeid=name, location=location)
 
     def _report_missing(self) -> None:
-        """A test that was to run and has no result has not passed."""
+        """Report planned tests without a result as failures."""
         for test, item in list(self._left.items()):
             missing = Remark("The test did not run: its class or file ended before it began.")
             self._report(item, TestResult(test, Status.FAILED, 0.0, (missing,)))

@@ -1,11 +1,10 @@
-"""A run of the chosen tests, with its reporters: as many rounds as were asked for, in each the failed tests once more.
+"""Runs the chosen tests, with reporters: the requested number of rounds, each with reruns of failed tests.
 
 Note [Reruns]
 ~~~~~~~~~~~~~
-A test that failed runs again when its round is through, in a new class process with new ranks. If it passes then, it is
-flaky: not passed, for the same code has failed, and no failure. A skip in the second run proves nothing, so the failure
-stands. A class that failed as a whole does not run again, and neither does a file that cannot be
-imported.
+A test that failed runs again at the end of its round, in a new class process with new ranks. If the rerun passes, the
+test is flaky: neither passed, since the same code has failed, nor failed. If the rerun skips, the failure stands. A
+class that failed as a whole does not run again, nor does a file that cannot be imported.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ __all__ = ["Reporters", "Rounds"]
 
 
 class Reporters:
-    """Every reporter that ``options`` ask for. The text goes to stderr where JSON takes stdout.
+    """All reporters that ``options`` request. The text goes to stderr if JSON goes to stdout.
 
     Args:
-        expected_s: how long a test should take, if that is known.
-        notes: sentences to begin with.
+        expected_s: the expected duration of a test in seconds, if known.
+        notes: sentences at the beginning of the report.
 
     Raises:
         SetupError: a file cannot be opened.
@@ -93,7 +92,7 @@ class Reporters:
 
 
 class Rounds:
-    """Runs the chosen tests as often as the options say. Reporters see only results with round and attempt."""
+    """Runs the chosen tests as often as the options require. Numbers each result by round and attempt for reporters."""
 
     def __init__(self, chosen: Chosen, executor: Callable[[], Executor]) -> None:
         self._chosen = chosen
@@ -108,7 +107,7 @@ class Rounds:
         self._again: list[TestName] = []
 
     def run(self) -> int:
-        """Run every round and return the exit code. An interrupt ends the run, and is reported."""
+        """Run every round and return the exit code. An interrupt ends the run, and reporters show it."""
         interrupted = False
         for failure in self._chosen.failures:
             self._take(failure)
@@ -133,7 +132,7 @@ class Rounds:
         return any(one.status.counted is Status.FAILED for one in self._tally.results)
 
     def _take(self, event: ClassEvent) -> None:
-        """Number a result, and hand it or any other event to the reporters."""
+        """Pass an event to the reporters; number a result before."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)
         self._reporters(event)
@@ -171,8 +170,8 @@ class Rounds:
         keys = {batch.key for batch in plan.batches}
         for batch in self._chosen.plan.batches:
             if batch.key not in keys:
-                self._take(Over(TestName(*batch.key)))  # no executor says so of a class that it does not run
-        # A run that stops at the first failure goes on if that turns out to be a flake.
+                self._take(Over(TestName(*batch.key)))  # executors report only classes that they run
+        # With failfast, the run goes on if the first failure turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)
             self._executor().run(plan, self._take)
@@ -188,7 +187,7 @@ class Rounds:
 
 
 def _judge(chosen: Chosen) -> Judge | None:
-    """Return what judges results of files that are not our own."""
+    """Return the judge of results of upstream's files; None for our own."""
     request, options = chosen.request, chosen.request.options
     if request.upstream is None:
         return None

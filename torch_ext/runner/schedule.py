@@ -1,7 +1,7 @@
-"""Which class runs when, and on which slots: decisions alone, without processes and without a clock.
+"""Decides which class runs when, and on which slots. Starts no processes and reads no clock.
 
-:class:`Plan` is what a run executes, :class:`Slots` the places for ranks that a machine has. :class:`Packed` chooses
-which class of the :class:`Queue` begins next.
+A run executes a :class:`Plan`; :class:`Slots` are a machine's places for ranks. :class:`Packed` chooses which class of
+the :class:`Queue` begins next.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch_ext.runner.names import TestFile
 
 __all__ = ["Batch", "Need", "Packed", "Plan", "Queue", "Slots", "cores", "make_plan", "slots_of"]
 
-# What a test is taken to last that has never run.
+# Expected duration of a test that has never run.
 _UNKNOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a class needs while it runs."""
+    """The needs of a running class."""
 
-    ranks: int = 1  # the most ranks that one of its tests starts; at least 1, and 1 where ranks are threads
-    alone: bool = False  # nothing else runs beside it
-    hosts: int = 1  # on how many hosts its ranks run, as many on each
+    ranks: int = 1  # maximal number of ranks of its tests; at least 1, and 1 if ranks are threads
+    alone: bool = False  # no other class runs at the same time
+    hosts: int = 1  # number of hosts of its ranks, with as many ranks on each
 
     @property
     def of_each_host(self) -> Need:
-        """What it needs of one of its hosts.
+        """The need on one of its hosts.
 
         >>> Need(ranks=4, hosts=2).of_each_host
         Need(ranks=2, alone=False, hosts=1)
@@ -40,9 +40,9 @@ class Need:
 
 
 class Batch(NamedTuple):
-    """The selected tests of one class, which share its ``setUpClass``; in the order in which they run.
+    """The selected tests of one class, which share its ``setUpClass``, in the order in which they run.
 
-    ``expected_s`` is how long they took when they last ran, in seconds.
+    ``expected_s`` is their duration in their last run, in seconds.
     """
 
     file: TestFile
@@ -53,13 +53,13 @@ class Batch(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it apart from every other class of a plan."""
+        """A unique key within a plan: file and class."""
         return self.file.name, self.cls
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run executes. The classes of a file stand together, so that a module is imported once."""
+    """Everything that a run executes. The classes of a file are consecutive, so that a module is imported once."""
 
     batches: tuple[Batch, ...]
 
@@ -68,11 +68,11 @@ class Plan:
 
     @property
     def tests(self) -> tuple[TestName, ...]:
-        """Every test of the plan, in order; none stands in it twice."""
+        """All tests of the plan, in order and without duplicates."""
         return tuple(test for batch in self.batches for test in batch.tests)
 
     def without(self, tests: Collection[TestName]) -> Plan:
-        """Return this plan without ``tests``; a class keeps its needs and what it is expected to take."""
+        """Return this plan without ``tests``; each class keeps its needs and expected duration."""
         kept = (
             batch._replace(tests=tuple(test for test in batch.tests if test not in tests)) for batch in self.batches
         )
@@ -85,16 +85,16 @@ def make_plan(
     needs: Mapping[TestName, Needs] = {},
     expected_s: Callable[[TestName], float] = lambda test: _UNKNOWN_S,
 ) -> Plan:
-    """Group ``tests`` by file, in the order of ``files``, then by class and test, in the order given.
+    """Group ``tests`` by file, in the order of ``files``, then by class and test, in the given order.
 
     Args:
-        files: those of the tests, in the order in which they run.
-        tests: each in the order of its class.
-        needs: what each test needs, as far as that is known; the rest needs one rank.
-        expected_s: how long a test takes, in seconds; by default the same for all.
+        files: the files of the tests, in the order in which they run.
+        tests: the tests, those of a class in its order.
+        needs: the known needs of tests; other tests need one rank.
+        expected_s: the expected duration of a test, in seconds; by default the same for all.
 
     Raises:
-        AssertionError: a test's file is none of ``files``, so that the test would be dropped in silence.
+        AssertionError: a test's file is not in ``files``, so that the test would be lost silently.
     """
     by_file: dict[str, dict[str, dict[TestName, None]]] = {file.name: {} for file in files}
     for test in tests:
@@ -118,12 +118,12 @@ def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Need
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def slots_of(need: Need, slots: int) -> int:
-    """Return how many of ``slots`` a class holds: one for each rank, and all if it has more ranks or wants no company.
+    """Return how many of ``slots`` a class holds: one for each rank; all if it has more ranks or must run alone.
 
     >>> slots_of(Need(ranks=2), 4), slots_of(Need(ranks=8), 4), slots_of(Need(ranks=1, alone=True), 4)
     (2, 4, 4)
@@ -132,7 +132,7 @@ def slots_of(need: Need, slots: int) -> int:
 
 
 class Slots:
-    """Hands slots out by number, the lowest free ones first. On an accelerator the numbers are those of its devices.
+    """Allocates slots by number, the lowest free ones first. On an accelerator, slot numbers are device numbers.
 
     >>> slots = Slots(4)
     >>> first, second = slots.take(3), slots.take(1)
@@ -148,14 +148,14 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """How many are free."""
+        """The number of free slots."""
         return len(self._free)
 
     def take(self, number: int) -> tuple[int, ...]:
         """Take ``number`` slots.
 
         Raises:
-            AssertionError: so many are not free.
+            AssertionError: fewer slots are free.
         """
         if number > len(self._free):
             raise AssertionError(f"{number} slots are wanted, {len(self._free)} are free")
@@ -163,19 +163,19 @@ class Slots:
         return tuple(taken)
 
     def give_back(self, taken: tuple[int, ...]) -> None:
-        """Give back what :meth:`take` has returned."""
+        """Release the slots that :meth:`take` has returned."""
         self._free = sorted([*self._free, *taken])
 
 
 class Packed:
-    """Chooses which class begins: as many at a time as there are slots for their ranks.
+    """Chooses which class begins: as many concurrently as there are slots for their ranks.
 
-    The longest class goes first, because one that is left for the end runs on when all others are through. Where it
-    does not fit, the longest that does goes in its place. Classes that want to be alone come last, one by one.
+    The longest class goes first, because at the end it would run on when all other classes have finished. If it does
+    not fit, the longest class that fits goes first. Classes that must run alone come last, one by one.
 
     Args:
-        at_once: the most classes that run at a time.
-        strict: begin classes in the order of the plan and no other, even if one of them is not ready.
+        at_once: the maximal number of concurrent classes.
+        strict: begin classes only in the order of the plan, even if one of them is not ready.
     """
 
     def __init__(self, at_once: int, *, strict: bool = False) -> None:
@@ -183,7 +183,7 @@ class Packed:
         self.strict = strict
 
     def order(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return ``batches`` in the order in which they should become ready: their files are imported in it."""
+        """Return ``batches`` in the order in which they should become ready, which is the order of imports."""
         return list(batches) if self.strict else sorted(batches, key=lambda one: (one.need.alone, -one.expected_s))
 
     def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
@@ -198,15 +198,15 @@ class Packed:
         return None
 
 
-# How many files are open beyond those whose classes run. An open file has a process that has imported it.
+# Number of files open ahead of the running classes. An open file has a process that has imported it.
 _AHEAD = 2
 
 
 class Queue:
     """The state of a run, file by file: closed, open (being imported), ready (imported), done.
 
-    A file is imported once: it stays open until all of its classes have run. So that not all files are open at once,
-    the policy chooses among the classes of a few, and the next file opens when one is done.
+    A file is imported once: it stays open until all of its classes have run. To limit the number of open files, the
+    policy chooses among the classes of a few files, and the next file opens when one is done.
     """
 
     def __init__(self, plan: Plan, policy: Packed, slots: Slots) -> None:
@@ -222,7 +222,7 @@ class Queue:
         self.running: dict[Batch, tuple[int, ...]] = {}
 
     def files_to_open(self) -> list[TestFile]:
-        """Return the files whose import is to begin now; each is returned once."""
+        """Return the files to import now, each file once."""
         busy = {batch.file.name for batch in self.running}
         opened = []
         while self._closed and len(set(self._open) - busy) < _AHEAD:
@@ -232,11 +232,11 @@ class Queue:
         return opened
 
     def loaded(self, file: TestFile) -> None:
-        """The import of ``file`` has ended."""
+        """Note that the import of ``file`` has ended."""
         self._ready[file.name] = None
 
     def start(self) -> Batch | None:
-        """Return the class that begins now, which takes its slots in :attr:`running`; None to wait."""
+        """Return the class that begins now, with its slots in :attr:`running`; None to wait."""
         ready = self._policy.order([batch for name in self._may_run() for batch in self._waiting[name]])
         chosen = self._policy.choose(ready, tuple(self.running), self._slots.free, self._slots.number)
         if chosen is not None:
@@ -250,11 +250,11 @@ class Queue:
         return list(itertools.takewhile(lambda name: name in self._ready, self._open))
 
     def ended(self, batch: Batch) -> None:
-        """``batch`` has ended: give its slots back."""
+        """Release the slots of ``batch``, which has ended."""
         self._slots.give_back(self.running.pop(batch))
 
     def files_done(self) -> list[TestFile]:
-        """Return the files all of whose classes have ended; each is returned once."""
+        """Return the files whose classes have all ended, each file once."""
         busy = {batch.file.name for batch in self.running}
         done = [name for name in self._ready if not self._waiting[name] and name not in busy]
         for name in done:

@@ -1,18 +1,18 @@
-"""Which tests the patterns and keywords of a command line mean. Pure: neither disk nor imports.
+"""Selects tests by the patterns and keywords of a command line. Pure: neither disk nor imports.
 
 Note [Patterns]
 ~~~~~~~~~~~~~~~
 The address of a test is ``folders / module :: class :: method``. A pattern spells a part of it:
 
 - folders from the root on, or a module with any number of its folders: the pattern means whole files, and is
-  understood before a single one is imported;
-- a class, a method or both, alone or behind a module: the pattern needs the names of the tests, yet only those of
-  the modules it mentions.
+  resolved without an import;
+- a class, a method or both, alone or after a module: the pattern needs the names of the tests, but only those of
+  the modules that it mentions.
 
-``/``, ``.`` and ``::`` all separate, as far as they leave no doubt: nothing before a ``/`` is a class, nothing behind
-``::`` is a folder. One text can still be read in several ways. A file wins over a name, the whole path of a file over
-a folder, a folder over the end of a path (so that an id always means exactly one test), and the longest module part
-wins over shorter ones.
+``/``, ``.`` and ``::`` all separate parts, with two constraints: no part before a ``/`` is a class, and no part after
+``::`` is a folder. A pattern may still have several readings. A file wins over a name, the whole path of a file over a
+folder, a folder over the end of a path (so that an id always means exactly one test), and the longest module part wins
+over shorter ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Parts = tuple[str, ...]
 
 
 class SelectionError(SetupError):
-    """A pattern or keyword means nothing. The message has it and the nearest names."""
+    """A pattern or keyword matches nothing. The message has its text and the nearest names."""
 
 
 class _Reading(NamedTuple):
@@ -56,12 +56,12 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class PatternTarget:
-    """What a pattern means once the files are known."""
+    """The meaning of a pattern among known files."""
 
     text: str  # the pattern as typed
-    files: frozenset[str]  # names of the files it selects from; empty if it can mean nothing here
-    names: tuple[_Parts, ...] = ()  # ways to read its class and method parts; empty if it means whole files
-    anchored: bool = True  # it mentions a folder or a module, so that it says nothing about other files
+    files: frozenset[str]  # names of the files that it selects from; empty if it matches none
+    names: tuple[_Parts, ...] = ()  # readings of its class and method parts; empty if it means whole files
+    anchored: bool = True  # mentions a folder or a module, and so cannot match other files
 
     def matches(self, test: TestName) -> bool:
         """Whether the pattern selects ``test``."""
@@ -70,7 +70,7 @@ class PatternTarget:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is known before any name is: the targets, and the files whose names are needed, in their order."""
+    """The selection before any name is known: the targets, and the files whose names are needed, in their order."""
 
     include: tuple[PatternTarget, ...]
     exclude: tuple[PatternTarget, ...]
@@ -78,19 +78,19 @@ class Selection:
 
 
 class Selected(NamedTuple):
-    """The tests that were selected, and those files among the unimportable ones that could hold selected tests."""
+    """The selected tests, and the unimportable files that could hold selected tests."""
 
     tests: tuple[TestName, ...]
     broken: tuple[str, ...]
 
 
 def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> PatternTarget:
-    """Return what the pattern ``text`` means among ``files``. See Note [Patterns].
+    """Resolve the pattern ``text`` among ``files``. See Note [Patterns].
 
     Args:
         text: the pattern.
         files: names of all test files, relative to the root.
-        prefixes: spellings of the root itself, such as ``"test/"`` and ``"test."``, which a pattern may start with.
+        prefixes: spellings of the root, such as ``"test/"`` and ``"test."``, which may begin a pattern.
 
     >>> files = ["fsdp/test_a.py", "fsdp/test_b.py", "rpc/test_a.py"]
     >>> sorted(resolve("test/fsdp/", files, ["test/"]).files), sorted(resolve("test_a", files).files)
@@ -112,13 +112,13 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     return PatternTarget(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
 
 
-@functools.lru_cache(maxsize=8)  # the same for every pattern, of which there may be thousands
+@functools.lru_cache(maxsize=8)  # computed once for thousands of patterns
 def _addresses(files: tuple[str, ...]) -> dict[str, _Parts]:
     return {file: _split(file.removesuffix(".py"), "/") for file in files}
 
 
 def _spellings(text: str, prefixes: Sequence[str]) -> list[str]:
-    """``text`` itself, and what remains of it behind the root's own name."""
+    """Return ``text``, and ``text`` without the root's own name."""
     text = text.removeprefix("./")
     shorter = [text[len(prefix) :] for prefix in prefixes if text.startswith(prefix)]
     whole = [""] if any(text == prefix[:-1] for prefix in prefixes) else []
@@ -134,7 +134,7 @@ def _readings(text: str) -> Iterator[_Reading]:
     folder, _, last = path.rpartition("/")
     folders, stem = _split(folder, "/"), last.removesuffix(".py")
     is_path = path.endswith((".py", "/"))
-    # A dot can be part of a folder's name, or stand between names; in front of a slash it is never the latter.
+    # A dot can be part of a folder's name, or separate names; before a slash it never separates.
     plain, dotted = (*folders, *_split(stem, "/")), (*folders, *_split(stem, "."))
     if separator:
         yield _Reading(dotted, tuple(re.split(r"::|\.", names)))
@@ -171,7 +171,7 @@ def _file_rules(text: str) -> tuple[_Rule, ...]:
 def _first_match(
     rules: Sequence[_Rule], readings: Iterable[_Reading], addresses: Mapping[str, _Parts]
 ) -> tuple[_Reading, frozenset[str]] | None:
-    """The first reading, by the strongest rule, that means some file, with its files."""
+    """Return the first reading, by the strongest rule, that matches a file, with its files; None if there is none."""
     readings = list(readings)
     for rule in rules:
         for reading in readings:
@@ -191,7 +191,7 @@ def select_files(
     """Resolve the patterns of ``-i`` and ``-x`` among ``files``, and find the files whose names are needed.
 
     Raises:
-        SelectionError: a pattern is spelt as a path, and no such path exists.
+        SelectionError: a pattern is a path that does not exist.
     """
     included, excluded = (tuple(resolve(text, files, prefixes) for text in texts) for texts in (include, exclude))
     for target in (*included, *excluded):
@@ -206,9 +206,9 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
     """Apply ``selection`` to the names of its files.
 
     Args:
-        selection: what :func:`select_files` returned.
+        selection: the result of :func:`select_files`.
         tests: the tests of ``selection.files``; the result keeps their order.
-        broken: those of ``selection.files`` that could not be imported and thus have no names.
+        broken: the files of ``selection.files`` without names, because their import failed.
 
     Raises:
         SelectionError: a pattern matches no test, and no broken file explains it.
@@ -227,15 +227,15 @@ def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:
 
 
 def _explained(target: PatternTarget, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:
-    """Whether ``target`` matches, or fails to for a reason other than a mistyped name."""
+    """Whether ``target`` matches, or does not match for a reason other than a mistyped name."""
     if not target.names or any(map(target.matches, tests)) or target.files.intersection(broken):
         return True
-    # A class of a file that is not run, or that -x drops: its names were never read.
+    # A class of a file that does not run, such as one that -x drops: its names were never read.
     return target.anchored and target.files.isdisjoint(selection.files)
 
 
 def _suspect(file: str, include: Sequence[PatternTarget], tests: Sequence[TestName]) -> bool:
-    """Whether the broken ``file`` could hold what was asked for: a name found elsewhere is not searched in it."""
+    """Whether the broken ``file`` could hold a requested test. Ignores bare names that other files already match."""
     return not include or any(
         file in target.files and (target.anchored or not any(map(target.matches, tests))) for target in include
     )
@@ -250,11 +250,11 @@ _OPERATORS = frozenset({"and", "or", "not", "(", ")"})
 
 
 def keyword_filter(expressions: Sequence[str]) -> Callable[[TestName], bool]:
-    """Return a function that tells whether a test fits one of ``expressions``; none at all lets every test through.
+    """Return a predicate: whether a test matches one of ``expressions``. Without expressions, every test matches.
 
-    Words are joined by ``and``, ``or``, ``not`` and parentheses. A word fits as a substring of the id or of unittest's
-    dotted name, and with ``*``, ``?`` or ``[`` as a glob over either of them, the class or the method. Case does not
-    matter.
+    Combine words with ``and``, ``or``, ``not`` and parentheses. A word matches a substring of the id or of unittest's
+    dotted name. A word with ``*``, ``?`` or ``[`` is a glob for the id, the dotted name, the class or the method. Case
+    does not matter.
 
     Raises:
         SelectionError: an expression is incomplete.
@@ -268,7 +268,7 @@ def keyword_filter(expressions: Sequence[str]) -> Callable[[TestName], bool]:
 
 
 def _expression(text: str) -> Callable[[TestName], bool]:
-    """Have Python evaluate ``text``, with a number in the place of each word."""
+    """Return a predicate that lets Python evaluate ``text``, with a number in place of each word."""
     tokens = re.findall(r"[()]|[^\s()]+", text)
     words = [token for token in tokens if token not in _OPERATORS]
     numbers = itertools.count()
@@ -302,9 +302,9 @@ def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
 
 
 def advice(text: str, names: Iterable[str]) -> str:
-    """Return the end of a message that gives the five of ``names`` that resemble ``text`` most; empty if none does.
+    """Return the end of a message with the five of ``names`` most similar to ``text``; empty if none is similar.
 
-    Two names are alike as a whole or in their last parts, whatever their case.
+    Compares names as a whole and by their last parts, ignoring case.
 
     >>> advice("distributed/fspd", ["distributed/fsdp", "distributed/rpc", "TestInput"])
     '; nearest: distributed/fsdp, distributed/rpc'
@@ -320,6 +320,6 @@ def advice(text: str, names: Iterable[str]) -> str:
 
 
 def _views(name: str) -> tuple[str, str]:
-    """The whole name and its last part, in one spelling."""
+    """Return the whole name and its last part, normalized."""
     whole = name.lower().removesuffix(".py").rstrip("/").replace("::", ".").replace("/", ".")
     return whole, whole.rpartition(".")[2]

@@ -1,6 +1,6 @@
-"""What a command asks for: the test files that its options mean, and who runs and judges their tests.
+"""Selects the test files of a command, and defines the protocols of the executor and the judge of their tests.
 
-The command (``cli``) takes three steps. Each takes what the one before it returned:
+The command (``cli``) takes three steps. The result of each is the input of the next:
 
 ===============================  ==========================  =====================================================
 step                             returns                     decides
@@ -32,7 +32,7 @@ __all__ = ["Executor", "Judge", "Request", "Upstream", "select"]
 
 # The folder of our checkout's suites that holds the tests of torch_ext itself.
 _OWN_TESTS = "torch_ext"
-# What PyTorch calls its test files; the second is `elastic`'s way.
+# Names of PyTorch's test files; `elastic` uses the second.
 _UPSTREAMS = ("test_*.py", "*_test.py")
 
 
@@ -40,19 +40,19 @@ class Executor(Protocol):
     """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Import ``files``, each in a separate process, and yield one answer for each, in any order.
+        """Import ``files``, each in a separate process, and yield one result for each, in any order.
 
-        Called on the main thread. May block as long as imports take. A file that cannot be imported is an answer.
+        Called on the main thread. May block as long as imports take. Also yields a result for a failed import.
         """
         ...
 
     def run(self, plan: Plan, sink: Sink) -> None:
-        """Run ``plan``. Call ``sink``, on the calling thread, as each class and test begins, as each test ends and as
-        each class is over. Several classes may run at once.
+        """Run ``plan``. Call ``sink``, on the calling thread, when a class or test begins, when a test ends and when a
+        class is over. Several classes may run at once.
 
-        Called on the main thread, as often as there are rounds; the processes of the last one end with :meth:`close`.
-        Stops after the first failure if ``options.failfast``. A class that is skipped as a whole is one
-        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
+        Called on the main thread, once per round; the processes of the last round end with :meth:`close`. Stops after
+        the first failure if ``options.failfast``. Report a skipped class as one skipped result for each of its tests: a
+        planned test without a result counts as not run, and fails the command.
         """
         ...
 
@@ -62,7 +62,7 @@ class Executor(Protocol):
 
 
 class Judge(Protocol):
-    """What a run of files that are not our own makes of results."""
+    """Judges the results of files that are not our own."""
 
     told: str
 
@@ -71,21 +71,21 @@ class Judge(Protocol):
         ...
 
     def judged(self, result: TestResult) -> TestResult:
-        """Return what counts in the place of ``result``."""
+        """Return the result that replaces ``result``."""
         ...
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each known difference that no longer is one. ``whole``: no test was left out."""
+        """Return a failure for each known difference that has disappeared. ``whole``: no test was left out."""
         ...
 
 
 class Upstream(NamedTuple):
-    """How files of a PyTorch checkout run, as the command passes it to the runner, which knows nothing else of them.
+    """The runner's only interface to files of a PyTorch checkout, passed by the command.
 
     Attributes:
-        harness: modules that a zygote loads before such a file, so that it sees our harness; the first of them, the
-            root zygote loads as well.
-        judge: makes a judge of the files of a run, lists of known differences, and what their conditions ask for.
+        harness: modules that a zygote loads before such a file, so that the file sees our harness; the root zygote
+            loads the first one too.
+        judge: makes a judge from the files of a run, lists of known differences, and the facts for their conditions.
     """
 
     harness: tuple[str, ...]
@@ -94,7 +94,7 @@ class Upstream(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """The test files whose tests are needed, where their names are cached, and what is asked of them."""
+    """The test files whose tests are needed, the cache of their names, and the selection."""
 
     options: RunOptions
     files: Sequence[TestFile]
@@ -105,11 +105,11 @@ class Request:
 
 
 def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
-    """Find the test files that ``options`` mean: one that was started by itself, upstream's, or those of a root; and
+    """Find the test files of ``options`` (a file that was started itself, upstream's files, or those of a root) and
     resolve the patterns and keywords.
 
     Raises:
-        SelectionError: there are none, a pattern means nothing, or the tests are not ours to run.
+        SelectionError: there is no file, a pattern matches nothing, or the tests are for pytest.
     """
     names = NameCache(None, None)
     if options.script:
@@ -130,7 +130,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
 
 
 def _own_files(options: RunOptions) -> Sequence[TestFile]:
-    # The tests of torch_ext itself are left to pytest: a runner that judges itself proves nothing.
+    # Leave the tests of torch_ext itself to pytest: a runner that judges itself proves nothing.
     own = options.root / _OWN_TESTS
     leave_out = _OWN_TESTS if options.root == default_root() and (own / "house").is_dir() else ""
     for pattern in options.include if leave_out else ():
@@ -145,7 +145,7 @@ def _own_files(options: RunOptions) -> Sequence[TestFile]:
 
 
 def _upstream_files(options: RunOptions) -> list[TestFile]:
-    """Return the files that ``--upstream`` names, each a module by itself as ``python FILE`` imports it."""
+    """Return the files that ``--upstream`` names, each a top-level module, as ``python FILE`` imports it."""
     paths: dict[Path, None] = {}
     for path in (Path(typed).resolve() for typed in options.upstream):
         found = [path] if path.is_file() else [file.path for file in find_test_files(path, like=_UPSTREAMS)]
@@ -156,6 +156,6 @@ def _upstream_files(options: RunOptions) -> list[TestFile]:
 
 
 def _prefixes(options: RunOptions) -> list[str]:
-    """How a pattern may spell the root before it spells what lies below, as completion by the shell does."""
+    """Return the spellings of the root that may begin a pattern, as the shell's completion inserts them."""
     roots = {options.root.name, str(options.root), os.path.relpath(options.root), options.typed_root.rstrip("/")}
     return [f"{options.root.name}.", *(f"{root}/" for root in sorted(roots - {"", "."}))]

@@ -26,17 +26,17 @@ from torch_ext.world.wording import own_message
 
 __all__ = ["RunZygotes"]
 
-# What nearly every distributed test imports.
+# Imported by nearly every distributed test.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
-# What makes an unmodified upstream file see the simulated device as CUDA's.
+# Makes the simulated device look like CUDA's to an unmodified upstream file.
 _STAND_IN = "torch_ext.cuda_as_sim.stand_in"
-# How long an import may take unless --timeout says so, and never less than the second number: a short limit for bodies
-# says little of an import on a busy machine, which would cost the file all its tests.
+# Time limit of an import without --timeout, and the least limit with it, in seconds: a limit meant for short tests may
+# be too short for an import on a busy machine, and would cost the file all its tests.
 _IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
 
 
 class RunZygotes:
-    """The zygotes start on first use; :meth:`close` ends them with all their children. Called on the main thread.
+    """Starts zygotes on first use; :meth:`close` ends them with all their children. Called on the main thread.
 
     Args:
         scratch: a folder that the root removes if this process is gone.
@@ -46,7 +46,7 @@ class RunZygotes:
         self._options = options
         self._environment = dict(environment)
         self._scratch = scratch
-        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # how long an import may take, in seconds
+        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # time limit of an import
         self._ahead = (_STAND_IN,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
@@ -66,17 +66,17 @@ class RunZygotes:
 
     def _start_root(self, file: TestFile) -> RootZygote:
         path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        # Here, and not by each file's own zygote: most files of a run need them.
+        # In the root rather than in each file's zygote: most files of a run need these modules.
         preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
         with held():
             self._root = start_root(Preparation(tuple(path), preload), self._scratch, self._environment)
         return self._root
 
     def root(self, file: TestFile) -> ZygoteClient:
-        """Return the zygote of all others, which has loaded torch; of a file that was started by itself, the file's.
+        """Return the root zygote, which has loaded torch; for a file that was started itself, the file's zygote.
 
         Raises:
-            ZygoteDiedError: it is gone.
+            ZygoteDiedError: the zygote is gone.
         """
         if self._options.script:
             return self._own()
@@ -84,21 +84,21 @@ class RunZygotes:
         return ZygoteClient(root.channel, root.process.pid)
 
     def _own(self) -> ZygoteClient:
-        """This process has loaded the file as ``__main__`` and run nothing."""
+        """Return this process's own zygote: it has loaded the file as ``__main__`` and has run nothing."""
         channel = provider.zygote_for("__main__")
         return ZygoteClient(channel, provider.pid_behind(channel))
 
     def of_file(self, file: TestFile) -> Task[ZygoteClient]:
-        """A task that returns the file's zygote when it has loaded the file.
+        """Task: return the file's zygote after it has loaded the file.
 
         Raises:
-            LoadError: the file cannot be imported.
-            ZygoteDiedError: the process ended while importing it.
+            LoadError: the import failed.
+            ZygoteDiedError: the process ended during the import.
         """
         if self._options.script:
             return self._own()
         while True:
-            if (zygote := self._of_files.get(file.name)) is None:  # or another task has dropped it since the last look
+            if (zygote := self._of_files.get(file.name)) is None:  # another task may have dropped it
                 zygote = self._of_files[file.name] = self._load(file)
             try:
                 if zygote.channel.poll() or zygote.check():
@@ -116,11 +116,11 @@ class RunZygotes:
         return self._ready_root(file).load(order, self.limit_s)
 
     def copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
-        """A task that returns a copy of the file's zygote for one class, which closes it. See Note [Neighbours].
+        """Task: return a copy of the file's zygote for one class; the caller closes it. See Note [Neighbours].
 
         Raises:
-            LoadError: the file cannot be imported.
-            ZygoteDiedError: the process ended while importing it.
+            LoadError: the import failed.
+            ZygoteDiedError: the process ended during the import.
         """
         original: ZygoteClient | None = None
         try:
@@ -144,9 +144,8 @@ class RunZygotes:
         return copy
 
     def forget(self, file: TestFile, zygote: ZygoteClient | None = None) -> None:
-        """End the file's zygote; the next use starts another. With ``zygote`` only if it is that one: of two classes
-        that have lost it, the first has got another already. If the root is gone too, the next use starts another of
-        that.
+        """End the file's zygote; the next use starts another. With ``zygote``, only if that is still the file's, since
+        another class may have replaced it. If the root is gone too, the next use starts another root.
         """
         if self._options.script:
             provider.forget(provider.zygote_for("__main__"))
@@ -160,7 +159,7 @@ class RunZygotes:
             self.close()
 
     def close(self) -> None:
-        """End them all. Idempotent."""
+        """End all zygotes. Idempotent."""
         for zygote in self._of_files.values():
             zygote.close()
         self._of_files = {}

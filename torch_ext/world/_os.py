@@ -1,20 +1,20 @@
-"""The operating-system calls of the world that Python lacks or that tests replace, and what /proc says about processes.
-Tests may replace ``open`` and functions of ``os`` and ``time``; the names here keep the originals. A freezer of clocks
-also replaces them in the modules that have imported them, so the clocks here are other objects.
+"""The operating-system calls of the world that Python lacks or that tests replace, and readers of /proc.
+Tests may replace ``open`` and functions of ``os`` and ``time``; the names here keep the originals. A library that
+freezes clocks also replaces the imported names of ``time``'s functions, so the clocks here are ``partial`` objects.
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. Linux only.
 
 Note [Who else may act]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. It knows the children that
-it has forked (ranks, spares, the class process, its copies). A rank, the parent half or the import of the test's file
-started all others. Processes of the import stay with the original zygote, which tells its copies about them. The parent
-half looks at its own children and threads. If it is no child of a zygote (pytest, ``python test_x.py``), it adopts its
-orphans itself.
+A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. The zygote knows the
+children that it has forked (ranks, spares, the class process, its copies). A rank, the parent half or the import of the
+test's file started every other process. Processes of the import stay with the original zygote, which lists them to its
+copies. The parent half looks at its own children and threads. If the parent half is no child of a zygote (pytest,
+``python test_x.py``), it adopts its orphans itself.
 
 Processes that have ended or are being killed do not count, nor do two that only clean up: multiprocessing's resource
 tracker and torch's shared memory manager. Read descendants before the zygote's own children: a process whose parent
-ends in between is then seen in one of the two places.
+ends between the two reads then shows up in one of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def lists_children() -> bool:
-    """Whether :func:`children_of` finds any on this system."""
+    """Whether this system supports :func:`children_of`."""
     try:
         read_file(f"/proc/self/task/{getpid()}/children")
     except OSError:
@@ -106,7 +106,7 @@ def lists_children() -> bool:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Return the pids of the children of ``pid``, and of theirs."""
+    """Return the pids of all live and unreaped descendants of ``pid``."""
     return [found for child in children_of(pid) for found in (child, *descendants_of(child))]
 
 
@@ -114,7 +114,7 @@ def read_file(path: str) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     descriptor = _open(path, os.O_RDONLY)
     try:
@@ -124,7 +124,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_memory(address: int, size: int) -> bytes:
-    """Return so many bytes at ``address`` of this process. Raises OSError as :func:`read_file` does."""
+    """Return ``size`` bytes at ``address`` of this process. Raises OSError as :func:`read_file` does."""
     descriptor = _open("/proc/self/mem", os.O_RDONLY)
     try:
         return _pread(descriptor, size, address)
@@ -138,10 +138,10 @@ def lines_of(path: str) -> list[str]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the name (which may hold anything): the state first.
+    """Return the fields of ``/proc/PID/stat`` after the name (which may contain any character): the state first.
 
     Raises:
-        OSError: the process is gone, or hidden, or the system has no such file.
+        OSError: the process is gone or hidden, or the system has no such file.
     """
     descriptor = _open(f"/proc/{pid}/stat", os.O_RDONLY)  # three system calls; open() in Python takes eight
     try:
@@ -159,7 +159,7 @@ def field_of(pid: int, index: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether ``pid`` has been stopped by a signal, and not by a debugger."""
+    """Whether a signal, rather than a debugger, has stopped ``pid``."""
     return field_of(pid, 0) == "T"
 
 
@@ -174,8 +174,8 @@ def start_of(pid: int) -> str:
 
 
 def computed_s(pid: int) -> float:
-    """Return the CPU time of ``pid``, its descendants and those that they have reaped, plus the time that the first
-    thread of each has waited for a core, in seconds; 0 if unknown.
+    """Return the CPU time of ``pid``, its descendants and the processes that they have reaped, plus the time for which
+    the first thread of each has waited for a core, in seconds; 0 if unknown.
     """
     try:
         fields = stat_of(pid)
@@ -187,7 +187,7 @@ def computed_s(pid: int) -> float:
 
 
 def starved_s(pid: int) -> float:
-    """Return the seconds for which the threads of ``pid`` have waited for a core; 0 if unknown."""
+    """Return the time for which all threads of ``pid`` together have waited for a core, in seconds; 0 if unknown."""
     try:
         return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -195,14 +195,14 @@ def starved_s(pid: int) -> float:
 
 
 def delayed_s(pid: int) -> float:
-    """Return the seconds for which the first thread of ``pid`` has waited for a core; 0 if unknown."""
+    """Return the time for which the first thread of ``pid`` has waited for a core, in seconds; 0 if unknown."""
     return _waited_s(f"/proc/{pid}")
 
 
 def _waited_s(folder: str) -> float:
     try:
         return int(read_file(f"{folder}/schedstat").split()[1]) * 1e-9
-    except (OSError, IndexError):  # it is gone, or the kernel keeps no such statistics
+    except (OSError, IndexError):  # the process is gone, or the kernel keeps no such statistics
         return 0.0
 
 
@@ -224,7 +224,7 @@ def tasks(pid: int = 0) -> int:
 
 def watch_exit(pid: int) -> int:
     """Return a descriptor that becomes readable when child ``pid`` ends. The caller closes it and reaps the child."""
-    if hasattr(os, "pidfd_open"):  # which a Python built for old kernels lacks
+    if hasattr(os, "pidfd_open"):  # missing in a Python built for old kernels
         return os.pidfd_open(pid)
     reader, writer = os.pipe()
 
@@ -239,12 +239,12 @@ def watch_exit(pid: int) -> int:
 
 def lead_process_group() -> None:
     """Put this process into its own process group."""
-    with contextlib.suppress(OSError):  # it leads its session
+    with contextlib.suppress(OSError):  # EPERM: this process leads its session
         os.setpgid(0, 0)
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Return the environment with which the program of ``pid`` was started; empty if it is gone or not ours."""
+    """Return the environment with which ``pid`` was executed; empty if the process is gone or another user's."""
     try:
         entries = read_file(f"/proc/{pid}/environ").split(b"\0")
     except OSError:
@@ -265,7 +265,7 @@ def is_ending(pid: int) -> bool:
 
 
 def end_process(pid: int, how: int = signal.SIGKILL) -> None:
-    """Send ``how`` to ``pid``, a child of this process that it has not reaped; no error if it is a zombie."""
+    """Send signal ``how`` to ``pid``, an unreaped child of this process; no error if it is a zombie."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, how)
 
@@ -285,7 +285,7 @@ def signal_name(number: int) -> str:
 
 
 def with_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorator: run ``function`` with enough frames, whatever recursion limit the test has set."""
+    """Decorator: run ``function`` under a sufficient recursion limit, even if a test has lowered the limit."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -302,30 +302,30 @@ def with_room(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def flush_output() -> None:
-    """Flush stdout and stderr, which a test may have replaced with anything."""
+    """Flush stdout and stderr. Ignores errors: a test may have replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def umask() -> int:
-    """Return this process's umask, which only setting it reads."""
+    """Return this process's umask. Sets and restores it, the only way to read it."""
     found = os.umask(0)
     os.umask(found)
     return found
 
 
 def unnamed_file() -> IO[bytes]:
-    """Open a temporary file without a name, which leaves nothing behind however its holders end. Writes append."""
+    """Open a temporary file without a name, which disappears when its last holder ends. Writes append."""
     os.makedirs(tempfile.gettempdir(), 0o700, exist_ok=True)  # a test may have removed it
     file = tempfile.TemporaryFile(prefix="torch_ext-", buffering=0)  # noqa: SIM115  # the caller closes it
-    # Otherwise writers share the reader's file position, and overwrite the part that it has gone back to.
+    # Writers share the reader's file position: without O_APPEND they would write wherever the reader has sought to.
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
 
 
 def move_heap_to_huge_pages() -> None:
-    """See Note [Huge pages]. Kernels before 6.1, or without huge pages, refuse."""
+    """See Note [Huge pages]. No effect on kernels before 6.1 or without huge pages."""
     libc = _libc()
     areas = [line.split() for line in lines_of("/proc/self/maps")]
     for bounds, rights, *rest in areas:
@@ -340,7 +340,7 @@ _COMMAND_CHARACTERS = 100
 
 
 def short_command(command: str) -> str:
-    """Return the first 100 characters of a command line, which may be a program of several, as one line.
+    """Return the first 100 characters of a command line as one line, even if it contains a program of several lines.
 
     >>> short_command("sleep " + "6" * 200) == "sleep " + "6" * 94 + "..."
     True
@@ -357,28 +357,28 @@ _CLEANS_UP = re.compile(
 
 
 def others_of_parent_half(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
-    """Return the children of this process that may act, in words: all but ``zygotes`` and those of ``ranks``."""
+    """Describe the children of this process that may act, except ``zygotes``, ``ranks`` and ancestors of ``ranks``."""
     ours = set(zygotes).union(*map(_ancestors, ranks))
     return tuple(words_of(pid for pid in children_of(getpid()) if pid not in ours))
 
 
 def known(pids: Iterable[int]) -> tuple[Process, ...]:
-    """Return those of ``pids`` that may act, told apart from later processes of the same number."""
+    """Return the processes of ``pids`` that may act, each with its start time, since the kernel reuses pids."""
     return tuple(Process(pid, start) for pid in _live(pids) if (start := start_of(pid)))
 
 
 def still_there(processes: Iterable[Process]) -> Iterator[str]:
-    """Yield those of ``processes`` that may still act, in words."""
+    """Yield a description of each of ``processes`` that may still act."""
     return words_of(each.pid for each in processes if start_of(each.pid) == each.start)
 
 
 def words_of(pids: Iterable[int]) -> Iterator[str]:
-    """Yield those of ``pids`` that may act, in words."""
+    """Yield a description of each of ``pids`` that may act."""
     return (f"process {pid} ({short_command(command_line(pid)) or '?'})" for pid in _live(pids))
 
 
 def _live(pids: Iterable[int]) -> Iterator[int]:
-    """Yield those that may act. A process that only cleans up stands for those below it."""
+    """Yield the pids that may act; replace a process that only cleans up by its live children."""
     for pid in pids:
         if _has_ended(pid) or is_ending(pid):
             continue

@@ -4,21 +4,20 @@ Note [Who is to blame for a hang]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank that waits is rarely at fault. In this order:
 
-1. Ranks that create a process group need all ranks: the absent ones are to blame, but for those that wait for another
-   absent one.
-2. Ranks that called different collectives as number *n* of one group disagree. A minority is to blame; without one, the
-   ranks whose body is over, if the others' is not: they wait in the harness's own collective.
+1. Ranks that create a process group need all ranks: blame the absent ranks, except those that wait for another absent
+   rank.
+2. Ranks that called different collectives as number *n* of one group disagree. Blame the minority. Without a minority,
+   blame the ranks whose body is over while their peers' is not: they wait in the harness's own collective.
 3. A rank in an unfinished collective waits for every member of the group that has not called it, and a rank in ``recv``
-   for its peer. These are the edges of a graph; a collective that raised an error counts as unfinished. Ranks with
-   edges to them alone are to blame. If their bodies are over, ignore a collective that only a few ranks have called
-   and whose callers are awaited elsewhere. Without such ranks, report a deadlock and its cycle; in it, a rank whose
-   body is over is to blame, or the minority that waits in another group, or in another backend of the group.
-4. If some ranks wait and the others do something else, the others are to blame, but for a rank that was in a collective
-   when it ended.
-5. If all ranks wait, one in which a function that a peer has called by RPC waits for no other RPC is to blame.
-6. Different sizes in a collective that may want them equal are reported, without blame.
+   for its peer. These waits are the edges of a graph; a collective that raised an error counts as unfinished. Blame the
+   ranks with incoming edges only. If their bodies are over, ignore a collective that only a few ranks have called and
+   whose callers are awaited elsewhere. Without such ranks, report a deadlock and its cycle. In the cycle, blame a rank
+   whose body is over, or the minority that waits in another group, or in another backend of the group.
+4. If some ranks wait and the rest do something else, blame the rest, except a rank that ended in a collective.
+5. If all ranks wait, blame a rank that runs a function for a peer's RPC, unless the function waits for another RPC.
+6. Report different sizes in a collective that may require equal sizes, without blame.
 
-A rank that holds the GIL or is stopped cannot send its record; then the records of its peers count.
+A rank that holds the GIL or is stopped cannot send its record; the records of its peers decide then.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch_ext.world.outcome import (
 )
 from torch_ext.world.wording import place_in_rpc, ranks_phrase
 
-# A wait in words: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
+# Descriptions of a wait: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
 _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (?:\S*/)?(?P<line>[^/\s]+:\d+)$")
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
@@ -62,7 +61,7 @@ class _Edge:
 
 
 def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
-    """Return the divergence of the ranks and those to blame; None if unknown. See Note [Who is to blame for a hang]."""
+    """Return where the ranks diverge and the ranks to blame; None if unknown. See Note [Who is to blame for a hang]."""
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     found = (
         _creation(outcomes, records)
@@ -82,8 +81,8 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
 def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     """Return the disagreement of ranks in one collective, by the backend's errors in ``failed``; None if there is none.
 
-    Each error has the rank's own call and one that differs from it. The ranks whose body was over are to blame, else
-    those of the smaller party.
+    Each error has the rank's own call and one that differs from it. Blames the ranks whose body was over, else the
+    smaller party.
     """
     told: dict[int, tuple[str, str]] = {}
     for outcome in failed:
@@ -133,7 +132,7 @@ def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collec
 def _destroyed(
     outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], group: str, call: tuple[str, str]
 ) -> Mismatch | None:
-    """Blame the ranks of ``absent`` that destroyed ``group`` while others needed it; None if there are none."""
+    """Blame the ranks of ``absent`` that destroyed ``group`` while ``waiting`` needed it; None if there are none."""
     lines = {o.rank: line for o in outcomes if o.rank in absent and (line := destroyed_at(o.collectives, group))}
     if not lines:
         return None
@@ -192,7 +191,7 @@ def _edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collectiv
 
 
 def _roots(edges: Sequence[_Edge]) -> tuple[int, ...]:
-    """Return the ranks with edges to them alone."""
+    """Return the ranks that have incoming edges only."""
     return tuple(sorted({rank for edge in edges for rank in edge.missing} - {edge.waiting for edge in edges}))
 
 
@@ -241,7 +240,7 @@ def _failed_in_a_collective(outcome: Outcome) -> bool:
     failure = outcome.transport_failure
     if failure is None:
         return False
-    if not failure.waits:  # a wait for work that was begun elsewhere
+    if not failure.waits:  # a wait for work that another call began
         return ran_out_of_time(failure.reason)
     return any(wait.transport and not wait.peers and not wait.everyone for wait in failure.waits)
 
@@ -272,7 +271,7 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
-    """Follow the edges from the first one to a rank that was seen before."""
+    """Follow the edges from the first one until a rank repeats; None if the path ends."""
     after = {edge.waiting: edge for edge in reversed(edges)}
     path = [edges[0].waiting]
     while True:
@@ -356,7 +355,7 @@ def _kept(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[
 
 
 def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
-    """Return what the first absent rank did instead, as the end of a sentence; empty if unknown."""
+    """Describe the first absent rank's activity, as the end of a sentence; empty if unknown."""
     outcome = next(o for o in outcomes if o.rank == absent[0])
     who = "it" if len(absent) == 1 else f"rank {absent[0]}"
     if any(wait.over for wait in outcome.waits) or outcome.ending in (Ending.PASSED, Ending.SKIPPED):
@@ -375,7 +374,7 @@ def _call_of(outcome: Outcome) -> tuple[str, str]:
 
 
 def _split(words: str) -> tuple[str, str]:
-    """Return the call and the line of a wait in words.
+    """Split the description of a wait into call and line.
 
     >>> _split("all_reduce() in test_a (test_a.py:12)"), _split("the barrier after its body")
     (('all_reduce', 'test_a.py:12'), ('the barrier after its body', ''))

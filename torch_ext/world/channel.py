@@ -9,8 +9,8 @@ Note [Broken channels]
 ~~~~~~~~~~~~~~~~~~~~~~
 A test can write into any descriptor of its process, and so into its end of a channel. Reading therefore never blocks on
 half a frame: :meth:`Channel.poll` is true when :meth:`Channel.receive` has a whole frame or an end. A wrong magic
-number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: it carries no further
-message. The reader sends its peer the reason, so that the writing process can report it.
+number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: no further message
+passes. The reader sends its peer the reason, so that the writing process can report it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os import fstat  # as it is now: a test may replace it
+from os import fstat  # bound at import: a test may replace it
 from typing import Any
 
 from torch_ext.world import _os
@@ -40,7 +40,7 @@ _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
 _GROUP, _PART_BYTES = 200, 1 << 20
 _INT_BYTES = array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
-# Seconds for which a frame may stall. A sender writes a frame at once, unless it is stopped or starved.
+# Seconds for which a frame may stall. A sender writes a frame at once, unless the process is stopped or starved.
 _FRAME_S = 30.0
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
@@ -66,10 +66,10 @@ class ChannelClosedError(ConnectionError):
 
 
 class ChannelBrokenError(ChannelClosedError):
-    """A process has written junk into a channel; the message describes it, for a subject in front.
+    """A process has written junk into a channel; the message describes the junk and lacks a subject.
 
     Attributes:
-        own: this process wrote it, and its peer refused it.
+        own: this process wrote the junk, and its peer refused it.
     """
 
     def __init__(self, what: str, own: bool = False) -> None:
@@ -78,7 +78,7 @@ class ChannelBrokenError(ChannelClosedError):
 
 
 class _NoFrameError(Exception):
-    """The bytes are no frame; the message describes them."""
+    """The bytes are no frame; the message describes the bytes."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,7 +105,7 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, peer: int = 0) -> None:
-        sock.settimeout(None)  # socket.setdefaulttimeout() of a test
+        sock.settimeout(None)  # a test may have called socket.setdefaulttimeout()
         self._socket = sock
         self._peer = peer
         self._inode = fstat(sock.fileno()).st_ino
@@ -120,7 +120,7 @@ class Channel:
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Channel:
-        """Adopt an inherited or received descriptor, which the channel then owns."""
+        """Return a channel that owns ``descriptor``, which was inherited or received."""
         return cls(socket.socket(fileno=descriptor))
 
     def fileno(self) -> int:
@@ -139,7 +139,7 @@ class Channel:
             self._socket.detach()
 
     def shut(self) -> None:
-        """End the connection for both ends, also for a thread that waits in :meth:`receive`."""
+        """End the connection for both ends, and wake a thread that waits in :meth:`receive`."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     # Sending
@@ -268,7 +268,7 @@ class Channel:
         """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload.
 
         Raises:
-            _NoFrameError: the header is none.
+            _NoFrameError: the bytes are no header.
         """
         wanted = _HEADER.size - len(self._header)
         known = min(len(self._header), len(_MAGIC_BYTES))
@@ -285,21 +285,21 @@ class Channel:
         """Read up to ``missing`` bytes of the next part of a frame.
 
         Raises:
-            BlockingIOError: there are none yet.
-            ChannelClosedError: there will be none.
+            BlockingIOError: no byte has arrived yet.
+            ChannelClosedError: the connection has ended.
         """
         self._check_descriptor()
         if len(self._header) == _HEADER.size and not self._groups:
             part = self._socket.recv(min(missing, _PART_BYTES), socket.MSG_DONTWAIT)
             self._payload += part
         else:
-            # Not socket.recv_fds(), which drops the flags.
+            # socket.recv_fds() would drop the flags.
             part, ancillary, _, _ = self._socket.recvmsg(missing, _ANCILLARY_BYTES, socket.MSG_DONTWAIT)
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     received = array("i", data[: len(data) // _INT_BYTES * _INT_BYTES])
                     self._descriptors += received
-                    # An interpreter that a zygote starts must not hold the channels of others open.
+                    # An interpreter that a zygote starts must not keep other processes' channels open.
                     for descriptor in received:
                         os.set_inheritable(descriptor, False)
             if self._groups:
@@ -349,7 +349,7 @@ def channel_pair() -> tuple[Channel, Channel]:
 
 def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     """Whether ``descriptor`` becomes readable or ends within ``timeout_s`` seconds, which may be infinite."""
-    ready = select.poll()  # unlike select(), it takes descriptors above 1023
+    ready = select.poll()  # select() refuses descriptors above 1023
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(None if timeout_s == float("inf") else timeout_s * 1000))
 
@@ -383,7 +383,7 @@ class Callbacks:
         self._selector = selectors.DefaultSelector()
 
     def __len__(self) -> int:
-        """The number of watched files; 0 once this is closed."""
+        """The number of watched files; 0 after :meth:`close`."""
         return len(self._selector.get_map() or ())
 
     def fileno(self) -> int:
@@ -392,11 +392,11 @@ class Callbacks:
 
     @property
     def files(self) -> list[Any]:
-        """The watched files; none once this is closed."""
+        """The watched files; empty after :meth:`close`."""
         return [key.fileobj for key in (self._selector.get_map() or {}).values()]
 
     def is_open(self) -> bool:
-        """Whether this has not been closed."""
+        """Whether :meth:`close` has not been called."""
         return self._selector.get_map() is not None
 
     def watch(self, file: Any, callback: Callable[[], object]) -> None:
@@ -415,9 +415,9 @@ class Callbacks:
         return False
 
     def call(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Call back for the readable files. If there are none, wait for at most ``timeout_s``; without limit if None.
+        """Call back for the readable files. If there are none, wait at most ``timeout_s`` seconds; forever if None.
 
-        A callback may unwatch and close files, and close this too. Once ``stop`` returns True, call no more.
+        A callback may unwatch and close files, and call :meth:`close`. Once ``stop`` returns True, call no more.
         """
         late_s = min((getattr(file, "deadline_s", _NEVER) for file in self.files), default=_NEVER)
         if late_s < _NEVER:
@@ -432,7 +432,7 @@ class Callbacks:
             )
             ready += [key for key in late if key not in ready]
         for key in ready:
-            # An earlier callback of this round may have unwatched it.
+            # An earlier callback of this round may have unwatched the file.
             if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
                 key.data()
 

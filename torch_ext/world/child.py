@@ -1,30 +1,30 @@
 """Children of a zygote: forks where forking is safe, else fresh interpreters that load what the zygote has loaded.
 Standard library and own layer only.
 
-A fresh interpreter also serves on request: forked ranks share one hash seed, so that they never differ in the order of
-a set. A test module may set or remove variables during its import; each process that runs its tests gets these changes
-on top of the current environment.
+Fresh interpreters also start on request: forked ranks share one hash seed, and so never differ in the order of a set.
+A test module may set or remove variables during its import; each process that runs its tests gets these changes on top
+of the current environment.
 
 Note [Thread pool after a fork]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A fork leaves torch's pthreadpool without its threads. Torch replaces the pool on its next use: it removes the old one
-first. Every native thread looks for the pool when it starts, and one that finds none in between ends the process
+A fork leaves torch's pthreadpool without its threads. On the next use, torch removes the old pool before it makes a new
+one. Every native thread looks for the pool when it starts, and a thread that finds none in between ends the process
 ("Invalid thread pool!" and SIGABRT, in an autograd thread). So each child replaces the pool while it has one thread, by
 setting the number of threads to its present value.
 
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
-A child of ``fork`` keeps one thread: it waits forever for an OpenMP or autograd pool without threads or a lock that
-another thread held, and a device driver refuses every call. So a zygote imports modules and runs nothing else. A test
-module may still do anything during its import, so a check precedes each fork, and where it fails the child is a fresh
-interpreter.
+A child of ``fork`` keeps one thread. It would wait forever for an OpenMP or autograd pool without threads, or for a
+lock that another thread held, and a device driver would refuse every call. So a zygote imports modules and runs nothing
+else. A test module may still do anything during its import, so a check precedes each fork; if the check fails, the
+child is a fresh interpreter.
 
 Note [Trial fork]
 ~~~~~~~~~~~~~~~~~
-OpenBLAS is the exception: importing numpy starts its threads, which its fork handlers end before every fork and start
-again on use. So where there are threads, fork one child that ends at once; the threads that survive are not OpenBLAS's.
-Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, unless it
-sets ``OPENBLAS_NUM_THREADS=1``: slower, never wrong.
+OpenBLAS is the exception: importing numpy starts its threads. Its fork handlers end them before every fork, and the
+next use starts them again. So if there are threads, fork one child that ends at once, and see which threads survive.
+Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, which are
+slower but correct, unless it sets ``OPENBLAS_NUM_THREADS=1``.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from torch_ext.world.protocol import Preparation
 
 # Exit codes from here on overflow in Python.
 _LONG = 1 << 63
-# Whether a zygote has started this process, as a fresh interpreter.
+# True in a fresh interpreter that a zygote has started.
 is_of_zygote = False
 
 
 def child_main(order_channel: Channel, parent: int) -> NoReturn:
-    """Wait for one order on ``order_channel``, obey it, exit. Dies with ``parent``."""
+    """Wait for one order on ``order_channel``, execute it, exit. Dies with ``parent``."""
     code = 1
     try:
         _os.die_with_parent(parent)
@@ -73,7 +73,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
         code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
     except SystemExit as stop:
         code = exit_code_of(stop)
-    except ChannelClosedError as error:  # the test closed a descriptor of ours: our frames do not help its author
+    except ChannelClosedError as error:  # the test closed the harness's descriptor: our frames do not help its author
         print(error, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -101,8 +101,8 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
-    """End a process that a test has forked, as Python would: the rest of our code is for its parent alone. ``trace`` is
-    shown in place of the traceback of ``error``, the exception that ended it, if any.
+    """End a process that a test has forked, as Python would, without running the rest of the harness's code. ``error``
+    is the exception that ended it, if any; ``trace`` replaces its traceback.
     """
     with contextlib.suppress(Exception):  # its stderr may be closed
         if isinstance(error, SystemExit):
@@ -117,25 +117,25 @@ def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
 
 
 def redirect(stdout: int, stderr: int) -> None:
-    """Redirect stdout and stderr to copies of these descriptors, flushed after each line: a process may die."""
+    """Redirect stdout and stderr to copies of these descriptors. Flushed after each line, since a process may die."""
     for number, name, to in ((1, "stdout", stdout), (2, "stderr", stderr)):
         os.dup2(to, number)
-        # The former stream (pytest's capture, a StringIO) writes into this process's copy, which nobody reads.
+        # The former stream (pytest's capture, a StringIO) writes into this process's copy, which has no reader.
         stream = open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
 def replace_thread_pool() -> None:
-    """Replace an inherited pool of torch's without threads. See Note [Thread pool after a fork]."""
+    """Replace torch's inherited thread pool, which has no threads. See Note [Thread pool after a fork]."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(torch.get_num_threads())
 
 
-# Modules that torch imports at the first comparison of two tensors and for the first optimizer, and the words of a test
-# file that lead there. Each import takes as long as a short test, and in a fresh rank each use is the first; loaded
-# without need, they make every fork a tenth slower. Neither starts a thread.
+# Modules that torch imports at the first comparison of two tensors and for the first optimizer, and the words in a test
+# file that predict these uses. Each import takes as long as a short test, and every fresh rank would repeat it; loaded
+# without need, the modules make every fork a tenth slower. Neither starts a thread.
 _FIRST_USES = {
     "torch.distributed.tensor": re.compile(r"assertEqual|assertNotEqual|assert_close"),
     "torch._dynamo": re.compile(
@@ -144,12 +144,12 @@ _FIRST_USES = {
     ),
 }
 
-# The garbage collector's thresholds: rarely for new containers, never for old ones.
+# The garbage collector's thresholds: collect new containers rarely, old ones never.
 _SELDOM = (200_000, 1000, 1000)
 
 
 def load(preparation: Preparation) -> None:
-    """Load everything that ``preparation`` names into this process. Raises any error of an import."""
+    """Load everything that ``preparation`` names into this process. Propagates any error of an import."""
     sys.path[:] = preparation.path
     with uncollected(), noted():
         for name in preparation.modules:
@@ -162,15 +162,15 @@ def load(preparation: Preparation) -> None:
 
 
 def first_uses(*files: str) -> tuple[str, ...]:
-    """Return the modules that ranks would probably each import by themselves, by the text of these test files."""
+    """Return the modules that each rank would probably import at first use, by the text of these test files."""
     text = "".join(line for file in files for line in linecache.getlines(file))
     return tuple(name for name, words in _FIRST_USES.items() if words.search(text))
 
 
 def load_first_uses(*files: str) -> None:
-    """In a zygote that has loaded torch and these files: import what :func:`first_uses` names."""
+    """Import the modules of :func:`first_uses` in a zygote that has loaded torch and these files."""
     with uncollected(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # filters of a test that make errors of warnings would break off the import
+        warnings.simplefilter("ignore")  # a test's filters may turn warnings into errors, which would abort the import
         for name in first_uses(*files) if "torch" in sys.modules else ():
             with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
                 importlib.import_module(name)
@@ -178,8 +178,8 @@ def load_first_uses(*files: str) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Context: hardly collect garbage. An import makes almost none, and the search takes a fifth of the time to load
-    torch. Thresholds that a module sets, and a collector that it turns off, stay so.
+    """Context: collect garbage rarely. An import makes almost none, and the search takes a fifth of the time to load
+    torch. Keeps thresholds that a module sets inside the context, and a collector that it disables.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
@@ -213,7 +213,7 @@ _changed: dict[str, str | None] = {}
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Context: remember the variables that change in it, and no earlier ones."""
+    """Context: remember the variables that change inside it; forget earlier changes."""
     before = dict(os.environ)
     yield
     names = {*before, *os.environ}
@@ -222,7 +222,7 @@ def noted() -> Iterator[None]:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Replace the environment of this process by ``environment`` and the changes of :func:`noted`."""
+    """Replace the environment of this process with ``environment`` and the changes that :func:`noted` remembers."""
     os.environ.clear()
     os.environ.update(environment)
     for name, value in _changed.items():
@@ -232,7 +232,7 @@ def enter(environment: Mapping[str, str]) -> None:
             os.environ[name] = value
 
 
-# The checkout may not be installed: a fresh interpreter must find this package before it knows its path.
+# The checkout may not be installed: a fresh interpreter must find this package before its search path arrives.
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 _PROGRAM = (
@@ -253,7 +253,7 @@ def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
-    """Program of the fresh interpreter: load the preparation that arrives first, then be an ordinary child."""
+    """Program of the fresh interpreter: load the preparation, the first message, then continue as an ordinary child."""
     global is_of_zygote
     is_of_zygote = True
     channel = Channel.from_descriptor(descriptor)
@@ -314,5 +314,5 @@ def _device_in_use() -> str:
             return ""
         is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
         return str(device) if is_initialized is not None and is_initialized() else ""
-    except Exception:  # an accelerator that is registered in part; its first use fails
+    except Exception:  # a partly registered accelerator; its first use fails
         return ""

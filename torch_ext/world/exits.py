@@ -3,10 +3,10 @@ standard library only.
 
 Note [Nothing after the receipt]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In one process, unittest's exit code covers everything until the interpreter is gone. A rank is judged by its receipt,
-so before it hands that in, its threads are joined and the functions that it registered with ``atexit`` called. An
+In one process, unittest's exit code covers everything until the interpreter is gone. The receipt decides about a rank.
+So before handing it in, the rank joins its threads and calls the functions that the body registered with ``atexit``. An
 exception that escapes from either fails the test, and so does one that has escaped from any thread. Module globals are
-still in use then and cannot be finalized: a message names those with a finalizer.
+still in use then, and a rank cannot finalize them: a message names the globals with a finalizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_ext.world import _os
 
-# Deadly signals without a handler of faulthandler's, which would write the stacks to stderr.
+# Deadly signals that faulthandler does not handle.
 _SILENT = {
     signal.Signals[f"SIG{name}"] for name in ("KILL", "TERM", "INT", "HUP", "QUIT", "ALRM", "USR1", "USR2", "PIPE")
 }
@@ -52,13 +52,13 @@ def write_stacks_before(descriptor: int) -> Callable[[], None]:
         os._exit, os.kill = leave, kill
 
     for function, original in ((_exit, leave), (kill_after_writing, kill)):
-        function.__module__, function.__qualname__ = "os", original.__name__  # so that RPC can send them
+        function.__module__, function.__qualname__ = "os", original.__name__  # RPC pickles functions by name
     os._exit, os.kill = _exit, kill_after_writing
     return undo
 
 
 def write_text(descriptor: int, text: str) -> None:
-    """Write as much as fits: the reader may wait for the end of this process."""
+    """Write as much as fits without blocking: the reader may be waiting for this process to end."""
     with contextlib.suppress(OSError):
         os.set_blocking(descriptor, False)
         os.write(descriptor, text.encode(errors="replace"))
@@ -73,7 +73,7 @@ def _write_stacks(descriptor: int) -> None:
 _Hook = Callable[..., Any]
 
 _INTERPRETERS_HOOKS = threading.__excepthook__, sys.__unraisablehook__
-# How Python begins the report of an exception in a thread that _thread has started.
+# The beginning of Python's report of an exception in a thread that _thread has started.
 _IN_BARE_THREAD = "Exception ignored in thread started by"
 
 
@@ -82,20 +82,20 @@ class UnfinishedWorkError(RuntimeError):
 
 
 def disown_exit_functions() -> None:
-    """Drop all exit functions so far. A zygote does it for its children: to write to objects that they share with it
-    would cost each of them a millisecond.
+    """Drop all exit functions registered so far. A zygote calls it before it forks: in each child, writing to objects
+    shared with the zygote would cost a millisecond.
     """
     atexit._clear()
     finalize: Any = weakref.finalize
     if finalize._registered_with_atexit:
         for inherited in list(finalize._registry):
             inherited.atexit = False
-        finalize._registered_with_atexit = False  # the next one is to register again
+        finalize._registered_with_atexit = False  # the next finalizer registers the exit function again
 
 
 def call_exit_functions() -> list[tuple[str, BaseException]]:
-    """Call the functions that a test has registered with ``atexit`` or ``weakref.finalize`` since
-    :func:`disown_exit_functions`, the last first; return their exceptions, each with its origin in words.
+    """Call the functions registered with ``atexit`` or ``weakref.finalize`` since :func:`disown_exit_functions`, last
+    in, first out; return their exceptions, each with its origin in words.
     """
     errors: list[tuple[str, BaseException]] = []
 
@@ -118,8 +118,8 @@ def call_exit_functions() -> list[tuple[str, BaseException]]:
 class ThreadErrors:
     """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`.
 
-    ``thread`` is None for one of :mod:`_thread`, whose exception Python reports as unraisable. An exception that
-    a hook of the test gets does not count; one that the interpreter's hook gets, put back by a test, does.
+    ``thread`` is None for a thread of :mod:`_thread`, whose exception Python reports as unraisable. Ignores exceptions
+    that a test's own hook handles, but not those of the interpreter's hook if a test has restored it.
     """
 
     def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:
@@ -132,7 +132,7 @@ class ThreadErrors:
         self.watch()
 
     def watch(self) -> None:
-        """Replace the hooks that an earlier test has left, and call them too."""
+        """Install our hooks over those that an earlier test has left, and call the earlier ones too."""
         if threading.excepthook != self._on_thread:
             self._hooks, threading.excepthook = (threading.excepthook, self._hooks[1]), self._on_thread
         if sys.unraisablehook != self._on_unraisable:
@@ -140,7 +140,7 @@ class ThreadErrors:
         setattr(sys, "__unraisablehook__", self._on_unraisable)  # noqa: B010 - a test may put it back
 
     def end(self) -> None:
-        """Restore the hooks, but for those that a test has replaced."""
+        """Restore the hooks, except those that a test has replaced."""
         if self._make_hook is not None:
             setattr(threading, "_make_invoke_excepthook", self._make_hook)  # noqa: B010
         if threading.excepthook == self._on_thread:
@@ -176,7 +176,7 @@ class ThreadErrors:
 
     def _pass_on(self, raised: Any, hook: _Hook, thread: threading.Thread | None, who: str) -> None:
         own = threading.get_ident()
-        if own in self._in_hook:  # the test's hook calls the former one, which is this
+        if own in self._in_hook:  # recursion: the test's hook calls the previous hook, ours
             return
         if who:
             self._tell(thread, f"{who} ended with an exception", raised.exc_value)
@@ -188,10 +188,10 @@ class ThreadErrors:
 
 
 class Debts:
-    """Threads, exit functions and finalizers of this rank's body. Make it before the body runs."""
+    """Threads, exit functions and finalizers of this rank's body. Construct before the body runs."""
 
     def __init__(self) -> None:
-        disown_exit_functions()  # which belong to the zygote
+        disown_exit_functions()  # the zygote's
         self._errors: list[tuple[str, BaseException]] = []
         self._late: list[tuple[str, BaseException]] = []
         self._before = set(threading.enumerate())
@@ -200,7 +200,7 @@ class Debts:
         self._threads = ThreadErrors(self._note_thread)
 
     def watch(self, test: str) -> None:
-        """Note exceptions of threads while ``test`` runs, even under hooks that an earlier test has left."""
+        """Record exceptions of threads while ``test`` runs, even under hooks that an earlier test has left."""
         for thread in threading.enumerate():
             if thread not in self._before:
                 self._tests.setdefault(thread, self._test)
@@ -210,19 +210,19 @@ class Debts:
         self._threads.watch()
 
     def _note_thread(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
-        if thread is not None and thread in self._tests:  # no failure of the test that runs now
+        if thread is not None and thread in self._tests:  # an earlier test's thread: not a failure of the current test
             self._late.append((f"after {self._tests[thread]}, {text}", error))
         else:
             self._errors.append((text, error))
 
     def settle(self) -> None:
-        """Join threads, call exit functions and finalizers. Blocks as long as they do.
+        """Join threads, then call exit functions and finalizers. Blocks while any of them blocks.
 
         Raises:
             UnfinishedWorkError: an exception escaped from one of them, or from an earlier thread.
         """
-        # As the interpreter does at its end: idle workers of a ThreadPoolExecutor end, and threads that join the main
-        # thread go on.
+        # The interpreter calls this at its end: idle workers of a ThreadPoolExecutor end, and threads that join the
+        # main thread go on.
         threading._shutdown()  # type: ignore[attr-defined]
         self._errors += call_exit_functions()
         self._finalize()

@@ -1,4 +1,4 @@
-"""The parent half's ends of a rank (its process, channel, output, stacks), and the run's folder for short-lived files.
+"""The parent half's ends of a rank (process, channel, output, stacks), and the run's folder for short-lived files.
 Standard library and own layer only.
 """
 
@@ -25,16 +25,16 @@ from torch_ext.world.settings import Patience
 from torch_ext.world.wording import printable
 
 _TAIL_BYTES = 16 << 10
-# Bytes to read of one rank before turning to the others: more than a pipe holds, so that once is enough at its end.
-# Bytes from which on a line is printed in pieces, and from which on only a tail of the output is kept.
+# Bytes to read from one rank per turn: more than a pipe holds, so that one turn empties the pipe of a rank that ended.
+# Length in bytes above which a line is printed in pieces, and above which only a tail of the output is kept.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
 _PART_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Live:
-    """How to pass output on as it comes: of ``ranks`` (None: of all); with a ``prefix`` in whole lines, otherwise in
-    bytes; ``verbatim`` with the control characters of its lines, such as colours.
+    """How to pass on output as it arrives. ``ranks``: whose output (None: all). ``prefix``: print whole lines with the
+    rank in front, otherwise bytes. ``verbatim``: keep the lines' control characters, such as colours.
     """
 
     ranks: Collection[int] | None = None
@@ -53,7 +53,7 @@ class Capture:
         self._line = bytearray()
 
     def pass_through(self) -> bool:
-        """Print new output as :class:`Live` says; return False at its end."""
+        """Print new output according to :class:`Live`; return False at the end of the output."""
         if self.live is None:
             return False
         for _ in range(_TURN_BYTES // _PART_BYTES):
@@ -93,7 +93,7 @@ class Capture:
         line = bytes(self._line)
         self._line.clear()
         if self._how.verbatim:
-            line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # of a bar that redraws itself, the last state
+            line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # a progress bar redraws itself: keep the last state
             sys.stdout.flush()
             sys.stdout.buffer.write(self._prefix.encode() + line + b"\n")
             sys.stdout.buffer.flush()
@@ -129,7 +129,7 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
 
 
 class _Scratch:
-    """The folder of this process, not of a forked child."""
+    """The folder of this process; a forked child has its own."""
 
     def __init__(self) -> None:
         self.owner = _os.getpid()
@@ -159,12 +159,12 @@ def restore() -> None:
     scratch = _mine()
     for path in (scratch.temporary, scratch.path):
         if path and not os.path.isdir(path):
-            with contextlib.suppress(OSError):  # the user of the folder reports it
+            with contextlib.suppress(OSError):  # the next use of the folder reports the error
                 os.makedirs(path, 0o700)
 
 
 def folder() -> str:
-    """Return the folder. First use makes it; it is removed when the process is gone, however that ends."""
+    """Return the folder. The first use makes it; it disappears with the process, however the process ends."""
     scratch = _mine()
     restore()  # a zygote removes it at its end, and so does the next one
     if not scratch.path:
@@ -175,7 +175,7 @@ def folder() -> str:
 
 
 def give_up() -> None:
-    """Remove the folder if it was made here; the next use makes another. A zygote that ends removes its folder too."""
+    """Remove the folder if this process made it; the next use makes another. An ending zygote removes its own, too."""
     scratch = _mine()
     _remove(scratch)
     if scratch.made_here:
@@ -187,8 +187,8 @@ def _remove(scratch: _Scratch) -> None:
         shutil.rmtree(scratch.path, ignore_errors=True)
 
 
-# Seconds for a rank to write its stacks; of silence after which its pipe counts as done; and on top, for one that waits
-# for a core.
+# Seconds for a rank to write its stacks; seconds of silence after which its pipe counts as done; extra seconds for a
+# rank that waits for a core.
 _STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
 
 
@@ -201,7 +201,7 @@ class RankProcess:
     """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
 
     Attributes:
-        host: in words, if its test asked for several hosts; ``is_far``: on another machine, whose pids are not ours.
+        host: in words, if the test asked for several; ``is_far``: on another machine, so ``pid`` means nothing here.
     """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
@@ -220,7 +220,7 @@ class RankProcess:
 
     @property
     def exitcode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
+        """Exit code, negative for a signal; None while the process runs."""
         if self._exit_code is None and self._world is not None:
             self._world.pump(0)
         return self._exit_code
@@ -242,10 +242,10 @@ class RankProcess:
         self.terminate(signal.SIGKILL)
 
     def close(self) -> None:
-        """Do nothing: the world closes as one."""
+        """Do nothing: the world closes all ranks together."""
 
     def let_go(self) -> None:
-        """Close all that connects this process with the rank. Idempotent."""
+        """Close every descriptor that connects this process with the rank. Idempotent."""
         self._channel.close()
         self._capture.close()
         self._page.close()
@@ -257,20 +257,20 @@ class RankProcess:
 
 
 def written_at_end(pipe: int) -> str:
-    """Return the stacks that a rank wrote as its own code ended it; see ``exits.py``."""
+    """Return the stacks that a rank wrote when its own code ended it; see ``exits.py``."""
     try:
         os.set_blocking(pipe, False)
         return os.read(pipe, 1 << 16).decode(errors="replace")
-    except OSError:  # nothing, while a leftover process holds the other end; or it ran elsewhere
+    except OSError:  # empty while a leftover process holds the other end; or the rank ran elsewhere
         return ""
 
 
 def read_stacks(
     pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
 ) -> dict[int, str]:
-    """Read the output of faulthandler from each pipe until all have been quiet for a moment, for at most ``most_s``.
+    """Read faulthandler's output from each pipe until all are quiet for a moment, at most ``most_s`` seconds.
 
-    With ``starved_s``, the seconds for which a rank has waited for a core, wait longer for silent ones that do.
+    ``starved_s`` returns the seconds for which a rank has waited for a core; silent ranks that starve get more time.
     """
     texts = dict.fromkeys(pipes, b"")
     patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
@@ -296,10 +296,10 @@ def read_stacks(
 def open_rank(
     rank: int, name: str, show: bool | Live, connections: int, reservation: int = -1
 ) -> tuple[RankProcess, list[int]]:
-    """Return our side of a rank that is yet to start, and the descriptors that it inherits (see ``rank.main``).
+    """Return the parent half's side of a rank that is yet to start, and the rank's descriptors (see ``rank.main``).
 
-    ``show`` is that of ``start_world()``, ``connections`` the number of pipes of its task, and ``reservation`` keeps
-    the address of its world reserved; -1: none.
+    ``show`` is as in ``start_world()``, ``connections`` the number of the task's pipes. ``reservation`` is the
+    descriptor that reserves the world's address; -1: none.
     """
     page = WaitPage()  # first: a test that has closed its standard streams may still write to their numbers
     channel, theirs = channel_pair()

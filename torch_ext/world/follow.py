@@ -1,5 +1,5 @@
-"""The ranks of a world as the parent half sees them: starts them, handles their events, waits for their outcomes. Runs
-in the parent half of a test; imports the standard library and its own layer only.
+"""The parent half's view of a world: starts its ranks, handles their events, waits for their outcomes. Runs in the
+parent half of a test; imports the standard library and its own layer only.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import Limits, Patience
 from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
-# Seconds for an answer; and on top for a rank that, sampled for one more second, waits for a core.
+# Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
 _ANSWER_S, _MORE_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
-    """The zygote is gone, and with it the ranks and all knowledge about them."""
+    """The zygote is gone, and with it the ranks and their outcomes."""
 
 
 class World:
-    """The ranks of one test, from their start until :meth:`close`, which kills those that still live.
+    """The ranks of one test, from their start until :meth:`close`, which kills live ranks.
 
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``start_world()`` makes one.
-    ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts count with ``ticket`` alone.
+    ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
     """
 
     def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
@@ -74,12 +74,12 @@ class World:
         self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
-        self._delayed_s: dict[int, float] = {}  # at the last look; and before the test
+        self._delayed_s: dict[int, float] = {}  # during the test, until the last look
         self._delayed_before_s: dict[int, float] = {}
         self._phases: dict[int, Phase] = {}
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
-        self.store: object = None  # the ranks' rendezvous, if this process serves it; it lives as long as the world
+        self.store: object = None  # the ranks' rendezvous, if this process serves it; kept alive with the world
         self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
@@ -108,14 +108,14 @@ class World:
 
     @property
     def took_s(self) -> float:
-        """Seconds since the ranks, or the test that they run now, began."""
+        """Seconds since the start of the ranks, or of their current test."""
         return monotonic() - self.started_s
 
     # Events
 
     @_os.with_room
     def pump(self, timeout_s: float | None) -> None:
-        """Handle the pending events. If there are none, wait for at most ``timeout_s`` seconds; without limit if None.
+        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds; forever if None.
 
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
@@ -147,7 +147,7 @@ class World:
 
     def _on_end(self, message: Ended) -> None:
         process = self.processes[message.index]
-        self._drain(process)  # its last messages may have come together with its end
+        self._drain(process)  # the last messages may arrive in the same round as the end
         self._on_output(process)
         process._exit_code = message.exit_code
         self._ended[message.index] = message
@@ -160,8 +160,8 @@ class World:
             self._on_rank(process)
 
     def _on_rank(self, process: RankProcess) -> None:
-        # The rank's end may have read the message in the same round. Then a receive may block for ever: a process that
-        # the rank has left behind may hold the channel open.
+        # _on_end() may have read the message in the same round. A receive could then block forever: a process that the
+        # rank has left behind may hold the channel open.
         if not process._channel.poll():
             return
         try:
@@ -173,7 +173,7 @@ class World:
                 self._take_broken(process, error)
             return
         close_all(descriptors)
-        if process.rank not in self._interrupted:  # else a consequence of our signal
+        if process.rank not in self._interrupted:  # otherwise the message is a consequence of our signal
             self._take_message(process, message)
 
     def _take_message(self, process: RankProcess, message: object) -> None:
@@ -193,7 +193,7 @@ class World:
             wording.announce(message.text)
 
     def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
-        """Fail a rank whose channel is broken: see Note [Broken channels]."""
+        """Fail a rank whose channel is broken. See Note [Broken channels]."""
         who = f"the parent half of the test, at the end of rank {process.rank}," if error.own else "this rank"
         reason = f"{who} {error}"
         trace, pid = f"{reason}. {WRITE_TO_OWN}\n", process.pid or 0
@@ -201,7 +201,7 @@ class World:
 
     def _take_receipt(self, rank: int, receipt: Receipt) -> None:
         self._receipts.append((rank, receipt))
-        self._waits.pop(rank, None)  # of a look during the body
+        self._waits.pop(rank, None)  # sampled during the body, out of date now
         for watch in self._listeners:
             watch.received(rank, receipt)
 
@@ -227,8 +227,8 @@ class World:
     # Waiting
 
     def new_round(self, test: str, order: object) -> None:
-        """Begin another test on the same ranks: earlier receipts no longer count. Send each rank the ticket that its
-        receipt must carry, with ``order``; see ``receipts.next_order``.
+        """Begin another test on the same ranks: earlier receipts no longer count. Sends each rank ``order`` with the
+        ticket that its receipt must carry; see ``receipts.next_order``.
         """
         verdict.started(self, len(self.processes))
         self.started_s = monotonic()
@@ -239,7 +239,7 @@ class World:
         self._delayed_s.clear()
         self._delayed_before_s = {each.rank: self._measured(each.rank, _os.delayed_s) for each in self.processes}
         for process in self.processes:
-            with contextlib.suppress(OSError):  # it died between two tests, which its outcome will tell
+            with contextlib.suppress(OSError):  # the rank died between two tests; its outcome reports that
                 process.connections[0].send((self.ticket, order))
 
     @_os.with_room
@@ -251,13 +251,13 @@ class World:
         keep: bool = False,
         on_hang: Callable[[list[Outcome]], object] = lambda outcomes: None,
     ) -> list[Outcome]:
-        """Wait until every rank has ended, killing those that hang or wait for a dead peer; return their outcomes.
+        """Wait until every rank has ended, killing ranks that hang or wait for a dead peer; return all outcomes.
 
-        With ``keep``, wait only until each has handed in a receipt or ended. ``on_hang`` gets the outcomes so far of a
-        hang whose ranks go on. The other arguments are :class:`Watch`'s.
+        With ``keep``, wait only until each has handed in a receipt or ended. If ranks hang but go on, call ``on_hang``
+        with the outcomes so far. The other arguments are :class:`Watch`'s.
 
         Raises:
-            ZygoteLostError: the zygote died meanwhile.
+            ZygoteLostError: the zygote died during the wait.
         """
         verdict.asked(self)
         pids = [process.pid or 0 for process in self.processes]
@@ -314,7 +314,7 @@ class World:
 
     def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
-            # A rank that passed may have kept the failed one waiting, and is gone once released.
+            # A rank that passed may have kept the failed one waiting; collect its record before releasing it.
             self._tell(ranks, Ask.COLLECTIVES)
             self._await_collectives(ranks)
         for rank in ranks:
@@ -332,12 +332,12 @@ class World:
             self._inspect(ranks, stacks)
 
     def _others(self) -> tuple[str, ...]:
-        """See Note [Who else may act]."""
+        """Describe the processes that may act besides the ranks. See Note [Who else may act]."""
         ranks = [pid for each in self.processes if (pid := self._pid_here(each.rank))]
         return (*_os.others_of_parent_half(ranks), *ask_zygote(self.zygote, ranks))
 
     def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
-        """Return the outcomes so far; ``ranks`` hang, and go on."""
+        """Return the outcomes so far; ``ranks`` hang and are not stopped."""
         stacks = self._stacks_of(ranks)
         self._collectives.clear()
         self._tell(ranks, Ask.COLLECTIVES)
@@ -348,7 +348,7 @@ class World:
         return [self._complete(outcome, stacks) for outcome in outcomes]
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of ranks that go on; empty for those that cannot answer."""
+        """Return the stacks of live ranks; empty for a rank that cannot answer."""
         self._tell(ranks, Ask.STACKS)
         return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
 
@@ -356,7 +356,7 @@ class World:
         return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
 
     def _look_at(self, rank: int) -> None:
-        """Ask a rank for its progress; answer for one that a signal has stopped."""
+        """Ask a rank for its progress; answer on behalf of a rank that a signal has stopped."""
         if self._is_stopped(rank):
             self._take_progress(
                 rank,
@@ -376,8 +376,8 @@ class World:
         able = [rank for rank in ranks if not self._is_stopped(rank)]
         stacks.update(self._read_stacks(able))
         self._await_collectives([rank for rank in able if stacks[rank]])
-        # Send signals last, and only to ranks that cannot answer, as one that holds the GIL: a signal interrupts system
-        # calls, so that a rank goes on, and faulthandler crashes if a thread runs while its handler reads the frames.
+        # Send signals last, and only to ranks that cannot answer, such as one that holds the GIL. A signal interrupts
+        # system calls, so the rank may go on, and faulthandler crashes if a thread runs while it reads the frames.
         silent = [rank for rank in able if not stacks[rank]]
         self._interrupted.update(silent)
         for rank in silent:
@@ -397,7 +397,7 @@ class World:
             text = written_at_end(self.processes[outcome.rank]._stacks)
         outcome.stacks = wording.trim_stacks(text)
         told = outcome.receipt.waits if outcome.receipt else ()
-        # An answer of a rank that has ended by itself is out of date.
+        # If the rank ended by itself, its last answer is out of date.
         outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
         if not outcome.receipt:
             told = self.processes[outcome.rank]._page.waits()
@@ -419,13 +419,13 @@ class World:
                     channel.send(message)
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank; nothing happens if it has ended or the world is closed."""
+        """Send a signal to a rank; no effect if the rank has ended or the world is closed."""
         with contextlib.suppress(ChannelClosedError, OSError):
             if not self._group.closed and rank not in self._ended:
                 self._group.send(Signal(rank, number))
 
     def close(self) -> None:
-        """Abandon the ranks: the zygote kills and reaps those that still live. Idempotent."""
+        """Abandon the ranks: the zygote kills and reaps the live ones. Idempotent."""
         self.store = None
         self._group.close()
         self._callbacks.close()  # so that pump() finds nothing
@@ -434,7 +434,7 @@ class World:
 
 
 def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
-    """Ask a zygote for the processes that may act besides ``ranks`` (pids); count one that does not answer as such."""
+    """Ask a zygote for the processes that may act besides ``ranks`` (pids). No answer counts as one such process."""
     with (
         contextlib.suppress(ChannelClosedError, OSError),
         contextlib.closing(zygote.connect(AskOthers(tuple(ranks)))) as ours,
@@ -453,9 +453,9 @@ class RankTask:
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    connections: int = 0  # number of pipes for it
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to that of the starting process
-    host: str = ""  # of the rank, in words, if there are several
+    connections: int = 0  # number of pipes
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the starting process's
+    host: str = ""  # the rank's host in words, if there are several
 
 
 @_os.with_room
@@ -465,23 +465,23 @@ def start_world(
     *,
     interpreter: bool = False,  # give every rank a fresh interpreter instead of forking it
     spares: int = 0,  # number of processes that the zygote forks ahead for the next call
-    show: bool | Live = False,  # also pass the ranks' output through; by default each line with its rank in front
-    name: str = "process",  # of each process, in front of its rank
+    show: bool | Live = False,  # also print the ranks' output; True: each line with its rank in front
+    name: str = "process",  # name of each process, before its rank
     test: str = "",  # id of the ranks' first test, which their receipts must name
     own_address: bool = True,  # see Note [An address for each world]; not for ranks that meet over a network
 ) -> World:
-    """Start one rank per task, in order, and return when all their processes exist.
+    """Start one rank per task, in order, and return when all processes exist.
 
     The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now. ``zygote`` is a
     command channel to a zygote that has loaded the modules of the tasks.
 
     Raises:
         ZygoteLostError: the zygote is gone.
-        OSError: the system refuses resources for so many ranks, such as open files.
+        OSError: the system lacks resources for the ranks, such as open files.
     """
     machine_memory.share()
     address, reservation = threads.reserve() if own_address else ("", -1)
-    inherited: list[list[int]] = [[reservation]] if address else []  # closed here once the ranks have them
+    inherited: list[list[int]] = [[reservation]] if address else []  # closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
         for rank, task in enumerate(tasks):
@@ -522,7 +522,7 @@ def start_world(
 
 def _why_gone(zygote: Channel) -> str:
     try:
-        while zygote.poll():  # a zygote that has refused a message says why
+        while zygote.poll():  # a zygote that refuses a message sends the reason
             zygote.receive()
     except ChannelBrokenError as error:
         return f"the zygote took no more orders, because this process {error}"

@@ -1,24 +1,24 @@
-"""The operation of a process group, a store or RPC that a Python frame is in; this rank's flight record; and the page
-on which a device's backend writes what it waits for. Runs in ranks; touches torch only if it is loaded.
+"""Finds the operation of a process group, a store or RPC that a Python frame is in; reads this rank's flight record and
+the page on which a device's backend records its waits. Runs in ranks; touches torch only if it is loaded.
 
-A thread in a method of a store is in C++, and the frame above need not name the store: ``group.store().wait(...)``.
-:func:`watch_stores` puts a frame between the two that holds the store, the arguments and the time of the call. The
-constructor of a TCPStore gets such a frame too: a server waits for its clients.
+A thread in a method of a store is in C++, and the calling frame need not name the store: ``group.store().wait(...)``.
+:func:`watch_stores` inserts a frame that holds the store, the arguments and the time of the call. The constructor of a
+TCPStore gets such a frame too, since a server waits for its clients.
 
 Note [The page of waits]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Each rank inherits the descriptor of 4096 bytes of shared memory; ``TORCH_EXT_WAIT_PAGE`` has its number. The device's
-backend keeps an entry there for each wait for a peer. The parent half reads it without help of the rank, which may hold
-the GIL, be stopped by a signal or be dead. The rank reads its own page to judge its threads: see Note [Provable hangs].
-Neither side imports the other; this is the layout.
+backend keeps an entry there for each wait for a peer. The parent half reads the page without help of the rank, which
+may hold the GIL, be stopped by a signal or be dead. The rank reads its own page to judge its threads: see Note
+[Provable hangs]. Reader and writer share no code, only this layout:
 
 ======  ====================================================================  ======
 offset  content                                                               type
 ======  ====================================================================  ======
 0       2, the version of this layout; 0: nothing has been written            uint64
 64      entry 0 of 8; they are 504 bytes apart
-+0      number of changes, before and after each: odd during a change         uint32
-+4      global rank that is waited for; -1: any                               int32
++0      sequence lock, incremented before and after each change: odd during   uint32
++4      global rank of the peer; -1: any                                      int32
 +8      begin of the wait, nanoseconds of ``CLOCK_MONOTONIC``; 0: not in use  int64
 +16     number of the collective in its group; 0: a transfer                  uint64
 +24     name of the group, zero-terminated                                    64
@@ -60,12 +60,12 @@ _WAITING_FILES = (
     "/torch/distributed/rendezvous.py",
     "/torch/distributed/rpc/backend_registry.py",
 )
-# It dispatches every operator; the type of the receiver decides.
+# Dispatches every operator; the type of the receiver decides whether it waits.
 _OPERATORS = "/torch/_ops.py"
-# A wait in these files, or in those of look_through(), is a wait of the caller.
+# A wait in these files, or in files given to look_through(), counts as the caller's.
 _looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
-# Functions of the waiting files that need all ranks. The last is RPC's, if it knows the number of its workers.
+# Functions of the waiting files that need all ranks; RPC's, the last, only if it knows the number of its workers.
 _NEEDS_EVERYONE = frozenset(
     {"init_process_group", "_new_process_group_helper", "_new_group_with_tag", "new_group", "_init_process_group"}
 )
@@ -87,7 +87,7 @@ _OF_SERVER = ("host_name", "port", "world_size", "is_master", "timeout", "wait_f
 _SERVER_S = 300.0
 # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 _RPC_TIMEOUT_S = 60.0
-# Characters of a call that a report shows.
+# Maximal length of a call in a report, in characters.
 _MOST_OF_CALL = 80
 
 _AFTER_BODY = "the barrier after its body, which is over"
@@ -96,13 +96,13 @@ _began_s = _os.monotonic()
 
 
 def test_began() -> None:
-    """Count time limits from now on: every thread's wait began after this."""
+    """Measure time limits from now: every thread's wait began later."""
     global _began_s
     _began_s = _os.monotonic()
 
 
 def after_body(wait: Callable[..., object], **how: Any) -> None:
-    """Call ``wait(**how)``, in which a rank whose body is over waits for its peers: a report knows this frame."""
+    """Call ``wait(**how)``, the wait for peers after the body. Reports recognize the wait by this frame."""
     wait(**how)
 
 
@@ -110,14 +110,14 @@ def after_body(wait: Callable[..., object], **how: Any) -> None:
 class Operation:
     """The operation that a thread is in."""
 
-    wait: Wait  # in words, and for whom
-    limit_s: float | None  # by `time.monotonic`, before which it does not end by itself; None: not known to wait
+    wait: Wait  # its description and its peers
+    limit_s: float | None  # `time.monotonic` before which the wait does not end by itself; None: not known to wait
     position: str  # changes if the thread has moved on to another call
     sliced: bool = False  # whether it polls
 
 
 def look_through(*files: str) -> None:
-    """Count waits in ``files`` (the ends of paths) as waits of their callers, from now on."""
+    """Count waits in ``files`` (ends of paths) as waits of their callers, from now on."""
     _looked_through.extend(file for file in files if file not in _looked_through)
 
 
@@ -134,14 +134,14 @@ def operation_of(frame: FrameType) -> Operation:
     call = _CALL.search(line)
     if call is None or not type(_receiver(call["receiver"], frame)).__module__.startswith(_TYPES):
         return Operation(Wait(_place(frame)), None, position)
-    # The thread may be in another call of the line, and arguments may limit the wait: then only the kernel knows.
+    # Another call of the same line may be running, and arguments may limit the wait: then only the kernel knows.
     limit_s = math.inf if line.count("(") == 1 and not call["arguments"] else None
     return Operation(Wait(f"{call[0][:_MOST_OF_CALL]} in {_place(frame)}", transport=True), limit_s, position)
 
 
 def watch_stores(makes_transport: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Call the waiting methods of torch's stores through frames that this module knows, in this process. Wrap the
-    constructor of servers in ``makes_transport`` as well. Idempotent.
+    """In this process, call the waiting methods of torch's stores through frames that this module recognizes, and wrap
+    the constructor of servers in ``makes_transport``. Idempotent.
     """
     torch: Any = sys.modules["torch"]
     store, server = torch.distributed.Store, torch.distributed.TCPStore
@@ -171,7 +171,7 @@ def _watched_server(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
-    """``frame`` is the one that :func:`watch_stores` puts between a store's method and its ``caller``."""
+    """Return the operation of ``frame``, which :func:`watch_stores` inserts between a store's method and ``caller``."""
     limit_s = _limit_in_store(frame)
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
@@ -184,17 +184,17 @@ def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
 
 
 def _limit_in_store(frame: FrameType) -> float:
-    """Return the time before which the call does not end by itself, by ``time.monotonic``."""
+    """Return the time (``time.monotonic``) before which the call does not end by itself."""
     found = frame.f_locals
     if "began_s" not in found:
         return 0.0
     if "make" in found:
         given = {**dict(zip(_OF_SERVER, found["args"], strict=False)), **found["kwargs"]}
-        # A client sleeps between two tries to connect, ever longer: it may go on by itself.
+        # A client may go on by itself: it retries to connect with a growing delay.
         waits = given.get("is_master", False) and given.get("wait_for_workers", True)
         return float(found["began_s"]) + _seconds_of_store(given.get("timeout")) if waits else 0.0
     values = [*found["args"], *found["kwargs"].values()]
-    if any(value is False for value in values):  # queue_pop() that is not to wait
+    if any(value is False for value in values):  # queue_pop() without a wait
         return 0.0
     limits = [value for value in values if isinstance(value, timedelta)] or [found["self"].timeout]
     return float(found["began_s"]) + _seconds_of_store(limits[0])
@@ -226,13 +226,13 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
 
 
 def _is_of_c10d(operator: Any) -> bool:
-    """Whether it is one of torch's collectives. Runs no code of the operator, which may be half made."""
+    """Whether ``operator`` is one of torch's collectives. Runs none of its code: it may be partly constructed."""
     names = (getattr(operator, "__dict__", {}).get(name) for name in ("_name", "_qualified_op_name"))
     return any(isinstance(name, str) and "c10d" in name for name in names)
 
 
 def peers_waited_for(frame: FrameType) -> tuple[int, ...]:
-    """Return the ranks that a point-to-point call waits for, if ``frame`` is in one of torch's."""
+    """Return the ranks that torch's point-to-point call in ``frame`` waits for; empty for any other frame."""
     if not frame.f_code.co_filename.endswith(_WAITING_FILES[0]):
         return ()
     found = (frame.f_locals.get(name) for name in _PEER_ARGUMENTS.get(frame.f_code.co_name, ()))
@@ -240,7 +240,7 @@ def peers_waited_for(frame: FrameType) -> tuple[int, ...]:
 
 
 def waits_of_error(error: BaseException) -> tuple[Wait, ...]:
-    """Return the operation of torch's that raised ``error``, if one did."""
+    """Return torch's operation that raised ``error``; empty if another caller did."""
     frames = [each.tb_frame for each in _traces(error)]
     in_torch = [frame for frame in frames if frame.f_code.co_filename.endswith(_WAITING_FILES)]
     found = _in_torch(in_torch[-1], "").wait if in_torch else None
@@ -258,7 +258,7 @@ def _seconds(value: Any) -> float:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # RPC's marks: 0 for no limit, -1 for its default.
+        # RPC's special values: 0 for no limit, -1 for the default.
         return math.inf if value == 0 else float(value) if value > 0 else _rpc_timeout_s()
     return math.inf
 
@@ -291,14 +291,14 @@ def _receiver(path: str, frame: FrameType) -> Any:
 
 # The flight record
 
-# In place of a group's name.
+# Stands for every group's name.
 ALL = "*"
-# Where the body has destroyed process groups, by the group's name.
+# Lines at which the body has destroyed process groups, by the group's name.
 _destroyed: dict[str, str] = {}
 
 
 def note_destroyed(names: Sequence[str]) -> None:
-    """Note the user's line that destroys these groups now; no names: all groups."""
+    """Record the user's current line as the one that destroys these groups; no names: all groups."""
     place = wording.place_here()
     if place:
         _destroyed.update(dict.fromkeys(names or [ALL], place))
@@ -308,7 +308,7 @@ def own_record() -> str:
     """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
     ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
 
-    It is empty if torch is not loaded, and before the first process group exists.
+    Empty if torch is not loaded, and before the first process group exists.
     """
     if "torch" not in sys.modules:
         return ""
@@ -334,13 +334,13 @@ _FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THR
 def raised_by_transport(error: BaseException) -> bool:
     """Whether ``error`` was raised by torch's C++ or by ``torch.distributed``, rather than by a test's own ``raise``.
 
-    Words cannot tell: a test may raise ``ValueError("unexpected EOF")`` itself. The raising frame can.
+    Decides by the raising frame, not by the message: a test may raise ``ValueError("unexpected EOF")`` itself.
     """
     innermost = next(reversed([*_traces(error)]), None)
     if innermost is None or "torch" not in sys.modules:
         return False
     file = innermost.tb_frame.f_code.co_filename
-    if isinstance(error, SystemExit):  # how torch's threaded group tells a rank that another one has failed
+    if isinstance(error, SystemExit):  # torch's threaded group raises it in a rank when another rank has failed
         return file.endswith(_THREADED_GROUP)
     if not isinstance(error, (RuntimeError, ConnectionError, EOFError, TimeoutError)):
         return False
@@ -369,10 +369,10 @@ class ThreadWait(NamedTuple):
 
 
 class WaitPage:
-    """One rank's page, as its parent half reads it.
+    """One rank's page, read by its parent half.
 
     Attributes:
-        descriptor: the rank inherits it; -1 on a system without anonymous files. :meth:`close` closes it.
+        descriptor: inherited by the rank; -1 on a system without anonymous files. :meth:`close` closes it.
     """
 
     def __init__(self) -> None:
@@ -397,10 +397,10 @@ class WaitPage:
 
 
 def waits_of_threads() -> dict[int, ThreadWait]:
-    """Return the entries of this process's own page, by thread; empty if it has none, or has closed it."""
+    """Return the entries of this process's own page, by thread; empty if there is no page, or it is closed."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = int(os.environ.get(VARIABLE, ""))
-        # A program may close what it has inherited, and open something else under the number.
+        # A program may close inherited descriptors and reuse the number for another file.
         if _os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME} "):
             with mmap.mmap(descriptor, _BYTES, prot=mmap.PROT_READ) as memory:
                 return {entry.tid: entry for entry in _entries(memory)}
@@ -416,7 +416,7 @@ def _entries(memory: mmap.mmap) -> list[ThreadWait]:
 
 
 def _entry(memory: mmap.mmap, offset: int) -> ThreadWait | None:
-    """Return an entry; None if it is not in use, or is being changed."""
+    """Return the entry at ``offset``; None if not in use, or during a change."""
     before, peer, since_ns, number, group, operation, site, until_ns, tid = _ENTRY.unpack_from(memory, offset)
     (after,) = struct.unpack_from("=I", memory, offset)
     if before % 2 or before != after or not since_ns:

@@ -10,7 +10,7 @@ Glossary
 - *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
 - *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded the modules
   of the ranks and forks them.
-- *parent half*: the part of a test that runs beside its ranks and waits for them, in the *class process*.
+- *parent half*: the part of a test that runs in the *class process*, beside the ranks, and waits for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-# The line of faulthandler above the stacks of a process that dies; and the name of an exception.
+# faulthandler's line above the stacks of a dying process; the name of an exception.
 _FATAL = "Fatal Python error:"
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
 
@@ -53,34 +53,34 @@ class Outcome:
 
     rank: int
     ending: Ending
-    exit_code: int | None = None  # of its process; negative for a signal; None if it was never started
-    time_s: float = 0.0  # its end by its own receipt, else as the harness saw it
+    exit_code: int | None = None  # of the process; negative for a signal; None if never started
+    time_s: float = 0.0  # the end, by the rank's receipt, else as the harness saw it
     receipt: Receipt | None = None
-    phase: Phase | None = Phase.RUNNING  # None if it had not loaded the modules of its task
-    stacks: str = ""  # Python stacks of its threads, taken before it was stopped
+    phase: Phase | None = Phase.RUNNING  # None if the rank had not loaded the modules of its task
+    stacks: str = ""  # Python stacks of its threads, taken before the rank was stopped
     waits: tuple[Wait, ...] = ()  # of its threads at the end
-    collectives: str = ""  # its record, as `Collectives` carries it, taken at the same time
+    collectives: str = ""  # its flight record, in the format of `Collectives`, taken at the same time
     output: str = ""  # the end of its stdout and stderr
-    left_behind: list[str] = field(default_factory=list)  # command lines of processes that it left running
-    task: str = "test"  # the word for it
+    left_behind: list[str] = field(default_factory=list)  # command lines of processes that the rank left running
+    task: str = "test"  # the word for its task in reports
     host: str = ""  # in words, if the test asked for several hosts
-    out_of_memory: bool = False  # SIGKILL ended it, and the kernel has meanwhile killed processes for want of memory
-    delayed_s: float = 0.0  # seconds of its test in which it waited for a core, until it was stopped
+    out_of_memory: bool = False  # killed by SIGKILL while the kernel's out-of-memory killer was active
+    delayed_s: float = 0.0  # seconds of the test for which the rank waited for a core, until it was stopped
     died_at: str = ""  # `place`, if `output` no longer shows it
 
     @property
     def transport_failure(self) -> Receipt | None:
-        """Its receipt if a process group, a store or RPC raised its failure; else None."""
+        """The receipt, if a process group, a store or RPC raised the failure; else None."""
         return self.receipt if self.ending is Ending.FAILED and self.receipt and self.receipt.transport else None
 
     @property
     def reason(self) -> str:
-        """The reason of its receipt; empty without one."""
+        """The receipt's reason; empty without a receipt."""
         return self.receipt.reason if self.receipt is not None else ""
 
     @property
     def sub_tests(self) -> tuple[str, ...]:
-        """The sub-tests that failed, or skipped if no part failed."""
+        """The sub-tests that failed; if no part failed, those that skipped."""
         return tuple(part.sub_test for part in self.receipt.parts if part.sub_test) if self.receipt else ()
 
     @property
@@ -102,14 +102,14 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """The user's line at which the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
+        """The user's line where the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
         if self.receipt is not None and self.receipt.said is Said.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
         fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
         return self.died_at or place_in(self.stacks) or place_in(fatal)
 
     def describe(self) -> str:
-        """Return the rank's ending and its place in the user's code, in words.
+        """Describe the rank's ending and its place in the user's code.
 
         >>> Outcome(1, Ending.KILLED, exit_code=-11).describe()
         'was killed by SIGSEGV'
@@ -148,7 +148,7 @@ class Outcome:
         return f"raised {error}{where}: {message}" if message else f"raised {error}{where}"
 
     def _when(self, otherwise: str) -> str:
-        """Return the progress of the test, with a space in front."""
+        """Describe the progress of the test, after a space."""
         if self.receipt is not None:
             return f" after its {self.task} had {self.receipt.said.value}"
         if self.phase is Phase.SETTLING:
@@ -157,8 +157,8 @@ class Outcome:
 
 
 def may_be_expected(outcomes: Iterable[Outcome]) -> bool:
-    """Whether these endings fit a test that is expected to fail: one failure is enough. No rank may die, hang but in a
-    wait for its peers, or skip alone, and no cleanup or thread may fail.
+    """Whether these endings fit a test that is expected to fail: one failure is enough. A rank may hang only in a wait
+    for its peers. No rank may die or skip alone, and no cleanup or thread may fail.
 
     >>> may_be_expected([Outcome(0, Ending.PASSED), Outcome(1, Ending.FAILED)])
     True
@@ -179,7 +179,7 @@ def _may_be_expected(outcome: Outcome) -> bool:
 
 
 def _shorten(text: str, limit: int = 160) -> str:
-    """Keep the beginning of a long line; the traceback has the whole.
+    """Cut a long line; the traceback has all of it.
 
     >>> _shorten("x" * 10, 5)
     'xxxxx...'
@@ -201,17 +201,17 @@ class Collective:
     """One entry of a rank's record."""
 
     group: str  # the process group's name, with its description
-    sequence: int  # its number in its group, from 1, without point-to-point operations
+    sequence: int  # number within the group, from 1, without point-to-point operations
     operation: str  # such as "gloo:all_reduce"
     shapes: str  # input sizes and types, such as "[3] Float"
-    finished: bool  # whether it has ended on this rank, with or without an error
+    finished: bool  # ended on this rank, with or without an error
 
     def __str__(self) -> str:
         return f"#{self.sequence} {self.operation}({self.shapes}) in group {self.group}"
 
     @property
     def name(self) -> str:
-        """The operation as its callers know it, such as ``"all_gather_into_tensor"``."""
+        """The public name of the operation, such as ``"all_gather_into_tensor"``."""
         name = self.operation.rpartition(":")[2].strip("_")
         return _PUBLIC.get(name, name)
 
@@ -221,7 +221,7 @@ class Collective:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """The part that must be the same on all ranks; shapes count where the operation wants them equal."""
+        """The part that must match on all ranks; includes shapes if the operation requires equal ones."""
         name = self.operation.rpartition(":")[2].strip("_")
         uneven = name == "scatter" or any(part in name for part in ("gather", "to_all", "alltoall"))
         return self.operation, "" if uneven else self.shapes
@@ -233,9 +233,9 @@ class Mismatch:
 
     sentence: str
     ranks: tuple[int, ...]  # to blame; empty if unknown
-    differ: bool = False  # whether ranks called different collectives, rather than some of them none
+    differ: bool = False  # ranks called different collectives; False: some ranks called none
     calls: tuple[tuple[tuple[int, ...], str], ...] = ()  # if they differ, the ranks and their call
-    cause: str = ""  # the first line of a report: the ranks to blame, their deed and its place, in the user's words
+    cause: str = ""  # first line of a report, in the user's terms: the ranks to blame, their action and its place
 
 
 def read_record(record: str) -> list[Collective]:
@@ -271,8 +271,8 @@ def _read_entry(entry: Mapping[str, Any]) -> Collective:
 
 
 def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    """Return the first collective in which the ranks differ or wait for each other, by each rank's collectives, oldest
-    first; None if there is none.
+    """Return the first collective in which the ranks differ or wait for each other; None if there is none. ``records``
+    has each rank's collectives, oldest first.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
     found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
@@ -280,7 +280,7 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
 
 
 def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks outside of the party that has more than half of all; empty if there is none.
+    """Return the ranks outside the party with more than half of all ranks; empty if there is no such party.
 
     >>> minority([[0, 3], [1], [2, 4, 5]])
     ()
@@ -295,7 +295,7 @@ def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     """Return the first unfinished collective whose ranks have inputs of different sizes.
 
-    Some backends accept those, so no rank is to blame. Ranks without inputs, as in a scatter, do not count.
+    Blames no rank, since some backends accept different sizes. Ignores ranks without inputs, as in a scatter.
     """
     for each in (each for record in records.values() for each in record if not each.finished):
         sizes: dict[str, list[int]] = {}
@@ -316,7 +316,7 @@ def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
 
 
 def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
-    # Every rank belongs to the default group. The known members of another group are its callers.
+    # Every rank belongs to the default group. Of any other group, only the callers are known members.
     everyone = any("default_pg" in each.group for record in records.values() for each in record.values())
     members = {rank: record for rank, record in records.items() if record or everyone}
     for sequence in sorted({number for record in members.values() for number in record}):
@@ -341,9 +341,9 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
     return None
 
 
-# A transport's timeout: it shows the waiting rank, not the one to blame.
+# A transport's timeout, which identifies the waiting rank, not the guilty one.
 _LIMIT = re.compile(r"tim(e|ed)[ -]?out|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
-# A backend's report of different collectives: `simccl`'s, and that of torch's threaded group as we complete it.
+# A backend's report of different collectives: from `simccl`, and from torch's threaded group with our additions.
 _DISAGREE = re.compile(r"ranks (?:disagree in|differ in a collective)")
 _CALLED = re.compile(
     r"\brank (\d+)(?: \([^)]*\))? called (.+?)(?: at (\S+:\d+))?(?=; |\.(?: |$)|$)",
@@ -351,7 +351,7 @@ _CALLED = re.compile(
 
 
 def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
-    """Yield rank, call and line for each call in ``reason``, if that reports a disagreement of ranks.
+    """Yield rank, call and line for each call in ``reason``, if ``reason`` reports a disagreement of ranks.
 
     >>> list(disagreement("ranks disagree in the root: rank 0 called b, root 0 at /a/t.py:3; rank 1 called b, root 1."))
     [(0, 'b, root 0', 't.py:3'), (1, 'b, root 1', '')]
@@ -362,5 +362,5 @@ def disagreement(reason: str) -> Iterator[tuple[int, str, str]]:
 
 
 def ran_out_of_time(reason: str) -> bool:
-    """Whether the transport's own timeout raised ``reason``: the peers did not come."""
+    """Whether ``reason`` is the message of a transport's own timeout, because peers did not call."""
     return bool(_LIMIT.search(reason))

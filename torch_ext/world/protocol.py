@@ -2,14 +2,14 @@
 
 Note [Zygote protocol]
 ~~~~~~~~~~~~~~~~~~~~~~
-A *client* holds a command channel to a zygote. To get processes, it sends :class:`Start` with the descriptor of a new
-channel, the *group channel*, and the descriptors that the children inherit. The children of one request form a *child
-group*. On the group channel the zygote answers :class:`Started`, and later one :class:`Ended` per child; the client may
-send :class:`Signal`. Closing the group channel abandons the group: the zygote kills and reaps its children. Closing the
-first command channel ends the zygote with all its children.
+A *client* holds a command channel to a zygote. To start processes, the client sends :class:`Start` with the descriptor
+of a new channel, the *group channel*, and the descriptors that the children inherit. The children of one request form a
+*child group*. On the group channel the zygote answers :class:`Started`, and later one :class:`Ended` per child; the
+client may send :class:`Signal`. Closing the group channel abandons the group: the zygote kills and reaps its children.
+Closing the first command channel ends the zygote with all its children.
 
-Every child, forked or executed, begins in :func:`~torch_ext.world.child.child_main`: it waits on its own socket for one
-:class:`Order` and calls the order's target. A *spare* is a child that was forked ahead and waits for its order.
+Every child, forked or executed, begins in :func:`~torch_ext.world.child.child_main`, which waits on its own socket for
+one :class:`Order` and calls the order's target. A *spare* is a child that was forked ahead and waits for its order.
 
 ==================  =======================================================================================
 from -> to          messages
@@ -39,7 +39,7 @@ from typing import Any
 STACK_SIGNAL = signal.SIGRTMIN + 5
 
 
-# In the environment of every child of a zygote: its pid. See Note [Leftovers].
+# Holds the pid of a rank or class process, for the processes that it starts. See Note [Leftovers].
 OWNER_VARIABLE = "TORCH_EXT_OWNER"
 
 
@@ -48,7 +48,7 @@ OWNER_VARIABLE = "TORCH_EXT_OWNER"
 
 @dataclass(frozen=True)
 class Order:
-    """One child's task: to call ``target`` (``"module:function"``) with ``payload`` and so many ``descriptors``."""
+    """One child's task: call ``target`` (``"module:function"``) with ``payload`` and this number of descriptors."""
 
     target: str
     payload: Any
@@ -60,14 +60,14 @@ class Start:
     """Ask for a child group. Descriptors: the group channel, then those of each order in turn."""
 
     orders: tuple[Order, ...]  # one per child
-    environment: dict[str, str]  # of the children. The zygote compares it with its own at its start
+    environment: dict[str, str]  # of the children; the zygote compares it with the one that the zygote started with
     interpreter: bool = False  # give every child a fresh interpreter
     spares: int = 0  # number of children to fork ahead for the next request
 
 
 @dataclass(frozen=True)
 class AddClient:
-    """Serve another command channel, the descriptor. Closing that one does not end the zygote."""
+    """Serve another command channel, given as the descriptor. Closing it does not end the zygote."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class AskOthers:
 
 @dataclass(frozen=True)
 class Copy:
-    """Ask for a zygote like this one, as the only child of a group: its children cannot harm those of others.
-    Descriptors: the group channel, and the first command channel of the copy.
+    """Ask for a copy of this zygote, as the only child of a group, to isolate its children from those of other copies.
+    Descriptors: the group channel, and the copy's first command channel.
     """
 
 
@@ -90,14 +90,14 @@ class Copy:
 class Started:
     """The children exist."""
 
-    pids: tuple[int, ...]  # of each, by its own machine
-    why_interpreter: str  # why they could not be forked; empty if they were, or on request of fresh interpreters
-    hosts: tuple[str, ...] = ()  # of each, in words for users, where they run on several; see Note [Several hosts]
+    pids: tuple[int, ...]  # one per child, each on the child's machine
+    why_interpreter: str  # why the zygote could not fork; empty if it could, or if fresh interpreters were requested
+    hosts: tuple[str, ...] = ()  # one per child, in words, if there are several; see Note [Several hosts]
 
 
 @dataclass(frozen=True)
 class LeftBehind:
-    """A process that child ``index`` started and left running. The zygote has ended it."""
+    """A process that child ``index`` started and left running, and that the zygote has killed."""
 
     index: int
     pid: int
@@ -106,9 +106,9 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Ended:
-    """Child ``index`` was reaped, at ``time_s`` (``time.monotonic``). A negative exit code is a signal.
+    """Child ``index`` was reaped at ``time_s`` (``time.monotonic``). A negative exit code is a signal.
 
-    ``left_behind`` is that of the whole group, with its last child: until then a peer may use a process of another.
+    ``left_behind`` comes with the group's last child and covers the group: peers may use each other's processes.
     """
 
     index: int
@@ -125,12 +125,12 @@ class Signal:
     number: int
 
 
-# How a zygote gets ready
+# Preparing a zygote
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """For a fresh interpreter to load: the search path, modules, and the file or module that is ``__main__``."""
+    """The search path and modules that a fresh interpreter loads, and the file or module that is ``__main__``."""
 
     path: tuple[str, ...]
     modules: tuple[str, ...]
@@ -140,7 +140,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class RootOrder:
-    """For the first zygote of a run to load. It removes the folder ``scratch`` at its end."""
+    """The preparation of a run's first zygote, which removes the folder ``scratch`` when it ends."""
 
     preparation: Preparation
     scratch: str = ""
@@ -162,7 +162,7 @@ class ModuleOrder:
 
 @dataclass(frozen=True)
 class Process:
-    """A process by its pid and its start in the kernel's ticks: pids are used again."""
+    """A process, identified by its pid and its start time in the kernel's ticks, since the kernel reuses pids."""
 
     pid: int
     start: str
@@ -182,7 +182,7 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class HiddenFrames:
-    """Frames of the harness that a report leaves out; :func:`~torch_ext.world.wording.hide` says which."""
+    """Frames of the harness that reports leave out. The fields are those of :func:`~torch_ext.world.wording.hide`."""
 
     file: str
     functions: tuple[str, ...] = ()
@@ -192,8 +192,8 @@ class HiddenFrames:
 
 @dataclass(frozen=True)
 class Devices:
-    """The number of devices that the ranks of a machine share, and the environment variable that narrows them down; 0
-    and empty if there is no limit.
+    """The number of devices that the ranks of a machine share, and the environment variable that restricts the visible
+    devices; 0 and empty if there is no limit.
     """
 
     number: int
@@ -202,7 +202,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The zygote is ready: the files of its modules below the project's folders, and what its layers have hidden."""
+    """The zygote is ready. Holds the files of its modules below the project's folders, and its hidden frames."""
 
     imported: tuple[str, ...] = ()
     hidden_frames: tuple[HiddenFrames, ...] = ()
@@ -210,8 +210,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The module could not be imported; ``trace`` is the traceback. ``left`` says in words for users that the module
-    skipped itself or ended the program; else it is empty.
+    """The module could not be imported; ``trace`` is the traceback. ``left``: a message for users if the module skipped
+    itself or ended the program; else empty.
     """
 
     trace: str
@@ -226,10 +226,10 @@ class Wait:
     """The wait of one thread."""
 
     words: str  # the operation and the line of the test, such as "barrier() in test_a (test_x.py:12)"
-    peers: tuple[int, ...] = ()  # ranks that it names
-    everyone: bool = False  # whether it needs all ranks, as the creation of a process group does
-    transport: bool = False  # whether it is an operation of a process group, a store or RPC
-    over: bool = False  # whether the body is over, and the harness waits for the other ranks
+    peers: tuple[int, ...] = ()  # ranks that the call names
+    everyone: bool = False  # needs all ranks, as the creation of a process group does
+    transport: bool = False  # an operation of a process group, a store or RPC
+    over: bool = False  # the body is over, and the harness waits for the other ranks
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,8 @@ class Inherited:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Names one run of one test by the test's id and the number of the run on the same ranks, from 0. A receipt must
-    carry the ticket of the run that is being judged.
+    """Identifies one run of one test by the test's id and the number of the run on the same ranks, from 0. A receipt
+    counts only with the ticket of the current run.
     """
 
     test: str = ""
@@ -258,15 +258,15 @@ class RankOrder:
 
     rank: int
     name: str
-    ticket: Ticket  # of its first test
-    task: bytes  # pickled (function, args, kwargs), unpickled in the rank once the rest is applied
+    ticket: Ticket  # of the first test
+    task: bytes  # pickled (function, args, kwargs); the rank unpickles it after applying the other fields
     environment: dict[str, str]
     directory: str
     umask: int
     argv: tuple[str, ...]
     threads: int  # number of intra-op threads; 0 leaves torch's number alone
-    has_page: bool = False  # whether it inherits a page of waits; see Note [The page of waits]
-    address: str = ""  # of the world; empty without one. See Note [An address for each world]
+    has_page: bool = False  # the rank inherits a page of waits; see Note [The page of waits]
+    address: str = ""  # the world's, if any; see Note [An address for each world]
 
 
 class Ask(Enum):
@@ -279,7 +279,7 @@ class Ask(Enum):
 
 
 class Phase(Enum):
-    """The progress of a rank, sent when it gets there."""
+    """A stage of a rank, sent when the rank reaches it."""
 
     RUNNING = "has loaded the modules of its task, and runs it"
     SETTLING = "the body is over; its threads and exit functions are finishing"
@@ -287,8 +287,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Farewell:
-    """The last message of a rank that the harness's own code ends. A process that ends with code 0 and without it was
-    ended by other code.
+    """The last message of a rank that the harness ends. If a process ends with code 0 and without this message, other
+    code has ended it.
     """
 
 
@@ -311,13 +311,13 @@ class Progress:
     """Whether a rank can go on, and its waits. See Note [Provable hangs]."""
 
     blocked: bool  # no thread of the rank can go on by itself before `until_s` and `raises_s`
-    until_s: float  # end of the first time limit of a lock, by `time.monotonic`; infinite if there is none
-    fingerprint: str  # differs from an earlier one if any thread has run meanwhile
+    until_s: float  # earliest time limit of a lock, by `time.monotonic`; infinite if there is none
+    fingerprint: str  # changes if any thread runs
     waits: tuple[Wait, ...] = ()  # of the threads with Python code
     record: str = ""  # changes whenever a collective begins or ends
     may_act: tuple[str, ...] = ()  # threads that can go on, in words
-    among_ranks: bool = False  # it waits for peers in memory that ranks alone share, and no signal is handled
-    raises_s: float = float("inf")  # as `until_s`, for an operation of torch's, which raises then
+    among_ranks: bool = False  # waits for peers in memory that only ranks share, and handles no signal
+    raises_s: float = float("inf")  # earliest time limit of torch's operations, which raise then
 
 
 class Said(Enum):
@@ -330,8 +330,8 @@ class Said(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a test that failed, or of a skipped test one that skipped: the sub-test in words, such as ``(x=1)``
-    (empty: the test itself and its cleanups), and whether it failed as a test that is expected to fail may.
+    """A part of a test that failed or, in a skipped test, skipped. ``sub_test`` is in words, such as ``(x=1)`` (empty:
+    the test itself and its cleanups). ``expectable``: an expected failure may fail like this.
     """
 
     sub_test: str
@@ -340,20 +340,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A rank's statement about its body. The rank itself sets ``ticket`` and what follows."""
+    """A rank's statement about its body. :class:`~torch_ext.world.rank.Rank` sets ``ticket`` and ``pid``."""
 
     said: Said
-    time_s: float  # when, by `time.monotonic`, which all processes of a machine share
+    time_s: float  # of the statement, by `time.monotonic`, which all processes of a machine share
     reason: str = ""  # of a skip, or the first line of a failure ("ValueError: no")
     trace: str = ""  # the traceback of a failure, without the harness's own frames
     transport: bool = False  # a process group, a store or RPC raised the failure, not the test's own code
     waits: tuple[Wait, ...] = ()  # the operation that failed, if known
     place: str = ""  # the user's line that failed, such as "test_a.py:31", if known
-    parts: tuple[Part, ...] = ()  # those that failed, in order; of a skip, those that skipped. Empty if unknown
+    parts: tuple[Part, ...] = ()  # the parts that failed or, for a skip, skipped, in order; empty if unknown
     ticket: Ticket = NO_TICKET
     pid: int = 0
 
     @property
     def is_expected(self) -> bool:
-        """Whether the body failed, and only as a test that is expected to fail may."""
+        """Whether the body failed, and an expected failure may fail like this."""
         return self.said is Said.FAILED and bool(self.parts) and all(part.expectable for part in self.parts)

@@ -1,9 +1,9 @@
-"""The zygote that serves this process, and how a process becomes a zygote: by a fork of itself, by loading modules in a
-fresh interpreter, or by loading one more in a child. Loads torch only if its orders name it.
+"""Finds or starts the zygote that serves this process. A zygote is a fork of this process, a fresh interpreter that
+loads its modules, or a zygote's child that loads one more. Loads torch only if its orders name it.
 
 The supervisor gives a zygote to each class process (:func:`use`). Any other process that runs tests (``python -m
-unittest``, ``pytest``, a debugger) makes one: an early fork of itself, or a fresh interpreter that loads what this
-process has loaded (see Note [Fork safety]).
+unittest``, ``pytest``, a debugger) makes one: an early fork of itself, or a fresh interpreter that loads the same
+modules (see Note [Fork safety]).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch_ext.world.zygote import Zygote
 
 
 class _Zygotes:
-    """The zygotes of this process. A forked child has none: its parent's are not its own."""
+    """The zygotes of this process. A forked child starts without any: its parent's zygotes do not serve it."""
 
     def __init__(self) -> None:
         self.owner = _os.getpid()
@@ -72,7 +72,7 @@ def use(channel: Channel, scratch_folder: str) -> None:
 def given_is_gone() -> bool:
     """Whether the zygote of :func:`use` has ended."""
     own = _mine()
-    return own.lost_given or (own.given is not None and own.given.poll())  # only its end is readable
+    return own.lost_given or (own.given is not None and own.given.poll())  # zygotes send nothing here: readable = ended
 
 
 def never_start_ranks() -> None:
@@ -81,7 +81,7 @@ def never_start_ranks() -> None:
 
 
 def zygote_for(module: str) -> Channel:
-    """Return a command channel to a zygote that has loaded ``module``, starting one if need be."""
+    """Return a command channel to a zygote that has loaded ``module``; start a zygote if necessary."""
     own = _mine()
     if own.given is not None:
         return own.given
@@ -89,12 +89,12 @@ def zygote_for(module: str) -> Channel:
         return own.forked[0]
     if module in own.loaded:
         zygote = own.loaded[module]
-        if not zygote.channel.poll():  # only its end is readable
+        if not zygote.channel.poll():  # zygotes send nothing here: readable = ended
             return zygote.channel
         del own.loaded[module]
         zygote.close()
         if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
-            return _load(own, module)  # the root stays, with the folder that it removes at its end
+            return _load(own, module)  # keep the root: at its end it removes the folder
         _end_root(own)
     _os.require_supported()
     why = reason_not_to_fork()
@@ -105,7 +105,7 @@ def zygote_for(module: str) -> Channel:
 
 
 def pid_behind(channel: Channel) -> int:
-    """Return the pid of the zygote whose channel :func:`zygote_for` has returned; 0 if another process started it."""
+    """Return the pid of the zygote behind a channel of :func:`zygote_for`; 0 if another process started it."""
     own = _mine()
     if own.forked is not None and own.forked[0] is channel:
         return own.forked[2]
@@ -113,7 +113,7 @@ def pid_behind(channel: Channel) -> int:
 
 
 def zygote_of_this_process() -> Channel | None:
-    """Return a command channel to the zygote that adopts this process's orphans; None if this process does."""
+    """Return a command channel to the zygote that adopts this process's orphans; None if this process adopts them."""
     return _mine().given
 
 
@@ -125,8 +125,8 @@ def zygotes() -> tuple[int, ...]:
 
 
 def watch_this_process() -> None:
-    """Adopt the orphans of this process and note the threads of its transports, unless a zygote does so for it. See
-    Note [Who else may act]. Call it before a test's file can start processes, and again in each process.
+    """Adopt this process's orphans and track the threads of its transports, unless a zygote does so. See Note [Who else
+    may act]. Call it before a test's file can start processes, and again in each process.
     """
     own = _mine()
     if own.given is None and not own.starts_none and not own.is_watched and not child.is_of_zygote:
@@ -136,7 +136,7 @@ def watch_this_process() -> None:
 
 
 def prepare(module: str) -> None:
-    """Fork the zygote of ``module`` now if that is safe, before this process does something that makes it unsafe."""
+    """Fork the zygote of ``module`` now if a fork is safe, before this process makes forks unsafe."""
     own = _mine()
     watch_this_process()
     is_loaded = (own.forked is not None and module in own.forked[1]) or module in own.loaded
@@ -145,7 +145,7 @@ def prepare(module: str) -> None:
 
 
 def forget(channel: Channel) -> None:
-    """Note that the zygote behind ``channel`` is gone: the next request starts another."""
+    """Forget the zygote behind ``channel``, which is gone; the next request starts another."""
     own = _mine()
     channel.close()
     if own.forked is not None and own.forked[0] is channel:
@@ -159,7 +159,7 @@ def forget(channel: Channel) -> None:
 
 
 def _fork(own: _Zygotes) -> Channel:
-    others = _os.known(set(_os.children_of(_os.getpid())).difference(zygotes()))  # which imports have started
+    others = _os.known(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
     if own.forked is not None:
         own.forked[0].close()
         files.give_up()
@@ -187,14 +187,14 @@ def _fork(own: _Zygotes) -> Channel:
 
 
 def _is_loadable(name: str) -> bool:
-    """Whether a fresh interpreter imports ``name`` itself: ``__main__`` and test modules, which import the rest."""
+    """Whether a fresh interpreter must import ``name``: ``__main__`` and test modules, which import the rest."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None) or ""
     return name == "__main__" or os.path.basename(file).startswith("test_")
 
 
 def _alive(own: _Zygotes) -> bool:
-    """Whether the forked zygote still runs; reap it if not."""
+    """Whether the forked zygote still runs; reaps an ended one."""
     if own.forked is None:
         return False
     channel, _, pid = own.forked
@@ -202,7 +202,7 @@ def _alive(own: _Zygotes) -> bool:
         if _os.waitpid(pid, os.WNOHANG) == (0, 0):
             return True
     except ChildProcessError:
-        pass  # other code of this process has reaped it
+        pass  # other code of this process has reaped the zygote
     forget(channel)
     return False
 
@@ -253,7 +253,7 @@ def main() -> NoReturn:
     _os.lead_process_group()
     try:
         order, _ = command.receive()
-        # A module's prints during its import must not mix with the runner's output.
+        # Modules may print during their import: keep that out of the runner's output.
         os.dup2(2, 1)
         try:
             load(order.preparation)
@@ -262,7 +262,7 @@ def main() -> NoReturn:
             os._exit(1)
         command.send(Loaded(hidden_frames=wording.hidden()))
         Zygote(command, "the zygote", order.preparation, order.scratch).serve()
-    except ChannelClosedError:  # the parent was interrupted, and is gone or does not need this process any more
+    except ChannelClosedError:  # the parent was interrupted, and has ended or dropped this process
         os._exit(0)
 
 
@@ -274,10 +274,10 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     command = Channel.from_descriptor(descriptors[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _os.lead_process_group()
-    _os.adopt_orphans()  # the import's too: see Note [Who else may act]
+    _os.adopt_orphans()  # before the import starts processes: see Note [Who else may act]
     os.environ.clear()
     os.environ.update(order.environment)
-    # In front: another folder may have a module of the same name.
+    # First on the path: another folder may have a module of the same name.
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
     importing = _os.getpid()
@@ -308,7 +308,7 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
 
 @contextlib.contextmanager
 def _stacks_to(pipe: int) -> Iterator[None]:
-    """Have the stack signal write to ``pipe``, which is closed at the end, so that no child keeps it."""
+    """Context: the stack signal writes to ``pipe``. Closes the pipe at the end, so that no child keeps it."""
     faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
     try:
         yield
@@ -344,6 +344,6 @@ def _files_below(folders: Sequence[str]) -> tuple[str, ...]:
     roots = tuple(os.path.realpath(folder) + os.sep for folder in folders)
     own = os.path.realpath(sys.prefix) + os.sep
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    # torch.ops and torch.classes give themselves names of files that do not exist.
+    # torch.ops and torch.classes have a __file__ that does not exist.
     real = {os.path.realpath(file) for file in files if file and os.path.isabs(file)}
     return tuple(sorted(file for file in real if file.startswith(roots) and not file.startswith(own)))

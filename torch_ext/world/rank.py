@@ -3,13 +3,14 @@ is loaded.
 
 Note [Life of a rank]
 ~~~~~~~~~~~~~~~~~~~~~
-A rank first applies its order: the environment, working directory, umask and ``sys.argv``, which a test may have
-changed a moment ago. The task runs inside multiprocessing's bootstrap, so that its hooks (coverage, finalizers, logs)
-see an ordinary process. After the body, its threads and its exit functions, the rank hands in a receipt.
+A rank first applies its order: the environment, working directory, umask and ``sys.argv``, which the test may have
+changed just before. The task runs inside multiprocessing's bootstrap, so that multiprocessing's hooks (coverage,
+finalizers, logs) see an ordinary process. After the body, its threads and its exit functions, the rank hands in a
+receipt.
 
-A rank that passed waits a moment for its peers, so that it does not cut connections that they still use, and then ends
-without destroying its process groups, which would cost gloo 10 ms per peer. If the wait times out, it destroys them in
-order. So does a rank that failed: its peers must see connections close instead of waiting for it.
+A rank that passed waits a moment for its peers, which may still use its connections, and then ends without destroying
+its process groups: that would cost gloo 10 ms per peer. If the wait times out, the rank destroys them in order. So does
+a rank that failed: its peers must see connections close instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -51,26 +52,26 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import NUMBER_VARIABLE
 from torch_ext.world.threads import LISTENER, leave_out, observe
 
-# Seconds for which a rank that passed waits for its peers before it tears down by itself.
+# Seconds for which a rank that passed waits for its peers before it destroys its process groups.
 _RELEASE_WAIT_S = 1.0
 
-# Stand between a test and torch.
+# Frames between a test and torch.
 wording.hide(r"/compat/c10d\.py")
 wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
 wording.hide(r"/world/threads\.py", "make_transport")
 wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
-# All ranks of a test are on this machine, and looking up the host's name may be slow, wrong or refused.
+# All ranks of a test are on this machine, and resolving the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
 
-# Torch's flight recorder, so that a hang can be traced to a collective; read when the first group is created.
+# Enable torch's flight recorder, to trace a hang to a collective. Torch reads it when it creates the first group.
 _DEFAULTS = {"TORCH_FR_BUFFER_SIZE": "512"}
 
 
 class Rank:
     """This process as a rank: its number and its channel to the parent half.
 
-    A child that it forks inherits this object, but its receipts do not count.
+    A forked child inherits this object, but its receipts do not count.
     """
 
     def __init__(self, order: RankOrder, channel: Channel, stacks: int) -> None:
@@ -88,15 +89,15 @@ class Rank:
         threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
-        """Begin another run of a test, which later receipts are about."""
+        """Begin another run of a test; later receipts carry ``ticket``."""
         self._ticket, self._is_between_tests = ticket, False
         self._debts.watch(ticket.test)
         operations.test_began()
 
     @_os.with_room
     def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. Unless it is an unexpected failure, finish the body's threads and exit functions
-        before. Unless it is a failure, wait for the peers afterwards. Return whether every rank is done, so that this
+        """Hand in the receipt, once. First finish the body's threads and exit functions, except after an unexpected
+        failure. Then wait for the peers, except after any failure. Return whether every rank is done, so that this
         process may end without teardown.
         """
         self._end_fork(receipt)
@@ -114,7 +115,7 @@ class Rank:
 
     @_os.with_room
     def report(self, receipt: Receipt) -> Receipt:
-        """Hand in the receipt of one test and live on for the next; return the receipt."""
+        """Hand in the receipt of one test without ending the rank; return the receipt."""
         self._end_fork(receipt)
         if receipt.said is not Said.FAILED or receipt.is_expected:
             receipt = self._unless(self._debts.check, receipt)
@@ -129,7 +130,7 @@ class Rank:
         self._send(Notice(text))
 
     def tell_of_globals(self, module: str) -> None:
-        """Show the user the globals of ``module`` whose ``__del__`` runs its code, which a rank does not finalize."""
+        """Warn the user about globals of ``module`` with a ``__del__`` of that module, which a rank never calls."""
         found = sys.modules.get(module)
         values = list(vars(found).items()) if found is not None else []
         names = [name for name, each in values if type(each).__module__ == module and hasattr(type(each), "__del__")]
@@ -147,8 +148,8 @@ class Rank:
         return self._handed_in
 
     def _end_fork(self, receipt: Receipt) -> None:
-        """Exit if this is a child that the test has forked and that runs on like the rank. Its parent judges it by the
-        exit code.
+        """Exit if this process is a child that the test has forked and that continues as if it were the rank. Its
+        parent judges it by the exit code.
         """
         if _os.getpid() != self._pid:
             end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
@@ -164,11 +165,11 @@ class Rank:
         return replace(receipt, time_s=_os.monotonic(), ticket=self._ticket, pid=self._pid)
 
     def tell_place(self, error: BaseException) -> None:
-        """Write for the parent half the place at which ``error`` ends this process."""
+        """Write the place at which ``error`` ends this process, for the parent half."""
         exits.write_text(self._stacks, wording.read_error(error)[1])
 
     def say(self, message: Phase | Farewell) -> None:
-        """Send ``message`` if the parent half is there."""
+        """Send ``message``; no error if the parent half is gone."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
 
@@ -196,10 +197,10 @@ class Rank:
 
 
 def _look(between_tests: bool) -> Progress:
-    """Return :func:`observe`'s progress; where that fails, nothing is proven."""
+    """Return :func:`observe`'s progress; if it fails, a progress that proves nothing."""
     try:
         return observe(between_tests)
-    except Exception as error:  # the listener must live on: no other thread answers the parent half
+    except Exception as error:  # keep the listener alive: no other thread answers the parent half
         return Progress(False, math.inf, "", may_act=(f"a thread that cannot be looked at ({error})",))
 
 
@@ -207,15 +208,15 @@ _current: Rank | None = None
 
 
 def current() -> Rank | None:
-    """Return this process as a rank; None if it is not one."""
+    """Return this process's rank; None if it has none."""
     return _current
 
 
 def this_rank() -> Rank:
-    """Return this process as a rank.
+    """Return this process's rank.
 
     Raises:
-        AssertionError: it is not one.
+        AssertionError: this process is no rank.
     """
     if _current is None:
         raise AssertionError("this process is no rank")
@@ -234,7 +235,7 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
         os.environ[threads.VARIABLE] = order.address
-        connections.pop(0)  # stays open as long as this process lives
+        connections.pop(0)  # the reservation: open until this process ends
     os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
     redirect(stdout, stderr)
     for descriptor in (null, stdout, stderr):
@@ -260,7 +261,7 @@ def _apply(order: RankOrder) -> None:
     if torch is not None:
         torch.set_num_threads(order.threads or torch.get_num_threads())  # see Note [Thread pool after a fork]
         if torch.distributed.is_available():
-            torch.distributed.set_debug_level_from_env()  # read once at import otherwise
+            torch.distributed.set_debug_level_from_env()  # torch reads it only once, at import
 
 
 def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:

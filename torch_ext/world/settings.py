@@ -1,18 +1,18 @@
-"""The settings of a user: environment variables, time limits, hosts. Standard library only; the supervisor reads them.
+"""The user's settings: environment variables, time limits, hosts. Standard library only: the supervisor imports it.
 
-``docs/architecture.md`` lists the variables. They are read on use, in the process that acts on them, since a test class
-may set them in ``setUp``.
+``docs/architecture.md`` lists the variables. Each process reads them on use, since a test class may set them in
+``setUp``.
 
 Note [Several hosts]
 ~~~~~~~~~~~~~~~~~~~~
-A test class with ``hosts = 2`` has its ranks on two machines, half on each. They share no memory and no files, so they
-meet at a TCP store, which the parent half on host 0 serves, and get the variables that torchrun sets on several nodes.
-``file_name`` names another file on each host.
+A test class with ``hosts = 2`` has its ranks on two machines, half on each. The machines share no memory and no files,
+so ranks meet at a TCP store, which the parent half on host 0 serves, and get the variables that torchrun sets on
+several nodes. ``file_name`` names another file on each host.
 
-There is one world. The parent half asks its zygote for all ranks. On a cluster a stand-in for the zygote
-(``runner/cluster/hosts.py``) starts the ranks of other hosts there and passes on their messages. Elsewhere the ordinary
-zygote starts all of them on this machine and pretends: each host has its own folder for temporary files, and
-``TORCH_EXT_HOST`` tells the simulated device with which ranks one may share memory.
+There is one world. The parent half asks its zygote for all ranks. On a cluster, a proxy for the zygote
+(``runner/cluster/hosts.py``) starts the ranks of other hosts there and forwards their messages. Elsewhere the ordinary
+zygote starts all ranks on this machine and simulates hosts: each has its own folder for temporary files, and the
+simulated device shares memory only among ranks with the same ``TORCH_EXT_HOST``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def interpreter_wanted() -> bool:
 
 
 def spares_wanted(world_size: int) -> int:
-    """Return the number of ranks to fork ahead: that of the last world, or 0 after a large one."""
+    """Return the number of ranks to fork ahead: the last world's size, or 0 after a large world."""
     return 0 if os.environ.get("TORCH_EXT_SPARES") == "0" or world_size > _MOST_SPARES else world_size
 
 
@@ -51,7 +51,7 @@ def threads_per_rank(world_size: int) -> int:
 
 
 def show_output() -> bool:
-    """Whether to pass the output of ranks through as it comes."""
+    """Whether to print the output of ranks as it arrives."""
     return os.environ.get("TORCH_EXT_SHOW_OUTPUT") == "1"
 
 
@@ -61,10 +61,10 @@ def full_teardown() -> bool:
 
 
 def time_limit_s() -> float | None:
-    """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None without it.
+    """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset.
 
     Raises:
-        ValueError: it is no finite time above 0.
+        ValueError: ``TORCH_EXT_TIMEOUT`` is no finite time above 0.
     """
     asked = os.environ.get("TORCH_EXT_TIMEOUT", "")
     if asked and not 0 < _number(asked) < math.inf:
@@ -73,7 +73,7 @@ def time_limit_s() -> float | None:
 
 
 def hang_after_s() -> float:
-    """Return the seconds from the last progress to the end of a provable hang; 0: hangs are not looked for.
+    """Return the seconds from the last progress to the end of a provable hang; 0: hang detection is off.
 
     Raises:
         ValueError: ``TORCH_EXT_HANG_AFTER`` is no finite time.
@@ -85,7 +85,7 @@ def hang_after_s() -> float:
 
 
 def trial_fork() -> bool:
-    """Whether to fork a process with other threads once, to see if they end. See Note [Trial fork]."""
+    """Whether to make a trial fork in a process with several threads. See Note [Trial fork]."""
     return os.environ.get("TORCH_EXT_TRIAL_FORK") != "0"
 
 
@@ -116,40 +116,40 @@ LIMIT_ATTRIBUTE = "_timeout_s"
 class Limits:
     """Time limits of a world, in seconds.
 
-    Peers of a rank that has failed or died may fail by themselves within ``grace_s`` and say how; those that wait for a
-    core get a little more. Ranks that still compute ``exit_s`` after the receipt of the last one get more; see
+    Peers of a rank that has failed or died may fail by themselves within ``grace_s`` and report why; peers that wait
+    for a core get a little more. Ranks that still compute ``exit_s`` after the last receipt get more; see
     :class:`Patience`.
     """
 
     test_s: float  # from the start until every rank has ended
     grace_s: float = 1.0  # from the first rank's failure or death until its peers are stopped
     exit_s: float = 15.0  # from the receipt of the last rank until the last process has ended
-    hang_s: float = 0.0  # from the last progress until a provable hang is found; 0: hangs are not looked for
-    endless_s: float = float("inf")  # a wait for a lock is endless if its limit is so far away, or past `test_s`
-    raises_later_s: float = float("inf")  # the same for an operation of torch's, which raises at its limit
-    end_hangs: bool = True  # a hang ends its ranks. Otherwise it is reported, and they go on
+    hang_s: float = 0.0  # from the last progress until a provable hang is found; 0: hang detection is off
+    endless_s: float = float("inf")  # a lock's wait counts as endless if its limit is this far away, or past `test_s`
+    raises_later_s: float = float("inf")  # the same for torch's operations, which raise at their limit
+    end_hangs: bool = True  # stop the ranks of a hang; False: report the hang and let them go on
 
 
 def get_timeout(test_id: str) -> int:
-    """Return the time limit of a test by its name alone, in seconds; :func:`timeout_of` has the whole rule."""
+    """Return the time limit of a test by its name alone, in seconds; see :func:`timeout_of` for the full rule."""
     return TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], TIMEOUT_DEFAULT)
 
 
 def timeout_of(case: Any) -> float:
-    """Return the time limit of the current test of ``case``, a test case of unittest's, in seconds.
+    """Return the time limit of the current test of ``case``, a ``unittest.TestCase``, in seconds.
 
     The first of these that is set wins: ``TORCH_EXT_TIMEOUT`` (``--timeout``); ``@with_timeout`` on the test; the class
     attribute ``timeout`` (seconds or a ``timedelta``); ``TIMEOUT_OVERRIDE`` by the test's name;
     ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT``; 120 seconds.
 
     Raises:
-        ValueError: it is no finite time above 0.
+        ValueError: the limit is no finite time above 0.
     """
     asked = time_limit_s()
     if asked is not None:
         return asked
     test_id = case.id()
-    name = getattr(case, "_testMethodName", test_id.rpartition(".")[2])  # which may have dots
+    name = getattr(case, "_testMethodName", test_id.rpartition(".")[2])  # the name itself may have dots
     own = getattr(getattr(type(case), name, None), LIMIT_ATTRIBUTE, None)
     if own is None:
         own = getattr(case, "timeout", None)
@@ -158,10 +158,10 @@ def timeout_of(case: Any) -> float:
 
 
 def seconds_of(limit: Any, what: str) -> float:
-    """Return a time limit, a number of seconds or a ``timedelta``, in seconds. ``what`` names it in errors.
+    """Return ``limit``, a number of seconds or a ``timedelta``, in seconds. ``what`` names the limit in errors.
 
     Raises:
-        ValueError: it is neither, or no finite time above 0.
+        ValueError: ``limit`` is neither, or no finite time above 0.
 
     >>> seconds_of(timedelta(minutes=1), "the limit"), seconds_of(2, "the limit")
     (60.0, 2.0)
@@ -175,10 +175,10 @@ def seconds_of(limit: Any, what: str) -> float:
     return float(number)
 
 
-# A process hangs if it has computed for less than a twentieth of a second in the last one. A sum that has become
-# smaller means that one of several processes has ended, which is progress too.
+# A process hangs if it has computed for less than 0.05 s during the last second. A smaller sum than before means that
+# one of several processes has ended, which is progress too.
 _LOOK_S, _COMPUTES_S = 1.0, 0.05
-# Seconds that a process which computes at its limit gets on top, on a busy machine.
+# Extra seconds for a process that still computes at its limit, on a busy machine.
 MORE_S = 30.0
 
 
@@ -187,9 +187,9 @@ class Patience:
 
     Args:
         limit_s: the limit in seconds.
-        now_s: its begin.
-        more_s: seconds on top for a process that computes.
-        computed_s: the CPU time at the begin. If given, give up at the limit when there was no CPU use since; otherwise
+        now_s: the start of the limit.
+        more_s: extra seconds for a process that computes.
+        computed_s: the CPU time at the start. If given, give up at the limit when there was no CPU use since; otherwise
             sample twice from then on.
 
     Attributes:
@@ -228,7 +228,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def hosts_of(case: object) -> int:
-    """Return the number of hosts that a test case, or its class, asks for; 1 unless it names a number.
+    """Return ``case.hosts``, the number of hosts for a test case or its class; 1 unless that is an int above 1.
 
     >>> hosts_of(type("TestA", (), {"hosts": 2})), hosts_of(type("TestB", (), {"hosts": ["a", "b"]}))
     (2, 1)
@@ -261,7 +261,7 @@ def is_spread() -> bool:
 def launcher_variables(
     rank: int, world_size: int, port: int, hosts: int = 1, at: str = _THIS_MACHINE
 ) -> dict[str, str]:
-    """Return the variables that torchrun's agent sets for a rank, if it serves the store at ``port`` of ``at``."""
+    """Return the variables that torchrun's agent sets for a rank when it serves the store at ``at:port``."""
     share = ranks_per_host(world_size, hosts)
     return {
         **dict.fromkeys(("RANK", "ROLE_RANK"), str(rank)),
@@ -281,15 +281,15 @@ def launcher_variables(
 
 
 def interface_variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which torch's transports use the interface with ``address``, but for those that
-    ``environment`` has.
+    """Return the variables that bind torch's transports to the interface with ``address``, except those already in
+    ``environment``.
     """
     name = interface_of(address)
     return {variable: name for variable in INTERFACE_VARIABLES if name and variable not in environment}
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with ``address``; empty if none is known to have it."""
+    """Return the network interface with ``address``; empty if there is none."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -303,7 +303,7 @@ def interface_of(address: str) -> str:
 
 
 class HostFile(str):
-    """The path of a file on host 0. In a rank on another host, unpickling makes it an empty file of that host."""
+    """The path of a file on host 0. Unpickling it on another host makes an empty file there and returns its path."""
 
     def __reduce__(self) -> tuple[Callable[[str], str], tuple[str]]:
         return _of_this_host, (str(self),)
@@ -312,7 +312,7 @@ class HostFile(str):
 def _of_this_host(path: str) -> str:
     if os.environ.get(NUMBER_VARIABLE, "0") == "0":
         return path
-    tempfile.tempdir = None  # the zygote may have cached its own, and TMPDIR is the host's
+    tempfile.tempdir = None  # the zygote may have cached its folder; this host's is in TMPDIR
     own = os.path.join(tempfile.gettempdir(), os.path.basename(path))
     with open(own, "a"):
         pass

@@ -1,41 +1,41 @@
-"""The threads of this process: which may go on, and what the others wait for. Also the transports that start some of
-them, and the address of the world. Runs in ranks and parent halves; touches torch only if it is loaded.
+"""Judges the threads of this process: which may go on, and where the rest wait. Tracks the transports that start some
+threads, and the address of the world. Runs in ranks and parent halves; touches torch only if it is loaded.
 
 Note [Provable hangs]
 ~~~~~~~~~~~~~~~~~~~~~
-A world hangs if nobody can end the waits of its ranks. Unknown threads and processes can, so the rule lists those that
-cannot act. A thread cannot go on by itself in one of these:
+A world hangs if no thread or process can end the waits of its ranks. Unknown threads and processes may, so the rule
+lists the waits in which a thread cannot go on by itself:
 
 1. *A private futex without a time limit* (``/proc/self/task/TID/syscall``): a lock, a condition, a queue, a join, an
    idle thread of a pool, in Python or not. No other process has this memory, so only another thread of this process
-   or a signal handler can wake it.
+   or a signal handler can wake the thread.
 2. *An operation of a process group, a store or RPC*, in any system call, if its own limit lies past the test's. The
-   innermost Python frame shows the operation (``operations.py``). A peer ends it, or a process that has the address of
-   the store: a rank, which is blocked too, or one of those below.
-3. *An entry of the page of waits*: the thread waits for a peer in memory that ranks alone share.
-4. *A transport's own thread*, which hands on messages of peers and otherwise sleeps. It has a name of ``_TRANSPORTS``,
-   and appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`). The name alone proves
-   nothing: a thread may inherit it, or a test may give it.
+   innermost Python frame shows the operation (``operations.py``). Only a peer can end it, which is blocked too, or
+   another process that has the address of the store: see below.
+3. *An entry of the page of waits*: the thread waits for a peer in memory that only ranks share.
+4. *A transport's own thread*, which forwards messages of peers and otherwise sleeps. Its name is in ``_TRANSPORTS``,
+   and it appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`). The name alone
+   proves nothing: a thread may inherit it, or a test may set it.
 
-Every other thread makes its rank able to go on: one that computes, sleeps, polls, reads, or waits for a child, a lock
-in shared memory or a time limit; and one of a library that sits in ``epoll``. ``sys._current_frames()`` has the frames.
-Threads that ``threading`` does not know are judged by rule 1 alone, since nothing says which frame is theirs.
+A rank with any other thread may go on: a thread that computes, sleeps, polls, reads, or waits for a child, a lock in
+shared memory or a time limit; or a library's thread in ``epoll``. ``sys._current_frames()`` has the frames. Only rule 1
+applies to threads that ``threading`` does not know, since their frames cannot be told apart.
 
-A signal can end any wait. A rank with a timer, or a handler of SIGIO (which files send), is able to go on. All other
-processes of the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that
-these rules do not block: see Note [Who else may act]. They do not matter if all ranks wait in memory that ranks alone
-share. ``watch.py`` decides over several looks.
+A signal can end any wait. A rank with a timer, or a handler of SIGIO (which files send), may go on. All other processes
+of the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that these
+rules do not block: see Note [Who else may act]. Such processes cannot act on ranks that all wait in memory that only
+ranks share. ``watch.py`` decides after several looks.
 
 Note [An address for each world]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Two ranks find each other in gloo by address, port and a count of the process's connections; none names the job, and a
-rank that finds nobody retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner of
-the peer's port and take part in another world.
+Two ranks find each other in gloo by address, port and a count of the process's connections, without the job's name, and
+a rank that finds no peer retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner
+of the peer's port and join another world.
 
-So each world has an address of 127.0.0.0/8, and gloo is bound to it in all its ranks. An abstract socket of that name
-reserves the address: the kernel gives a name to one socket only. Every rank inherits the socket, so the address is free
-again once the last process of the world is gone. Ranks find it in ``TORCH_EXT_ADDRESS``, for servers of their own.
-Where such sockets or addresses are missing, worlds share 127.0.0.1.
+So each world has an address in 127.0.0.0/8, to which all its ranks bind gloo. An abstract socket named after the
+address reserves it: the kernel gives a name to one socket only. Every rank inherits the socket, so the address is free
+again when the last process of the world is gone. ``TORCH_EXT_ADDRESS`` has the address, for the ranks' own servers. On
+systems without such sockets or addresses, worlds share 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from torch_ext.world import _os, operations
 from torch_ext.world.operations import Operation, ThreadWait, operation_of, waits_of_threads, watch_stores
 from torch_ext.world.protocol import Progress
 
-# The name of the thread in which a rank answers its parent half.
+# The name of the thread that answers the parent half.
 LISTENER = "torch_ext listener"
 
 # System calls, by number.
@@ -70,11 +70,11 @@ _CALLS = {
     "aarch64": {98: "lock", 124: "yield", 115: "sleep", 101: "sleep", 22: "poll", 73: "poll", 72: "poll", 207: "poll",
                 212: "poll"},
 }.get(platform.machine(), {})  # fmt: skip
-# In these, a thread waits in an operation. One that polls is between two of them for a moment, or longer if it waits
-# for a core: then look so many more times.
+# System calls in which an operation waits. An operation that polls leaves them for a moment, or longer if its thread
+# waits for a core: look again up to _MORE_LOOKS times.
 _WAITS = ("lock", "sleep", "poll", "shared")
 _MORE_LOOKS, _BETWEEN_LOOKS_S = 10, 0.003
-# Names of threads that serve the network: of gloo, of stores, of TensorPipe, one of whose threads never sleeps.
+# Names of network threads: gloo's, the stores', and TensorPipe's, one of which never sleeps.
 _TRANSPORTS = ("gloo_tcp_loop", "pt_tcpstore", "TP_")
 _SERVES = ("poll", "running", "yield")
 
@@ -84,8 +84,8 @@ _TIMESPEC = struct.Struct("@qq")
 # An operation that polls wakes at least this often, in seconds.
 _SLICE_S = 2.0
 
-# Threads by their number and start, a pair that is never used twice: those that appeared while a transport was made,
-# and the harness's.
+# Threads by number and start time, a unique pair: `_made` appeared while a transport was made, `_ours` are the
+# harness's.
 _made: set[tuple[int, str]] = set()
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
 _making = threading.local()  # has ``transport`` while this thread makes one
@@ -96,16 +96,16 @@ _ours: set[tuple[int, str]] = set()
 class ThreadState:
     """One thread, as the kernel and the interpreter see it."""
 
-    tid: int  # its number in the kernel
+    tid: int  # the kernel's number
     name: str  # for users
     doing: str  # "lock" in a private futex, "shared" in another, "sleep", "poll", or anything else
     until_s: float  # end of the system call's own limit, by `time.monotonic`; infinite if it has none
-    switches: int  # how often it has been scheduled
-    operation: Operation | None = None  # of its innermost Python frame; None if that is not known
-    sliced: bool = False  # it waits in short slices, and so is scheduled all the time
-    on_page: bool = False  # it has an entry in the page of waits
-    of_transport: bool = False  # it is native and appeared while a transport was made
-    serves: bool = False  # such a thread that hands on messages of peers
+    switches: int  # number of context switches
+    operation: Operation | None = None  # of its innermost Python frame; None if unknown
+    sliced: bool = False  # waits in short slices, and so is scheduled all the time
+    on_page: bool = False  # has an entry in the page of waits
+    of_transport: bool = False  # native, and appeared while a transport was made
+    serves: bool = False  # a transport's thread that forwards messages of peers
 
     @property
     def is_in_operation(self) -> bool:
@@ -113,7 +113,7 @@ class ThreadState:
 
     @property
     def limit_s(self) -> float | None:
-        """The time before which its wait does not end by itself; None if it may go on at any time."""
+        """The time before which the wait does not end by itself; None if the thread may go on at any time."""
         known = self.operation.limit_s if self.operation is not None else None
         if known is not None and self.doing in _WAITS:
             return known if self.sliced else min(known, self.until_s)
@@ -135,11 +135,11 @@ _UNKNOWN = ThreadState(0, "a thread", "unknown", math.inf, 0)
 
 
 def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``make``, which makes a store, a group or an RPC agent: note the threads that appear while it runs."""
+    """Wrap ``make``, which makes a store, a group or an RPC agent: record the threads that appear while it runs."""
 
     @functools.wraps(make)
     def make_transport(*args: Any, **kwargs: Any) -> Any:
-        if hasattr(_making, "transport"):  # a store that a group makes: the call around this one sees its threads
+        if hasattr(_making, "transport"):  # a group makes a store: the outer call records the threads
             return make(*args, **kwargs)
         _making.transport, before = True, _tids()
         _before_making.append(before)
@@ -154,8 +154,8 @@ def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_out(*, others: bool = False) -> None:
-    """Mark the calling thread, or all ``others`` that this process has now, as the harness's, which :func:`observe`
-    leaves out.
+    """Mark the calling thread, or with ``others`` all other current threads, as the harness's. :func:`observe` leaves
+    them out.
     """
     own = {threading.get_native_id()}
     tids = _tids() - own if others else own
@@ -163,8 +163,8 @@ def leave_out(*, others: bool = False) -> None:
 
 
 def observe(between_tests: bool = False) -> Progress:
-    """Return whether the threads of this process can go on, the calling one left out and, ``between_tests``, the main
-    one, which waits for the harness's next message.
+    """Return whether the threads of this process can go on. Leaves out the calling thread and, with ``between_tests``,
+    the main thread, which waits for the harness's next message.
     """
     progress = judge_threads(list(_threads(_os.getpid() if between_tests else 0)), operations.own_summary())
     signals = tuple(_signals())
@@ -177,10 +177,10 @@ def observe(between_tests: bool = False) -> Progress:
 
 
 def judge_threads(threads: list[ThreadState], record: str) -> Progress:
-    """Judge one look at every thread but the one that looks. ``record`` changes when a collective begins or ends."""
+    """Judge one sample of all threads but the sampling one. ``record`` changes when a collective begins or ends."""
     own = sorted((each for each in threads if not (each.serves and each.doing in _SERVES)), key=lambda each: each.tid)
     able = tuple(each.words for each in own if each.limit_s is None)
-    # The limit of an operation is an error. Gloo's threads wait with the limit of their group.
+    # An operation raises at its limit. Gloo's threads wait with their group's limit.
     limits = [(each.is_in_operation or each.of_transport, each.limit_s) for each in own]
     until_s = min((limit for raises, limit in limits if limit is not None and not raises), default=math.inf)
     raises_s = min((limit for raises, limit in limits if limit is not None and raises), default=math.inf)
@@ -199,8 +199,8 @@ def _tids() -> set[int]:
 
 def _threads(between_tests: int) -> Iterator[ThreadState]:
     frames = sys._current_frames()
-    # A frame that refers to itself lives until the next garbage collection, and with it all others here, whose
-    # variables are a test's tensors.
+    # A frame that refers to itself lives until the next garbage collection, and would keep all frames here alive, with
+    # the test's tensors in their variables.
     frames.pop(threading.get_ident(), None)
     known = {thread.native_id: thread for thread in threading.enumerate()}
     tids = _tids()
@@ -217,7 +217,7 @@ def _threads(between_tests: int) -> Iterator[ThreadState]:
 
 
 def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | None) -> ThreadState | None:
-    """Return a thread; None if it is gone, or one of the harness."""
+    """Return the state of thread ``tid``; None if the thread is gone or the harness's."""
     folder = f"/proc/self/task/{tid}"
     try:
         comm = _os.read_file(f"{folder}/comm").decode(errors="replace").strip()
@@ -252,7 +252,7 @@ def _call_of(tid: int) -> list[str]:
 
 
 def _on_page(operation: Operation | None, entry: ThreadWait) -> Operation:
-    """Return the operation of a thread with an entry in the page; ``operation`` is that of its Python frame, if any."""
+    """Return the operation of a thread with an entry in the page; ``operation``: its Python frame's, if any."""
     if operation is None:
         return Operation(entry.wait, entry.until_s, str(entry.since_ns))
     until_s = min(entry.until_s, math.inf if operation.limit_s is None else operation.limit_s)
@@ -260,7 +260,7 @@ def _on_page(operation: Operation | None, entry: ThreadWait) -> Operation:
 
 
 def _read_call(call: list[str]) -> tuple[str, float]:
-    """Return what a line of ``syscall`` says a thread does, and until when at most."""
+    """Return a thread's activity according to a line of ``syscall``, and its latest end (``time.monotonic``)."""
     if not call[0].isdigit():
         return "running", math.inf
     doing = _CALLS.get(int(call[0]), "unknown")
@@ -295,7 +295,7 @@ def _signals() -> Iterator[str]:
 
 
 def _has_timer() -> bool:
-    with contextlib.suppress(OSError):  # the kernel has no such timers, or does not show them
+    with contextlib.suppress(OSError):  # the kernel lacks or hides such timers
         if any(re.match(r"signal: \d+/", line) for line in _os.lines_of("/proc/self/timers")):
             return True
     return signal.getitimer(signal.ITIMER_REAL)[0] > 0
@@ -333,19 +333,19 @@ def prepare() -> None:
 
 
 def belong_to(address: str) -> None:
-    """Have gloo listen at ``address`` in this process; empty: torch decides."""
+    """Make gloo listen at ``address`` in this process; empty: torch decides."""
     global _address
     _address = address
 
 
 def reserve() -> tuple[str, int]:
-    """Reserve an address that no other living world on this machine has; return it with the descriptor that keeps it
-    reserved while any process has it open, or ``("", -1)``.
+    """Reserve an address that no other live world on this machine has. Return the address and a descriptor, which keeps
+    the reservation while any process has it open; ``("", -1)`` if there is none.
     """
     for _ in range(_ATTEMPTS):
         first, second, third = os.urandom(3)
         address = f"127.{1 + first % 254}.{second}.{1 + third % 254}"
-        # An error: another world has the address, or this machine does not.
+        # An error means that another world has the address, or that this machine lacks it.
         with contextlib.suppress(OSError), socket.socket() as probe, socket.socket(socket.AF_UNIX) as name:
             probe.bind((address, 0))
             name.bind(f"\0torch_ext {address}")

@@ -42,16 +42,16 @@ from torch_ext.world.settings import Patience
 
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
-# Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, which no
-# child survives. Children get the user's values back. See Note [Fork safety].
+# Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, and neither
+# survives a fork. Children get the user's values back. See Note [Fork safety].
 ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 # For a process that runs tests without a supervisor, such as pytest.
 _NO_LIMIT_S = 1e6
-# Seconds of silence after which to check whether a zygote has been stopped by a signal.
+# Seconds of silence after which to check whether a signal has stopped a zygote.
 _SILENCE_S = 2.0
-# Seconds for the whole tree to end, with leftovers that end by themselves.
+# Seconds for the whole tree to end, including leftovers that end by themselves.
 _END_S = 20.0
 
 
@@ -60,7 +60,7 @@ class LoadError(RuntimeError):
 
 
 class LeftWhileLoadingError(LoadError):
-    """A module skipped itself or ended the program during its import; the message says how, in words for users."""
+    """A module skipped itself or ended the program during its import. The message explains that to users."""
 
 
 class HungImportError(LoadError):
@@ -68,14 +68,14 @@ class HungImportError(LoadError):
 
 
 class ZygoteDiedError(RuntimeError):
-    """A zygote ended by itself or was killed."""
+    """A zygote has ended by itself or was killed."""
 
 
 class Child:
-    """A process that a zygote starts for the supervisor, with a channel for the news of its start and end.
+    """A process that a zygote starts for the supervisor, with the channel that reports its start and end.
 
-    The constructor waits for the start, except of a :class:`Copy`. A zygote that does not answer because a signal has
-    stopped it is killed.
+    The constructor waits for the start, except of a :class:`Copy`. It kills a zygote that does not answer because a
+    signal has stopped it.
     """
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
@@ -91,7 +91,7 @@ class Child:
         """Wait until the zygote has started the child.
 
         Raises:
-            ZygoteDiedError: it is gone, or was killed because a signal had stopped it.
+            ZygoteDiedError: the zygote is gone, or was killed because a signal had stopped it.
         """
         stopped = False
         while not self._group.poll(_SILENCE_S):
@@ -109,7 +109,7 @@ class Child:
         return self._group.fileno()
 
     def take_in(self) -> None:
-        """Receive one message of the zygote about this child, if there is any.
+        """Receive one pending message of the zygote about this child, if any.
 
         Raises:
             ZygoteDiedError: the zygote is gone, and the child with it.
@@ -130,7 +130,7 @@ class Child:
             self._group.send(Signal(0, number))
 
     def close(self) -> None:
-        """Let go of the child; the zygote kills it if it still lives."""
+        """Abandon the child; the zygote kills it if it still runs."""
         self._group.close()
 
 
@@ -142,8 +142,8 @@ def _connect(zygote: Channel, message: Any, descriptors: Sequence[int] = ()) -> 
 
 
 class ZygoteClient:
-    """A command channel to a zygote that has loaded a test module, for starting children in it; ``process`` is the
-    zygote as a child of another one, if this process has asked for it.
+    """A command channel to a zygote that has loaded a test module, for starting children. ``process`` is the zygote as
+    a child of another zygote, if this process has requested it.
     """
 
     def __init__(self, channel: Channel, pid: int = 0, process: Child | None = None) -> None:
@@ -156,13 +156,13 @@ class ZygoteClient:
         return self.channel.fileno()
 
     def close(self) -> None:
-        """End the zygote that this process has asked for, with all its children."""
+        """End the zygote, if this process has requested it, with all its children."""
         self.channel.close()
         if self.process is not None:
             self.process.close()
 
     def kill(self) -> None:
-        """End the zygote, which does not answer. The kernel ends its children with it."""
+        """Kill an unresponsive zygote. The kernel kills its children along with it."""
         if self.pid:
             _os.end_process(self.pid)
 
@@ -192,7 +192,7 @@ class ZygoteClient:
 
 
 def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) -> tuple[Channel, Child]:
-    """Start a zygote in another one; return its command channel. ``more``: descriptors that it gets besides."""
+    """Start a zygote below ``zygote``; return its command channel. ``more``: additional descriptors for it."""
     ours, theirs = channel_pair()
     try:
         return ours, Child(zygote, request, [theirs.fileno(), *more], pid)
@@ -205,7 +205,7 @@ def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) 
 
 class ModuleZygote(ZygoteClient):
     """A zygote that loads one test module, in the background until :meth:`wait_loaded`. ``imported``: the project files
-    that it has imported; None until it is loaded.
+    that it has imported; None while it loads.
     """
 
     process: Child
@@ -214,7 +214,7 @@ class ModuleZygote(ZygoteClient):
         self.order = order
         self.imported: tuple[str, ...] | None = None
         self._stacks, stacks_writer = os.pipe()
-        # The root's own environment, so that it never finds a reason not to fork; the order carries the module's.
+        # The root's own environment: a different one could prevent a fork. The order carries the module's environment.
         request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
         try:
             channel, process = _start_zygote(root, request, root_pid, stacks_writer)
@@ -255,9 +255,9 @@ class ModuleZygote(ZygoteClient):
         """Wait until the module is imported.
 
         Raises:
-            HungImportError: that took longer than its limit.
-            LoadError: it cannot be.
-            ZygoteDiedError: the process ended while importing it.
+            HungImportError: the import exceeded its time limit.
+            LoadError: the import failed.
+            ZygoteDiedError: the process ended during the import.
         """
         if self.imported is not None:
             return
@@ -284,8 +284,8 @@ class ModuleZygote(ZygoteClient):
 
 
 class ZygoteCopy(ZygoteClient):
-    """A zygote that has loaded what ``original`` has, and ends with it at the latest. In the background until
-    :meth:`wait_loaded`: where the original cannot fork, the copy loads everything once more.
+    """A zygote with the modules of ``original``, which ends with it at the latest. Starts in the background until
+    :meth:`wait_loaded`: if the original cannot fork, the copy loads everything again.
 
     Raises:
         ZygoteDiedError: the original is gone.
@@ -301,7 +301,7 @@ class ZygoteCopy(ZygoteClient):
         """Wait until the copy serves.
 
         Raises:
-            ZygoteDiedError: it or the original ended before it did.
+            ZygoteDiedError: the copy or the original ended before that.
         """
         try:
             self.channel.receive()
@@ -314,8 +314,8 @@ class ZygoteCopy(ZygoteClient):
 def start_root(preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> RootZygote:
     """Start the process that loads torch once for a whole run.
 
-    Its ``preparation`` names what it imports before anything else. It removes the folder ``scratch`` when this process
-    is gone, however that ends, and adds :data:`ZYGOTE_ENVIRONMENT` to ``environment``.
+    The root first imports the modules of ``preparation``. When this process is gone, even if killed, the root removes
+    the folder ``scratch``. Its environment is ``environment`` plus :data:`ZYGOTE_ENVIRONMENT`.
     """
     _os.require_supported()
     ours, theirs = channel_pair()
@@ -329,7 +329,7 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
 
 
 class RootZygote:
-    """The process that has loaded torch once for the whole run, as its first client sees it."""
+    """The first client's view of the process that has loaded torch once for the whole run."""
 
     def __init__(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
         self.channel = channel
@@ -340,7 +340,7 @@ class RootZygote:
         """Wait until the modules are imported.
 
         Raises:
-            LoadError: one of them cannot be.
+            LoadError: an import failed.
             ZygoteDiedError: the process ended.
         """
         if self._ready:
@@ -361,16 +361,16 @@ class RootZygote:
         """Load a module, within ``limit_s`` seconds, in its own zygote; several may load at once.
 
         Raises:
-            LoadError: what every zygote needs cannot be loaded.
-            ZygoteDiedError: this zygote is gone.
+            LoadError: a module that every zygote needs cannot be loaded.
+            ZygoteDiedError: the root is gone.
         """
         self.wait_ready()
         return ModuleZygote(self.channel, order, limit_s, self.process.pid)
 
     def close(self) -> None:
-        """End the tree and wait until it is gone; kill the processes that do not end by themselves."""
+        """End the tree and wait for its end; kill the processes that do not end by themselves."""
         self.channel.close()
-        if not self._ready:  # it has started no process yet
+        if not self._ready:  # the root has started no process yet
             self._kill()
         if self.process.poll() is None:
             end_s, watch = _os.monotonic() + _END_S, _os.watch_exit(self.process.pid)

@@ -1,11 +1,11 @@
-"""The judgement over all ranks of a world, the text of its report, and checks that nothing evades it. No I/O.
+"""The judgement over all ranks of a world, the text of its report, and checks that no rank escapes it. No I/O.
 
 Note [Judged once]
 ~~~~~~~~~~~~~~~~~~
-A test can end without waiting for its ranks in more ways than there are places to look: a second start drops the first
-ranks, a replaced method runs beside them, a skip ends the test while they run. So note every start of ranks, or of a
-test on ranks that live on, until a caller takes their outcomes; a test that ends before that has failed. The cleanup of
-each base class checks it, and so does the runner with each result.
+A test can end without waiting for its ranks in many ways: a second start drops the first ranks, a replaced method runs
+beside them, a skip ends the test while they run. So :func:`started` records every start of ranks, or of a test on ranks
+that live on, until a caller takes their outcomes; a test that ends before that has failed. The cleanup of each base
+class calls :func:`check`, and so does the runner with each result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PEER_IS_GONE = re.compile(
 )
 
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
-# Simccl's message about a sender that has left. The record has no transfers, and the receiver's call may be over when
-# it waits for the device.
+# Simccl's message about a sender that has left. The flight record has no transfers, and the receiver's call may be over
+# by the time it waits for the device.
 _SENDER_LEFT = re.compile(r"\brank (\d+) has (?:destroyed|aborted) the group and sends nothing more")
 
 
@@ -55,15 +55,15 @@ class Verdict:
 
     judgement: Judgement
     summary: str = ""  # one line that names the guilty rank of a failure, or the reason of a skip
-    culprits: tuple[int, ...] = ()  # ranks that ended badly for their own reason, the first one first
-    victims: tuple[int, ...] = ()  # ranks that ended badly because of those
-    collectives: str = ""  # the first one at which the ranks diverge, in a sentence; empty if there is none
+    culprits: tuple[int, ...] = ()  # ranks that failed for their own reason, the first one first
+    victims: tuple[int, ...] = ()  # ranks that failed because of the culprits
+    collectives: str = ""  # a sentence about the first collective at which the ranks diverge, if any
 
 
 @dataclass(frozen=True)
 class WorldReport:
     """The data of a failure's report: an outcome per rank, the verdict, the seconds from the start of the ranks to the
-    end of the last one, and the test's own paragraphs, below the summary.
+    end of the last one (``took_s``), and paragraphs of the test, shown below the summary (``details``).
     """
 
     outcomes: tuple[Outcome, ...]
@@ -73,9 +73,9 @@ class WorldReport:
 
 
 def judge(outcomes: Sequence[Outcome], expected_exit: int | None = None, any_exit: bool = False) -> Verdict:
-    """Judge a world. It passes only if the receipt of every rank says so; one without ranks is skipped.
+    """Judge a world. It passes only if every rank's receipt says so; a world without ranks is skipped.
 
-    Ranks without a receipt may end with ``expected_exit`` (negative for a signal) or, with ``any_exit``, as they like.
+    Ranks without a receipt may end with ``expected_exit`` (negative for a signal) or, with ``any_exit``, in any way.
     """
     if not outcomes:
         return Verdict(Judgement.SKIPPED, "no rank was started, because the test's world_size is 0")
@@ -107,7 +107,7 @@ def _is_consequence(outcome: Outcome) -> bool:
 
 
 def _ran_out_of_time(outcome: Outcome) -> bool:
-    """Whether the rank waited for absent peers, until a time limit or provably for ever."""
+    """Whether the rank waited for absent peers, until a time limit or in a provable hang."""
     if outcome.ending in (Ending.TIMED_OUT, Ending.HUNG):
         return outcome.receipt is None
     failure = outcome.transport_failure
@@ -115,10 +115,10 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
-    """Judge a world that failed: the same decision names the ranks to blame and writes the summary."""
+    """Judge a world that failed: find the ranks to blame and write the summary."""
     if any(o.receipt is not None and o.receipt.is_expected for o in bad):
         bad = [o for o in bad if not may_be_expected([o])] or bad
-    # Peers notice a death before it is reaped, so the message of a failure counts for more than its time.
+    # Peers notice a death before the zygote reaps the rank, so a failure's message counts for more than its time.
     own = sorted((o for o in bad if not _is_consequence(o)), key=lambda o: o.time_s)
     acted = [o for o in own if not _ran_out_of_time(o)]
     skipped = [o for o in outcomes if o.ending is Ending.SKIPPED]
@@ -150,7 +150,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
 
 
 def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
-    """Return the ranks that the transport names as the cause of the failures of ``waited``."""
+    """Blame the ranks that the transport names as the cause of the failures of ``waited``; None if it names none."""
     for outcome in waited:
         found = _BARRIER.search(outcome.reason)
         failure = outcome.transport_failure
@@ -163,7 +163,7 @@ def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
 
 
 def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all ranks that did not wait, if the others waited for unknown ranks."""
+    """Blame all ranks that did not wait, if all ranks in ``own`` waited for unknown ranks."""
     waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
     return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
@@ -188,18 +188,18 @@ class UnjudgedRanksError(AssertionError):
 
 
 def started(owner: object, ranks: int) -> None:
-    """Note that ``owner``, such as a world, has started a test on so many ranks."""
+    """Record that ``owner``, such as a world, has started a test on ``ranks`` ranks."""
     if ranks:
         _started[id(owner)] = owner, ranks
 
 
 def asked(owner: object) -> None:
-    """Note that a caller takes the outcomes of the ranks of ``owner``."""
+    """Record that a caller takes the outcomes of the ranks of ``owner``."""
     _started.pop(id(owner), None)
 
 
 def check() -> None:
-    """Raise UnjudgedRanksError if there are ranks whose outcomes no caller has taken; forget them."""
+    """Raise UnjudgedRanksError if no caller has taken the outcomes of some ranks; forget these ranks."""
     left = [ranks for _, ranks in _started.values()]
     _started.clear()
     if left:
@@ -221,8 +221,8 @@ _FIXTURES = ("setUpClass", "setUp", "tearDown", "tearDownClass")
 def check_ran(returned: object, name: str) -> None:
     """Raise TypeError if function ``name``, whose call returned ``returned``, has not run its body.
 
-    A call of an ``async def`` function or of a generator function only returns an object to await or iterate, which
-    this closes.
+    Calling an ``async def`` function or a generator function only returns an object to await or iterate. Closes that
+    object.
 
     >>> check_ran(None, "test_a")
     >>> try:
@@ -235,7 +235,7 @@ def check_ran(returned: object, name: str) -> None:
     if not kind:
         return
     if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
-        returned.close()  # otherwise Python warns later that it was not awaited
+        returned.close()  # otherwise Python later warns about a coroutine that was never awaited
     remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
     raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
 
@@ -243,7 +243,7 @@ def check_ran(returned: object, name: str) -> None:
 def check_fixtures(cls: type) -> None:
     """Raise TypeError if a fixture of test class ``cls`` or of a base is an ``async def`` or generator function.
 
-    A call such as ``super().setUpClass()`` drops its result, so look at the definitions.
+    Inspects definitions, because a call such as ``super().setUpClass()`` drops its result.
     """
     if cls in _sound:
         return
@@ -278,7 +278,7 @@ def _kind(value: object, kinds: Mapping[Callable[[object], bool], str]) -> str:
 _CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
-# Report a rank that timed out if it has waited for a core for this share of its time.
+# Report the delay of a rank that timed out if it has waited for a core for this share of its time.
 _DELAYED = 0.25
 
 
@@ -316,7 +316,7 @@ def render(report: WorldReport) -> str:
 
 
 def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
-    """Return tracebacks, stacks and output, culprits first, each distinct one once."""
+    """Return tracebacks, stacks and output, culprits first, each distinct text once."""
     in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
     texts: dict[str, Callable[[Outcome], str]] = {
         "Traceback": lambda o: o.receipt.trace.rstrip() if o.receipt else "",
@@ -328,7 +328,7 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
         grouped: dict[str, tuple[list[int], str]] = {}
         for outcome in in_order:
             if text := text_of(outcome):
-                # Numbers in a rank's output are its own.
+                # Output may contain numbers that look like ranks: compare it literally.
                 key = text if title == "Output" else without_ranks(text)
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
@@ -359,19 +359,19 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
 
 
 def _delay(outcome: Outcome, took_s: float) -> float:
-    """Return how long a rank that timed out has waited for a core, in seconds; 0 if that is not worth a word."""
+    """Return the time for which a rank that timed out has waited for a core, in seconds; 0 if negligible."""
     return outcome.delayed_s if outcome.ending is Ending.TIMED_OUT and outcome.delayed_s >= _DELAYED * took_s else 0.0
 
 
 def end_of_output(text: str, *, died: bool) -> list[str]:
-    """Return the last lines of a process's output, below the number of omitted ones; more lines if it ``died``, since
-    they are the only evidence, with the cause above the stacks.
+    """Return the last lines of a process's output, below the number of omitted lines. If the process ``died``, its
+    output is the only evidence: return more lines, and the cause above the stacks.
     """
     lines = text.rstrip().splitlines()
     most = 3 * _OUTPUT_LINES if died else _OUTPUT_LINES
     if len(lines) <= most:
         return lines
-    # faulthandler writes the cause first, and then stacks that may be long.
+    # faulthandler writes the cause first, then stacks that may be long.
     cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
     return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
 

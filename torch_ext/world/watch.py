@@ -1,4 +1,4 @@
-"""Decides while a world runs when to release ranks, to collect stacks and to kill, and whether the ranks hang (see Note
+"""Decides, while a world runs, when to release ranks, to collect stacks and to kill, and detects hangs (see Note
 [Provable hangs]). No I/O, no clock.
 
 Report events to :meth:`Watch.received`, :meth:`Watch.left` and :meth:`Watch.ended`, and the time to
@@ -19,9 +19,9 @@ from torch_ext.world.wording import ranks_phrase, without_ranks
 
 # The parent half among ranks.
 PARENT_HALF = -1
-# Seconds without progress after which a message says why nothing is proven.
+# Seconds without progress after which a message explains why no hang is proven.
 SILENCE_S = 60.0
-# A rank that computes for this share of the time makes progress.
+# A rank makes progress if it computes for this share of the time.
 _COMPUTES = 0.05
 # Looks until a hang is proven.
 _LOOKS = 8
@@ -30,8 +30,8 @@ _MOST_WORDS = 3
 
 @dataclass(frozen=True)
 class Measures:
-    """Measurements of a world: the CPU time of a rank, the seconds for which its threads have waited for a core, and in
-    words the processes and threads that may act and are neither ranks nor the parent half's.
+    """Measurements of a world: the CPU time of a rank, the time for which its threads have waited for a core, both in
+    seconds, and descriptions of other processes and threads that may act: neither ranks nor the parent half's threads.
     """
 
     computed_s: Callable[[int], float] = lambda rank: 0.0
@@ -47,8 +47,8 @@ class Finding(Enum):
 class HangWatch:
     """Watches one world from ``started_s`` on.
 
-    A hang is found ``limits.hang_s`` seconds after a look at which every rank was blocked, if that holds at each look
-    since, no thread has run meanwhile, and no other process may act.
+    Reports a hang if every rank was blocked at each look for ``limits.hang_s`` seconds, no thread has run in that time,
+    and no other process may act.
     """
 
     def __init__(self, limits: Limits, started_s: float, measures: Measures) -> None:
@@ -61,20 +61,20 @@ class HangWatch:
         self._asked: dict[int, Progress | None] = {}
         self._before: Mapping[int, Progress | None] = {}
         self._looked_s = started_s
-        self._since_s: float | None = None  # since the look at this time, all are blocked at every look
+        self._since_s: float | None = None  # time of the first of the consecutive looks at which all were blocked
         self._progress_s = started_s
         self._moved = False
         self._is_judged = False
-        self._told_hang = self._told_silence = False  # while they last
+        self._told_hang = self._told_silence = False  # reset when the hang or silence ends
         self._used_s: dict[int, float] = {}
 
     def forget(self) -> None:
-        """Note an event, to which ranks may be about to react."""
+        """Discard earlier looks after an event, since ranks may react to it."""
         self._moved, self._since_s, self._asked, self._before = True, None, {}, {}
 
     def look(self, ranks: Collection[int], now_s: float) -> bool:
-        """Begin a look at ``ranks``, which each answers by :meth:`observed`. Return False while the last look lacks an
-        answer.
+        """Begin a look at ``ranks``; pass each rank's answer to :meth:`observed`. Return False while the last look
+        lacks an answer.
         """
         if self._moved or self._computes(ranks, now_s - (self.next_s - self._every_s)):
             self._note_progress(now_s)
@@ -86,12 +86,12 @@ class HangWatch:
         return True
 
     def observed(self, rank: int, progress: Progress) -> None:
-        """Receive the answer of ``rank``."""
+        """Record the answer of ``rank``."""
         if rank in self._asked:
             self._asked[rank] = progress
 
     def judge(self, now_s: float) -> Finding | None:
-        """Return the finding of the looks so far, once for as long as it lasts."""
+        """Return a new finding of the looks so far; None if there is none, or it was already returned."""
         if not self._asked or self._moved:
             return None
         is_complete = self._is_complete()
@@ -162,7 +162,7 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def silence_text(reasons: Sequence[str], stacks: Mapping[int, str]) -> str:
-    """Return the message about a silence: why it is no proven hang, and the stacks of the ranks."""
+    """Return the message about missing progress: why no hang is proven, and the stacks of the ranks."""
     because = "; ".join(reasons[:_MOST_WORDS]) or "a rank"
     more = f"; and {len(reasons) - _MOST_WORDS} more" if len(reasons) > _MOST_WORDS else ""
     lines = [f"no progress for {SILENCE_S:.0f} s; not proven to hang, because these may act: {because}{more}"]
@@ -175,7 +175,7 @@ def silence_text(reasons: Sequence[str], stacks: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
-# Seconds on top of their grace for peers that wait for a core.
+# Extra seconds of grace for peers that wait for a core.
 _STARVED_S = 5.0
 
 
@@ -206,11 +206,11 @@ class Watch:
         started_s: float,  # the start of the ranks
         measures: Measures = Measures(),  # of their processes
         *,
-        expected_exit: int | None = None,  # the exit code of ranks without a receipt; such an ending is no trouble
-        any_exit: bool = False,  # no ending without a receipt is trouble
-        keep: bool = False,  # ranks live on after this test, which is over when each has handed in a receipt or ended
-        ticket: Ticket = NO_TICKET,  # the run of the test; other receipts do not count
-        pids: Sequence[int] = (),  # the process of each rank; receipts of others do not count
+        expected_exit: int | None = None,  # a rank without a receipt may end with this exit code
+        any_exit: bool = False,  # a rank without a receipt may end in any way
+        keep: bool = False,  # ranks survive this test, which is over when each has handed in a receipt or ended
+        ticket: Ticket = NO_TICKET,  # the run of the test; receipts with other tickets do not count
+        pids: Sequence[int] = (),  # the process of each rank; receipts of other processes do not count
     ) -> None:
         self._ticket = ticket
         self._pids = tuple(pids) or (0,) * world_size
@@ -225,26 +225,26 @@ class Watch:
         self._stopped: dict[int, Ending] = {}
         self._released = False
         self._measures = measures
-        self._leaving: Patience | None = None  # once all are released
-        self._grace: Patience | None = None  # once one has failed
+        self._leaving: Patience | None = None  # set when all ranks are released
+        self._grace: Patience | None = None  # set when a rank has failed
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
         self._test_deadline_s = self._deadline_s
         self.hangs = HangWatch(limits, started_s, measures)
 
     def received(self, rank: int, receipt: Receipt) -> None:
-        """Receive a receipt, which counts unless it is about another run or process, or we have begun to stop the rank:
-        that may make it fail.
+        """Record a receipt. Ignores receipts of another run or process, and those of a rank that we have begun to stop,
+        since stopping may make it fail.
         """
         if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
             self.hangs.forget()
 
     def left(self, rank: int) -> None:
-        """Note that the harness's own code is ending ``rank``."""
+        """Record that ``rank`` is ending through the harness's own code."""
         self._left.add(rank)
 
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
-        """Note that the process of ``rank`` has ended."""
+        """Record that the process of ``rank`` has ended."""
         self._ended.setdefault(rank, (exit_code, time_s))
         self.hangs.forget()
 
@@ -266,13 +266,13 @@ class Watch:
             if waiting:
                 steps.append(Step(Act.RELEASE, waiting))
             self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
-            # The supervisor gives the whole test little more than its limit.
+            # The supervisor kills the class process soon after the test's limit.
             more_s = min(MORE_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
             self._leaving = Patience(self._deadline_s - now_s, now_s, more_s)
         if self._trouble():
             self._begin_grace(now_s)
         unsettled = self._unsettled()
-        # The peers of a rank that has failed or died wait for it: the grace ends them.
+        # After a failure or death, peers wait for that rank: the grace ends them, not hang detection.
         found = self.hangs.judge(now_s) if unsettled and not self._trouble() else None
         if found is Finding.HUNG and self._limits.end_hangs:
             self._bring_forward(now_s, Ending.HUNG)
@@ -283,7 +283,7 @@ class Watch:
             steps += self._stop_the_living()
             self._deadline_s = self.hangs.next_s = float("inf")
         elif unsettled and now_s >= self.hangs.next_s:
-            # Include ranks whose test is over: they may have threads that can act.
+            # Include ranks whose test is over: their threads may act.
             living = tuple(rank for rank in self._alive() if rank not in self._stopped)
             if self.hangs.look(living, now_s):
                 steps.append(Step(Act.LOOK, living))
@@ -332,7 +332,7 @@ class Watch:
     def _trouble(self) -> bool:
         """Whether some rank failed or died, so that its peers may wait for it forever.
 
-        An expected failure is no trouble: what the peers do decides whether the test may pass.
+        An expected failure is no trouble: the peers' endings decide whether the test may pass.
         """
         if any(receipt.said is Said.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
             return True
@@ -376,7 +376,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        # A rank that lives on has no reason to end, and any other one sends a farewell.
+        # With `keep`, a rank must not end; without, a rank that ends through the harness sends a farewell first.
         if rank in self._ended and (self._keep or rank not in self._left):
             return Ending.EXITED
         return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED

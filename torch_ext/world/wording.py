@@ -4,8 +4,8 @@ Standard library and own layer only.
 Note [Hidden frames]
 ~~~~~~~~~~~~~~~~~~~~
 Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
-registers its own with :func:`hide` at its import. Whole files are left out of tracebacks only: a rank may hang in any
-function of them, so stacks lose just the functions that a layer names. A zygote sends its list with
+registers its frames with :func:`hide` at import. Only tracebacks leave out whole files: a rank may hang in any function
+of these files, so stacks leave out only the functions that a layer names. A zygote sends its list with
 :class:`~torch_ext.world.protocol.Loaded` to the supervisor, which loads none of these layers.
 """
 
@@ -20,22 +20,22 @@ from collections.abc import Callable, Iterable, Sequence
 from torch_ext.world import _os
 from torch_ext.world.protocol import HiddenFrames
 
-# For a rank whose processes outlive it.
+# Reported for a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
 
-# Characters that a terminal obeys: control characters but tab and newline, and those that reverse the direction.
+# Characters that a terminal interprets: control characters but tab and newline, and those that change the direction.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-# The parts in which messages of ranks differ that failed in the same way.
+# The parts of a message that differ between ranks that failed in the same way.
 _RANK_DEPENDENT = re.compile(
     r"0x[0-9a-f]+|(?<=rank )\d+|(?<=rank=)\d+|(?<=process )\d+|(?<=pid )\d+|(?<=:)\d{4,5}\b"
-    r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices, as each rank has its own
+    r"|(?<= [a-z]{3}:)\d+|(?<= [a-z]{4}:)\d+",  # devices: each rank has another
     re.IGNORECASE,
 )
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with each control character but tab and newline spelt out, so that it can go to a terminal.
+    r"""Return ``text`` with each control character but tab and newline escaped, so that a terminal can show it.
 
     >>> printable("\x1b[2Jgone\0\tstays\n")
     '\\x1b[2Jgone\\x00\tstays\n'
@@ -53,7 +53,7 @@ def left_behind(command: str) -> str:
 
 
 def own_message(trace: str) -> str:
-    """Return the message of an error of this project, which needs no traceback; an empty string for any other error.
+    """Return the message of an error of this project, which needs no traceback; empty for any other error.
 
     >>> own_message("Traceback ...\\ntorch_ext.sim.build.BuildError: no compiler")
     'no compiler'
@@ -65,7 +65,7 @@ def own_message(trace: str) -> str:
 
 
 def ranks_phrase(ranks: Sequence[int]) -> str:
-    """Name some ranks in words.
+    """Return a phrase that names ``ranks``.
 
     >>> ranks_phrase([2])
     'rank 2'
@@ -103,7 +103,7 @@ _shown_by: list[Callable[[str], object]] = []
 
 
 def announce(message: str) -> None:
-    """Print ``message`` on stderr, unless this process has done so before."""
+    """Print ``message`` on stderr, once per process."""
     key = (_os.getpid(), message)
     if key not in _told:
         _told.add(key)
@@ -136,7 +136,7 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-# Files that the user has not written: their frames show the operation, and the user's frame below shows the place.
+# Files that are not the user's. Their frames show the operation, and the user's frame below them shows the place.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/torch/(?:distributed|testing|nn|autograd|utils|optim|futures|multiprocessing|_\w+)/"
     r"|/torch/_\w+\.py|/testing/_internal/|^<"
@@ -144,17 +144,17 @@ _NOT_THE_USERS = re.compile(
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
 )
-# A frame of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
+# A line of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
 _WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
-# An RPC's function runs above these, and waits for another RPC below those.
+# The handler calls the function of an RPC; the caller is where that function waits for another RPC.
 _HANDLER, _CALLER = "/distributed/rpc/internal.py", "/distributed/rpc/api.py"
 _THREAD = re.compile(r"^(?=(?:Current )?[Tt]hread .*\(most recent call first\):)", re.MULTILINE)
-# Between a test and the collective that it calls.
+# Functions between a test and the collective that it calls.
 _WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
 
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
-# Causes of a failure that are shown, from the last one.
+# Maximal number of chained exceptions in a report, counted from the last.
 _MOST_LINKS = 20
 
 _hidden: dict[HiddenFrames, None] = {}
@@ -166,14 +166,14 @@ def hide(file: str, *functions: str, outwards: bool = False, thread: bool = Fals
     Args:
         file: regular expression that matches the end of the file's path, such as ``r"/world/rank\\.py"``.
         functions: leave out their frames, in stacks and tracebacks. None: every frame of the file, in tracebacks only.
-        outwards: in stacks, leave out the frames that called them too.
-        thread: in stacks, leave out the whole thread in which one of them runs.
+        outwards: in stacks, also leave out the callers of ``functions``.
+        thread: in stacks, leave out every thread that runs one of ``functions``.
     """
     _hidden[HiddenFrames(file, functions, outwards, thread)] = None
 
 
 def hidden() -> tuple[HiddenFrames, ...]:
-    """Return everything that was registered in this process."""
+    """Return all frames registered in this process."""
     return tuple(_hidden)
 
 
@@ -185,7 +185,7 @@ def add(frames: Iterable[HiddenFrames]) -> None:
 def read_error(error: BaseException) -> tuple[str, str]:
     """Return the message of ``error``, in one line, and its traceback without hidden frames.
 
-    A traceback of hidden frames alone is shown in full, unless it has a cause or a line that cannot be compiled.
+    Keeps a traceback that has only hidden frames, unless it has a cause or a line that cannot be compiled.
 
     >>> read_error(SyntaxError("invalid syntax", ("/home/train.py", 1, 6, "def f(:", 1, 7)))[0]
     'SyntaxError: invalid syntax (train.py, line 1)'
@@ -209,14 +209,14 @@ def place_of(error: BaseException) -> str:
 
 
 def place_here() -> str:
-    """Return the user's line that this thread is in, such as ``"test_a.py:31"``; empty if it is in none."""
+    """Return the user's line that this thread runs, such as ``"test_a.py:31"``; empty if there is none."""
     stack = traceback.walk_stack(sys._getframe(1))
     found = _place([(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack])
     return found[1] if found else ""
 
 
 def place_in(stacks: str) -> str:
-    """Return the place of a rank's test, in words, by the stack of its current thread, else of the main one.
+    """Describe the place of a rank's test, by the stack of its current thread, else of its main thread.
 
     >>> place_in('  File "/home/u/test_a.py", line 31 in test_b')
     'at test_a.py:31'
@@ -233,8 +233,8 @@ def place_in(stacks: str) -> str:
 
 
 def place_in_rpc(stacks: str) -> str:
-    """Return the place, in words, of a function that a peer has called by RPC and that does not wait for another RPC;
-    empty if there is none.
+    """Describe the place of a function that a peer has called by RPC and that does not wait for another RPC; empty if
+    there is none.
 
     >>> place_in_rpc('''  File "/home/u/test_a.py", line 31 in never
     ...   File "/lib/torch/distributed/rpc/internal.py", line 209 in _run_function''')
@@ -261,7 +261,7 @@ def _in_words(frames: Sequence[tuple[str, int, str]]) -> str:
 
 
 def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
-    """Return the function of torch's that the user's innermost frame calls, if any, and the line of that frame."""
+    """Return torch's function that the user's innermost frame calls, if any, and the line of that frame."""
     inside = ""
     for file, line, name in frames:
         if not file.startswith(_FOLDERS_BETWEEN) and not _NOT_THE_USERS.search(file):
@@ -272,7 +272,7 @@ def _place(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str] | None:
 
 
 def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> str:
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # its text begins with lines of source
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # the text begins with lines of source
         place = f"{os.path.basename(str(error.filename))}, line {error.lineno}"
         return f"{type(error).__name__}: {error.msg} ({place})"
     lines = [line.strip() for line in "".join(shown.format_exception_only()).splitlines()]
@@ -281,7 +281,7 @@ def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> s
 
 
 def _links(error: BaseException) -> int:
-    """Return the number of exceptions that led to ``error``."""
+    """Return the number of exceptions chained to ``error``."""
     seen: set[int] = set()
     linked: BaseException | None = error
     while linked is not None and id(linked) not in seen:
@@ -291,7 +291,7 @@ def _links(error: BaseException) -> int:
 
 
 def _trim(shown: traceback.TracebackException, links: int) -> None:
-    """Leave out hidden frames, and exceptions more than ``links`` causes back."""
+    """Remove hidden frames from ``shown``, and exceptions more than ``links`` causes back."""
     kept = [
         frame
         for frame in shown.stack
@@ -311,8 +311,8 @@ def _trim(shown: traceback.TracebackException, links: int) -> None:
 
 
 def trim_stacks(text: str) -> str:
-    """Leave hidden frames out of faulthandler's output, and its list of extension modules."""
-    # Whole threads first: they contain what the other patterns would match.
+    """Return faulthandler's output without hidden frames and the list of extension modules."""
+    # Whole threads first: they contain frames that the other patterns would match.
     in_order = sorted((each for each in _hidden if each.functions), key=lambda each: (not each.thread, each.outwards))
     patterns = (*map(_pattern, in_order), r"^Extension modules: .*\n?")
     return re.sub("|".join(patterns), "", text, flags=re.MULTILINE)

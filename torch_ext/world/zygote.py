@@ -1,27 +1,27 @@
-"""The loop of a zygote: a process that has imported its children's modules, has run nothing, and starts children on
-request. See Note [Zygote protocol]. Imports the standard library and its own layer only; ``provider`` loads the rest.
+"""The loop of a zygote: a process that has imported its children's modules, has run nothing else, and starts children
+on request. See Note [Zygote protocol]. Imports the standard library and its layer only; ``provider`` loads the rest.
 
 Note [Huge pages]
 ~~~~~~~~~~~~~~~~~
-A fork takes a third less time once the zygote's heap lies in huge pages (``MADV_COLLAPSE``), but moving the heap takes
-as long as some twenty forks save. So a zygote moves it once: before its second copy, since copies inherit the gain, or
+With the zygote's heap in huge pages (``MADV_COLLAPSE``), a fork takes a third less time, but moving the heap costs as
+much as about twenty forks save. So a zygote moves it once: before its second copy, since copies inherit the gain, or
 after its eighth child, while no client waits.
 
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Native libraries and some of torch's modules read variables when they load. A forked child cannot get other values, so a
-request whose environment differs in one of them gets fresh interpreters, and a message says why. A missing prefix shows
-as a variable without effect in forked ranks; one too many only costs time. ``TORCH_EXT_READ_AT_LOAD`` adds prefixes
-(``MYLIB_,OTHER_``) or, as ``0``, always forks.
+request whose environment differs in such a variable gets fresh interpreters, and a message reports the reason. If a
+prefix is missing here, its variables have no effect in forked ranks; a needless prefix only costs time.
+``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``); with ``0``, the zygote always forks.
 
 Note [Leftovers]
 ~~~~~~~~~~~~~~~~
 A zygote is the subreaper of its descendants: a process whose parent has ended becomes its child. The owner of such a
-process is the child of the zygote that started it. Every child of a zygote leads its own process group, which names the
-owner of the processes that join it. A process that has left the group still has ``TORCH_EXT_OWNER`` in its environment;
-one with neither is charged to the child that ended last. A process whose owner still lives stays: the processes of a
-class serve until the class ends, and those of the file's import until the zygote does. Helpers that end by themselves
-are no leftovers.
+process is the child of the zygote that started it. Every child of a zygote leads its own process group, which
+identifies the owner of the processes in it. A process that has left the group still has ``TORCH_EXT_OWNER`` in its
+environment; a process with neither is charged to the child that ended last. Processes with a live owner stay: those of
+a class until the class ends, and those of the file's import until the zygote ends. Helpers that end by themselves are
+no leftovers.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _READ_AT_LOAD = (
     "MKLDNN_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTHONMALLOC", "TORCHDYNAMO_", "TORCHINDUCTOR_",
     "TORCH_COMPILE_", "TORCH_CPP_LOG_", "TORCH_LOGS", "TORCH_TRACE", "TSAN_", "UBSAN_",
 )  # fmt: skip
-# Exceptions: the world sets the first for its zygotes and restores it in every rank; the second is read on use.
+# Exceptions: the world sets the first for its zygotes and restores it in every rank; torch reads the second on use.
 _READ_LATER = frozenset({"OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"})
 
-# Torch formats a stack each time it seeds the generators, and so reads the files of these modules, which takes longer
-# than a fork. A zygote does it once for all ranks.
+# Torch formats a stack each time it seeds the generators, and reads the files of these modules for that, which takes
+# longer than a fork. A zygote reads them once for all ranks.
 _SOURCES = (
     "multiprocessing.process", "torch._compile", "torch._dynamo.eval_frame", "torch.cuda", "torch.cuda.random",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.random",
@@ -94,9 +94,9 @@ def _read_sources() -> None:
         linecache.getlines(file)
 
 
-# Command lines of processes that end once their clients are gone, and clean up before they do.
+# Command lines of processes that clean up and end when their clients are gone.
 _END_BY_THEMSELVES = ("torch_shm_manager", "multiprocessing.resource_tracker", "multiprocessing.forkserver")
-# Torch's manager ends two seconds after its last client, and only then removes its socket.
+# Torch's shared memory manager ends two seconds after its last client, and only then removes its socket.
 _CLEANUP_S = 4.0
 
 
@@ -117,19 +117,19 @@ class Leftovers:
         self._of_import: frozenset[Process] = frozenset()
 
     def keep_those_of_import(self) -> None:
-        """Count the processes that run now as those of the import of the test's file."""
+        """Count the processes that run now as started by the import of the test's file."""
         self._of_import = frozenset(_os.known(_os.descendants_of(_os.getpid())))
 
     def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
         """Kill the processes that ended children have left behind; return those that were still running.
 
-        ``indices`` has the index of each child of the group that has ended, by pid; ``living`` the pids of children
-        that still run; ``last`` is the index of the child that ended last.
+        ``indices``: the index of each ended child of the group, by pid; ``living``: the pids of running children;
+        ``last``: the index of the child that ended last.
         """
         found: list[LeftBehind] = []
         self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
         kept = {each.pid for each in self._of_import if _os.start_of(each.pid) == each.start}
-        # A killed process may leave children of its own to this one.
+        # This process adopts the children of a killed process.
         while adopted := {
             pid: owner
             for pid in _os.children_of(_os.getpid())
@@ -155,7 +155,7 @@ def _owner(pid: int) -> int:
 
 
 def end_everything() -> None:
-    """Kill and reap every child of this process; those that end by themselves get :data:`_CLEANUP_S` for it."""
+    """Kill and reap every child of this process; allow helpers that end by themselves :data:`_CLEANUP_S` seconds."""
     patience_end_s = _os.monotonic() + _CLEANUP_S
     while True:
         patient = _os.monotonic() < patience_end_s
@@ -195,11 +195,11 @@ class Zygote:
         self,
         command: Channel,  # the first client's channel
         description: str,  # for messages ("the zygote of test.distributed.fsdp.test_fsdp_input")
-        preparation: Preparation,  # makes a fresh interpreter like a forked child
-        scratch: str = "",  # a folder of the first client's, which may be dead at the end: the zygote removes it
+        preparation: Preparation,  # gives a fresh interpreter the modules of a forked child
+        scratch: str = "",  # a folder that the zygote removes at its end, since the first client may be dead then
         *,
-        original: int = 0,  # pid of the zygote that this one is a copy of
-        others: tuple[Process, ...] = (),  # processes of the original or of the program; see Note [Who else may act]
+        original: int = 0,  # pid of the zygote that this zygote copies
+        others: tuple[Process, ...] = (),  # the original's or the program's processes; see Note [Who else may act]
     ) -> None:
         self._original = original
         self._others = others
@@ -212,7 +212,7 @@ class Zygote:
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._in_transit: list[int] = []  # descriptors of the current request, for children yet to be forked
-        self._environment = dict(_os.environment_of(os.getpid()) or os.environ)  # with which the program was started
+        self._environment = dict(_os.environment_of(os.getpid()) or os.environ)  # at the start of the program
         self._leftovers = Leftovers()
         self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
         self._forks = self._copies = 0
@@ -222,8 +222,8 @@ class Zygote:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
         self._leftovers.keep_those_of_import()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the supervisor ends the run
-        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a test module's may not reap ours
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor ends the run
+        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the module's must not reap our children
         _read_sources()
         threads.prepare()
         disown_exit_functions()
@@ -285,7 +285,7 @@ class Zygote:
                 child = self._execute(request.environment)
             else:
                 child = self._spares.pop(0) if self._spares else self._fork()
-            with contextlib.suppress(ChannelClosedError):  # it died at once, which Ended reports
+            with contextlib.suppress(ChannelClosedError):  # the child died at once; Ended reports it
                 child.order_channel.send(order, own)
             child.order_channel.close()
             close_all(own)
@@ -305,7 +305,7 @@ class Zygote:
         different = [
             name
             for name in environment.keys() | self._environment.keys()
-            # A module that sets a variable during its import has set it for every fork as well.
+            # If a module has set the variable during its import, every fork has that value as well.
             if environment.get(name) not in (self._environment.get(name), os.environ.get(name))
         ]
         changed = ", ".join(sorted(filter(read_when_loaded, different)))  # see Note [Variables read at load]
@@ -364,7 +364,7 @@ class Zygote:
         ours, theirs = channel_pair()
         pid = start_interpreter(theirs.fileno(), environment)
         theirs.close()
-        with contextlib.suppress(ChannelClosedError):  # it died at once, which Ended reports
+        with contextlib.suppress(ChannelClosedError):  # the child died at once; Ended reports it
             ours.send(self._preparation)
         return self._adopt(pid, ours)
 

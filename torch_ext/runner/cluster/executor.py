@@ -1,13 +1,13 @@
-"""Runs a plan on a Ray cluster: hands classes to machines as Ray makes room, and again the tests of a lost machine.
+"""Runs a plan on a Ray cluster: sends classes to machines as Ray finds room, and repeats the tests of a lost machine.
 
 Note [A lost machine]
 ~~~~~~~~~~~~~~~~~~~~~
 Results arrive as tests end, so a lost machine's results so far count. When its actor or its supervisor has ended, the
-tests without a result run again where there is room, and the report says so. A class that has lost three machines
-fails: it may be the cause.
+tests without a result run again on any machine with room, and the report mentions it. A class that has lost three
+machines fails, since it may be the cause.
 
-A class on several hosts is lost with any of them. The other hosts end it, so that no test fails for the loss, and the
-driver ignores their later events.
+A class on several hosts is lost with any of them. The remaining hosts end it, so that no test fails for the loss, and
+the driver ignores their later events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["ClusterExecutor"]
 _AHEAD = 8
 # Poll and tick interval, in seconds.
 _LOOK_S = 0.25
-# A class that has lost so many machines fails.
+# A class fails after losing this many machines.
 _MOST_LOST = 3
 _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
@@ -48,7 +48,7 @@ class _Job:
 
     batch: Batch
     left: list[TestName]  # its tests without a result
-    lost: int = 0  # number of machines that it has lost
+    lost: int = 0  # number of lost machines
     number: int = field(default_factory=itertools.count(1).__next__)
     place: Any = None  # Ray's reservation, while there is one
     nodes: tuple[str, ...] = ()  # the ids of its machines, host 0 first; empty before it runs
@@ -69,13 +69,13 @@ class ClusterExecutor:
         self.collect, self._close_local = here.collect, here.close
         self._options = options
         self._machines = Machines(options)
-        # Classes that wait, classes that Ray is placing, and the event streams of running classes, each with its host.
+        # Waiting classes, classes that Ray is placing, and the event streams of running classes, each with its host.
         self._waiting: list[_Job] = []
         self._placed: list[_Job] = []
         self._running: dict[Any, tuple[_Job, int]] = {}
 
     def close(self) -> None:
-        """Disconnect from the cluster, and end one that this run has started. Idempotent."""
+        """Disconnect from the cluster; end the cluster if this run has started it. Idempotent."""
         self._machines.close()
         self._close_local()
 
@@ -111,7 +111,7 @@ class ClusterExecutor:
                 at_once += 1
 
     def _has_machines_for(self, job: _Job) -> bool:
-        """Return whether the cluster has as many machines as a class asks for. Ends the class if not."""
+        """Return whether the cluster has enough machines for a class. If not, end the class."""
         wanted, there, most = job.batch.need.hosts, self._machines.number, self._machines.most
         if wanted <= max(1, there):
             return True
@@ -127,7 +127,7 @@ class ClusterExecutor:
         return False
 
     def _begins(self, job: _Job) -> bool:
-        """Start ``job`` if Ray has found a place for it, and return whether it has. Host 0 starts last."""
+        """Start ``job`` if Ray has placed it; return whether it has. Host 0 starts last."""
         job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
         if strange := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)
@@ -141,7 +141,7 @@ class ClusterExecutor:
         return bool(job.nodes)
 
     def _order(self, job: _Job, host: int) -> None:
-        """Start the share of ``host`` of a class on its machine."""
+        """Start the part of a class that belongs to ``host`` on its machine."""
         node, batch = job.nodes[host], job.batch
         path, import_root = (each.relative_to(self._folder) for each in (batch.file.path, batch.file.import_root))
         file = replace(batch.file, path=path, import_root=import_root)
@@ -158,7 +158,7 @@ class ClusterExecutor:
             job, host = self._running[stream]
             try:
                 event = self._machines.next_of(stream)
-            except StopIteration:  # the share of this host is over
+            except StopIteration:  # this host has finished its part
                 del self._running[stream]
                 if not host:
                     self._leave(job)
@@ -213,7 +213,7 @@ class ClusterExecutor:
         self._machines.connect({})
 
     def _end(self, job: _Job, reason: str) -> None:
-        """Fail a class, for a reason in a sentence."""
+        """Fail a class; ``reason`` is a sentence."""
         job.over = True
         self._leave(job)
         self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(reason),)))
@@ -242,7 +242,7 @@ def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:
 def _runtime_environment(folder: Path) -> dict[str, Any]:
     """Return Ray's ``runtime_env``: workers run in a copy of ``folder``, and import this torch_ext.
 
-    Ray leaves out what ``.gitignore`` names, and refuses more than 500 MiB.
+    Ray leaves out files that ``.gitignore`` names, and refuses more than 500 MiB.
     """
     found: dict[str, Any] = {"working_dir": str(folder), "excludes": [".git"]}
     if not _PACKAGE.is_relative_to(folder):

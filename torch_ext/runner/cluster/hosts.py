@@ -2,12 +2,12 @@
 
 Runs in the supervisors of these machines; standard library and own layer only.
 
-:class:`Spread`, on host 0, stands between the parent half and the zygotes of all hosts. The parent half asks it for
-ranks as it asks a zygote. :class:`Spread` passes orders for host 0 to the zygote there, with their descriptors. It
-sends orders for other hosts as messages, and reads and writes this end of their descriptors.
+:class:`Spread`, on host 0, is a proxy between the parent half and the zygotes of all hosts. The parent half uses it
+like a zygote. :class:`Spread` passes orders for host 0 to the zygote there, with their descriptors. It sends orders for
+other hosts as messages, and reads and writes this end of their descriptors.
 
-:class:`FarRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It decides
-nothing: it obeys host 0, and reports to it.
+:class:`FarRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It makes no
+decisions: it executes the messages of host 0, and reports to host 0.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from torch_ext.world.tree import ZygoteClient
 __all__ = ["FarRanks", "Share", "Spread"]
 
 _Stream = RankStream | int
-_Place = tuple[int, int]  # a rank's host, and its number among the ranks there
+_Place = tuple[int, int]  # a rank's host, and its index among the ranks there
 _PART_BYTES = 1 << 16
 _TIMES: dict[type, tuple[str, ...]] = {Receipt: ("time_s",), Progress: ("until_s", "raises_s")}
 _NUMBERS = itertools.count(1)  # of worlds
-# Variables of a machine, which a class does not carry to another one.
+# Variables specific to a machine, which are not copied to another.
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
 
 
 class _Ends:
-    """This machine's ends of the channel and pipes of one rank; ``report`` gets their messages, bytes, and None at the
-    end of a stream.
+    """This machine's ends of the channel and pipes of one rank. Calls ``report`` with their messages and bytes, and
+    with None at the end of a stream.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class _Ends:
         self._report(stream, payload)
 
     def drain(self, *streams: _Stream) -> None:
-        """Report all that the rank has sent on these streams, or on all watched ones."""
+        """Report all pending data of these streams; by default of all watched streams."""
         for stream in streams or tuple(self._files):
             file = self._files[stream]
             while self._callbacks.watches(file) and (file.poll() if isinstance(file, Channel) else readable(file)):
@@ -86,7 +86,7 @@ class _Ends:
 
     def write(self, stream: _Stream, payload: Any) -> None:
         """Write a message or bytes from the other machine; None closes the stream. Blocks while a pipe is full."""
-        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed it
+        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed the stream
             file = self._files[stream]
             if isinstance(file, Channel) and payload is None:
                 file.shut()
@@ -111,7 +111,7 @@ class _Ends:
 
 
 class Share:
-    """The common half of both kinds of host: worlds by number, and messages to and from other hosts.
+    """The common base of both kinds of host: worlds by number, and messages to and from other hosts.
 
     Args:
         number: of the order.
@@ -127,14 +127,14 @@ class Share:
         self._early: dict[tuple[int, int], Line] = {}
 
     def serve(self) -> Task[None]:
-        """A task that passes on the messages of the ranks here, until :meth:`close`."""
+        """Task: forward the messages of the ranks here, until :meth:`close`."""
         while self._callbacks.is_open():
             yield Pause((self._callbacks.fileno(),))
             if self._callbacks.is_open():
                 self._callbacks.call(0)
 
     def take(self, line: Line) -> None:
-        """Receive a message of another host, after those that the host has sent before."""
+        """Handle a message of another host, in the order in which that host has sent its messages."""
         self._early[line.source, line.sequence] = line
         while next_line := self._early.pop((line.source, self._taken[line.source]), None):
             self._taken[line.source] += 1
@@ -166,7 +166,7 @@ class _SpreadWorld:
     number: int  # of the world
     group: Channel  # the parent half's group channel
     order: list[_Place]  # the place of each rank
-    here: Channel | None = None  # the group channel of this host's ranks at its zygote; None without such ranks
+    here: Channel | None = None  # the zygote's group channel of this host's ranks; None without such ranks
     far: dict[_Place, _Ends] = field(default_factory=dict)  # the running ranks of other hosts
     started: dict[int, Started] = field(default_factory=dict)  # the answer of each host
 
@@ -185,11 +185,11 @@ class Spread(Share):
         self._names = [f"host {number} ({name})" for number, name in enumerate(names)]
         self._origin = dict(environment)
         self._clients: list[Channel] = []
-        self._shift_s: dict[int, float] = {}  # from a host's clock to ours
+        self._shift_s: dict[int, float] = {}  # our clock minus the host's
 
     def add_client(self, zygote: ZygoteClient) -> int:
-        """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts those of
-        this host.
+        """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts this
+        host's ranks.
         """
         ours, theirs = channel_pair()
         self._clients.append(ours)
@@ -208,13 +208,13 @@ class Spread(Share):
     def _on_client(self, client: Channel, zygote: ZygoteClient) -> None:
         try:
             message, descriptors = client.receive()
-            if isinstance(message, AskOthers):  # about this host; FarRanks answers for each other host
+            if isinstance(message, AskOthers):  # for this host; FarRanks answers for each other host
                 with contextlib.suppress(ChannelClosedError):
                     zygote.channel.send(message, descriptors)
                 close_all(descriptors)
             else:
                 self._start(message, descriptors, zygote)
-        except ChannelClosedError:  # the parent half has ended, or the zygote, and with it the class
+        except ChannelClosedError:  # the parent half has ended, or the zygote has, along with the class
             self._callbacks.unwatch(client)
             client.close()
 
@@ -247,7 +247,7 @@ class Spread(Share):
             self._callbacks.watch(world.here, lambda: self._on_here(world))
 
     def _take_over(self, world: _SpreadWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _Ends:
-        """Take the descriptors of a rank that starts elsewhere; in the order of ``files.open_rank``."""
+        """Return this end of a rank that starts elsewhere; ``descriptors`` in the order of ``files.open_rank``."""
         host, index = place
         channel, output, second, stacks, *more = descriptors
         shared = rank.has_page + bool(rank.address)  # no other machine can use these
@@ -299,13 +299,13 @@ class Spread(Share):
             return
         try:
             self._pass_on(world, 0, world.here.receive()[0])
-        except ChannelClosedError:  # the zygote was killed, and the parent half with it, or all have ended
+        except ChannelClosedError:  # the zygote was killed along with the parent half, or all ranks have ended
             self._callbacks.unwatch(world.here)
 
     def _receive(self, line: Line) -> None:
         shift_s = time.monotonic() - line.now_s  # the fastest message gives the best estimate
         shift_s = self._shift_s[line.source] = min(shift_s, self._shift_s.get(line.source, shift_s))
-        if (world := self._worlds.get(line.world)) is None:  # it was just abandoned
+        if (world := self._worlds.get(line.world)) is None:  # the world was just abandoned
             return
         if line.stream is RankStream.GROUP:
             self._pass_on(world, line.source, line.payload)
@@ -366,7 +366,7 @@ class FarRanks(Share):
     def _receive(self, line: Line) -> None:
         if isinstance(line.payload, tuple) and line.stream is RankStream.GROUP:
             self._start(line.world, *line.payload)
-        elif world := self._worlds.get(line.world):  # else it was just abandoned
+        elif world := self._worlds.get(line.world):  # otherwise the world was just abandoned
             if line.stream is not RankStream.GROUP:
                 world.ranks[line.index].write(line.stream, line.payload)
             elif line.payload is None:
@@ -387,13 +387,13 @@ class FarRanks(Share):
             moved = self._moved(order.payload, origin)
             orders.append(replace(order, payload=moved, descriptors=len(own)))
         start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
-        with contextlib.suppress(ChannelClosedError):  # then the group's channel ends as well
+        with contextlib.suppress(ChannelClosedError):  # the group's channel ends as well, and reports it
             self._zygote.channel.send(start, [theirs.fileno(), *inherited])
         theirs.close()
         close_all(inherited)
 
     def _open_rank(self, world: _FarWorld, order: Order) -> list[int]:
-        """Open this side of a rank; return the descriptors that the rank inherits, in the parent half's order."""
+        """Open this side of a rank; return the rank's descriptors, in the parent half's order."""
         ours, theirs = channel_pair()
         output, output_writer = os.pipe()
         stacks, stacks_writer = os.pipe()
@@ -411,7 +411,7 @@ class FarRanks(Share):
         return inherited
 
     def _moved(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
-        """Return a rank's order for this machine: the changes of host 0's environment, applied to this machine's."""
+        """Return a rank's order for this machine: its environment gets the changes of host 0's environment."""
         environment, now = dict(self._environment), rank.environment
         for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
             if name not in now:

@@ -1,5 +1,5 @@
-"""The machines of a Ray cluster: connects to them, keeps an actor on each that runs tests, and has Ray place classes
-on them. Imports Ray on use.
+"""Manages the machines of a Ray cluster: connects to them, keeps an actor on each to run tests, and has Ray place
+classes. Imports Ray on use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Machines", "Node", "bundle", "in_one_line"]
 
 
 class SupervisorDiedError(RuntimeError):
-    """The supervisor of a machine ended by itself, or was killed."""
+    """The supervisor of a machine has ended by itself, or was killed."""
 
 
 class Node:
-    """One machine. Its methods are called on threads of Ray's, several at a time."""
+    """One machine. Ray calls its methods on several threads concurrently."""
 
     def __init__(self, settings: Settings) -> None:
         self._channel, theirs = channel_pair()
@@ -39,11 +39,11 @@ class Node:
         )
         theirs.close()
         self._sending = threading.Lock()
-        self._channels: dict[int, Channel] = {}  # of the classes that run, by number
+        self._channels: dict[int, Channel] = {}  # of the running classes, by number
         self._channel.send(settings)
 
     def ready(self) -> int:
-        """Wait until the supervisor takes classes; return the number of devices that its ranks share, 0 without a
+        """Wait until the supervisor accepts classes; return the number of devices that its ranks share, 0 without a
         limit. Call once, before any other method.
 
         Raises:
@@ -65,7 +65,7 @@ class Node:
                 channel = self._channels[order.number] = self._channel.connect(order)
             while (message := channel.receive()[0]) is not None:
                 if isinstance(message, Line):
-                    peers[message.to].pass_on.remote(order.number, message)  # the driver hears of a host that is lost
+                    peers[message.to].pass_on.remote(order.number, message)  # the driver notices a lost host
                 else:
                     yield message
         except (ChannelClosedError, OSError):
@@ -76,15 +76,15 @@ class Node:
                     self._channels.pop(order.number).close()
 
     def pass_on(self, number: int, line: Line | None) -> None:
-        """Hand the supervisor a message of another host of class ``number``; None: end the class. Ignored if it has
-        ended.
+        """Pass the supervisor a message of another host of class ``number``; None: end the class. Ignored if the class
+        has ended.
         """
         with self._sending, contextlib.suppress(ChannelClosedError, OSError):
             if number in self._channels:
                 self._channels[number].send(line)
 
     def end(self) -> None:
-        """End the supervisor and its processes, and wait for its end."""
+        """End the supervisor with its processes, and wait for that."""
         with self._sending, contextlib.suppress(OSError):
             self._channel.shut()
         self._process.wait()
@@ -94,12 +94,12 @@ class Node:
 _READY_S = 600.0
 # Seconds for a supervisor and its processes to end.
 _END_S = 30.0
-# As on a single machine: ranks wait for one another most of the time.
+# As on a single machine: ranks wait for each other most of the time.
 _RANKS_PER_CPU = 4
 
 
 class Machines:
-    """The machines of ``options.cluster``, which is ``local:N`` or an address that Ray understands.
+    """The machines of ``options.cluster``: ``local:N``, or an address that Ray accepts.
 
     Raises:
         SetupError: Ray is not installed.
@@ -123,7 +123,7 @@ class Machines:
         self._lost: set[str] = set()  # Ray may still list them
 
     def connect(self, runtime_env: dict[str, Any]) -> None:
-        """Connect to the cluster, once. Start an actor on each machine, unless there are actors.
+        """Connect to the cluster, once. Start an actor on each machine, unless actors exist.
 
         Raises:
             SetupError: no machine can run tests.
@@ -188,7 +188,7 @@ class Machines:
             try:
                 self._devices = max(self._devices, self._ray.get(ref, timeout=_READY_S))
                 self._lost.discard(node)
-            except Exception as error:  # of the actor, or Ray's for a dead actor
+            except Exception as error:  # the actor's, or Ray's for a dead actor
                 refused = refused or f"the machine {node[:12]} cannot run tests: {in_one_line(error)}"
                 del self._actors[node]
         return refused
@@ -217,12 +217,12 @@ class Machines:
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
     def lose(self, node: str) -> None:
-        """Stop using a machine that is lost, or whose supervisor is."""
+        """Stop using a machine after its loss, or its supervisor's."""
         self._actors.pop(node, None)
         self._lost.add(node)
 
     def run(self, node: str, order: RunClass, hosts: Sequence[str]) -> Any:
-        """Start a machine's share of a class; return the stream of events, for :meth:`ready` and :meth:`next_of`."""
+        """Start a machine's part of a class; return the stream of events, for :meth:`ready` and :meth:`next_of`."""
         peers = [self._actors.get(each) for each in hosts] if len(hosts) > 1 else []
         return self._actors[node].run.options(num_returns="streaming").remote(order, peers)
 
@@ -263,7 +263,7 @@ class Machines:
                 self._ray.kill(actor)
 
     def close(self) -> None:
-        """Disconnect from the cluster, and end one that this run has started. Idempotent."""
+        """Disconnect from the cluster; end the cluster if this run has started it. Idempotent."""
         if self._connected:
             self._connected = False
             self.end()
@@ -274,14 +274,14 @@ class Machines:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return one line of an error's text: our own error, which Ray puts last, or else the first line."""
+    """Return one line of an error's text: our own error, which Ray puts last, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     ours = [line for line in lines if "Error: " in line]
     return (ours[-1] if ours else lines[0] if lines else type(error).__name__)[:200]
 
 
 def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
-    """Return the Ray resources that a class needs on one machine, limited to those of the largest machine.
+    """Return the Ray resources that a class needs on one machine, capped at the largest machine's.
 
     ``devices``: the largest number of devices that the ranks of a machine share; 0 without a limit.
 

@@ -1,5 +1,5 @@
-"""Every message between the driver, a machine's actor, its supervisor and those of other machines. Standard library
-and own layer only.
+"""Every message between the driver, a machine's actor, its supervisor and other machines' supervisors. Standard
+library and own layer only.
 
 ======================  =======================================================================
 from -> to              messages
@@ -43,7 +43,7 @@ class RunClass:
     number: int  # identifies this run of the class on all of its hosts
     batch: Batch  # the class, with its need of this machine. Paths of its file are relative to the shipped folder.
     host: int = 0  # the number of this machine among the hosts of the class
-    address: str = ""  # of this machine, for the others
+    address: str = ""  # of this machine, for the other hosts
     names: tuple[str, ...] = ()  # of the machine of each host, for the report; empty for a class on one host
 
 
@@ -74,13 +74,13 @@ class RankStream(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """A message between host 0 of the class of order ``number`` and another host."""
+    """A message between host 0 of class ``number`` and another host."""
 
     number: int
     source: int
     to: int
     sequence: int  # counts the messages between the two; Ray's threads overtake each other
-    now_s: float  # `time.monotonic` of the sender; machines differ in its zero
+    now_s: float  # the sender's `time.monotonic`, whose zero differs between machines
     world: int  # the world, by its number on host 0
     stream: RankStream | int  # a connection of rank `index`, by its number on the other host
     # A message of a channel, or bytes of a pipe; None: its end. On the stream of a group a message of

@@ -1,8 +1,8 @@
 """The process that runs classes on one machine of a cluster: ``python -m torch_ext.runner.cluster.supervisor FD``.
 
-Ray's workers have threads and cannot fork ranks; this process has one thread, and loads neither torch nor Ray. It
-starts each order at once, since Ray has reserved the room. It ends with its actor, and takes its children and its
-temporary folder along.
+Ray's workers have threads and cannot fork ranks; the supervisor has one thread, and loads neither torch nor Ray. It
+starts each order at once, since Ray has reserved the room. When its actor ends, it ends its children, removes its
+temporary folder and exits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_ext.world.tree import LoadError, ZygoteDiedError
 
 __all__ = ["main"]
 
-# The number of files without a running class that stay imported.
+# Maximal number of imported files without a running class.
 _IDLE_FILES = 3
 
 
@@ -40,7 +40,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends the run
     channel = Channel.from_descriptor(int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
-    folder = tempfile.mkdtemp(prefix="te-")  # short, for the addresses of sockets
+    folder = tempfile.mkdtemp(prefix="te-")  # short: socket addresses are limited in length
     try:
         settings, _ = channel.receive()
         os.environ.update(settings.environment, TMPDIR=folder)
@@ -68,7 +68,7 @@ class _Supervisor:
         self._loop = Loop()
         self._over = False
         self._shares: dict[int, Spread | FarRanks] = {}
-        self._used: dict[str, int] = {}  # number of running classes by file, the last used file last
+        self._used: dict[str, int] = {}  # file -> number of running classes, least recently used first
         channel.send(devices.number)
 
     def serve(self) -> None:
@@ -93,7 +93,7 @@ class _Supervisor:
             self._loop.add(self._listen(order, Channel.from_descriptor(descriptors[0])))
 
     def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
-        """Run a class and pass it the messages of its other hosts, until the actor ends it or closes its channel."""
+        """Task: run a class and pass it its other hosts' messages, until the actor ends it or closes its channel."""
 
         def send(message: Event | Line | None) -> None:
             with contextlib.suppress(ChannelClosedError):  # the actor is gone
@@ -110,7 +110,7 @@ class _Supervisor:
                 break
             if line is None:
                 break
-            if share := self._shares.get(order.number):  # else the class has just ended
+            if share := self._shares.get(order.number):  # otherwise the class has just ended
                 share.take(line)
         self._loop.end(run)
         channel.close()
@@ -139,14 +139,14 @@ class _Supervisor:
             send(None)
 
     def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
-        """Return the place of a class that has this machine as its host 0."""
+        """Return the place of a class whose host 0 is this machine."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
         self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, send)
         self._loop.add(spread.serve())
         return place._replace(environment=environment, add_client=spread.add_client)
 
     def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
-        """Run ranks of a class that has its host 0 on another machine."""
+        """Task: run ranks of a class whose host 0 is another machine."""
         try:
             zygote = yield from self._zygotes.copy_of(batch.file)
         except (LoadError, ZygoteDiedError) as error:

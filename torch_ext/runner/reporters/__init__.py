@@ -1,7 +1,7 @@
-"""Reporters of a run: each is a function of one stream of events, or writes a file at the end of the run.
+"""Reporters of a run: each consumes one stream of events, or writes a file at the end of the run.
 
-``tally``      results counted against the plan, events in its order, the type of a reporter, and files of reports
-``watch``      the classes that run at the moment, on a terminal or in a pipe
+``tally``      counts results against the plan, sorts events; the type of a reporter, and report files
+``watch``      the running classes, on a terminal or in a pipe
 ``text``       the report on stdout, and ``--github``
 ``junit``, ``jsonlines``   ``--junit FILE``, ``--json FILE``
 

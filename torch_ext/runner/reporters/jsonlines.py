@@ -1,4 +1,4 @@
-"""What happens in a run, as it happens: one JSON object a line. docs/events.md has the schema."""
+"""Writes the events of a run as they happen: one JSON object per line. docs/events.md has the schema."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from torch_ext.world.outcome import Outcome
 
 __all__ = ["VERSION", "JsonReporter", "describe_test"]
 
-# Of the schema. A new event or field leaves it as it is; a field that goes, or changes its meaning, raises it.
+# Of the schema. Increment it when a field disappears or changes its meaning, but not for a new event or field.
 VERSION = 1
 
 
 class JsonReporter:
-    """Writes each event to ``file`` as it happens; ``needs`` are those of the plan's tests that are known."""
+    """Writes each event to ``file`` as it happens; ``needs``: the known needs of the plan's tests."""
 
     def __init__(
         self, tally: Tally, options: RunOptions, file: ReportFile, needs: Mapping[TestName, Needs] = {}
@@ -85,7 +85,7 @@ def _result(result: TestResult) -> dict[str, Any]:
 
 
 def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
-    """Return one test of a plan or a list, with its needs if they are known.
+    """Return one test of a plan or a list, with its needs if known.
 
     >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
     4

@@ -1,5 +1,5 @@
-"""JUnit XML, as Jenkins, GitLab, Azure and Maven's tools read it, with the ending of each rank. docs/events.md
-says which element stands for which ending.
+"""Writes JUnit XML for Jenkins, GitLab, Azure and Maven's tools, with the ending of each rank. docs/events.md maps
+endings to elements.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch_ext.world.wording import printable
 
 __all__ = ["write_junit"]
 
-# What stands for the name of a test where a class or a file failed.
+# Replacements for a test's name if a class or a file failed.
 _CLASS, _FILE = "setUpClass or tearDownClass", "import"
-# What XML 1.0 cannot hold and ``printable`` lets pass.
+# Characters that XML 1.0 forbids and ``printable`` keeps.
 _NO_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
-# A rank that ended so is no failed assertion.
+# Endings of a rank that JUnit counts as errors rather than failed assertions.
 _ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending.HUNG)
 
 
 def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: ReportFile, start_s: float) -> None:
-    """Write the report of a run that began at ``start_s``. Every class is a ``testsuite``, in every round."""
+    """Write the report of a run that began at ``start_s``, with one ``testsuite`` per class and round."""
     stopped = interrupted or options.failfast
     cases: dict[tuple[int, str, str], list[Element]] = {}
     for result in tally.results:
@@ -100,7 +100,7 @@ def _missing(test: TestName, stopped: bool) -> Element:
 
 
 def _failure(case: Element, result: TestResult, kind: str = "") -> None:
-    """Add how an attempt failed; ``kind`` says of which kind it is, unless it is the one that counts."""
+    """Add the failure of an attempt; ``kind``: tag prefix for an attempt that does not decide the result."""
     tag = "error" if _is_error(result) else "failure"
     tag = f"{kind}{tag.capitalize()}" if kind else tag
     element = SubElement(case, tag, type=_type(result), message=_message(result))
@@ -137,7 +137,7 @@ def _message(result: TestResult) -> str:
 
 
 def _outputs(result: TestResult) -> list[str]:
-    """What each rank did and printed, then what the parent half printed."""
+    """Return the ending and output of each rank, then the output of the parent half."""
     texts = [f"{outcome.who} {outcome.describe()}\n{outcome.output}" for outcome in result.failed_ranks]
     if result.output:
         texts.append(f"parent half\n{result.output}")
@@ -145,7 +145,7 @@ def _outputs(result: TestResult) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    r"""Spell out what XML cannot hold.
+    r"""Escape characters that XML forbids.
 
     >>> _clean("\x1b[1m \ud800 \uffff")
     '\\x1b[1m \\ud800 \\uffff'

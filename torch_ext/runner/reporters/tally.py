@@ -1,4 +1,4 @@
-"""The results of a run counted against its plan, the classes that run, and what every reporter needs beside these."""
+"""Counts the results of a run against its plan, tracks the running classes, and has the helpers of all reporters."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ __all__ = ["COLUMNS", "InOrder", "ReportFile", "Reporter", "Running", "Tally", "
 
 COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
-# Gets every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, in words for users, when
-# it cannot write; the run then ends. A result with ``again`` is followed by another of the same test and round, which
-# counts in its place.
+# Called with every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, with a message for
+# users, when it cannot write; the run then ends. After a result with ``again``, another result of the same test and
+# round follows and replaces it.
 Reporter = Callable[[Event], None]
 
 _Key = tuple[str, str]
 
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
-    """Return how many of ``results`` count as passed, failed, skipped and flaky."""
+    """Return the numbers of passed, failed, skipped and flaky ``results``."""
     return Counter(result.status.counted for result in results)
 
 
 @dataclass
 class Running:
-    """A class that runs: its name, or that of the test that it runs, and since when."""
+    """A running class: its name, or that of its current test, and the start time."""
 
     name: TestName
     since_s: float
 
 
 class Tally:
-    """The results of one run, in the order in which they came; of several attempts at a test the last.
+    """The results of one run, in order of arrival; of several attempts at a test, the last.
 
-    Tests are missed by round: after :class:`~torch_ext.results.RoundBegan`, the whole plan is expected once more.
+    Each round expects all tests: after :class:`~torch_ext.results.RoundBegan`, the whole plan is missing again.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._earlier: list[TestResult] = []  # of the rounds before
-        self._lost: list[TestName] = []  # by the rounds before
+        self._earlier: list[TestResult] = []  # of earlier rounds
+        self._lost: list[TestName] = []  # tests without a result in earlier rounds
         self._latest: dict[TestName, TestResult] = {}
         self._batches = {batch.key: batch for batch in plan}
         self.running: dict[_Key, Running] = {}
@@ -70,7 +70,7 @@ class Tally:
 
     def _begin_round(self) -> None:
         self._latest, self.began_s = {}, time.monotonic()
-        self.waiting = dict.fromkeys(self.plan.tests)  # the tests of the plan that have no result in this round
+        self.waiting = dict.fromkeys(self.plan.tests)  # tests of the plan without a result in this round
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RoundBegan):
@@ -94,39 +94,39 @@ class Tally:
 
     @property
     def results(self) -> list[TestResult]:
-        """Those of all rounds so far."""
+        """The results of all rounds so far."""
         return [*self._earlier, *self._latest.values()]
 
     def batch_of(self, test: TestName) -> Batch | None:
-        """The planned class of ``test``; None for a file that could not be imported."""
+        """Return the planned class of ``test``; None for a file that could not be imported."""
         return self._batches.get((test.file, test.cls))
 
     def results_of(self, batch: Batch) -> list[TestResult]:
-        """The results of one class in this round so far, its fixtures' failures included."""
+        """Return the results of one class in this round so far, including its fixtures' failures."""
         return [one for test, one in self._latest.items() if (test.file, test.cls) == batch.key]
 
     def missing(self) -> list[TestName]:
-        """The planned tests that have no result."""
+        """Return the planned tests without a result."""
         return [*self._lost, *self.waiting]
 
     @property
     def passed(self) -> bool:
-        """Whether everything that was planned ran, or was skipped with a reason, and nothing failed. A test that failed
-        and passed when it ran again is flaky, and no failure.
+        """Whether every planned test ran, or was skipped with a reason, and none failed. A test that failed and then
+        passed in a rerun is flaky, not failed.
         """
         return not self.missing() and not counts(self.results)[Status.FAILED]
 
 
 class InOrder:
-    """A reporter that hands all events on to another, class after class in the order of the plan.
+    """A reporter that forwards all events to another, class after class in the order of the plan.
 
-    Events of the first class that is not over pass through as they happen. Those of later classes wait for their turn,
-    or for the end of the round. A failure, a stall and the beginning of a class are handed on at once.
+    Forwards events of the first unfinished class as they happen. Holds events of later classes until their turn, or
+    until the end of the round. Forwards a failure, a stall and the beginning of a class at once.
     """
 
     def __init__(self, plan: Plan, reporter: Reporter) -> None:
         self._plan, self._reporter = plan, reporter
-        self._held: dict[_Key, list[Event]] = {}  # of the classes whose turn has not ended
+        self._held: dict[_Key, list[Event]] = {}  # events of classes that wait for their turn
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -169,7 +169,7 @@ def _is_urgent(event: Event) -> bool:
 
 @contextmanager
 def writing(failure: str) -> Iterator[None]:
-    """Raise an OSError of the block as an OutputError that begins with ``failure``, unless the reader has left."""
+    """Context: turn an OSError into an OutputError that begins with ``failure``, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
@@ -179,14 +179,14 @@ def writing(failure: str) -> Iterator[None]:
 
 
 class ReportFile:
-    """Opens ``path`` at once, so that a run does not end with a report that cannot be written, nor leave an older one.
+    """A report's file. Opens ``path`` before the run, to detect errors early and to remove an older report.
 
     Args:
-        path: the file, whose folder is made if need be; ``-``: stdout.
-        what: the report, in words.
+        path: the file, whose folder is created if necessary; ``-``: stdout.
+        what: a phrase for the report.
 
     Raises:
-        SetupError: it cannot be opened.
+        SetupError: the file cannot be opened.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -203,11 +203,11 @@ class ReportFile:
             raise SetupError(f"{self._failure}: {os.strerror(error.errno or 0)}") from error
 
     def write(self, text: str) -> None:
-        """Write ``text``, and have the system know it at once.
+        """Write ``text`` and flush.
 
         Raises:
-            OutputError: the file takes no more.
-            BrokenPipeError: the reader has left.
+            OutputError: the file cannot be written.
+            BrokenPipeError: the reader has closed the pipe.
         """
         with writing(self._failure):
             stream = sys.stdout if self._stream is None else self._stream

@@ -1,4 +1,4 @@
-"""What a user reads of a run: progress, each failure as it happens, and the summary; and annotations of GitHub's."""
+"""The text report of a run: progress, each failure as it happens, and the summary; also annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torch_ext.world.wording import LEFT_BEHIND, printable
 
 __all__ = ["TextReporter", "Writer", "annotate", "annotation", "describe_failure", "is_live", "rerun_command"]
 
-# What a command that runs a test again repeats.
+# Options that a command for a rerun repeats.
 _CONDITIONS = {
     "typed_root", "upstream", "cuda_as_sim", "device", "timeout_s", "races", "schedule", "memory_bytes", "start_method",
     "cluster",
@@ -41,7 +41,7 @@ _CONDITIONS = {
 
 
 def describe_failure(result: TestResult) -> str:
-    """Return what failed in ``result``, then the end of what its parent half printed; empty if there is nothing to say.
+    """Return the problems of ``result``, then the end of its parent half's output; empty if there are neither.
 
     >>> from torch_ext.results import Remark
     >>> test = TestName("test_a.py", "TestA", "test_b")
@@ -69,7 +69,7 @@ def _describe(problem: Problem) -> str:
 
 
 def rerun_command(options: RunOptions, test: TestName) -> str:
-    """Return what to type to run ``test`` (or its class, or its file) again under the same conditions.
+    """Return the command that runs ``test`` (or its class, or its file) again under the same conditions.
 
     >>> from pathlib import Path
     >>> rerun_command(RunOptions(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
@@ -90,7 +90,7 @@ def rerun_command(options: RunOptions, test: TestName) -> str:
     return shlex.join(filter(None, words))
 
 
-# The terminal's codes of the styles that a report uses.
+# Terminal codes of the styles in a report.
 _CODES = {"green": "32", "yellow": "33", "bold": "1", "dim": "2", "bold red": "1;31", "bold yellow": "1;33"}
 _COLORS = frozenset(("green", "yellow", "bold red", "bold yellow"))
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
@@ -102,40 +102,40 @@ def is_live(stream: TextIO) -> bool:
 
 
 class Writer:
-    """Writes lines to ``stream``, on a terminal with styles. A pipe gets the text and nothing else.
+    """Writes lines to ``stream``, with styles if it is a terminal.
 
-    Spells out control characters, wherever they come from, so that no test commands the terminal. The terminal wraps
-    long lines itself: a test's name that was cut or broken cannot be copied.
+    Escapes control characters from any source, so that no test controls the terminal. Leaves the wrapping of long lines
+    to the terminal, so that a test's name can be copied.
 
-    Every method raises :class:`OutputError` where the stream takes no more, and ``BrokenPipeError`` where its reader
-    has left.
+    Every method raises :class:`OutputError` if the stream cannot be written, and ``BrokenPipeError`` if its reader has
+    closed the pipe.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._has_styles = is_live(stream)
-        # Makes what is entered around each write, such as what takes a live view aside
+        # Makes the context of each write, such as one that clears a live view
         self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        self.wrote_s = time.monotonic()  # when a line was written last, by `time.monotonic`
+        self.wrote_s = time.monotonic()  # `time.monotonic` of the last line
 
     def line(self, *parts: str | tuple[str, str]) -> None:
-        """Write one line. A part is a text, or a text and the style in which a terminal shows it."""
+        """Write one line. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
         self._write("".join(self.styled(self._encodable(text), style) for text, style in pairs))
 
     def verbatim(self, text: str) -> None:
-        """Write ``text`` as it is, and end its last line. What the stream cannot encode is escaped."""
+        """Write ``text`` unchanged, with a newline at the end. Escapes characters that the stream cannot encode."""
         self._write(self._encodable(text).removesuffix("\n"))
 
     def show(self, text: str) -> None:
-        """Write ``text``, which moves the cursor, if that is possible: the report itself finds out if it is not."""
+        """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
         with contextlib.suppress(OSError, ValueError):
             encoding = self._stream.encoding or "utf-8"
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
 
     def styled(self, text: str, style: str) -> str:
-        """Return ``text`` as the terminal is to get it; as it is where there is none, or no color is wanted."""
+        """Return ``text`` with the terminal's codes for ``style``; unchanged without a terminal or colors."""
         if not self._has_styles or not style or (style in _COLORS and os.environ.get("NO_COLOR")):
             return text
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
@@ -152,11 +152,11 @@ class Writer:
 
 
 class TextReporter:
-    """Prints results as they come, and a summary at the end of the run.
+    """Prints results as they arrive, and a summary at the end of the run.
 
     Args:
-        tally: the results so far; it has counted each event before this reporter gets it.
-        notes: sentences to begin with, such as how tests were chosen.
+        tally: the results so far; counts each event before this reporter handles it.
+        notes: sentences at the beginning, such as how tests were chosen.
         announce: print a line when a class begins, unless the report is quiet.
     """
 
@@ -182,7 +182,7 @@ class TextReporter:
             batch = self._tally.batch_of(event.test)
             if batch is not None and not (
                 self._options.failfast and self._missing(batch)
-            ):  # it may go on after a flake
+            ):  # the run may go on after a flake
                 self._class_line(batch)
         elif isinstance(event, Stalled):
             self._out.verbatim(f"{event.test.id}: {event.text}")
@@ -215,8 +215,8 @@ class TextReporter:
                 self._out.line(("LEAK", _STYLES[Status.FLAKY]), f" {result.test.id}: {warning}")
 
     def _finish(self, interrupted: bool) -> None:
-        """Print what remains, and the summary; its last line is ``N passed, N failed, N skipped``, and ``, N flaky`` if
-        any is.
+        """Print the rest, and the summary. Its last line is ``N passed, N failed, N skipped``, with ``, N flaky`` if
+        there are any.
         """
         for batch in self._tally.plan:
             if self._tally.results_of(batch):
@@ -305,7 +305,7 @@ def _tests(number: int) -> str:
 
 
 def _columns(results: Iterable[TestResult], columns: Iterable[Status]) -> list[tuple[str, str]]:
-    """The count of each column with its style; a zero is not coloured."""
+    """Return the count of each column with its style; a zero has none."""
     found = counts(results)
     return [(f"{found[one]} {one.value}", _STYLES[one] if found[one] else "") for one in columns]
 
@@ -317,13 +317,13 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
     return line
 
 
-# Of one of GitHub's annotations, lines on stdout that it shows beside the code; ten of a step for each level.
+# Length limit of a GitHub annotation: a line on stdout that GitHub shows beside the code, ten per step and level.
 _MOST_CHARACTERS = 4000
 
 
 def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
-    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. At the end of the run, no other
-    output stands between them.
+    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. Call it at the end of the run,
+    when no other output can come between these lines.
     """
     for result in tally.results:
         file = os.path.normpath(os.path.join(root, result.test.file))
@@ -335,7 +335,7 @@ def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None
 
 
 def annotation(level: str, file: str, title: str, text: str) -> str:
-    r"""Return the line that GitHub's runner obeys.
+    r"""Return an annotation in the syntax of GitHub's runner.
 
     >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
     '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'

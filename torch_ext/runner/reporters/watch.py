@@ -1,4 +1,4 @@
-"""What a run does between two lines of its report: a live view on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a run between lines of its report: a live view on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch_ext.world.wording import printable
 
 __all__ = ["LiveWatch", "PlainWatch"]
 
-# Seconds without a line after which a pipe gets one, so that the run does not look dead; and with --quiet.
+# Seconds without a line after which to write one to a pipe, so that the run does not look dead; the same with --quiet.
 _SILENCE_S, _QUIET_S = 20.0, 60.0
-# How often a terminal is redrawn at most, in seconds.
+# Minimal interval between two redraws of a terminal, in seconds.
 _REDRAW_S = 0.2
 
 
 class PlainWatch:
-    """Adds a line to a report that goes to a file or a pipe if nothing has been printed for a while.
+    """Adds a progress line to a report in a file or a pipe after a while without output.
 
     Args:
-        tally: the results so far, and the classes that run.
-        expected_s: how long a test should take, in seconds; None if that is not known.
-        out: where to print.
-        often: tell how far the run has come three times a minute, not once.
+        tally: the results so far, and the running classes.
+        expected_s: the expected duration of a test, in seconds; None if unknown.
+        out: the report's writer.
+        often: print progress three times a minute instead of once.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class PlainWatch:
                 self._out.line(f"  running: {line}")
 
     def summary(self, now_s: float) -> str:
-        """Return how far the run has come, in one line, and how long the rest takes at the pace of this run.
+        """Return the progress of the run in one line, with an estimate of the remaining time at the present pace.
 
-        Counts in the order passed, failed, skipped, flaky; those that are 0 are left out.
+        Counts are in the order passed, failed, skipped, flaky; zeros are left out.
         """
         planned, waiting = self._tally.plan.tests, self._tally.waiting
         done, took_s = len(planned) - len(waiting), now_s - self._tally.began_s
@@ -66,7 +66,7 @@ class PlainWatch:
         return "  ".join(parts)
 
     def under_way(self, now_s: float) -> list[str]:
-        """Return a line for each class that runs, the one whose test has run for longest first."""
+        """Return a line for each running class, the longest-running test first."""
         lines = []
         for running in sorted(self._tally.running.values(), key=lambda one: one.since_s):
             batch = self._tally.batch_of(running.name)
@@ -81,10 +81,10 @@ def _spelled(seconds: float) -> str:
 
 
 class LiveWatch(PlainWatch):
-    """Keeps a few lines at the bottom of a terminal: how far the run has come, and each class that runs.
+    """Keeps a few lines at the bottom of a terminal: the progress of the run, and each running class.
 
-    They are taken away before anything else is written, and drawn again behind it, so that they never overwrite a
-    report. A line is cut to the width of the terminal; what does not fit its height is left out.
+    Erases these lines before other output and draws them again below it, so that they never overwrite a report. Cuts
+    lines to the width of the terminal, and omits lines that exceed its height.
     """
 
     def __init__(self, tally: Tally, expected_s: Callable[[TestName], float | None], out: Writer) -> None:
