@@ -1,9 +1,9 @@
 """Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library
 only.
 
-The runner handles interrupts from ``run_tests()`` on. Most of the time before goes into
-imports, where an interrupt would print a traceback. After :func:`install` it prints one
-word and ends the process with code 130, as it does later.
+From ``run_tests()`` on, the runner handles interrupts. Most of the time before goes
+into imports, where an interrupt would print a traceback. After :func:`install` it
+prints one word and ends the process with code 130, as in the runner.
 """
 
 from __future__ import annotations

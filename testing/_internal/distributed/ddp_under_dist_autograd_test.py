@@ -271,8 +271,8 @@ class Trainer:
             loss = weighted_sum(self.hybrid_module(batch), batch)
             dist_autograd.backward(context_id, [loss])
             grads = dist_autograd.get_gradients(context_id)
-            # Before the context ends: that drops the gradients on every worker that
-            # took part.
+            # Read the gradients before the context ends, which drops them on every
+            # worker that took part.
             self.remote_grads = [
                 grad
                 for rref in self.remote_rrefs
