@@ -1,4 +1,4 @@
-"""Which files are test files; and cached test names are used only while they are valid, and never get in the way.
+"""Which files are test files; and cached test names are used only while they are valid, and never cause a failure.
 
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
