@@ -1,4 +1,4 @@
-"""Races where ranks are threads of one process: each fails the rank that comes last."""
+"""Races where ranks are threads of one process: each fails the rank of the later access."""
 
 from __future__ import annotations
 
