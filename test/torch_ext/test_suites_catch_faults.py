@@ -1,4 +1,4 @@
-"""The suites are worth running: for each fault in ``suite_faults``, made in torch, one of their tests says what failed.
+"""For each fault in ``suite_faults``, made in torch, a test of the suites fails and says why.
 
 One run of the runner for each device serves all. Its folder has a file for each suite, with a class for each fault that
 the suite must notice. Its ranks make the fault before they run the test. By default one fault for each class of a suite

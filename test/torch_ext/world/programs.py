@@ -68,9 +68,9 @@ def check_rows(
 ) -> Run:
     """Run one file, or several by name, by ``run_test.py``; assert that every ending is as the comments in it say.
 
-    Such a comment follows the line of a test or class, or is the first line of a file: ``# failed by 1: words``. ``#
-    hangs`` is a failure whose report proves a hang instead of a time limit. The report begins with the given ranks. The
-    words occur in the report, or after ``^`` in its first line. ``|`` means "or", and ``...`` means "and". A test
+    Such a comment follows the line of a test or class, or is the first line of a file: ``# failed by 1: words``.
+    ``# hangs`` is a failure whose report proves a hang instead of a time limit. The report begins with the given ranks.
+    The words occur in the report, or after ``^`` in its first line. ``|`` means "or", and ``...`` means "and". A test
     without a comment passes; a class or file without one has no error; ``# none`` marks a test that has no result.
     """
     files = {"test_suite.py": source} if isinstance(source, str) else source
