@@ -247,7 +247,7 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
             before = torch.accelerator.memory_allocated()
             output = model(rows)
             held[name] = torch.accelerator.memory_allocated() - before - output.nbytes
-            del output  # it keeps this round's rows and their gradient
+            del output  # holds this round's rows and their gradient
         self.assertLess(
             held["offloaded"],
             held["kept"] - rows.nbytes,

@@ -121,7 +121,7 @@ class TestFSDPFineTune(FSDPTest):
             return hook
 
         def note_gradient_of_output(index: int) -> Any:
-            # It exists when the backward of all layers after this one is over.
+            # This gradient exists once the backward of all later layers is over.
             def hook(_module: Any, _input: Any, output: torch.Tensor) -> None:
                 if output.requires_grad:
                     output.register_hook(note(index))

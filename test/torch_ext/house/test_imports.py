@@ -104,7 +104,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_no_string_names_a_module_of_a_layer_above() -> None:
-    """Such as one that a zygote or the runner imports by name."""
+    """Zygotes and the runner import modules by such names."""
     named = {
         (shown(path), node.value)
         for path in FILES

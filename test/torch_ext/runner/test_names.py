@@ -73,7 +73,7 @@ def edit(run: Runs) -> None:
     age(run.files[0].path)
 
 
-# What happens between two runs, and which files the second one imports.
+# Changes between two runs, and which files the second one imports.
 BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
     (lambda run: None, []),
     (lambda run: os.utime(run.files[0].path), []),

@@ -55,7 +55,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
     world_size = 3  # type: ignore[assignment]
-    sizes = (1, 13, 1 << 20)  # it reduces no empty tensors
+    sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
     lacks = {"coalescing": "gloo has none"}
     avoids = {

@@ -80,7 +80,7 @@ def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
     assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
     assert total([[0, 3]]) == (3 if rank in (0, 3) else rank)
-    assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # of a part of the one before, and of the rest of it
+    assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # a part of the previous group, and the rest
     whole = dist.split_group(split_ranks=[[0, 1, 2, 3]])
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 

@@ -317,6 +317,6 @@ def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path:
         )
         for folder, end in ends.items()
     }
-    # As if the runner had been started in the second folder.
+    # Emulates a runner started in the second folder.
     path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])
     check_rows(tmp_path, files, extra={"PYTHONPATH": path})

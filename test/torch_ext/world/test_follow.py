@@ -186,7 +186,7 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
         ([None, None], [0.0, 0.0], ["", ""], 2),  # the second look finds no progress
         ([None], None, [""], 1),  # no measure shows whether the process waits for a core
         ([0.5, 7.5], [0.0, 0.5], ["0", "1"], None),
-        ([None], [1.0], [""], 11),  # it gets no core at all
+        ([None], [1.0], [""], 11),  # the rank gets no core at all
         ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts
     ],
 )
@@ -273,7 +273,7 @@ def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: An
     assert sorted(world._collectives) == [1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the rank that was being prepared
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by the rank in preparation
 def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open() -> None:
     zygote, zygotes = channel_pair()
     files, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)

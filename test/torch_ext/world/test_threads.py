@@ -208,7 +208,7 @@ def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
     assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
     calls += ["running"] * 1000
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == "running"  # it computes
+    assert task is not None and task.doing == "running"  # the thread computes
 
 
 def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> None:

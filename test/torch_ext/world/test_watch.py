@@ -31,7 +31,7 @@ def endings(watch: Watch) -> list[Ending]:
     return [outcome.ending for outcome in watch.outcomes()]
 
 
-# What happens, with the numbers of ranks: `p0` rank 0 says that it passed, `f0` that it failed, `s0` that it skipped;
+# Events, with the numbers of ranks: `p0` rank 0 reports that it passed, `f0` that it failed, `s0` that it skipped;
 # `l0` it leaves by itself; `d0=3` it ends with code 3. `=5` sets the clock to 5; `@5` also advances the watch, which
 # then does nothing (`.`), releases ranks 0 and 1 (`R01`), or inspects and stops rank 1 (`X1`). `!6` is its deadline.
 SCRIPTS = {

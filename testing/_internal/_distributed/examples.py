@@ -45,7 +45,7 @@ EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 _READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
 
 
-# A test that is given less time than its examples may take still has time for this many that hang.
+# A test whose time limit is too short for its examples still has time for this many that hang.
 _EXAMPLES_AT_LEAST = 4
 
 

@@ -64,8 +64,8 @@ def run_grid(
     for number, values in enumerate(itertools.product(*axes.values())):
         chosen = dict(zip(axes, values, strict=True))
         name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
-        # Not within case.subTest(), which goes on after a failure: the next subtest's collectives would meet those of
-        # this one on ranks where it has not failed.
+        # Not within case.subTest(), which continues after a failure: the next subtest's collectives would then match
+        # this one's on ranks where it has not failed.
         _reset_dynamo()
         reason = _run_subtest(name, functools.partial(test_fn, *args, **kwargs, **chosen))
         _reset_dynamo()

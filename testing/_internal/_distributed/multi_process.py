@@ -154,7 +154,7 @@ class MultiProcessTestCase(RanksTestCase):
         return self._testMethodName  # may have dots, so id() does not show where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """As in the base class. If :func:`set_parent_half` has set a function on ``fn``, the parent half calls that."""
+        """As in the base class. The parent half calls the function set on ``fn`` by :func:`set_parent_half`, if any."""
         own = getattr(fn, PARENT_HALF, None)
         wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
         return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, wait)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from time import process_time  # as it is now: a body may put its own clock in its place
+from time import process_time  # bound now, because a body may replace the clock
 from typing import Any
 
 from torch_ext import accelerator
