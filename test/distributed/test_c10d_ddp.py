@@ -239,7 +239,7 @@ class TestDDPGradients(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delayed_parameters_are_reduced_at_a_hook(self):
-        """Parameters in this list are reduced when the gradient of another has been
+        """Delayed parameters are reduced when the gradient of another has been
         computed.
         """
         model, reference = self.net(), self.net()

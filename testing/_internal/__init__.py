@@ -1,5 +1,5 @@
-"""Helpers under upstream's names. Installs our Ctrl-C handler first, because the
-imports below take long.
+"""Helpers under upstream's names. Installs our Ctrl-C handler first, because
+the modules of this package take long to import.
 """
 
 from torch_ext.testing._internal import _ctrl_c

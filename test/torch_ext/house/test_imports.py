@@ -119,7 +119,7 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
 
 @pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
 def test_the_runner_and_what_is_upstreams_know_nothing_of_each_other(package: str, other: str) -> None:
-    """Neither imports or names the other: ``torch_ext/__main__.py`` combines them."""
+    """Neither imports nor names the other: ``torch_ext/__main__.py`` combines them."""
     sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
 

@@ -152,7 +152,7 @@ def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
     assert ended.problems == (Remark("unittest ended the test without saying how."),)
 
 
-# The body of one run of a test, by the word for its ending.
+# Bodies of a test, by the word for how they end.
 ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
     "passes": lambda self: None,
     "fails": lambda self: self.fail("it fails"),

@@ -178,7 +178,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:
-    """In the checkout, Python finds the folder ``torch_ext`` before the package, and its ``__main__`` with it."""
+    """Beside the clone, Python finds the folder ``torch_ext`` before the package, and runs the clone's ``__main__``."""
     clone = tmp_path / "torch_ext"
     clone.mkdir()
     for name in ("__main__.py", "run_test.py"):

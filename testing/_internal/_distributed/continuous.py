@@ -109,7 +109,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _notice_a_lost_zygote(cls) -> None:
-        """Forget ranks whose zygote has died since the last test, and killed them: this test gets fresh ones."""
+        """Forget ranks that died with their zygote since the last test: this test gets fresh ones."""
         if cls._world is None:
             return
         try:

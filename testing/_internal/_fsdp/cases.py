@@ -98,7 +98,7 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(TrainingMixin):
-    """Methods of all FSDP test cases, whether ranks are processes or threads."""
+    """Methods of FSDP test cases whose ranks are processes."""
 
     if TYPE_CHECKING:
         rank: int

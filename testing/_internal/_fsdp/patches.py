@@ -7,7 +7,8 @@ have the patched name to themselves, or threads, which share it. In both cases:
   setting).
 - The name is not restored while a thread is in its body (a barrier before leaving).
 - The last thread to leave restores what the first thread found. If every thread
-restored what it found itself, one could leave another thread's replacement in place.
+  restored what it found itself, one could leave another thread's replacement in
+  place.
 
 Threads share one replacement, the one that was set last. A body that raises leaves
 without the barrier, because a peer may never arrive; the name is restored when the last

@@ -88,9 +88,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_parameters_are_not_moved(self):
-        """FSDP does not move buffers of a module that owns only ignored parameters; it
-        moves all other buffers.
-        """
+        """Buffers are moved, even if all parameters of their module are ignored."""
         skip_without_accelerator("everything is on the host anyway")
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         ignored = set(model[0].parameters()) | set(model[1].parameters())

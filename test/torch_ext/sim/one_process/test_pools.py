@@ -1,4 +1,4 @@
-"""Freed memory returns at once to the stream that allocated it; to other streams once all streams that use it end."""
+"""Freed memory returns at once to the stream that allocated it; to others once the work that uses it is done."""
 
 from __future__ import annotations
 
