@@ -16,11 +16,11 @@ __unittest = True
 def run_test_method(
     test: Any, result: unittest.TestResult, method: Callable[[], Any], check: Callable[[Any, str], None]
 ) -> None:
-    """Have unittest run ``method`` in the place of the test method of ``test``, and then the cleanups of ``test``.
+    """Make unittest run ``method`` instead of the test method of ``test``, and then the cleanups of ``test``.
 
     No fixture runs. May be called while the test already runs, from within its method. A coroutine that ``method``
-    returns is run if ``test`` is an ``IsolatedAsyncioTestCase``. ``result`` receives what unittest reports. ``check``
-    is called with what the method or a cleanup has returned, and its name; what it raises counts as theirs.
+    returns is run if ``test`` is an ``IsolatedAsyncioTestCase``. ``result`` receives unittest's reports. ``check`` is
+    called with the return value and the name of the method or cleanup; an error that it raises counts as theirs.
     """
 
     def call() -> Any:
@@ -61,7 +61,7 @@ async def _awaiting(coroutine: Any) -> Any:
 
 @contextlib.contextmanager
 def _event_loop(test: Any) -> Iterator[None]:
-    """Have ``test`` own an event loop in this block, if its class wants one and it has none."""
+    """Give ``test`` an event loop in this block, if its class needs one and it has none."""
     if not isinstance(test, IsolatedAsyncioTestCase) or vars(test).get("_outcome") is not None:
         yield
         return
@@ -80,7 +80,7 @@ def name_of_sub_test(test: Any) -> str:
 
 
 def forget_class_cleanups(cls: type[unittest.TestCase]) -> None:
-    """Drop the class and module cleanups registered so far: another process has registered them, and runs them."""
+    """Drop the class and module cleanups registered so far: the process that registered them runs them."""
     cls._class_cleanups.clear()  # type: ignore[attr-defined]
     case._module_cleanups.clear()  # type: ignore[attr-defined]
 

@@ -34,8 +34,8 @@ _watches_groups = False
 
 
 def watch_groups(destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
-    """Have ``destroyed`` called whenever process groups of this process have been destroyed, with their names, or none
-    for all. ``wrap``, called once, returns the function that takes the place of torch's one for making a group.
+    """Call ``destroyed`` after process groups of this process were destroyed, with their names; an empty list means
+    all. ``wrap``, called once, returns the replacement of torch's function that makes a group.
     """
     from torch.distributed import distributed_c10d
 
@@ -63,10 +63,10 @@ def watch_groups(destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
 
 
 def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda make: make) -> None:
-    """Have gloo listen at ``address()`` wherever it would take the first address of ``interface``, in this process. An
-    empty address leaves it to torch. What makes a group or a device is replaced by what ``wrap`` returns for it.
+    """Make gloo listen at ``address()`` wherever it would use the first address of ``interface``, in this process. With
+    an empty address, torch chooses. ``wrap`` returns the replacement of each function that makes a group or a device.
 
-    Groups whose devices a test has made itself, of other interfaces or names, are left alone.
+    Groups whose devices a test has made itself, for other interfaces or names, are left alone.
     """
     from torch.distributed import is_gloo_available
 
@@ -74,7 +74,7 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda ma
         return
     from torch.distributed import ProcessGroupGloo
 
-    Gloo: Any = ProcessGroupGloo  # the stubs lack what is private
+    Gloo: Any = ProcessGroupGloo  # the stubs lack private names
     if hasattr(Gloo.__init__, "__wrapped__"):
         return
     make_group, make_device = wrap(Gloo.__init__), wrap(Gloo.create_device)
@@ -88,7 +88,7 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda ma
         if as_asked or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
             make_group(self, store, rank, size, *how, **timeout)
             return
-        options = Gloo._Options()  # what torch's constructor does with a time limit alone
+        options = Gloo._Options()  # as torch's constructor does for a time limit alone
         options._devices = [make_device(hostname=address())]
         options._threads = 2
         if chosen:

@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed.fsdp``, of what it builds on, and of the Inductor that compiles it.
+"""Private names of ``torch.distributed.fsdp``, of its foundations, and of the Inductor that compiles it.
 
 ``runtime_utils`` and ``param_group`` are whole modules because helpers patch their globals: a function imported from
 them would not be the one that FSDP calls.

@@ -25,7 +25,7 @@ _HOME = "torch.distributed.rpc"
 
 
 def watch_agents(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have what starts an agent of RPC replaced by what ``wrap`` returns for it, in this process. Idempotent. Does
+    """Replace the function that starts an RPC agent, ``start``, by ``wrap(start)``, in this process. Idempotent. Does
     nothing in a torch without RPC.
     """
     functions: Any = sys.modules.get(f"{_HOME}.api")

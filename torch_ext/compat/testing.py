@@ -40,17 +40,17 @@ __getattr__ = lazy_names(__name__, _PLACES)
 # Modules that keep a seed, with the caller's stack, until their device is initialized.
 _SEEDED = ("torch.cuda", "torch.xpu", "torch.mtia")
 
-# How many of a rank's last collectives of a group are known.
+# How many of a rank's last collectives of a group are kept.
 _MOST_CALLED = 16
-# Seconds for the other ranks to call the collective in which two differ.
+# Seconds to wait for the calls of the remaining ranks after two ranks' calls differ.
 _ALL_COME_S = 1.0
 
 _kept: dict[str, ModuleType] = {}
 
 
 def seed_without_stacks() -> None:
-    """Let ``torch.manual_seed`` format no stack for a kind of device that this torch was built without. Nothing would
-    ever show these stacks, and three for each seed take a twelfth of the time of FSDP's suites.
+    """Make ``torch.manual_seed`` format no stack for a kind of device that this torch was built without. No message
+    shows these stacks, and formatting three for each seed takes a twelfth of the time of FSDP's suites.
     """
     quiet = ModuleType("traceback")
     vars(quiet).update(vars(traceback), format_stack=lambda *args, **kwargs: [])
@@ -68,8 +68,8 @@ def upstream_name(module: str, name: str) -> Any:
     """Return ``name`` of torch's own ``torch.testing._internal.<module>``, for the ``__getattr__`` of ours.
 
     Raises:
-        AttributeError: there is none, or it is one that Python itself asks for, such as ``__path__`` at each ``from``
-            import, for which that module is not imported.
+        AttributeError: the module has no such name, or Python itself looks the name up, such as ``__path__`` at each
+            ``from`` import; the module is not imported for these.
     """
     if name.startswith("__"):
         raise AttributeError(f"module 'torch_ext.testing._internal.{module}' has no attribute {name!r}")
@@ -85,11 +85,10 @@ def keep_upstream(name: str) -> None:
 
 
 def around_threaded_collectives(around: Callable[..., AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter a context around each rank's part of each collective of torch's threaded group; return a function that ends
-    this.
+    """Enter a context around each rank's part of each collective of torch's threaded group; return the undo function.
 
-    ``around`` is called in the rank's thread with an object that all ranks of the collective share, the name of what it
-    does, such as ``AllReduce``, and the tensors that the rank lets it read and has it write.
+    ``around`` is called in the rank's thread with an object that all ranks of the collective share, the collective's
+    name, such as ``AllReduce``, and the rank's tensors that it reads and writes.
     """
     collective = importlib.import_module(_THREADED).Collective
     original = collective.join
@@ -110,13 +109,13 @@ class ThreadedWorld:
     """The collectives of one test whose ranks are threads. ``line_here`` returns the user's line that the calling
     thread is in, for messages; empty if there is none.
 
-    Torch keeps those of all tests in one place, by the name of the group. So a thread of a test that has timed out
-    would take part in a collective of the next test, whose groups have the same names.
+    Torch keeps the collectives of all tests in one table, by the name of the group. So a thread of a test that has
+    timed out would join a collective of the next test, whose groups have the same names.
     """
 
     def __init__(self, line_here: Callable[[], str]) -> None:
         self._line_here = line_here
-        self._terminate = threading.Event()  # the name by which torch's collectives ask for it
+        self._terminate = threading.Event()  # torch's collectives read it by this name
         self._begun: dict[str, Any] = {}
         self._changed = threading.Condition()
         self._called: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and group
@@ -137,7 +136,7 @@ class ThreadedWorld:
         """Return the collective of ``group`` that the calling rank is to join.
 
         Raises:
-            RuntimeError: another rank has called another one.
+            RuntimeError: another rank has called a different collective.
             SystemExit: the world has ended.
         """
         here = importlib.import_module("torch").distributed.get_rank()
@@ -153,7 +152,7 @@ class ThreadedWorld:
             self._note_call(here, group, collective)
             self._changed.notify_all()
             if begun.calls[here][0] != _described(begun._collective):
-                # What most ranks call is known once all have come.
+                # Wait for all ranks, so that the message shows which calls most of them made.
                 self._changed.wait_for(lambda: len(begun.calls) == group.size(), _ALL_COME_S)
                 calls = "; ".join(
                     f"rank {rank} called {call}{f' at {line}' if line else ''}"
@@ -166,7 +165,7 @@ class ThreadedWorld:
         return begun
 
     def finish(self, collective: Any, group: Any) -> None:
-        """Forget ``collective``, of which a rank has the result. The first one does it for all."""
+        """Forget ``collective``: the calling rank has its result. The first rank forgets it for all."""
         with self._changed:
             if self._begun.get(group.pg_name) is collective:
                 del self._begun[group.pg_name]
@@ -174,7 +173,7 @@ class ThreadedWorld:
             self._called[here, group.pg_name][-1]["retired"] = True
 
     def record(self, rank: int) -> str:
-        """Return the collectives of a rank as its flight record would have them, in JSON."""
+        """Return the collectives of a rank, in JSON, in the form of a flight record."""
         with self._changed:
             entries = [entry for (of, _), called in self._called.items() if of == rank for entry in called]
             return json.dumps({"entries": entries, "groups": self._groups})
@@ -196,8 +195,8 @@ class ThreadedWorld:
 
 
 def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorld | None]) -> None:
-    """Have the threads for which ``world_of`` knows a world meet only in that one, and their collectives be compared:
-    torch's group does for all ranks what the first one has called. Idempotent.
+    """Make threads for which ``world_of`` returns a world meet only in that world, and compare their collectives:
+    torch's group runs the first rank's collective for all. Idempotent.
 
     Threads that ranks start, such as autograd's, belong to the world in which their group was used first.
     """
@@ -234,12 +233,12 @@ def _described(collective: Any) -> str:
 
 
 def _name(collective: Any) -> str:
-    """Return what a user calls a collective of torch's threaded group, such as ``all_reduce`` for ``AllReduce``."""
+    """Return the user's name of a collective of torch's threaded group, such as ``all_reduce`` for ``AllReduce``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(collective).__name__).lower()
 
 
 def _reads_and_writes(collective: Any, rank: int, data: Any) -> tuple[list[Any], list[Any]]:
-    # A rank brings its outputs and its inputs, and perhaps their sizes; or tensors that are both.
+    # `data` is a rank's (outputs, inputs) and perhaps their sizes, or tensors that are both.
     if isinstance(data, tuple):
         return list(_tensors((data[1],))), list(_tensors((data[0],)))
     both = list(_tensors(data))

@@ -1,10 +1,10 @@
-"""Programs that say CUDA run on the simulated accelerator, which is ``DeviceType.CUDA`` in their processes.
+"""Runs CUDA programs on the simulated accelerator, which is ``DeviceType.CUDA`` in their processes.
 
-``stand_in``  gives ``torch.cuda``, and what torch's CUDA half brings, to the simulated device; importing it does that
-``table``     what each name of ``torch.cuda`` means, and what is CUDA's alone
-``legacy``    ``torch.cuda.FloatTensor`` and its like
+``stand_in``  when imported, makes ``torch.cuda`` and torch's CUDA half serve the simulated device
+``table``     the meaning of each name of ``torch.cuda``, and the names that only CUDA has
+``legacy``    tensor types such as ``torch.cuda.FloatTensor``
 ``nccl``      ``torch.distributed.ProcessGroupNCCL``
-``visible``   which devices a program chooses by ``CUDA_VISIBLE_DEVICES``
+``visible``   the devices that a program chooses by ``CUDA_VISIBLE_DEVICES``
 
 See Note [Two personalities] in sim/build.py.
 """

@@ -1,5 +1,5 @@
-"""``torch.cuda.FloatTensor`` and its like, the types that tensors had before they had devices: they make tensors of the
-simulated accelerator.
+"""Tensor types such as ``torch.cuda.FloatTensor``, which predate tensor devices: they make tensors of the simulated
+accelerator.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _TensorType(type):
     is_sparse = False
 
     def __call__(cls, *args: Any, device: Any = NAME, **kwargs: Any) -> torch.Tensor:
-        """Make a tensor as the host's type of this name does, and move it; a tensor that is given is copied."""
+        """Make a tensor by the host's type of this name and move it to ``device``, or copy the tensor ``args[0]``."""
         if args and isinstance(args[0], torch.Tensor):
             return args[0].to(device=device, dtype=cls.dtype, copy=True)
         made: torch.Tensor = getattr(torch, cls.__name__.rpartition(".")[2])(*args, **kwargs)
@@ -60,7 +60,7 @@ def _dtype_of(kind: Any) -> torch.dtype | None:
 
 
 def set_default_tensor_type(kind: Any) -> None:
-    """As ``torch.set_default_tensor_type``. Factories that name no device then use that of ``kind``."""
+    """As ``torch.set_default_tensor_type``. Factories without a device argument then use the device of ``kind``."""
     dtype = _dtype_of(kind)
     if dtype is None:
         torch.set_default_device(None)

@@ -1,4 +1,4 @@
-"""``torch.distributed.ProcessGroupNCCL``: makes backends of simccl. What only NCCL's have says so."""
+"""``torch.distributed.ProcessGroupNCCL``: makes simccl backends. Attributes that only NCCL has raise an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _NeedsNcclError(table.NeedsCudaError, AttributeError):
 
 
 def install() -> None:
-    """Have backends of simccl say of NCCL's own attributes why they lack them, in this process."""
+    """Make simccl backends, in this process, explain why they lack NCCL's own attributes."""
     setattr(_native.ProcessGroupSimCCL, "__getattr__", _refuse)  # noqa: B010 - mypy refuses to assign a method
 
 
@@ -54,11 +54,11 @@ class _Kind(type):
 
 
 class ProcessGroupNCCL(metaclass=_Kind):
-    """Stands for NCCL's class. A call makes a backend of simccl, of which each rank of ``store`` makes its own."""
+    """Stands for NCCL's class. A call makes this rank's simccl backend; each rank of ``store`` calls it."""
 
     class Options:
-        """What a group of NCCL's is made with. simccl has streams of one priority, and takes the time limit alone, of
-        backends that a program makes itself."""
+        """Options of an NCCL group. simccl's streams have one priority; a backend that a program makes itself uses only
+        the time limit."""
 
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream

@@ -1,7 +1,7 @@
-"""Has ``torch.cuda``, and what torch's CUDA half brings, serve the simulated device, in the process that imports this.
+"""Makes ``torch.cuda`` and torch's CUDA half serve the simulated device, in the process that imports this module.
 
-That happens right after ``import torch``: see Note [Two personalities] in sim/build.py. Programs, libraries and torch
-itself then find ``torch.cuda`` with devices.
+The import runs right after ``import torch``: see Note [Two personalities] in sim/build.py. Programs, libraries and
+torch itself then find ``torch.cuda`` with devices.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_ext.sim._streams import Stream
 
 __all__: list[str] = []
 
-# What programs read as torch.version.cuda: whether there is one, and whether it is new enough for bfloat16.
+# torch.version.cuda: programs test that it is set, and new enough for bfloat16.
 _VERSION = "12.8"
-# Torch's own build upon names that are replaced: classes of storages, and a table of statistics.
+# Torch's own definitions work with the replaced names: classes of storages, and a table of statistics.
 _OF_TORCH = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
@@ -43,7 +43,7 @@ class _Cuda(ModuleType):
 def _install() -> None:
     _fill(torch.cuda, "")
     for dotted in table.SUBMODULES:
-        if dotted not in table.REFUSED:  # torch's own refuse, too, and torch imports them to define what it never calls
+        if dotted not in table.REFUSED:  # torch imports these itself, calls nothing in them, and they refuse, too
             when_imported(f"torch.cuda.{dotted}", functools.partial(_fill, dotted=dotted))
     _set(torch.cuda, _maybe_exchange_device=_cuda.maybe_exchange_device)
     torch.cuda.__class__ = _Cuda
@@ -67,7 +67,7 @@ def _set(holder: Any, **values: Any) -> None:
 
 
 def _fill(module: ModuleType, dotted: str) -> None:
-    """Give ``module``, which is ``torch.cuda`` or a submodule of it, what the table says for its names."""
+    """Replace the names of ``module``, which is ``torch.cuda`` or a submodule of it, by the table's."""
     names = set(vars(module))
     if not dotted:
         names |= {*table.CONSTANTS, *table.FUNCTIONS, *table.DOES_NOTHING, *_module.__all__}
@@ -80,28 +80,28 @@ def _fill(module: ModuleType, dotted: str) -> None:
         except AttributeError:
             continue
         if isinstance(found, table.Refused) and (wrapped := getattr(before, "__wrapped__", None)):
-            _set(found, __wrapped__=wrapped)  # Dynamo of 2.15 lists that of `use_mem_pool`
+            _set(found, __wrapped__=wrapped)  # Dynamo of 2.15 reads it from `use_mem_pool`
         if not isinstance(found, ModuleType):
             setattr(module, name, found)
 
 
 def _is_built() -> bool:
-    """True for a program, which means to use the device; False for torch, which looks for its code of CUDA next."""
+    """True for programs, which want the device; False for torch's own modules, which would call CUDA code next."""
     return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
 
 
 def _stream_handle(self: Any) -> int:
-    """The stream as a number, which programs give to libraries: 0 for the default stream of its device, as CUDA's."""
+    """The stream as a number, which programs pass to libraries: 0 for a default stream, as on CUDA."""
     return int(self.native_handle) if self.stream_id else 0
 
 
 def _begin_marks(self: Any) -> Any:
-    """Mark nothing: marks are hints to NVIDIA's tools, as those of ``torch.cuda.nvtx`` are."""
+    """Mark nothing: marks, like those of ``torch.cuda.nvtx``, are hints to NVIDIA's tools."""
     return self if self.enabled else None
 
 
 def _end_marks(self: Any, *error: Any) -> None:
-    """End what marked nothing."""
+    """Do nothing, since no mark was set."""
 
 
 _install()

@@ -1,7 +1,7 @@
-"""The one table of what each name of ``torch.cuda`` means on the simulated accelerator.
+"""The table that gives each name of ``torch.cuda`` its meaning on the simulated accelerator.
 
-A name that is not here means the one of ``torch.sim``, or of its submodule. Names of submodules are also found by their
-last part, as ``torch.cuda.memory.memory_stats`` is.
+A name that is not here means that name of ``torch.sim``, or of its submodule. Names of submodules are also found by
+their last part, such as ``torch.cuda.memory.memory_stats``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["SUBMODULES", "NeedsCudaError", "Refused", "find", "refuse"]
 
 
 class NeedsCudaError(unittest.SkipTest, NotImplementedError):
-    """The program uses what only CUDA, NCCL or NVIDIA's libraries have; the message says what, in one sentence.
+    """The program uses a feature that only CUDA, NCCL or NVIDIA's libraries have; the message names it in one sentence.
 
-    A test that ends by it is skipped with that sentence, since no simulated device can run it.
+    A test that raises it is skipped with that sentence, since no simulated device can run the test.
     """
 
 
@@ -48,7 +48,7 @@ _ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accele
 _DRIVER = "This is a call of CUDA's driver or runtime, and there is none."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
 
-# What is CUDA itself, and why it has no counterpart.
+# Names that only CUDA has, and why they have no counterpart.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables",
@@ -70,7 +70,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("_compile_kernel", "jiterator", "tunable"), _COMPILER),
 }  # fmt: skip
 
-# Hints to hardware or tools that are not there; a program is as right without them.
+# Hints to hardware or tools that are absent; programs stay correct without them.
 DOES_NOTHING = frozenset(
     {
         "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
@@ -98,7 +98,7 @@ def _none_captures() -> bool:
 
 
 def _capability(device: Any = None) -> tuple[int, int]:
-    """Return what ``TORCH_EXT_SIM_CAPABILITY`` says. Programs learn from it about types: bfloat16 came with 8.0."""
+    """Return ``TORCH_EXT_SIM_CAPABILITY``. Programs infer supported types from it: bfloat16 came with 8.0."""
     text = os.environ.get("TORCH_EXT_SIM_CAPABILITY", "8.0")
     major, dot, minor = text.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
@@ -108,7 +108,7 @@ def _capability(device: Any = None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Properties:
-    """What programs read of a GPU: sizes are those of one of capability 8.0, name and memory those of the device."""
+    """A GPU's properties: the sizes of one of capability 8.0, the name and memory of the simulated device."""
 
     name: str
     index: int
@@ -132,7 +132,7 @@ class _Properties:
     pci_domain_id: int = 0
     gcnArchName: str = ""
 
-    # These initialize the device, after which no process can fork. Torch's helpers read the rest on import.
+    # Lazy: these initialize the device, after which no process can fork. Torch's helpers read the fields on import.
 
     @property
     def total_memory(self) -> int:
@@ -146,7 +146,7 @@ class _Properties:
 
     @property
     def uuid(self) -> uuid.UUID:
-        """The same number."""
+        """A UUID made of ``pci_device_id``."""
         return uuid.UUID(int=self.pci_device_id)
 
 
@@ -156,7 +156,7 @@ def _properties(device: Any = None) -> _Properties:
 
 
 def _cudart() -> Any:
-    """The runtime, of which programs use the two calls that bound what NVIDIA's profilers record."""
+    """The CUDA runtime, with the two calls that programs use: they start and stop NVIDIA's profilers."""
     return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
 
 
@@ -192,7 +192,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "profile": contextlib.nullcontext,
 }
 
-# What a submodule has under a name that means something else elsewhere.
+# Names that mean something else in a submodule than elsewhere.
 OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
     "comm": {name: getattr(comm, name) for name in
              ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")},
@@ -201,12 +201,12 @@ OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
 
 
 def refuse(name: str) -> NeedsCudaError:
-    """Return the error of a use of ``name``."""
+    """Return the error for a use of ``name``."""
     return NeedsCudaError(f"torch.cuda: {name}: {REFUSED[name]}")
 
 
 class Refused:
-    """Stands for a name that is CUDA's alone: it can be imported and passed on, and says so when it is used."""
+    """Stands for a name that only CUDA has: importing and passing it works, using it raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -223,7 +223,7 @@ class Refused:
         return False
 
     def __or__(self, other: object) -> object:
-        """In an annotation, as in ``torch.cuda.CUDAGraph | None``, it is no use of the class."""
+        """An annotation such as ``torch.cuda.CUDAGraph | None`` does not use the class, so it does not raise."""
         return Any
 
     __ror__ = __or__
@@ -234,7 +234,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def find(name: str, submodule: str = "") -> Any:
-    """Return what ``torch.cuda.<name>`` means, or ``torch.cuda.<submodule>.<name>``.
+    """Return the object for ``torch.cuda.<name>``, or ``torch.cuda.<submodule>.<name>``.
 
     Raises:
         AttributeError: neither the table nor ``torch.sim`` has the name.

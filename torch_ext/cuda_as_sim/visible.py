@@ -1,12 +1,12 @@
-"""``CUDA_VISIBLE_DEVICES``, as far as a program chooses its simulated devices by it. The standard library only.
+"""``CUDA_VISIBLE_DEVICES`` as a program's choice of simulated devices. Imports the standard library only.
 
 Note [A value from outside]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-What a user has in the environment is for GPUs, and must not hide simulated devices; what the program puts there chooses
-among them, be it the same text. So a value from outside is taken from the process's environment, where the native half
-looks, before the program begins. ``os.environ`` keeps it, for the program to read. The value is printed once in a
-job: the processes that the job starts find it in their environment, and so know theirs from one that a script has
-exported for them. See also Note [Visible devices] in sim/csrc/device.h.
+A value in the user's environment is meant for GPUs and must not hide simulated devices; a value that the program sets
+chooses among them, even if the text is the same. So a value from outside is removed from the C environment, which the
+native half reads, before the program begins. ``os.environ`` keeps it, for the program to read. The value is recorded
+once in a job: child processes find the record in their environment, and so can tell the value from one that a script
+has exported for them. See also Note [Visible devices] in sim/csrc/device.h.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _ENVIRONMENT = slice(47, 49)
 
 
 def record() -> None:
-    """Have the value that there is now hide nothing, and any that is set from now on choose devices."""
+    """Make the current value hide no device; values that are set from now on choose devices."""
     _record(os.environ.get(VISIBLE))
     _hide()
 
 
 def record_at_start() -> None:
-    """Record the value that this process was started with, unless what started it has recorded one already."""
+    """Record the value that this process was started with, unless its parent has recorded one already."""
     if _OUTSIDE not in os.environ:
         _record(_outside(_environment_at_start()))
 
 
 def _hide() -> None:
-    """Have a value that is the recorded one hide nothing, be it one that the harness has set."""
+    """Make a value equal to the recorded one hide no device, even if the harness has set it."""
     if os.environ.get(_OUTSIDE) == f"={os.environ.get(VISIBLE)}":
         os.unsetenv(VISIBLE)
 
 
 def hide_unless_set() -> None:
-    """Have a value that is the recorded one hide nothing, unless this process has set it: a program that has begun may
+    """Make a value equal to the recorded one hide no device, unless this process has set it: a running program may
     choose a device by the same text.
     """
     if _is_as_at_start():
@@ -52,7 +52,7 @@ def hide_unless_set() -> None:
 
 
 def _is_as_at_start() -> bool:
-    """Whether the variable lies where the kernel has put it: what sets a variable allocates new memory for it."""
+    """Whether the variable still lies where the kernel put it: setting a variable allocates new memory for it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     address = libc.getenv(VISIBLE.encode())
@@ -68,7 +68,7 @@ def _record(outside: str | None) -> None:
 
 
 def _environment_at_start() -> Mapping[str, str]:
-    """The program may have changed its own since, before it imported torch."""
+    """Return the environment at process start: the program may have changed it before importing torch."""
     with suppress(OSError):
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
         return {name: value for name, _, value in (os.fsdecode(line).partition("=") for line in lines)}
@@ -76,7 +76,7 @@ def _environment_at_start() -> Mapping[str, str]:
 
 
 def _outside(variables: Mapping[str, str]) -> str | None:
-    """Return the value that ``variables`` has for other reasons than to show one of several local ranks its device.
+    """Return the value in ``variables``; None if it only gives one of several local ranks its device.
 
     >>> _outside({"CUDA_VISIBLE_DEVICES": "0"})
     '0'

@@ -138,8 +138,12 @@ def main(arguments: Sequence[str]) -> int:
     """Run the program that ``arguments`` name, and return the exit code of the command; see ``--help``."""
     try:
         options = parse(arguments)
+        settings.hang_after_s()
     except SystemExit as stop:
         return int(stop.code or 0)
+    except ValueError as error:  # of that variable
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     interrupts = Interrupts(signals=_STOPPED_BY)
     try:
         return _run(options, interrupts)

@@ -44,6 +44,7 @@ Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usag
 _VARIABLE = "TORCH_EXT_OPTIONS"
 # Options of earlier versions, and what to type in their place.
 _GONE = {
+    "reuse": "ranks are forked for each test, from a copy of its file's process",
     "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
     "trace": "--json FILE says when each class and test began and ended",
 }

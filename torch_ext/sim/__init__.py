@@ -4,9 +4,9 @@ Importing this package, in any process, builds the native half if no finished bu
 :mod:`torch_ext.sim.build`), names torch's PrivateUse1 device ``sim``, makes :mod:`torch_ext.sim._module` available as
 ``torch.sim`` and registers the c10d backend ``simccl`` as the default for ``sim`` tensors. It starts no thread and
 initialises no device, so a process may import it and fork. ``TORCH_EXT_SIM_DEVICES`` says how many devices there are
-(default 4, or as many as ``torch.sim.request_devices`` asked for); it is read at their first use. With
-``TORCH_EXT_SIM_BLOCKING_WAIT=1`` the host waits in ``work.wait()`` of groups that are made then; by default the current
-stream does, as with NCCL.
+(default 4, or as many as ``torch.sim.request_devices`` asked for); the first use of a device reads it. In groups made
+under ``TORCH_EXT_SIM_BLOCKING_WAIT=1``, ``work.wait()`` blocks the host; by default only the current stream waits, as
+with NCCL.
 
 Note [One accelerator]
 ~~~~~~~~~~~~~~~~~~~~~~

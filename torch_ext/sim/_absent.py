@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` has and this device has not, and why: ``hasattr`` is False, and the error gives the reason."""
+"""Names of ``torch.cuda`` that this device lacks: ``hasattr`` is False, and the error gives the reason."""
 
 from __future__ import annotations
 

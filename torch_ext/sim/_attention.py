@@ -2,9 +2,9 @@
 
 Note [Ring attention]
 ~~~~~~~~~~~~~~~~~~~~~
-Context parallelism gives each rank a part of the sequence, for a causal mask two parts from both of its ends. A mask by
-position in the tensor would be wrong there, so torch replaces the fused kernels of DTensors by a ring of them. The
-kernel that it calls with a part is CUDA's flash attention, which here is the one of the host.
+Context parallelism gives each rank a part of the sequence; with a causal mask, two parts from both of its ends. A mask
+by position in the tensor would be wrong there, so torch replaces the fused kernels of DTensors by a ring of them. Torch
+calls CUDA's flash attention on each part, which here runs the host's.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _library: torch.library.Library | None = None
 
 
 def register() -> None:
-    """Let FlexAttention's eager form take the device, and SDPA take DTensors, once torch loads either."""
+    """Make FlexAttention's eager form accept the device, and SDPA accept DTensors, once torch loads either."""
     when_imported(_FLEX, _allow_device)
     when_imported(_DTENSOR, _allow_dtensors)
 
 
 def _allow_device(flex: ModuleType) -> None:
     if not hasattr(flex, "_validate_device"):
-        return  # this release takes any device
+        return  # this release accepts any device
 
     @wrap(flex, "_validate_device")
     def _validate_device(validate: Callable[..., None], query: torch.Tensor, *others: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def _flash(
 
 
 def _flash_backward(*args: Any, scale: float | None = None) -> Any:
-    # The gradient, the inputs and the results; lengths of packed sequences, which the host lacks; dropout and mask.
+    # args: gradient, inputs and results; lengths of packed sequences, which the host's kernel lacks; dropout and mask.
     tensors, dropout_p, is_causal = args[:6], args[10], args[11]
     host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return host(*tensors, dropout_p, is_causal, scale=scale)

@@ -1,5 +1,5 @@
-"""Code outside that decides by the name of a device: DDP's bfloat16 hooks, subgroups, staging of checkpoints in shared
-memory, and the safetensors package.
+"""Adapts code that checks devices by name: DDP's bfloat16 hooks, subgroups, staging of checkpoints in shared memory,
+and the safetensors package.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def register() -> None:
 
 
 def _allow_bf16_hooks() -> None:
-    """Let DDP take its bfloat16 hooks, which it allows for CUDA with NCCL and for XPU, by name."""
+    """Make DDP accept its bfloat16 hooks, which it allows by name only for CUDA with NCCL and for XPU."""
 
     @wrap(ddp.DistributedDataParallel, "_check_comm_hook")
     def _check_comm_hook(check: Callable[..., None], self: Any, hook: Callable[..., Any]) -> None:
         if self.device_type == NAME and getattr(hook, "__name__", "") in _BF16_HOOKS:
-            # Under another name, so that the other checks stand.
+            # Rename the hook: only the check of its name is skipped.
             hook = functools.wraps(hook)(functools.partial(hook))
             setattr(hook, "__name__", "compress_hook")  # noqa: B010 - mypy knows no such attribute of a callable
         check(self, hook)

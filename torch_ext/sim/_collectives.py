@@ -11,9 +11,9 @@ Which backends a group gets:
 
 Other backends' names: see :mod:`torch_ext.sim._other_backends`.
 
-A group that is bound to a device is device-only, because torch takes the backend of the device for it, as on CUDA.
+A group that is bound to a device is device-only, because torch uses the device's backend alone for it, as on CUDA.
 
-What carries the bytes of a group (``TORCH_EXT_SIM_TRANSPORT``):
+The transport of a group's bytes (``TORCH_EXT_SIM_TRANSPORT``):
 
 ==========  ============================================================================================
 unset       memory that the ranks share; gloo where they cannot, because they run on several machines
@@ -22,7 +22,7 @@ unset       memory that the ranks share; gloo where they cannot, because they ru
 ==========  ============================================================================================
 
 ``TORCH_EXT_SIM_REDUCE`` (``rank``, ``ring``, ``tree``, ``random:SEED``) sets the order in which reductions over shared
-memory combine ranks: see csrc/transport/fold.h. Both must be the same on all ranks.
+memory combine ranks: see csrc/transport/fold.h. Both variables must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from torch_ext.sim._patches import wrap
 
 BACKEND = "simccl"
 TIMEOUT_OF_NCCL = timedelta(minutes=10)  # the default of its groups
-# In the configuration of a group whose device tensors are ours; in the personality of CUDA NCCL is a name of ours.
+# Parts of a group's configuration that give its device tensors to simccl; with CUDA's personality, NCCL means simccl.
 _PAIRS = {f"{NAME}:{BACKEND}", "cuda:nccl"} if IS_CUDA else {f"{NAME}:{BACKEND}"}
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
-# Where the ranks of a group count, in its store.
+# Store key that counts how many times a rank has made a group's backend.
 _MADE = "made"
 # Torch 2.15 starts every group's numbers at 0 by itself, and warns callers that still set them.
 _NUMBERS_ARE_SET = hasattr(dist.ProcessGroup, _SET_NUMBER)
@@ -54,12 +54,12 @@ _objects_moved = 0
 
 
 def groups_made() -> int:
-    """Return how many groups this process has made, of any backend, those that are destroyed included."""
+    """Return the number of groups that this process has made, of any backend, destroyed ones included."""
     return _groups_made
 
 
 def objects_moved() -> int:
-    """Return how many objects this process has given to other ranks or got from them, by collectives of objects."""
+    """Return the number of objects that this process has sent or received in object collectives."""
     return _objects_moved
 
 
@@ -90,16 +90,16 @@ def _pair_with_gloo() -> None:
 
 
 def _complete_groups() -> None:
-    """Make ``simccl`` the default backend of every group that has it, as NCCL is wherever it is; and serve gloo's.
+    """Make ``simccl`` the default backend of every group that has it, as NCCL is, and give gloo's groups a device half.
 
     The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
-    the default backend for sequence numbers, but knows how to ask its own backends only.
+    the default backend for sequence numbers, which it can read from its own backends only.
     """
 
     @wrap(c10d, "_new_process_group_helper")
     def _new_process_group_helper(helper: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _groups_made
-        # Torch asks the group for the backend of the device it is bound to, though gloo has none before `serve_gloo`.
+        # Torch looks up the backend of the bound device, which a group of gloo lacks before `serve_gloo`.
         if kwargs.get("device_id") is not None and not _names_device(args[3]):
             kwargs["device_id"] = None
         with _gloo_halves.wrappers_of_a_group() as wrappers:
@@ -156,9 +156,9 @@ def _barrier_on_device(original: Callable[..., Any], self: dist.ProcessGroup, *a
 
 
 def _life() -> str:
-    """Which life of the job this is, for its keys: torchrun's static rendezvous keeps its store when it starts again.
+    """Return a prefix of store keys for this restart of the job: torchrun's static rendezvous keeps its store.
 
-    Agents of several hosts count for themselves, and need not agree.
+    Empty before the first restart, and on several hosts, whose agents count restarts separately.
     """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{again}/" if again != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
@@ -169,8 +169,8 @@ def _meet(
 ) -> _native.ProcessGroupSimCCL:
     """Make the backend of the next group of ``ranks`` that has this name in ``store``.
 
-    A program that destroys its groups and makes them anew gets the same names in the same store. What the ranks of the
-    former group have left there must not be taken for that of the next, which some of them may not have begun to make.
+    A program that destroys its groups and makes them again gets the same names in the same store. Each generation of a
+    group has its own prefix, so that no rank reads the keys of the last one.
     """
     # Another group of the same name may have other ranks.
     store = c10d.PrefixStore(f"{BACKEND}/{_life()}{ranks}/", store)
@@ -198,9 +198,9 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
 def own_backend(
     store: c10d.Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None
 ) -> _native.ProcessGroupSimCCL:
-    """Make a backend, each of the ``size`` ranks of ``store`` its own.
+    """Make this rank's backend; each of the ``size`` ranks of ``store`` calls this.
 
-    ``ranks``: the global ones of its group, an empty list for all; None if the backend has no group.
+    ``ranks``: the global ranks of the backend's group, an empty list for all; None if it has no group.
     """
     if ranks is not None:
         return _meet(store, rank, list(ranks) or list(range(size)), timeout)

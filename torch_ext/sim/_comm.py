@@ -1,4 +1,4 @@
-"""Several devices in one process: what DataParallel and ``torch.cuda.comm`` call, which torch has in its CUDA half."""
+"""Broadcast, scatter and gather between the devices of one process, for DataParallel and ``torch.cuda.comm``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST = -1  # as a destination
 
 
 def register() -> None:
-    """Give torch the functions, unless a CUDA build of torch brings its own, for CUDA."""
+    """Add the functions to ``torch._C``, unless a CUDA build of torch has its own, for CUDA."""
     if hasattr(torch._C, "_scatter") and not IS_CUDA:
         return
     for function in (

@@ -1,6 +1,5 @@
-"""What torch's CUDA half brings, for the simulated device: functions of C++ that Python calls past ``torch.cuda``,
-storages, activities of profilers, the name of NCCL's groups. A build with CUDA's kernels has its own, which would use a
-GPU; they go.
+"""Replaces torch's CUDA half for the simulated device: C++ functions that Python calls past ``torch.cuda``, storages,
+profiler activities, the name of NCCL's groups. The originals of a CUDA build, which would use a GPU, are removed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def complete(process_group_nccl: type) -> None:
 
 
 def _offer_no_triton(module: Any) -> None:
-    """Say that Triton cannot compile for the device, though it is installed: it would look for a GPU's driver."""
+    """Report Triton as unavailable even where it is installed: it would look for a GPU's driver."""
     module.has_triton = lambda **kwargs: False
 
 
@@ -60,7 +59,7 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
 
 
 def maybe_exchange_device(index: int) -> int:
-    """As ``exchange_device``, and another object: Dynamo has a handler for each."""
+    """As ``exchange_device``; a separate function, because Dynamo has a handler for each."""
     return _devices.exchange_device(index)
 
 
@@ -77,7 +76,7 @@ _OF_C: dict[str, Callable[..., Any]] = {
     "_cuda_emptyCache": lambda: _memory.empty_cache(),
     "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
     "_cuda_sleep": _native.sleep,
-    "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # has Inductor go without graphs of CUDA
+    "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # turns off CUDA graphs in Inductor
     "_cuda_isCurrentStreamCapturing": lambda: False,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
@@ -87,12 +86,12 @@ _OF_C: dict[str, Callable[..., Any]] = {
 }
 
 
-# Whether there are libraries of NVIDIA's, which builds for GPUs bring.
+# Flags for NVIDIA's libraries, which GPU builds have.
 _LACKING = dict.fromkeys(("_has_cudnn", "_has_cusparselt", "_has_magma"), False)
 
 
 def _replace_storages() -> None:
-    """Replace what torch's storages do in CUDA's memory, or refuse to do in builds without CUDA."""
+    """Make, resize and pickle storages of the device: torch would use CUDA's memory, or refuse without CUDA."""
     kind: Any = torch.UntypedStorage
     make, resize = kind.__new__, kind.resize_
 
@@ -145,7 +144,7 @@ def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
 
 
 def _offer_nccl(process_group: type) -> None:
-    """Have torch.distributed find NCCL, as backends of simccl."""
+    """Make ``torch.distributed`` report NCCL as available, with backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
     setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
     for module in (c10d, dist, torch._C._distributed_c10d):
@@ -158,7 +157,7 @@ def _offer_nccl(process_group: type) -> None:
 
 
 def _refuse_foreign_code() -> None:
-    """Refuse to hand memory of the device to other CUDA code, which would take its address for one of a GPU."""
+    """Refuse to export device memory to other CUDA code, which would use its address as a GPU's."""
 
     def no_interface(self: torch.Tensor) -> Any:
         if self.device.type != NAME:

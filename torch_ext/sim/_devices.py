@@ -1,4 +1,4 @@
-"""Which devices of the simulated accelerator there are, which is current, and what they are like."""
+"""The devices of the simulated accelerator: their number, the current one, and their properties."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def exchange_device(index: int) -> int:
 
 
 class DeviceGuard(device):
-    """The same for an index, under the name by which torch's modules ask for it."""
+    """``device`` for an index, under the name that torch's modules look up."""
 
 
 class device_of(device):
@@ -118,7 +118,7 @@ def synchronize(device: Device = None) -> None:
 
 
 def _check_index(index: int) -> None:
-    """Refuse an index without a device. Initialises nothing otherwise, since test files ask while they are loaded."""
+    """Raise for an index without a device. Initialises nothing for a valid one: test files call this on import."""
     if _native.is_initialized() or not 0 <= index < _native.device_count():
         _native.check_index(index)
 
@@ -152,7 +152,7 @@ def get_device_capability(device: Device = None) -> tuple[int, int]:
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """Whether one device can read the memory of another: True, since all is the host's, except for one and itself."""
+    """Whether one device can read another's memory: True for two different devices, since all memory is the host's."""
     one, other = index_of(device), index_of(peer_device)
     _check_index(one)
     _check_index(other)
@@ -163,10 +163,10 @@ _SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Say what else an operation that blocks the host does: ``"default"`` (0) nothing, ``"warn"`` (1), ``"error"`` (2).
+    """Set the reaction to operations that block the host: ``"default"`` (0) none, ``"warn"`` (1), ``"error"`` (2).
 
-    These are host reads such as ``item()`` and ``nonzero()``, copies between host and device that were not asked not to
-    block, and ``Stream.synchronize()``. For all threads.
+    These operations are host reads such as ``item()`` and ``nonzero()``, copies between host and device without
+    ``non_blocking=True``, and ``Stream.synchronize()``. Applies to all threads.
 
     Raises:
         ValueError: there is no such mode.
@@ -188,12 +188,12 @@ def is_current_stream_capturing() -> bool:
 
 
 def is_tf32_supported() -> bool:
-    """Return False: float32 is computed as such."""
+    """Return False: float32 kernels use full precision."""
     return False
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """Return the types that autocast may use. With float32 it changes no type but that of lower ones, as on CUDA."""
+    """Return the types that autocast may use. Autocast to float32 only casts lower-precision inputs, as on CUDA."""
     return [torch.float16, torch.bfloat16, torch.float32]
 
 

@@ -32,7 +32,7 @@ def _register_interface(interfaces: ModuleType) -> None:
 
     class SimInterface(base):
         class Worker:
-            """What compile workers ask; they never touch a device."""
+            """The part that compile workers use; they never touch a device."""
 
         device = sim.device
         Event = sim.Event

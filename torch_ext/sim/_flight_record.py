@@ -1,8 +1,8 @@
-"""What torch's flight recorder shows of ``simccl``: the operations that a program called, not what carried their bytes.
+"""Shows ``simccl``'s operations in torch's flight recorder, in place of the gloo transfers that carried their bytes.
 
-See Note [Flight records] in csrc/work.h. Other backends' entries stay as they are; those of the gloo that
-carries ``simccl`` are left out. An operation's group is described as the group's ``sim`` half, because a group with a
-backend for host tensors too counts those apart. Transfers between two ranks are not recorded, nor are stacks.
+See Note [Flight records] in csrc/work.h. Other backends' entries stay as they are; the transport's are left out.
+Operations are listed under the group's ``sim`` half, because a host backend in the same group numbers its operations
+separately. Transfers between two ranks and stacks are not recorded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Entry]:
-    """Return the entries in order of time, with operations in the place of what carried them."""
+    """Return ``entries`` without the transport's, merged with ``operations`` in order of creation."""
     others = [entry for entry in entries if entry["process_group"][1] != _TRANSPORT]
     made = [_as_entry(operation) for operation in operations]
     return sorted([*others, *made], key=lambda entry: int(entry["time_created_ns"]))
@@ -49,8 +49,8 @@ def _dump(
     *args: Any,
     **kwargs: Any,
 ) -> bytes:
-    # Read the recorder first: the operations of all transfers that it has seen are known by then, except for one that
-    # is just starting.
+    # Read the recorder first: the operation of every recorded transfer is known by then, except for one that is just
+    # starting.
     trace = read(dump(*args, **kwargs))
     operations = _native.recorded_operations()
     if operations or "entries" in trace:
@@ -59,7 +59,7 @@ def _dump(
 
 
 def _as_entry(operation: Entry) -> Entry:
-    """Return an operation, as csrc/work.h describes it, as the recorder has its entries."""
+    """Convert an operation, in the form that csrc/work.h describes, to an entry of the recorder."""
     described = operation["description"] not in ("", "undefined")
     over = operation["finished_ns"] > 0
     return {

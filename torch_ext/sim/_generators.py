@@ -50,7 +50,7 @@ def get_rng_state(device: Device = NAME) -> torch.Tensor:
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = NAME) -> None:
-    """Set the state of ``device``'s generator from what :func:`get_rng_state` returned."""
+    """Set the state of ``device``'s generator to a result of :func:`get_rng_state`."""
     generator_of(device).set_state(new_state)
 
 

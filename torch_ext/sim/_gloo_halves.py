@@ -1,4 +1,4 @@
-"""The device halves of gloo backends: what takes ``sim`` tensors where a program gives them to a backend of gloo.
+"""The device halves of gloo backends: each serves the ``sim`` tensors that a program gives to a gloo backend.
 
 ==============================  ====================================================================================
 a group's own backend           the group gives ``sim`` tensors to the half itself
@@ -6,10 +6,10 @@ a group's own backend           the group gives ``sim`` tensors to the half itse
 a wrapper around one of these   likewise, with a wrapper around the half
 ==============================  ====================================================================================
 
-A wrapper is what torch compares the calls of ranks with (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Both halves compare them
-by the same helper group, so that a call with device tensors and one with host tensors differ, as they do on CUDA, where
-gloo has no halves. In a wrapper that a program makes itself, that begins once there is a half. ``simccl`` refuses
-sparse tensors; here they are reduced on copies on the host.
+Torch's wrappers compare the calls of ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``). Both halves' wrappers use the same
+helper group, so that a call with device tensors on one rank and host tensors on another differ, as on CUDA, where gloo
+has no halves. In a wrapper that a program makes itself, this comparison begins once there is a half. ``simccl`` refuses
+sparse tensors; a half reduces copies of them on the host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Wrapped:
     helper: Any  # the group of gloo by which ranks compare their calls
 
 
-# What Python objects were made with, and their halves. Torch holds the backends of groups without such an object.
+# Constructor arguments and halves of backends made in Python. Torch holds groups' backends without a Python object.
 _stores: WeakKeyDictionary[Any, c10d.Store] = WeakKeyDictionary()
 _wrapped: WeakKeyDictionary[Any, _Wrapped] = WeakKeyDictionary()
 _halves: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ _made = _Made()
 
 
 def install(make: Make) -> None:
-    """Have the methods of gloo's backends, and of wrappers around them, take ``sim`` tensors."""
+    """Make the methods of gloo's backends, and of wrappers around them, accept ``sim`` tensors."""
     if not dist.is_gloo_available():
         return
     _remember(c10d.ProcessGroupGloo, _remember_store)
@@ -75,7 +75,7 @@ def install(make: Make) -> None:
 
 @contextmanager
 def wrappers_of_a_group() -> Iterator[list[Any]]:
-    """Give a list of the wrappers that this thread makes, as torch does for a group: it keeps none of their names."""
+    """Yield a list that collects the wrappers made by this thread: torch makes them for a group and names none."""
     before, _made.wrappers = _made.wrappers, []
     try:
         yield _made.wrappers
@@ -106,8 +106,7 @@ def _remember(kind: Any, remember: Callable[..., None]) -> None:
         original(self, *args, **kwargs)
         remember(self, *args, **kwargs)
 
-    # `functools.wraps` would mark it as replaced, by which others know that they have done so already. A mark that is
-    # there stays.
+    # `functools.wraps` would set `__wrapped__`, our "already patched" flag; keep an existing one.
     __init__.__dict__.update(getattr(original, "__dict__", {}))
     __init__.__doc__ = original.__doc__
     kind.__init__ = __init__
@@ -124,15 +123,15 @@ def _remember_wrapped(self: Any, backend: Any, gloo_backend: Any) -> None:
 
 
 def global_ranks(store: c10d.Store, rank: int, size: int) -> list[int]:
-    """Return the ranks, in the default group if there is one, of those that make their own backend by ``store``.
-    Each of them calls this: nothing else tells.
+    """Return the global ranks of the ``size`` ranks of ``store``, all of which must call this. Without a default
+    group, ``rank`` is the global rank.
     """
     store.set(f"global_rank/{rank}", str(dist.get_rank() if dist.is_initialized() else rank))
     return [int(store.get(f"global_rank/{other}")) for other in range(size)]
 
 
 def _by_device(make: Make, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a backend's method, or that of its half if there is one and the tensors are of the device."""
+    """Call a backend's method, or its half's if the tensors are on the device and there is a half."""
     tensor = _first_tensor((args, tuple(kwargs.values())))
     half = None if tensor is None or tensor.device.type != NAME else _half(self, make)
     if tensor is None or half is None:
@@ -166,7 +165,7 @@ def make_half(
 
 
 def _half(backend: Any, make: Make) -> Any:
-    """Return what takes the ``sim`` tensors of ``backend``; ``None`` if that is not of gloo."""
+    """Return the half of ``backend``, made on first use; ``None`` if ``backend`` is not gloo's."""
     half = _halves.get(backend)
     if half is not None:
         return half

@@ -1,4 +1,4 @@
-"""What waits until torch loads a module by itself: importing it earlier would cost every process half a second."""
+"""Runs callbacks when torch loads a module: importing it eagerly would cost every process half a second."""
 
 from __future__ import annotations
 

@@ -5,17 +5,17 @@ Importing this module loads Inductor; ``torch.sim`` does so only when Inductor l
 Note [Generated kernels]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Memory of the device is memory of the host and kernels run to their end before their launch returns (Note [Streams of an
-eager device]), so a generated kernel needs neither a stream nor a guard. What differs from the host is where results
-are allocated: on the device of the graph, with its index, whichever device is current; and that a kernel is called
-through ``run_generated``, which says what it reads and writes (Note [Kernels] in csrc/kernel.h).
+eager device]), so a generated kernel needs neither a stream nor a guard. Two things differ from the host: results are
+allocated on the device of the graph, with its index, whichever device is current; and ``run_generated`` calls the
+kernel and reports its reads and writes (Note [Kernels] in csrc/kernel.h).
 
 The race check gets the accesses of generated kernels to host memory, in all graphs: :func:`_tell_of_host_code`.
 
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In two places Inductor concludes from the device type which language it generates, and takes any type that it does not
-know for one with Triton: when it decides whether loops may be reindexed after fusion, which C++ does not support, and
-which types intermediate values have. :func:`_generate_cpp` answers both for ``sim`` as for the CPU.
+In two places Inductor infers the generated language from the device type, and assumes Triton for an unknown type: the
+decision whether loops may be reindexed after fusion, which C++ does not support, and the types of intermediate values.
+:func:`_generate_cpp` makes both answer for ``sim`` as for the CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Calls(PythonWrapperCodegen):
     def _generate_kernel_call_helper(
         self, kernel_name: str, call_args: Any, *, device: Any = None, triton: bool = True, **kwargs: Any
     ) -> None:
-        # Upstream refuses device types that it does not know.
+        # Upstream refuses unknown device types.
         if device is None or device.type != NAME:
             self.writeline(self.wrap_kernel_call(kernel_name, call_args))
             return
@@ -67,7 +67,7 @@ class _Calls(PythonWrapperCodegen):
 
     def make_allocation(self, name: str, device: torch.device, *args: Any, **kwargs: Any) -> str:
         line: str = super().make_allocation(name, device, *args, **kwargs)
-        if IS_CUDA and device.type == NAME:  # by a function that builds without CUDA lack
+        if IS_CUDA and device.type == NAME:  # builds without CUDA lack empty_strided_cuda
             return re.sub(
                 rf"empty_strided_{NAME}\((.*), (torch\.\w+)\)", rf"empty_strided(\1, device='{device}', dtype=\2)", line
             )
@@ -141,8 +141,9 @@ def _generate_cpp() -> None:
 
 
 def _lower_flex_attention() -> None:
-    """Inductor takes any device but the host for a GPU. Its template for the host has no backward, nor what that needs:
-    the sums and maxima of the scores.
+    """Lower ``flex_attention`` by Inductor's CPU template; Inductor treats every other device as a GPU.
+
+    That template has no backward, and returns no log-sum-exp or maxima of the scores.
     """
     flex: Any = torch.ops.higher_order.flex_attention
     lower = lowering.lowerings.get(flex)
@@ -166,7 +167,7 @@ def _lower_flex_attention() -> None:
 
 
 def _tell_of_host_code() -> None:
-    """Let what generated kernels do to pinned memory count as the host's, also in graphs that have nothing else."""
+    """Report generated kernels' accesses to host memory to the race check, also in graphs for the CPU alone."""
     cache: Any = codecache.CppPythonBindingsCodeCache
     load = cache.load_pybinding_async.__func__
 
@@ -193,13 +194,13 @@ def _telling(kernel: Callable[..., Any], roles: str) -> Callable[..., Any]:
 
 
 def _tag_cache() -> None:
-    """Make Inductor's cache, whose keys cover torch's sources only, miss what another version of this file wrote."""
+    """Add a hash of this file to Inductor's cache key, which covers torch's sources only."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
 
 def _take_cudas_place() -> None:
-    """Generate C++ for CUDA: torch would generate Triton's code, and lines that builds without CUDA cannot run."""
+    """Generate C++ for CUDA: torch would generate Triton code, and calls that builds without CUDA lack."""
     common.register_backend_for_device(NAME, Scheduling, SimWrapperCodegen, CppWrapperCodegen, WrapperFxCodegen)
     utils.GPU_TYPES.remove(NAME)
     config.online_softmax = False

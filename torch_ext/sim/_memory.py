@@ -1,4 +1,4 @@
-"""Memory of the simulated accelerator: statistics, limit, poison, and who allocated it. All numbers are bytes."""
+"""Memory of the simulated accelerator: statistics, limit, poison, and allocation history. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
 
 
 def _by_device(function: Callable[[int], Any]) -> Callable[[Device], Any]:
-    """Return a function of ``torch.accelerator`` that takes the device in all forms that this module does."""
+    """Make a function of ``torch.accelerator`` accept every form of device that this module accepts."""
 
     @functools.wraps(function, assigned=("__name__", "__qualname__", "__doc__"))
     def call(device: Device = None) -> Any:
@@ -53,7 +53,7 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 
 def set_memory_limit(nbytes: int, device: Device = None) -> None:
-    """Set how many bytes ``device`` has. An allocation past that raises ``torch.OutOfMemoryError``.
+    """Set the memory of ``device`` to ``nbytes``. An allocation past that raises ``torch.OutOfMemoryError``.
 
     Raises:
         ValueError: ``nbytes`` is negative.
@@ -83,12 +83,12 @@ def get_per_process_memory_fraction(device: Device = None) -> float:
 
 
 def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
-    """Return what :func:`memory_stats` does, as dictionaries in each other."""
+    """Return the statistics of :func:`memory_stats` as nested dictionaries."""
     return dict(torch._C._accelerator_getDeviceStats(index_of(device)))
 
 
 def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    """Return the statistics of pinned host memory, as dictionaries in each other."""
+    """Return the statistics of pinned host memory as nested dictionaries."""
     return _native.pinned_memory_stats()
 
 
@@ -104,7 +104,7 @@ def host_memory_stats() -> dict[str, Any]:
 
 
 def reset_accumulated_host_memory_stats() -> None:
-    """Reset the counts of what pinned host memory has been allocated and freed."""
+    """Reset the accumulated counts of allocations and frees of pinned host memory."""
     _native.reset_accumulated_pinned_memory_stats()
 
 
@@ -118,7 +118,7 @@ def get_allocator_backend() -> str:
     return "native"
 
 
-# Names from before, which torch.cuda has still.
+# Older names, which torch.cuda still has.
 memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
@@ -145,7 +145,7 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     return "\n".join(lines)
 
 
-# --- who allocated memory: snapshots for torch's memory visualizer ---
+# --- origin of memory: snapshots for torch's memory visualizer ---
 
 
 def _record_memory_history(
@@ -161,18 +161,18 @@ def _record_memory_history(
 ) -> None:
     """Record the Python stack of every allocation from now on, on all devices.
 
-    Costs about a microsecond for each. ``torch.OutOfMemoryError`` then says which lines hold the memory.
+    Costs about a microsecond per allocation. ``torch.OutOfMemoryError`` then names the lines that hold the memory.
 
     Args:
         enabled: ``"state"`` keeps the stacks of live memory, ``"all"`` also a trace of what is allocated and freed,
             ``None`` stops and forgets. True and False, the form of older programs, are ``"state"`` and ``None``.
         context: ``None`` records no stacks.
-        stacks: taken for compatibility; stacks are those of Python.
-        max_entries: how many entries of the trace are kept, the newest ones.
-        device: taken for compatibility; all devices are recorded.
-        clear_history: taken for compatibility; recording always starts over.
-        trace_alloc_max_entries: of the older form: the length of the trace, if there is to be one.
-        trace_alloc_record_context: of the older form; taken for compatibility.
+        stacks: ignored, for compatibility; stacks are Python's.
+        max_entries: length of the trace; the newest entries are kept.
+        device: ignored, for compatibility; all devices are recorded.
+        clear_history: ignored, for compatibility; recording always starts over.
+        trace_alloc_max_entries: older form: the length of the trace; 0 for no trace.
+        trace_alloc_record_context: older form; ignored, for compatibility.
 
     Raises:
         ValueError: ``enabled`` is none of these.
@@ -191,7 +191,7 @@ def _record_memory_history(
 def _snapshot(device: object = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """Return the memory of all devices in the format of ``torch.cuda.memory._snapshot``.
 
-    Every block is its own segment. A block says beside what CUDA's say which operator allocated it, where one did.
+    Every block is its own segment. Besides CUDA's fields, a block names the operator that allocated it, if any.
     """
     return _native.memory_snapshot()
 

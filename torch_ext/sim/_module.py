@@ -21,7 +21,7 @@ AcceleratorError = torch.AcceleratorError
 OutOfMemoryError = torch.OutOfMemoryError
 has_half = True
 __all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "has_half", "memory", "races", "random", "streams"]
-# Of the parts' public functions and classes, torch has no name for these, or one with an underscore: see below.
+# Public functions and classes of the parts that torch lacks, or names with an underscore: see below.
 _HELPERS = {"DeviceGuard", "exchange_device", "generator_of", "index_of", "is_in_bad_fork", "sleep"}
 for _part in (_devices, random, memory, streams):
     for _name, _value in vars(_part).items():
@@ -37,7 +37,7 @@ is_in_bad_fork = _is_in_bad_fork = _devices.is_in_bad_fork
 _lazy_init = _devices.init
 sleep = _sleep = streams.sleep
 
-# What Inductor asks a device of PrivateUse1 for; our module loads Inductor, so it waits until then.
+# Classes that Inductor looks up on a PrivateUse1 device; imported on use, because our module loads Inductor.
 _INDUCTOR = {
     "Scheduling": "Scheduling",
     "PythonWrapperCodegen": "SimWrapperCodegen",

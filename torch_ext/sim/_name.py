@@ -8,8 +8,8 @@ from torch_ext import personality
 
 __all__ = ["IS_CUDA", "KEY", "NAME"]
 
-# Whether the device of this process is CUDA's, as far as torch and programs can tell.
+# Whether this process simulates DeviceType.CUDA instead of using PrivateUse1.
 IS_CUDA = personality.is_cuda()
 NAME = personality.AS_CUDA if IS_CUDA else personality.SIM
-# Of the dispatcher, and of DeviceType.
+# The dispatch key, and the name of the DeviceType.
 KEY = "CUDA" if IS_CUDA else "PrivateUse1"

@@ -1,4 +1,4 @@
-"""What torch's other backends do with ``sim`` tensors.
+"""How torch's other backends serve ``sim`` tensors.
 
 ===================================  ===============================================================================
 ``fake``, torch's threaded group     serve ``sim`` as they serve ``cuda``
@@ -9,12 +9,11 @@ a backend of gloo that has no group  likewise: see :mod:`torch_ext.sim._gloo_hal
 ===================================  ===============================================================================
 
 ``all_reduce`` of sparse ``sim`` tensors, such as the gradients of ``nn.Embedding(sparse=True)`` under DDP: a group or a
-backend of ``"gloo"`` reduces them, as it does those of CUDA, here on copies on the host. ``simccl``, that is any other
-group, refuses them, as NCCL does.
+backend of ``"gloo"`` reduces copies of them on the host (gloo reduces sparse CUDA tensors too). ``simccl`` in any other
+group refuses them, as NCCL does.
 
-Gloo itself reads the memory of the host and of CUDA only. A group that is asked for by the name ``"gloo"`` serves the
-accelerator too where gloo was built for it, so here ``simccl`` does that half: every rank of such a group must have
-imported the simulator.
+Gloo reads only host and CUDA memory. A group made with the plain name ``"gloo"`` serves the accelerator too where gloo
+was built for it; here ``simccl`` serves that half, so every rank of such a group must have imported the simulator.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def join_threads_and_fakes() -> None:
     ) -> None:
         if name in _ANY_TENSOR and isinstance(devices, list):
             devices = [*devices, NAME]
-        # Since 2.15 torch says in `private` what its own backends are.
+        # Since 2.15 torch marks its own backends by private arguments.
         registered(name, func, extended_api, devices, **private)
 
     setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
@@ -71,7 +70,7 @@ def serve_gloo(
 ) -> None:
     """Give a group of gloo, as ``_new_process_group_helper`` made it, a backend for ``sim`` tensors.
 
-    ``wrappers`` are torch's around the group's backends, which compare the calls of the ranks.
+    ``wrappers`` are torch's wrappers around the group's backends, which compare the ranks' calls.
     """
     if not is_gloo(group):
         return
@@ -83,7 +82,7 @@ def serve_gloo(
     if gloo in wrappers:
         backend = _gloo_halves.wrapped_alike(backend, gloo)
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    group._set_group_name(name)  # that is, of its backends
+    group._set_group_name(name)  # sets it on the new backend too
     group._set_group_desc(description)
 
 
@@ -100,10 +99,10 @@ def _by_name() -> str:
 def reduce_sparse_tensors() -> None:
     """Give ``c10d::allreduce_``, to which ``dist.all_reduce`` leads, a kernel for sparse tensors of the device."""
     library = torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():  # torch has a kernel for CUDA, which refuses in other words
+    with warnings.catch_warnings():  # replaces torch's CUDA kernel, which refuses with another message
         warnings.simplefilter("ignore", UserWarning)
         library.impl("allreduce_", _all_reduce, f"Sparse{KEY}")
-    _libraries.append(library)  # its kernels go with it
+    _libraries.append(library)  # destroying it would unregister the kernel
 
 
 def _all_reduce(tensors: list[torch.Tensor], group: Any, op: Any, *_others: Any) -> tuple[list[torch.Tensor], Any]:

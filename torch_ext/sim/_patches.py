@@ -10,7 +10,7 @@ __all__ = ["wrap"]
 
 
 def wrap(owner: Any, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that takes the place of each ``owner.name`` and gets the original before the arguments.
+    """Decorate a function that replaces each ``owner.name`` and receives the original as its first argument.
 
     >>> from types import SimpleNamespace
     >>> owner = SimpleNamespace(half=lambda number: number / 2)

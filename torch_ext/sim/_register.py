@@ -27,7 +27,7 @@ def register() -> None:
     """
     if _NATIVE in sys.modules:
         return
-    # Before the name is taken: a process whose build fails must be left as it was.
+    # Build before claiming the name: a failed build must leave the process unchanged.
     library = str(build.ensure_built(verbose=True))
     if not IS_CUDA:
         _claim_name()

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _skip_events() -> None:
-    """Let the value of a future hold events, which nothing can pickle: torch skips those of CUDA."""
+    """Let the value of a future hold events, which cannot be pickled: torch itself skips only CUDA's."""
 
     @wrap(_jit_internal._TensorExtractor, "persistent_id")
     def persistent_id(original: Callable[..., Any], self: Any, value: object) -> Any:
@@ -74,7 +74,7 @@ def _serve(registry: ModuleType) -> None:
 
 @contextlib.contextmanager
 def _our_agents() -> Iterator[None]:
-    """Have the backend that starts meanwhile, which asks the package for the agent's class, get one that fits."""
+    """Within, the RPC backend, which looks the agent's class up in the package, gets :func:`_agent` instead."""
     from torch.distributed import rpc
 
     original = rpc.TensorPipeAgent

@@ -2,11 +2,11 @@
 
 Note [Shared tensors]
 ~~~~~~~~~~~~~~~~~~~~~
-As with CUDA, ``share_memory_()`` has nothing to do and ``is_shared()`` is True: a tensor of the device can always be
-sent to another process, and both then see what either writes. Memory of a device belongs to its process, so the first
-time that a storage is sent its bytes move to memory that processes share, and the storage, with every tensor on it,
-goes on there. Such memory does not count as the device's, and cannot be resized. It is on the device of the same index
-at the other end. Streams are not ordered across processes: synchronize before you send.
+As with CUDA, ``share_memory_()`` is a no-op and ``is_shared()`` is True: any tensor of the device can be sent to
+another process, and each process sees the other's writes. Device memory belongs to one process, so sending a storage
+for the first time moves its bytes, and with them every tensor on the storage, to memory that processes share. Shared
+memory does not count as the device's and cannot be resized. The receiver finds the tensor on the device of the same
+index. Streams are not ordered across processes: synchronize before you send.
 """
 
 from __future__ import annotations

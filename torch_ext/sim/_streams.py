@@ -76,7 +76,7 @@ class StreamContext:
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
-        # Of each entry that is open: the device before, and the stream that its device had.
+        # For each open entry: the previous device, and the previous stream of `stream`'s device.
         self._before: list[tuple[int, torch.Stream]] = []
 
     def __enter__(self) -> None:

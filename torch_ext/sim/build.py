@@ -1,8 +1,8 @@
 """Builds the native half of the simulator on first use.
 
-Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build that is
-killed leaves nothing that a later one trips over, because it works in its own folder that is renamed into place
-when it is complete, under an operating-system lock that dies with its holder. Waiting processes share one build.
+Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a killed build
+cannot disturb a later one, because a build works in its own folder, which is renamed into place when complete, under an
+operating-system lock that dies with its holder. Waiting processes share one build.
 Cost: under a minute on two cores once per key; finding a finished build takes a few milliseconds.
 
 Note [Two units]
@@ -13,11 +13,11 @@ them define is a compile error.
 
 Note [Two personalities]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-One source makes two devices. ``sim`` is torch's PrivateUse1 device: it stands beside a real GPU, and no program takes
-it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that say so; on builds of torch with CUDA's kernels it
-replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one of them, and
-``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. They have builds of their own, and Python knows the choice as
-``_name.IS_CUDA``.
+One source makes two devices. ``sim`` is torch's PrivateUse1 device: it coexists with a real GPU, and no program
+mistakes it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that name CUDA; on builds of torch with CUDA's
+kernels it replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one
+of them, and ``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. Each has a separate build; Python code reads the
+choice from ``_name.IS_CUDA``.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ def ensure_built(*, verbose: bool = False) -> Path:
     """Return the path of the native library, building it if no finished build fits.
 
     Args:
-        verbose: tell on stderr what is being built and how long it took.
+        verbose: report the build and its duration on stderr.
 
     Raises:
         MissingCompilerError: a build is needed and there is no C++ compiler.
-        BuildError: the compiler failed, or the cache folder cannot be written, or others than the user can.
+        BuildError: the compiler failed, or the cache folder cannot be written, or other users can write to it.
     """
     family = cache_root() / "sim" / _family_key()
     _trusted(family)
@@ -125,7 +125,7 @@ def finished_builds() -> list[Path]:
 
 
 def compiler_found() -> str:
-    """Return what the C++ compiler calls itself, and where it is; empty if there is none."""
+    """Return the C++ compiler's version line and path; empty if there is none."""
     found = _find_compiler()
     return f"{found.version} at {found.path}" if found is not None else ""
 
@@ -165,14 +165,14 @@ def _sanitizer_flags() -> tuple[str, ...]:
     name = os.environ.get(_SANITIZER)
     if not name:
         return ()
-    # With checks of null GCC no longer takes the address of a function for a constant, which torch's headers assert
+    # With null checks GCC no longer treats the address of a function as a constant, which torch's headers assert
     # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=71962).
     without = ("-fno-sanitize=null,nonnull-attribute,returns-nonnull-attribute",) if name == "undefined" else ()
     return (f"-fsanitize={name}", *without, "-fno-omit-frame-pointer", "-g1")
 
 
 def _rpc_flags() -> tuple[str, ...]:
-    """Say whether torch has RPC, whose symbols a build without it lacks."""
+    """Return a define if torch has RPC: a build without it lacks RPC's symbols."""
     import torch
 
     return ("-DSIM_HAS_RPC",) if hasattr(torch._C, "_rpc_init") else ()
@@ -229,13 +229,13 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
             f"building the simulated accelerator with {compiler.version} into {target} (a minute or so, once)",
             file=sys.stderr,
         )
-    # Leftovers of builds that were killed: the lock is ours, so nobody is working in them.
+    # Leftovers of killed builds: we hold the lock, so no build is using them.
     for leftover in target.parent.glob(".building-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     workplace = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
         _compile(workplace, compiler)
-        (workplace / _LIBRARY).chmod(0o755)  # whatever the umask: nobody else may write what ranks load
+        (workplace / _LIBRARY).chmod(0o755)  # despite the umask: no other user may write a library that ranks load
         os.rename(workplace, target)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
@@ -244,7 +244,7 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
 
 
 def _compile(folder: Path, compiler: _Compiler) -> None:
-    """Compile the units side by side and link them; leave nothing but the library in ``folder``."""
+    """Compile the units side by side and link them; leave only the library in ``folder``."""
     from torch.utils import cpp_extension
 
     of_torch = cpp_extension.include_paths()
@@ -269,7 +269,7 @@ def _compile(folder: Path, compiler: _Compiler) -> None:
 
 def _run(folder: Path, compiler: _Compiler, commands: list[list[str]]) -> None:
     """Run the compiler with each list of arguments at the same time."""
-    # What is preloaded here, such as a sanitizer's runtime, is not meant for the compiler.
+    # A preloaded library, such as a sanitizer's runtime, is not meant for the compiler.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
         running = [

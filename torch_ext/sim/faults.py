@@ -9,8 +9,8 @@ calling process, for groups that exist and groups to come::
         faults.delay(at=3, by=timedelta(seconds=2))
 
 ``at`` counts the calls of a group on this rank from 1, collectives and transfers alike; a coalesced operation is a call
-for each of its tensors. ``group`` is the name of the one group that is meant (``ProcessGroup.group_name``); ``None``
-means every group. A fault happens once in each group, and stays planted until :func:`clear`.
+for each of its tensors. ``group`` names one group (``ProcessGroup.group_name``); ``None`` means every group. A fault
+happens once in each group, and stays planted until :func:`clear`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["clear", "corrupt", "delay", "drop", "kill"]
 
 
 def delay(at: int, by: timedelta, group: str | None = None) -> None:
-    """Let the launching thread sleep for ``by`` before the call."""
+    """Make the launching thread sleep for ``by`` before the call."""
     _plant("delay", at, group, by)
 
 
@@ -33,7 +33,7 @@ def drop(at: int, group: str | None = None) -> None:
 
 
 def corrupt(at: int, group: str | None = None) -> None:
-    """Flip one bit of what this rank sends in the call, or receives where it sends nothing.
+    """Flip one bit of this rank's sent data in the call, or of its received data if the call sends none.
 
     The bit is one of the first element's sign or exponent. The rank's own input stays as it is.
     """

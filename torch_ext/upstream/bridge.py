@@ -1,6 +1,6 @@
-"""Replaces torch's harness by ours, when imported, for all later imports of this process.
+"""When imported, replaces torch's harness by ours for all later imports of this process.
 
-Imported by zygotes that serve ``--upstream``, before the test file. From then on
+Zygotes that serve ``--upstream`` import this module before the test file. From then on
 ``torch.testing._internal.common_distributed`` *is* our module of that name, and so are the rest of ``REPLACED``: a test
 file imports our base classes, skip decorators and device constants, and torch's own helper classes derive from ours.
 Names that we do not define are still torch's.
@@ -40,7 +40,7 @@ def _replace(name: str) -> None:
 
 
 def _resolve_through(ours: ModuleType, name: str) -> None:
-    """Have ``ours`` answer names that it lacks with those of torch's module ``name``."""
+    """Make ``ours`` look up names that it lacks in torch's module ``name``."""
     own = getattr(ours, "__getattr__", None)
 
     def lookup(attribute: str) -> Any:
@@ -55,7 +55,7 @@ def _resolve_through(ours: ModuleType, name: str) -> None:
 
 
 class HardwareClassification(Enum):
-    """The hardware of a test class, its ``hw_classification``, by which upstream's jobs choose classes."""
+    """The hardware of a test class, its ``hw_classification``; upstream's jobs select classes by it."""
 
     GENERIC = "generic"
     ACCELERATOR = "accelerator"
@@ -70,7 +70,7 @@ def _add_later_names() -> None:
     for helper, name, value in (
         ("common_utils", "HardwareClassification", HardwareClassification),
         ("common_utils", "requires_gpu", unittest.skipUnless(accelerator.is_accelerator(), "requires an accelerator")),
-        # For `instantiate_device_type_tests(TestX, globals(), only_for=FSDP_DEVICES)`, which adds the one under test.
+        # For `instantiate_device_type_tests(TestX, globals(), only_for=FSDP_DEVICES)`; our wrapper adds our device.
         ("common_fsdp", "FSDP_DEVICES", ("cuda", "hpu", "xpu")),
     ):
         module = upstream_module(helper)

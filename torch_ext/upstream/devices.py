@@ -1,8 +1,8 @@
-"""Adds the device under test to what torch's test helpers know by name: device types, backends, delays.
+"""Adds the device under test to the names that torch's test helpers list: device types, backends, delays.
 
 Upstream's files end in ``instantiate_device_type_tests(TestX, globals(), only_for=("cuda", "hpu"))``. An accelerator
-that is not on such a list would get no tests. ``DTensorTestBase`` and ``ShardedTensorTestBase`` refuse backends that
-they do not know, and set the device of a rank for those of two vendors only.
+that is not on such a list would get no tests. ``DTensorTestBase`` and ``ShardedTensorTestBase`` refuse unlisted
+backends, and set a rank's device only for the backends of two vendors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOT = "privateuse1"
 
 
 def install() -> None:
-    """Add the accelerator under test to what torch's helpers know. Does nothing on plain ``cpu``."""
+    """Add the accelerator under test to the lists of torch's helpers. Does nothing on plain ``cpu``."""
     if not accelerator.is_accelerator():
         return
     module = upstream_module("common_device_type")
@@ -37,7 +37,7 @@ def install() -> None:
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     distributed = upstream_module("common_distributed")
     distributed.HAS_ACCELERATOR = True  # type: ignore[attr-defined]  # upstream asks three vendors
-    # Devices of which each rank of DDP has its own.
+    # Device types with one device for each DDP rank.
     ranked: list[str] = distributed.DDP_RANK_DEVICES
     if accelerator.device_type() not in ranked:
         ranked.append(accelerator.device_type())
@@ -56,7 +56,7 @@ def count_again() -> None:
 
 
 def _cycles_per_ms(device: str = "") -> float:
-    """Upstream's ``get_cycles_per_ms`` measures CUDA. There is one device under test, whatever it is called."""
+    """Replaces upstream's ``get_cycles_per_ms``, which measures CUDA. Measures the one device under test."""
     return float(importlib.import_module("torch_ext.testing._internal.common_utils").get_cycles_per_ms())
 
 
@@ -80,7 +80,7 @@ def _backends(case: Any) -> str:
 
 
 def _init_on_own_backend(case: Any, backend: str, *, eager_init: bool = False) -> bool:
-    """Make the group of ``case`` if ``backend`` names the one of the device under test; return whether it does."""
+    """Make the group of ``case`` if ``backend`` names the backend of the device under test; return whether it does."""
     if accelerator.backend() not in (part.rpartition(":")[2] for part in backend.split(",")):
         return False
     if accelerator.device_count() < case.world_size:
@@ -97,7 +97,7 @@ def _init_on_own_backend(case: Any, backend: str, *, eager_init: bool = False) -
 
 
 def _teach_sharded_base(module: Any) -> None:
-    """Have sharded tensors' tests, which ask for ``nccl`` by default, run on the device under test."""
+    """Run sharded tensors' tests, which ask for ``nccl`` by default, on the device under test."""
     module.with_comms = _with_comms
     init_pg = module.ShardedTensorTestBase.init_pg
 
@@ -111,7 +111,7 @@ def _teach_sharded_base(module: Any) -> None:
 
 
 def _backend_of(name: str) -> str:
-    """Return the backend to use for ``name``; for one of another accelerator, the device under test's."""
+    """Return ``name``, or the device under test's backend if ``name`` is empty or another accelerator's."""
     others = upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS
     return accelerator.backend() if not name or name in others else name
 
@@ -156,7 +156,7 @@ def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:
 
 
 def _name_primary_device(cls: Any) -> None:
-    """What torch's base for CUDA learns of the device. Its own way uses the device, after which no process can fork."""
+    """Replaces ``setUpClass`` of torch's CUDA base, which uses the device, after which no process can fork."""
     cls.no_magma, cls.no_cudnn, cls.cudnn_version = True, True, None
     cls.primary_device = f"{accelerator.device_type()}:{accelerator.device_module().current_device()}"
 

@@ -38,7 +38,7 @@ SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name, or ``Class.member``, of module ``torch.testing._internal.<module>``, and how the two sides have it."""
+    """A name, or ``Class.member``, of module ``torch.testing._internal.<module>``, its status and both signatures."""
 
     module: str
     name: str

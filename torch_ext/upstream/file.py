@@ -1,4 +1,4 @@
-"""Imported by the zygote of one upstream file, right before the file: gives it the devices and variables that it needs.
+"""Gives an upstream file the devices and variables that it needs; its zygote imports this module right before the file.
 
 A file may choose its tests and their ranks by the device count at import. A simulated accelerator has as many devices
 as the process requests, so this module first reads the largest number in the file's source.
@@ -33,7 +33,7 @@ _READS_BACKEND = re.compile(r"""\benviron\[["']BACKEND["']\]""")
 
 
 def devices_wanted(source: str) -> int:
-    """Return the largest number of devices that ``source`` asks for in a place that torch's tests use; 0 if none.
+    """Return the largest number of devices that ``source`` requests in the ways of torch's tests; 0 if none.
 
     >>> devices_wanted("@skip_if_lt_x_gpu(2)\\ndef test(self): self.assertEqual(1, 99)")
     2
@@ -79,7 +79,7 @@ def _set_variables() -> None:
 
 
 def _leave_unbuilt_checkout(path: Path) -> None:
-    """Leave the root of a checkout that nobody has built: ``python -c "import torch"`` fails there."""
+    """Leave the root of an unbuilt checkout: ``python -c "import torch"`` fails there."""
     here = Path.cwd()
     if has_unbuilt_torch(here):
         tests = here / "test"

@@ -1,6 +1,6 @@
 """Judges the results of upstream's files: known differences, and names that the installed torch lacks.
 
-The supervisor, which has no torch, makes the judge.
+Runs in the supervisor, which does not import torch.
 
 Each entry of ``differences.json``, or of a file of the user's own, has:
 
@@ -48,14 +48,14 @@ class Difference:
         return f"known difference: {self.reason}{f' ({self.link})' if self.link else ''}"
 
     def holds(self, surroundings: Mapping[str, str]) -> bool:
-        """Whether all its conditions hold; a release ``2.13`` holds for ``2.13.0+cpu``."""
+        """Whether all conditions of the entry hold; a release ``2.13`` holds for ``2.13.0+cpu``."""
         return all(
             re.match(rf"{re.escape(wanted)}(?![\w])", surroundings.get(name, "")) is not None
             for name, wanted in self.when
         )
 
     def means(self, test: TestName) -> bool:
-        """Whether ``test`` is meant; folders before the file's name may be left out, here and there.
+        """Whether the entry covers ``test``; either side may leave out folders before the file's name.
 
         >>> entry = Difference("fsdp/test_a.py::TestA::test_*", "no")
         >>> entry.means(TestName("distributed/fsdp/test_a.py", "TestA", "test_b"))
@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[Difference, ...]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such list; the message names the entry and what is wrong with it.
+        ValueError: the file is no such list; the message names the entry and its fault.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ class Differences:
         return result
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each entry none of whose tests failed.
+        """Return a failure for each entry whose tests all passed.
 
         Args:
             planned: the tests of the run.
@@ -143,11 +143,11 @@ class Judge(Differences):
     """Judges the results of one run; the runner's ``Judge``.
 
     Args:
-        lists: files of known differences besides our own.
-        surroundings: the values of their conditions, except torch's release.
+        lists: files of known differences, in addition to ours.
+        surroundings: the values of the entries' conditions, except torch's release.
 
     Raises:
-        SetupError: a list cannot be read, or is none.
+        SetupError: a list cannot be read, or is malformed.
     """
 
     def __init__(self, paths: Iterable[Path], lists: Sequence[str], surroundings: Mapping[str, str]) -> None:

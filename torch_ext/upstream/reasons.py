@@ -66,7 +66,7 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     'needs symmetric memory'
     """
     reason = next((reason for reason, pattern in _ERRORS.items() if pattern.match(error)), "")
-    # Under --cuda-as-sim nothing should ask for CUDA: this is a failure of ours.
+    # Under --cuda-as-sim no test should fail for lack of CUDA: report it as our bug.
     return "" if cuda_as_sim and reason == _ASKS_BY_NAME else reason
 
 
@@ -99,7 +99,7 @@ def _errors(problem: Problem) -> list[str]:
         return [problem.error]
     outcomes = problem.report.outcomes if isinstance(problem, RanksFailed) else ()
     receipts = [outcome.receipt for outcome in outcomes if not outcome.ok and outcome.receipt is not None]
-    # A rank whose peer is gone fails or hangs because of it, but not with an error that speaks for itself.
+    # Transport errors only follow from a lost peer: skip them, unless they name a reason themselves.
     own = (each.reason for each in receipts if not each.transport or reason_of(each.reason, cuda_as_sim=False))
     return list(own) or [""]
 
@@ -109,7 +109,7 @@ _HEAD = 4096
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 # Python's errors for a name that torch lacks.
 _MISSING = (
-    # A module of ours that stands in for torch's answers names that it lacks with torch's: torch lacks it as well.
+    # Our replacements look up names that they lack in torch's modules: torch lacks this name as well.
     re.compile(
         r"ImportError: cannot import name '(?P<name>\w+)' from "
         r"'(?P<where>torch_ext\.testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))'"
@@ -125,7 +125,7 @@ _MISSING = (
 _CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
 _BUILD = re.compile(r"ImportError|AttributeError")
 _BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
-# Added to torch by this project; a missing name there is a failure of ours.
+# Modules that this project adds to torch; a missing name there is our bug.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
 # Modules whose classes may be ours.
 _REPLACED = re.compile(r"torch\.(?:sim|cuda|testing\._internal\.(?:common_distributed|common_fsdp|dist_utils))(?:\.|$)")
@@ -134,7 +134,7 @@ _OWNERS = re.compile(r"^# Owner\(s\): \[", re.MULTILINE)
 
 
 def release_of_checkout(path: Path) -> str:
-    """Return the version of the PyTorch checkout in which ``path`` lies, as its ``version.txt`` has it; else empty."""
+    """Return the version, by ``version.txt``, of the PyTorch checkout that holds ``path``; empty outside a checkout."""
     for folder in path.parents:
         file = folder / "version.txt"
         if file.is_file() and (folder / "torch").is_dir():
@@ -143,7 +143,7 @@ def release_of_checkout(path: Path) -> str:
 
 
 def _outside_a_checkout(path: Path) -> bool:
-    """Whether ``path`` is a test file of PyTorch's, as its owners' line says, whose release is unknown."""
+    """Whether ``path`` is a PyTorch test file, by its owners' line, of unknown release."""
     if release_of_checkout(path) or not path.is_file():
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -162,12 +162,12 @@ def _is_torchs(module: str) -> bool:
 class Releases:
     """Compares a checkout with the installed torch.
 
-    A file of PyTorch's that lies outside of any checkout is of an unknown release: a name that it imports, and the
-    installed torch lacks, says that it is another one.
+    A PyTorch file outside of any checkout has an unknown release: if the installed torch lacks a name that the file
+    imports, its release is a different one.
 
     Args:
         paths: the files of the run.
-        cuda_as_sim: whether CUDA means the simulated accelerator in them.
+        cuda_as_sim: whether CUDA means the simulated accelerator in the files.
     """
 
     def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
@@ -197,7 +197,7 @@ class Releases:
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
 
     def _class_of_torch(self, name: str, file: str) -> str:
-        """Return the full name of the class ``name`` if ``file`` imports it from torch, and it is no class of ours."""
+        """Return the full name of class ``name`` if ``file`` imports it from torch and the class is not ours."""
         for path in self._files:
             if path.as_posix().endswith(f"/{file}"):
                 for node in ast.walk(ast.parse(path.read_bytes())):

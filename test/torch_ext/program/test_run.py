@@ -342,6 +342,14 @@ def test_a_usage_error_says_what_to_do(words: str, said: str, capsys: pytest.Cap
     assert said in capsys.readouterr().err
 
 
+def test_a_limit_that_is_no_number_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_HANG_AFTER", "nan")
+    assert main([__file__]) == 2
+    assert capsys.readouterr().err.startswith("error: TORCH_EXT_HANG_AFTER is 'nan'; expected")
+
+
 def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
     command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"

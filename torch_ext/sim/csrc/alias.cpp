@@ -15,7 +15,7 @@ void release_storage(void* context) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
 }
 
-// A DataPtr over the bytes of `storage` that keeps it alive and calls itself memory of `owner`.
+// A DataPtr over the bytes of `storage` that keeps it alive and names `owner` as its device.
 c10::DataPtr borrow(const c10::Storage& storage, c10::Device owner) {
   void* data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
   c10::raw::intrusive_ptr::incref(storage.unsafeGetStorageImpl());
@@ -131,7 +131,7 @@ void AliasSet::publish(c10::DeviceIndex device) {
       pair.device.unsafeGetTensorImpl()->set_sizes_and_strides(
           pair.host.sizes(), pair.host.strides(), pair.host.storage_offset());
     }
-    // Some kernels hand over an output lazily conjugated (`linalg.lu_solve`).
+    // Some kernels set the conjugate bit of an output (`linalg.lu_solve`).
     if (pair.host.is_conj() != pair.device.is_conj()) {
       pair.device.unsafeGetTensorImpl()->_set_conj(pair.host.is_conj());
     }

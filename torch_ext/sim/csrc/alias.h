@@ -1,10 +1,10 @@
-// Host tensors over device memory, and the way back.
+// Makes host tensors over device memory, and device tensors over host memory.
 //
 // Note [Aliasing]
 // An alias is a host tensor whose storage points at a device storage's bytes and keeps that storage alive; nothing is
-// copied. Tensors that share a device storage share one alias storage, so that overlap checks and in-place kernels see
-// what they would see on the host. After the kernel, `AliasSet::publish` carries over what it changed: sizes and
-// strides of resized outputs, and a storage it reallocated. Results that the kernel allocated are relabelled (`adopt`).
+// copied. Tensors that share a device storage share one alias storage, so that overlap checks and in-place kernels work
+// as on the host. After the kernel, `AliasSet::publish` carries its changes over to the device tensors: sizes and
+// strides of resized outputs, and reallocated storages. `adopt` relabels results that the kernel allocated.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,7 @@ at::Tensor host_alias(const at::Tensor& tensor);
 // `tensor` itself when it lives on the host, its alias otherwise.
 at::Tensor on_host(const at::Tensor& tensor);
 
-// Returns a device tensor over the memory of `host`: takes the memory over if nothing else holds it, and shares it
-// otherwise.
+// Returns a device tensor over the memory of `host`: moves the memory if nothing else holds it, else shares it.
 at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device);
 
 // A device tensor over `storage` with the sizes, strides, offset, type and conjugate and negative bits of `like`.
@@ -35,8 +34,7 @@ class AliasSet {
   // Carries metadata and storage changes of every alias over to its device tensor.
   void publish(c10::DeviceIndex device);
 
-  // The device tensor for a kernel's result: the argument it came in as, a view of an argument's storage, or new
-  // memory.
+  // The device tensor for a kernel's result: one of its arguments, a view of an argument's storage, or new memory.
   at::Tensor result(at::Tensor&& host, c10::DeviceIndex device);
 
  private:

@@ -21,13 +21,13 @@ using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr size_t kSmallBytes = size_t{1} << 20;
-// Past this much idle memory all of it goes back to the host.
+// Above this much idle memory, all of it goes back to the host.
 constexpr size_t kIdleBytes = size_t{512} << 20;
 
 std::atomic<IsDangerous> danger{nullptr};
 std::atomic<uint64_t> next_serial{1};
 
-// All blocks of the process by address. Written when memory comes from the host or goes back, read for bare pointers.
+// All blocks of the process by address. Written when memory comes from or goes back to the host, read for raw pointers.
 struct Index {
   std::shared_mutex mutex;
   std::map<const char*, Block*> blocks; // by the start of their data
@@ -50,7 +50,7 @@ void update(StatArray& stats, size_t size, Change change) {
   change(stats[static_cast<size_t>(kind)]);
 }
 
-// size: decides which kind of blocks is counted.
+// size: selects the small or large counters.
 void increase(StatArray& stats, size_t size, size_t amount) {
   update(stats, size, [amount](Stat& stat) { stat.increase(amount); });
 }
@@ -94,14 +94,14 @@ Pools& pools() {
   return *all;
 }
 
-// Takes addresses and sizes, not the block: once it is back in its pool another thread may own it.
+// Takes addresses and sizes, not the block: once the block is back in its pool, another thread may own it.
 void report(void* data, int64_t change, const Amounts& totals, c10::DeviceIndex device) {
   if (c10::memoryProfilingEnabled()) {
     c10::reportMemoryUsageToProfiler(data, change, totals.allocated, totals.reserved, c10::Device(kSim, device));
   }
 }
 
-// While poison is on, a free block is poisoned throughout, so a request fills at most new memory.
+// While poison is on, all bytes of a free block are poisoned, so a request fills at most new memory.
 void fill_with_poison(Block& block) {
   if (poison.load(std::memory_order_relaxed) != 0) {
     std::memset(block.data(), kPoisonByte, block.capacity);
@@ -109,7 +109,7 @@ void fill_with_poison(Block& block) {
   }
 }
 
-// Before anybody else can own it.
+// Call it while no other thread can own the block.
 void note(MemoryEvent::Kind kind, const Block& block) {
   if (is_recording_memory()) {
     note_memory({kind, block.pool->device(), block.data(), block.rounded, block.home, 0, 0, nullptr});
@@ -130,7 +130,7 @@ class Allocator final : public c10::DeviceAllocator {
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     checked_index(stream.device());
-    // Memory may belong to another tensor, over whose storage this one was made, and need not be a device's at all.
+    // The memory may belong to another tensor, over whose storage this one was made, and need not be device memory.
     Block* block = data.get() == nullptr ? nullptr : block_at(data.get());
     if (block != nullptr) {
       block->pool->add_user(block, stream);
@@ -159,8 +159,8 @@ class HostOverride final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
  private:
-  // Raw memory may be freed outside the scope it was allocated in (libraries keep scratch space), so the pointer itself
-  // has to say where it came from.
+  // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so look the pointer up
+  // to find its owner.
   static void delete_raw(void* data) {
     if (device_of_pointer(data).has_value()) {
       free_on_device(data);
@@ -324,7 +324,7 @@ Block* BlockPool::take_idle(size_t rounded, c10::StreamId home) {
   return block;
 }
 
-// See Note [Dangerous blocks]. Those that are not any more join the idle ones.
+// See Note [Dangerous blocks]. Blocks that are no longer dangerous become idle.
 Block* BlockPool::take_dangerous(size_t rounded, c10::Stream stream) {
   const auto found = dangerous_.find(stream.id());
   if (found == dangerous_.end()) {
@@ -416,7 +416,7 @@ void BlockPool::make_idle(Block* block) {
   }
 }
 
-// Finds blocks whose users are done. Tells the host nothing: see Note [Lives of a block] in races/checker.h.
+// Finds blocks whose users are done. Orders nothing for the host: see Note [Lives of a block] in races/checker.h.
 void BlockPool::poll() {
   if (in_use_.empty()) {
     return;
@@ -535,7 +535,7 @@ void free_on_device(void* data) {
 }
 
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
-  // Said before the first use, it must not fix the devices: the program may choose them yet.
+  // A call before the first use must not freeze the devices: the program may still choose them.
   if (!is_initialized() && !is_in_bad_fork() && device >= 0 && device < device_count()) {
     pools()[static_cast<size_t>(device)]->set_limit(nbytes);
     return;
@@ -561,8 +561,7 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
 }
 
 void install_allocator() {
-  // See Note [All memory in the arena]. Torch registers its own allocators with priority 0; a higher one wins, and
-  // stays.
+  // See Note [All memory in the arena]. Torch registers its own allocators with priority 0; the highest priority wins.
   constexpr uint8_t kPriority = 1;
   c10::SetAllocator(kSim, device_allocator(), kPriority);
   c10::SetCPUAllocator(new HostOverride(c10::GetCPUAllocator()), kPriority);

@@ -5,13 +5,13 @@
 // are never destroyed, because tensors may outlive every static object. All functions are safe to call from any thread.
 //
 // Note [Pools by stream]
-// A block belongs to the stream that was current when it was taken, as with CUDA's caching allocator. Freed, it is the
-// first choice for the next request of its size on that stream: work on one stream is in order, so the new owner waits
-// for nothing. Other streams that use it must be named (`record_stream`); then the block comes back when the work they
-// had when it was freed is over. A program that forgets this has its memory overwritten, here as there.
+// A block belongs to the stream that was current at its allocation, as with CUDA's caching allocator. After a free, it
+// is the first choice for the next request of its size on that stream: work on one stream is in order, so the new owner
+// waits for nothing. Other streams that use the block must be named (`record_stream`); then the block becomes idle when
+// their work from before the free is over. A program that omits this has its memory overwritten, as on a GPU.
 //
 // Note [Dangerous blocks]
-// The race checker knows the blocks on which a stream could meet an earlier owner's unordered work. The allocator hands
+// The race checker knows the blocks on which a stream could race with an earlier owner's work. The allocator hands
 // these out first, also to smaller requests, so any later request shows an unsafe free. A correct program has none.
 //
 // Note [All memory in the arena]
@@ -33,21 +33,21 @@ constexpr size_t kBlockAlignment = 64;
 
 class BlockPool;
 
-// Whose memory is too short for a request: see machine_memory.h.
+// Which memory a request exhausts: the device's or the machine's (machine_memory.h).
 enum class Short : uint8_t { kDevice, kMachine };
 
-// Stands in front of its data, so that a data pointer alone leads to it: kernels of libraries allocate raw memory,
-// which torch's interface frees without a context.
+// Lies in front of its data, so that a data pointer alone leads to it: library kernels allocate raw memory, which
+// torch's interface frees without a context.
 struct alignas(kBlockAlignment) Block {
   BlockPool* pool;
   size_t capacity;  // bytes of data
   size_t requested; // by its owner
-  size_t rounded;   // what its owner is charged; at most the capacity
-  uint64_t serial;  // no other block of the process has, or will have, the same
+  size_t rounded;   // bytes charged to its owner; at most the capacity
+  uint64_t serial;  // unique in the process, never used again
   c10::StreamId home;
-  std::unique_ptr<std::vector<c10::Stream>> users; // streams named since it was taken
+  std::unique_ptr<std::vector<c10::Stream>> users; // streams named since its allocation
   std::atomic<bool> live{false};
-  bool poisoned = false;         // all of its bytes, since it was last freed
+  bool poisoned = false;         // all of its bytes, since its last free
   std::atomic<uint16_t> pins{0}; // operations under way that use its memory, freed or not: see PinnedBlocks
   uint32_t tag = 0;              // of the kernel that allocated it: see memory_history.h
 
@@ -57,10 +57,10 @@ struct alignas(kBlockAlignment) Block {
 };
 static_assert(sizeof(Block) == kBlockAlignment, "data must start aligned");
 
-// Whether work of an earlier owner of the block at `data` could still be going on for one on `stream`.
+// Whether an earlier owner's work on the block at `data` could race with an owner on `stream`.
 using IsDangerous = bool (*)(const void* data, c10::Stream stream);
 
-// A block as it was for a moment.
+// A snapshot of a block.
 struct BlockFacts {
   enum class State : uint8_t { kLive, kInUse, kIdle }; // kInUse: freed, but streams still use it
   const void* data;
@@ -72,7 +72,7 @@ struct BlockFacts {
   State state;
 };
 
-// Bytes of a pool. The profiler gets the first two with every change.
+// Bytes of a pool. Every change reports the first two to the profiler.
 struct Amounts {
   size_t allocated;
   size_t reserved;
@@ -89,11 +89,11 @@ class BlockPool {
 
   c10::DeviceIndex device() const { return device_; }
 
-  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past what is allowed.
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount.
   std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream);
   Amounts give_back(Block* block);
 
-  // `stream` uses the block, which must be live, beside its home.
+  // Records that `stream`, besides the home, uses the block, which must be live.
   void add_user(Block* block, c10::Stream stream);
 
   // Returns idle blocks to the host, after waiting for those that streams still use.
@@ -119,7 +119,7 @@ class BlockPool {
   Amounts totals() const;
   Block* take_idle(size_t rounded, c10::StreamId home);
   Block* take_dangerous(size_t rounded, c10::Stream stream);
-  Block* take_fresh(size_t nbytes, size_t rounded, Short& whose); // nullptr past what is allowed
+  Block* take_fresh(size_t nbytes, size_t rounded, Short& whose); // nullptr past the allowed amount
   void* take_from_host(size_t rounded, Short& whose) const;       // likewise
   void settle(Block* block);
   void make_idle(Block* block);
@@ -138,11 +138,11 @@ class BlockPool {
   c10::CachingDeviceAllocator::DeviceStats stats_;
 };
 
-// The block, live or idle, whose data contains `pointer`; nullptr for memory that is not of a device.
+// The block, live or idle, whose data contains `pointer`; nullptr if it is not device memory.
 Block* block_at(const void* pointer);
 
-// Keeps the blocks that pointers lie in from going back to the host, freed or not, while an operation still writes
-// there. The allocator may hand them out again meanwhile, as on a GPU. Ignores memory of the host.
+// Keeps the blocks that contain the pointers from going back to the host, freed or not, while an operation still writes
+// to them. The allocator may hand them out again meanwhile, as on a GPU. Ignores host memory.
 class PinnedBlocks {
  public:
   PinnedBlocks() = default;
@@ -156,7 +156,7 @@ class PinnedBlocks {
   std::vector<Block*> blocks_;
 };
 
-// Asks `ask` at every free and request; nullptr: nobody.
+// Sets the check that runs at every free and request; nullptr turns it off.
 void set_danger(IsDangerous ask);
 
 // Every block is rounded up to a multiple of this many bytes, as on GPUs, so that memory numbers are comparable.

@@ -1,19 +1,19 @@
-// Autocast: torch keeps the lists of operators for each policy, a device registers them under its own key. Those of
-// CUDA are in every build of torch.
+// Autocast: torch keeps the lists of operators for each policy, a device registers them under its own key. Every build
+// of torch registers CUDA's.
 #ifndef SIM_IS_CUDA
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include "std.h"
 
-// The registration macros below spell torch's types without their namespace. A namespace of its own keeps those names
+// The registration macros below spell torch's types without their namespace. A separate namespace hides those names
 // from the other sources of the unit (Note [Two units] in build.py).
 namespace torch_ext::sim::autocast_policies {
 namespace {
 
 using namespace at;
 
-// binary_cross_entropy is unsafe in half precision whatever the device; it fails with advice, as on GPUs.
+// binary_cross_entropy is unsafe in half precision on every device; it fails with advice, as on GPUs.
 at::Tensor refuse_binary_cross_entropy(
     const at::Tensor& /*input*/, const at::Tensor& /*target*/, const std::optional<at::Tensor>& /*weight*/,
     int64_t /*reduction*/) {

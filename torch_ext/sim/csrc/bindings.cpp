@@ -22,7 +22,7 @@ using c10::DeviceIndex;
 
 // --- kernels that Inductor generates: see Note [Generated kernels] in _inductor.py ---
 
-// roles: a letter for each argument: r is read, w written, and anything else a number.
+// roles: a letter for each argument: r for a read tensor, w for a written one, any other letter for a number.
 pybind11::object run_generated(
     const pybind11::function& code, const std::string& name, const std::string& roles,
     const pybind11::args& arguments) {
@@ -62,7 +62,7 @@ py::object to_python(const c10::Storage& storage) {
   return py::reinterpret_steal<py::object>(torch::createPyObject(storage));
 }
 
-// The host storage whose memory `device_storage` has been given; None where it has memory of its own.
+// The host storage whose memory `device_storage` uses; None if it does not use shared memory.
 py::object shared_host_storage(const py::handle& device_storage) {
   const auto& memory = storage_from(device_storage).data_ptr();
   if (memory.get_deleter() != &release_host) {
@@ -72,8 +72,8 @@ py::object shared_host_storage(const py::handle& device_storage) {
   return to_python(c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(host)));
 }
 
-// Moves the bytes of `device_storage` to `host_storage`, of the same size, and lets it, and so every tensor on it, use
-// them there.
+// Moves the bytes of `device_storage` to `host_storage`, of the same size, and makes `device_storage`, and so every
+// tensor on it, use them there.
 void move_to_shared(const py::handle& device_storage, const py::handle& host_storage) {
   const auto storage = storage_from(device_storage), host = storage_from(host_storage);
   const auto device = storage.device();

@@ -1,4 +1,4 @@
-// What the native module consists of, file by file: each function is called once, when the library loads.
+// The parts of the native module, file by file: each function is called once, when the library loads.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -16,7 +16,7 @@ void install_hooks();            // memory_ops.cpp
 void install_pinned_allocator(); // pinned_memory.cpp
 void install_allocator();        // allocator.cpp
 
-void bind_memory_history(pybind11::module_& m); // what torch's memory visualizer reads
+void bind_memory_history(pybind11::module_& m); // snapshots for torch's memory visualizer
 void bind_pinned_memory(pybind11::module_& m);
 void bind_simccl(pybind11::module_& m);
 void bind_faults(pybind11::module_& m);        // transport/transport.cpp
@@ -25,8 +25,8 @@ void bind_rpc_agent(pybind11::module_& m);     // defines the agent's class once
 void bind_flight_record(pybind11::module_& m); // work.cpp
 void bind_observer_log(pybind11::module_& m);
 
-// An exit function of Python's: see Note [Threads at exit] in finalization.cpp. Call it without the interpreter's lock,
-// from the thread that will finalize Python. Never raises.
+// A Python exit function: see Note [Threads at exit] in finalization.cpp. Call it without the GIL, from the thread that
+// will finalize Python. Never raises.
 void before_finalization() noexcept;
 
 namespace races {

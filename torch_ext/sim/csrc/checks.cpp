@@ -1,7 +1,7 @@
 // Note [Strict devices]
-// Since device memory is host memory, a kernel would happily mix host tensors with device tensors, and the bugs that
-// tests look for would pass unseen. So every operator that reaches the fallback checks first, with the allowances that
-// GPUs make: a zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
+// Since device memory is host memory, a kernel would mix host tensors with device tensors, and hide the bugs that tests
+// look for. So every operator that reaches the fallback checks its devices first, with the exceptions of GPUs: a
+// zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
 #include "checks.h"
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ constexpr size_t kFramesOfShrinking = 12;
 constexpr int kIllegalAddress = 700; // cudaErrorIllegalAddress
 
 struct Shrunk {
-  c10::DataPtr memory; // without any where the storage was freed
+  c10::DataPtr memory; // null if the storage was freed
   CallStack by;
 };
 
@@ -160,8 +160,8 @@ c10::DataPtr note_shrinking(c10::DataPtr memory) {
 }
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
-  // Per thread, so that no lock is taken for each operator. Schemas may be freed and another one made at the same
-  // address (libraries defined from Python come and go), hence the comparison of names.
+  // Per thread, so that operators need no lock. A schema may be freed and another one made at the same address
+  // (libraries defined in Python are destroyed), hence the comparison of names.
   thread_local std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<OperatorFacts>> known;
   const auto& schema = op.schema();
   auto& slot = known[&schema];
@@ -192,15 +192,15 @@ c10::DeviceIndex common_device(
   if (found >= 0) {
     return static_cast<c10::DeviceIndex>(found);
   }
-  // A generator of the device alone leads the dispatcher here.
+  // Without tensors, only the device's generator leads the dispatcher here.
   TORCH_CHECK(
       !has_tensor || facts.generator < 0,
-      "Expected a 'cpu' device type for generator but found '" SIM_NAME "'"); // the words of the host's kernels
+      "Expected a 'cpu' device type for generator but found '" SIM_NAME "'"); // as host kernels say
   return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
 }
 
-// As on GPUs, an operator that indexes waits only for a mask, whose true elements the host counts, and for indices of
-// the host, which it moves. Neither happens where one mask says what is filled with one number.
+// As on GPUs, an indexing operator waits only for a mask, whose true elements the host counts, and for host indices,
+// which it copies to the device. Neither happens when one mask selects the elements to fill with one number.
 bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
   constexpr size_t kIndices = 1, kValues = 2, kAccumulate = 3;
   if (facts.name == "aten::repeat_interleave") {

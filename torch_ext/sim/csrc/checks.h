@@ -1,9 +1,9 @@
 // Note [Bounds]
 // A storage can lose memory while tensors still refer to it: FSDP frees parameters by `untyped_storage().resize_(0)`.
-// As on a GPU, a program may ask for the metadata of such a tensor and make views of it, and no kernel may read or
-// write it: a GPU ends the program with an illegal memory access, and a host would read on past the storage. So every
-// kernel's tensors are checked before it runs, and the error says where the memory went. Stricter than GPUs in one
-// case: a tensor passed as `out=` that would be resized is checked as well.
+// As on a GPU, a program may read the metadata of such a tensor and make views of it, and no kernel may read or write
+// it: a GPU ends the program with an illegal memory access, and the host would read on past the storage. So every
+// kernel's tensors are checked before it runs, and the error names the place that freed the memory. Stricter than GPUs
+// in one case: a tensor passed as `out=` that would be resized is checked as well.
 //
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace torch_ext::sim {
 
-// How many bytes from the start of its storage `tensor`, which has elements, reaches.
+// Bytes from the start of the storage to the end of `tensor`'s last element. `tensor` must have elements.
 inline size_t reach_of(const at::Tensor& tensor) {
   int64_t last = tensor.storage_offset();
   if (tensor.is_contiguous()) {
@@ -36,7 +36,7 @@ inline bool is_in_bounds(const at::Tensor& tensor) {
   return tensor.numel() == 0 || !tensor.has_storage() || reach_of(tensor) <= tensor.storage().nbytes();
 }
 
-// Raises AcceleratorError for a defined tensor that is out of bounds. argument: its name, if that is known.
+// Raises AcceleratorError for a defined tensor that is out of bounds. argument: its name, if known.
 [[noreturn]] void refuse_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument = "");
 inline void check_bounds(std::string_view kernel, const at::Tensor& tensor, std::string_view argument = "") {
   if (C10_UNLIKELY(!is_in_bounds(tensor))) {
@@ -44,10 +44,10 @@ inline void check_bounds(std::string_view kernel, const at::Tensor& tensor, std:
   }
 }
 
-// Where in the program `storage` was made smaller: " freed by resize_(0) at" and lines. Empty if it was not.
+// The place in the program that shrank `storage`: " freed by resize_(0) at" and lines. Empty if nothing shrank it.
 std::string why_too_small(const c10::Storage& storage);
 
-// Returns `memory` with a note of where in the program its storage was made smaller, which errors quote.
+// Returns `memory` with a note, which errors quote, of the place in the program that shrank its storage.
 c10::DataPtr note_shrinking(c10::DataPtr memory);
 
 // Visits the tensors in an argument or a result, lists included.
@@ -64,30 +64,30 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
   }
 }
 
-// What the fallback needs to know of an operator, worked out once from its schema.
+// Facts that the fallback needs about an operator, derived once from its schema.
 struct OperatorFacts {
   std::string name;
   std::vector<bool> written; // per argument: the operator writes to it
   std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
-  bool is_view = false;      // results are views of arguments, or it compares them, so that no memory is touched
+  bool is_view = false;      // touches no memory: results are views of arguments, or it compares metadata
   bool host_reads = false;   // the op synchronizes: its result is on the host, or its size depends on data
   int generator = -1;        // position of the Generator argument, -1 without one
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
-  bool is_indexing = false;  // of these, one whose lists are indices
+  bool is_indexing = false;  // its tensor lists are indices
 };
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);
 
-// The one device that the tensors among `arguments` live on; the current device where there is no tensor.
-// Raises RuntimeError when they live on several, and AcceleratorError for one whose memory is gone (Note [Bounds]).
+// The device of all tensors in `arguments`; the current device without a tensor. Raises RuntimeError if they are on
+// several, and AcceleratorError for a tensor whose memory is gone (Note [Bounds]).
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments);
 
-// Whether the host waits for the stream in this call, because it learns values or must move some of its own.
+// Whether the host waits for the stream in this call, because it reads values or must move some to the device.
 bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments);
 
-// Raises RuntimeError. what: is being checked.
+// Raises RuntimeError. what: the checked arguments, for the message.
 [[noreturn]] void refuse_devices(c10::Device first, c10::Device second, const std::string& what);
 
 // Raises NotImplementedError: `op` has no kernel for tensors of a sparse layout.

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kCountVariable = "TORCH_EXT_SIM_DEVICES";
 constexpr c10::DeviceIndex kDefaultCount = 4;
 constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
-// Set where such a choice counts.
+// Set in processes where this choice counts.
 constexpr const char* kVisibleOutside = "TORCH_EXT_SIM_VISIBLE_OUTSIDE";
 
 thread_local c10::DeviceIndex current = 0;
@@ -35,7 +35,7 @@ int count_from_environment() noexcept {
 struct Devices {
   int all = 0;
   int visible = 0;
-  std::array<c10::DeviceIndex, kMaxDevices> among_all{}; // of each visible one
+  std::array<c10::DeviceIndex, kMaxDevices> among_all{}; // number of each visible device
 };
 
 // The value by which the program chose its devices; null if it did not.
@@ -43,7 +43,7 @@ const char* choice_of_program() noexcept {
   return std::getenv(kVisibleOutside) == nullptr ? nullptr : std::getenv(kVisible);
 }
 
-// As CUDA reads it: numbers between commas, up to the first that names no device; none at all if one is named twice.
+// Parses as CUDA does: numbers between commas, up to the first that names no device; no devices if one is named twice.
 void choose(Devices& devices, const char* text) noexcept {
   std::array<bool, kMaxDevices> named{};
   while (true) {
@@ -79,7 +79,7 @@ Devices devices_from_environment() noexcept {
   return devices;
 }
 
-Devices frozen; // valid once frozen_count says so
+Devices frozen; // valid once frozen_count is set
 
 void mark_child() noexcept {
   bad_fork = initialized.load();

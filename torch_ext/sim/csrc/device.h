@@ -1,18 +1,18 @@
-// Which simulated devices exist, and which one is current.
+// The simulated devices, and the current one.
 //
 // Glossary of this folder:
 //   device   one of the simulated accelerators, `sim:0` to `sim:N-1`; its memory is host memory taken from its own pool
 //   alias    a host tensor over a device tensor's memory, made for the length of one kernel
 //   fallback the boxed kernel that runs host kernels on aliases
-//   pool     the allocator of one device; everything a kernel allocates for the device comes from it
+//   pool     the allocator of one device; serves all allocations of the device's kernels
 //
 // Threading: the current device is per thread. Loading the library starts no thread and initialises nothing; the first
-// use of a device freezes the device count and marks the process, so that a fork of it knows (see is_in_bad_fork).
+// use of a device freezes the device count and marks the process, so that its forks raise (see is_in_bad_fork).
 //
 // Note [Visible devices]
 // A program that runs with CUDA meaning the device may set CUDA_VISIBLE_DEVICES before the first use of a device. The
-// process then counts the devices that the value names from 0. Only what ranks compare, and what identifies a device,
-// uses the numbers that all processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set:
+// process then numbers the devices that the value names from 0. Only comparisons between ranks and device identifiers
+// use the numbers that all processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set:
 // cuda_as_sim/visible.py hides a value from before the program began, because it was meant for GPUs.
 #pragma once
 
@@ -46,7 +46,7 @@ constexpr c10::DeviceIndex kMaxDevices = 64;
 // otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count_of_all() noexcept;
 
-// How many of them the program sees: all unless it chose some.
+// The number of devices that the program sees: all unless it chose some.
 c10::DeviceIndex device_count() noexcept;
 
 // The number by which all processes of a job know the device `index`, which must exist. See Note [Visible devices].
@@ -62,7 +62,7 @@ void set_current_device(c10::DeviceIndex index) noexcept;
 c10::DeviceIndex checked_index(c10::DeviceIndex index);
 c10::DeviceIndex checked_index(c10::Device device);
 
-// First use of the device in this process. Raises in a child forked from a process that had used it already.
+// Initializes the devices on their first use in this process. Raises in a child of a process that had used one.
 void ensure_initialized();
 bool is_initialized() noexcept;
 bool is_in_bad_fork() noexcept;

@@ -99,7 +99,7 @@ bool is_sparse(const c10::IValue& value) {
   return found;
 }
 
-// Tensors of the host, which are numbers and indices, the host has read when the call returns.
+// Skips host tensors (numbers and indices): the host has read them when the call returns.
 void account(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
@@ -172,8 +172,8 @@ TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   replace_kernels<&run_on_host, c10::DispatchKey::PrivateUse2>(c10::DispatchKey::SIM_KEY);
 }
 
-// Operators with a kernel for the host and a decomposition for every other device. The host's kernel is the faster one,
-// and with it results equal the host's bit for bit.
+// Operators with a kernel for the host and a decomposition for every other device. The host's kernel is faster, and its
+// results equal the host's bit for bit.
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   for (const char* name :
        {"addr", "mish_backward", "mse_loss", "native_group_norm", "native_layer_norm", "silu_backward",

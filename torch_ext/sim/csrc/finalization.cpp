@@ -1,19 +1,18 @@
-// What happens before Python finalizes, so that a thread that still needs Python does not end the process by SIGABRT.
+// Runs before Python finalizes, so that a thread that still needs Python does not end the process by SIGABRT.
 //
 // Note [Threads at exit]
-// Before Python 3.14, a thread that asks for the interpreter's lock after finalization has begun is ended by
-// pthread_exit. That unwinds its stack, and the first destructor on the way calls std::terminate. Autograd's device
-// threads run into this in a correct program: `backward()` returns when the last gradient is there, while the device
-// thread has yet to drop the graph task, which holds a Python context (`_engine_run_backward` of
+// Before Python 3.14, Python ends a thread that requests the GIL after finalization has begun by pthread_exit. That
+// unwinds its stack, and the first destructor on the way calls std::terminate. Autograd's device threads run into this
+// in a correct program: `backward()` returns when the last gradient is computed, while the device thread has yet to
+// drop the graph task, which holds a Python context (`_engine_run_backward` of
 // torch/autograd/graph.py stores it). See https://github.com/pytorch/pytorch/issues/190489 and
 // docs/findings/abort_at_exit.md.
 //
-// `before_finalization`, an exit function of Python's, does two things:
-// - It runs its own backward, which visits every device thread. A thread drops one graph task before it works on the
-//   next, and this one holds nothing of Python's.
-// - Daemon threads can still come too late, with CPU tensors as well, and so can a backward in an exit function that
-// runs
-//   after this one. From here on such a thread sleeps where Python would have ended it, as Python 3.14 does.
+// `before_finalization`, a Python exit function, does two things:
+// - It runs a backward that visits every device thread. A thread drops one graph task before it works on the next, and
+//   this task holds no Python object.
+// - Daemon threads can still request the GIL too late, even with CPU tensors, and so can a backward in a later exit
+//   function. From here on such a thread sleeps where Python would have ended it, as Python 3.14 does.
 #include "bindings.h"
 
 #include <ATen/Functions.h>
@@ -32,10 +31,10 @@ namespace {
 using torch::autograd::Engine;
 using torch::autograd::variable_list;
 
-// Torch waits as long for its device threads at the end of a process. Only a task that does not end takes so long.
+// Torch also waits this long for its device threads at the end of a process. Only a task that never ends takes longer.
 constexpr std::chrono::seconds kPatience{10};
 
-// The engine shows its queues to derived classes only, and has no function that waits for its threads.
+// The engine's queues are protected, and it has no function that waits for its threads.
 struct Queues : Engine {
   static const auto& of(Engine& engine) { return engine.*(&Queues::device_ready_queues_); }
 };
@@ -46,7 +45,7 @@ struct Visit final : torch::autograd::Node {
   variable_list apply(variable_list&& /*inputs*/) override { return {}; }
 };
 
-// A thread of its own, because a graph task takes the caller's Python state along. Nodes hold some in anomaly mode.
+// A separate thread, because a graph task copies the caller's Python state. In anomaly mode nodes hold some too.
 void visit_device_threads() {
   const auto device = [](size_t index) { return c10::Device(kSim, static_cast<c10::DeviceIndex>(index)); };
   auto* visits = new torch::autograd::edge_list(); // never freed
@@ -70,11 +69,11 @@ void wait_for_device_threads() {
       visit_device_threads();
       over->set_value();
     } catch (...) {
-      over->set_exception(std::current_exception()); // ends the wait; nobody could mend it now
+      over->set_exception(std::current_exception()); // ends the wait; no caller could handle the error
     }
   }).detach();
   over->get_future().wait_for(kPatience);
-  // A sleeping device thread never says that it has ended, which the engine would wait for when it is destroyed.
+  // The engine's destructor would wait for the end of a sleeping device thread, which never comes.
   setenv("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0", /*replace=*/0);
 }
 

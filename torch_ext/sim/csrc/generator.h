@@ -1,13 +1,12 @@
 // Random numbers of a device.
 //
 // Note [Random numbers]
-// A generator's state is what a Philox generator of a GPU has, 16 bytes, little endian:
+// A generator's state is that of a GPU's Philox generator, 16 bytes, little endian:
 //     bytes 0-7   seed
 //     bytes 8-15  offset, a multiple of 4
-// Every random kernel draws from a host generator seeded with a hash of both and then moves the offset on by the number
-// of elements, rounded up to a multiple of 4. So equal states give equal numbers, any change of seed or offset gives
-// others, and code that computes offsets (DTensor does, per shard) works as on GPUs. The numbers are not those of a
-// GPU.
+// Every random kernel draws from a host generator seeded with a hash of both, and advances the offset by the number of
+// elements, rounded up to a multiple of 4. So equal states give equal numbers, any change of seed or offset changes the
+// numbers, and code that computes offsets (DTensor does, per shard) works as on GPUs. A GPU's numbers differ.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -34,7 +33,7 @@ class GeneratorImpl final : public c10::GeneratorImpl {
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override;
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
 
-  // A seed for a host generator that is to produce `count` numbers; moves the offset on.
+  // A seed for a host generator that is to produce `count` numbers; advances the offset.
   uint64_t draw(uint64_t count);
 
  private:

@@ -1,10 +1,10 @@
-// Batch norm. Its synchronised form exists on GPUs only, so that no host kernel can serve it: it is written in terms of
-// other operators on device tensors. The host kernel of the plain form takes fewer combinations of types than GPUs do.
+// Batch norm. Its synchronised form exists on GPUs only, without a host kernel: it is composed of other operators on
+// device tensors. The host kernel of the plain form accepts fewer combinations of types than GPUs do.
 //
-// The fused cells of recurrent layers. They exist on GPUs only, so that no host kernel can serve them: they are written
-// in terms of other operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
+// The fused cells of recurrent layers. They exist on GPUs only, without a host kernel: they are composed of other
+// operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
 //
-// Dropout. The host kernel takes no generator, so it would draw from the host's.
+// Dropout. The host kernel accepts no generator, so it would draw from the host's.
 //
 // Convolution and fused attention. Torch sends both to operators that exist to be overridden by a device.
 #include <ATen/TensorOperators.h>
@@ -162,9 +162,9 @@ Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
   return given(tensor) ? on_host(*tensor).to(type) : Tensor();
 }
 
-// Weight, bias and running statistics as the host kernel takes them beside `input`: in the input's type, or all in
-// float. GPUs keep statistics in float beside parameters of half precision, and the other way round. Weights of a type
-// that GPUs refuse too stay as they are, for the kernel to refuse.
+// Weight, bias and running statistics in the types that the host kernel accepts with `input`: the input's type, or all
+// in float. GPUs accept statistics in float with parameters of half precision, and the other way round. Weights of a
+// type that GPUs refuse too stay unchanged, for the kernel to refuse.
 class HostTypes {
  public:
   HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
@@ -178,7 +178,7 @@ class HostTypes {
     return mixed_ ? cast(tensor, common_) : (given(tensor) ? on_host(*tensor) : Tensor());
   }
 
-  // Brings what the kernel wrote to a converted copy of `original` back.
+  // Copies the kernel's writes to a converted copy back to `original`.
   void store(const Tensor& converted, const OptionalTensor& original) const {
     if (mixed_ && given(original)) {
       on_host(*original).copy_(converted);
@@ -315,8 +315,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (1 / (1 - p)), mask};
 }
 
-// at::SDPBackend as torch numbers it (aten/src/ATen/native/transformers/sdp_utils_cpp.h), which no header narrow enough
-// to be worth its compile time exports.
+// The values of at::SDPBackend (aten/src/ATen/native/transformers/sdp_utils_cpp.h), whose header compiles too slowly.
 constexpr int64_t kSdpMath = 0;
 constexpr int64_t kSdpFlash = 1;
 constexpr int64_t kSdpOverrideable = 4;
@@ -388,7 +387,7 @@ bool no_ctc_loss_of_tensors(
   return false;
 }
 
-// Of the sizes of `tensor`, without its memory: Dynamo asks with tensors that have none.
+// A host tensor with the sizes of `tensor`, without memory: Dynamo calls this with tensors that have none.
 at::Tensor sizes_on_host(const at::Tensor& tensor) {
   return at::from_blob(nullptr, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
 }
@@ -404,7 +403,7 @@ int64_t choice_by_sizes(
   if (is_unknown) {
     return kSdpMath;
   }
-  // Dynamo's modes would see the call, with tensors that they do not know.
+  // Hide the call from Dynamo's modes, which do not know these tensors.
   const c10::impl::ExcludeDispatchKeyGuard unseen(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const int64_t host_choice = at::_fused_sdp_choice(
@@ -424,8 +423,8 @@ AttentionResult attention(
   kernel.reads(query).reads(key).reads(value).reads(bias).launch();
   auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
       on_host(query), on_host(key), on_host(value), dropout, is_causal, optional_on_host(bias), scale);
-  // The host kernel draws no random numbers (it takes no dropout) and has no ragged batches: the places for them hold
-  // tensors of the shapes that torch's meta kernel gives, which compiled code checks.
+  // The host kernel draws no random numbers (it has no dropout) and has no ragged batches: their results are tensors of
+  // the shapes that torch's meta kernel gives, which compiled code checks.
   const auto none = [&query](c10::IntArrayRef size) { return at::zeros(size, query.options().dtype(at::kLong)); };
   return {
       kernel.result(std::move(output)),
@@ -476,7 +475,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
 #ifdef SIM_IS_CUDA
   m.impl("convolution", TORCH_FN(convolution));
   m.impl("convolution_backward", TORCH_FN(convolution_backward_with_sizes));
-  // cuDNN and MIOpen are asked for their own form of it on CUDA alone.
+  // Torch queries cuDNN's and MIOpen's own CTC loss on CUDA only.
   for (const std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
     m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
     m.impl((name + ".Tensor").c_str(), TORCH_FN(no_ctc_loss_of_tensors));

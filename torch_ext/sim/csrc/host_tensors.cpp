@@ -20,7 +20,7 @@ at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
   check_bounds(name, tensor);
   at::Tensor alias = host_alias(tensor.is_conj() ? tensor.conj() : tensor);
   // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
-  // transport does not look, and would run past what a tensor with holes covers.
+  // transport ignores strides, and would run past the memory of a tensor with holes.
   TORCH_CHECK_VALUE(
       alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(),
       " with strides ", alias.strides(), ".");

@@ -1,6 +1,6 @@
 // The host tensors that a transport moves and reduces in place of the device tensors of a collective.
 //
-// Reductions that a transport lacks are built from those that it has:
+// Reductions that a transport lacks are built from its own reductions:
 //
 //   wanted                   before                 transport     after
 //   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
@@ -24,7 +24,7 @@ namespace torch_ext::sim {
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
-// An alias in one dimension, in the order of memory: ranks have to agree on the number of elements only. Raises
+// An alias in one dimension, in memory order: ranks have to agree on the number of elements only. Raises
 // RuntimeError for a tensor that is not on a sim device, ValueError for one with holes and AcceleratorError for one
 // whose memory is gone (Note [Bounds] in checks.h). name: of the operation, for messages.
 at::Tensor transport_view(const at::Tensor& tensor, const std::string& name);
@@ -33,8 +33,8 @@ Tensors transport_view(const Tensors& tensors, const std::string& name);
 // The parts of a tensor's view for each of `parts` ranks, equal in size.
 Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name);
 
-// Likewise, of as many rows (slices of dimension 0) as `rows` says, rank by rank; in equal parts where it is empty.
-// Raises ValueError where the rows do not add up.
+// Likewise, with `rows[r]` rows (slices of dimension 0) for rank r; equal parts if `rows` is empty. Raises ValueError
+// where the rows do not add up.
 Tensors transport_rows(
     const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name);
 
@@ -52,8 +52,8 @@ class Reduction {
   at::Tensor source(const at::Tensor& host) const;
   uint64_t source_bytes(const at::Tensor& host) const;
 
-  // Where the combined elements go, in one dimension: over the memory of `host`, or for a type that has to be converted
-  // in memory of its own. `finish` turns them into the result.
+  // The destination of the combined elements, in one dimension: aliases `host`, or is a separate tensor for a type that
+  // has to be converted. `finish` turns the elements into the result.
   at::Tensor target(const at::Tensor& host) const;
 
   // A copy of the elements that ranks combine, to reduce in place.

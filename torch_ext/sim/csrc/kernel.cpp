@@ -167,7 +167,7 @@ void Kernel::account_to(Observer& to) const noexcept {
 
 Kernel::~Kernel() {
   if (!scope_.has_value()) {
-    return; // it was refused
+    return; // the launch was refused
   }
   scope_.reset();
   if (profiled_since_ != 0) {

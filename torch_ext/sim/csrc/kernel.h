@@ -1,17 +1,17 @@
-// The one entry for code that computes on a device.
+// The entry for all code that computes on a device.
 //
 // Note [Kernels]
-// Code that reads or writes memory of a device, be it a kernel of the host, generated or written by hand, says so with
-// a Kernel: its name, and what it reads and writes. Behind it stand
+// Code that reads or writes device memory, whether a host kernel, generated or written by hand, declares a Kernel with
+// its name, its reads and its writes. The Kernel
 //
-//   - the check that all tensors are on one device (Note [Strict devices] in checks.cpp);
-//   - the check that they lie inside their storages (Note [Bounds] in checks.h);
-//   - what the current stream still has to wait for (Note [What a stream waits for] in stream.h);
-//   - the pool that host kernels allocate from while they work for the device (Note [All memory in the arena]);
-//   - observers (kernel_observer.h) and the profiler (profiler.h).
+//   - checks that all tensors are on one device (Note [Strict devices] in checks.cpp);
+//   - checks that they lie inside their storages (Note [Bounds] in checks.h);
+//   - waits for what the current stream depends on (Note [What a stream waits for] in stream.h);
+//   - lets host kernels allocate from the device's pool (Note [All memory in the arena]);
+//   - reports to observers (kernel_observer.h) and the profiler (profiler.h).
 //
-// An operator that is composed of others on device tensors is no kernel: those it calls are. It checks its devices with
-// `same_device`. Views, factories and questions about sizes touch no memory and need no Kernel.
+// An operator that is composed of other operators on device tensors is no kernel: those operators are. It checks its
+// devices with `same_device`. Views, factories and queries of sizes touch no memory and need no Kernel.
 //
 //     Kernel kernel("aten::convolution");
 //     kernel.reads(input).reads(weight).launch();
@@ -38,7 +38,7 @@ inline at::Tensor value_or_none(const OptionalTensor& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-// The one sim device that the defined ones among `tensors` live on. Raises RuntimeError when they live on several.
+// The sim device of all defined tensors in `tensors`. Raises RuntimeError if they are on several.
 c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);
 
 class Kernel {
@@ -48,8 +48,8 @@ class Kernel {
   ~Kernel();
   C10_DISABLE_COPY_AND_ASSIGN(Kernel);
 
-  // What it reads and writes. Undefined tensors are none. Before `launch`, raises RuntimeError for a tensor on another
-  // device than those before it, in any order, and AcceleratorError for one whose memory is gone.
+  // Declares reads and writes, in any order. Ignores undefined tensors. Before `launch`, raises RuntimeError for a
+  // tensor on another device than those before it, and AcceleratorError for one whose memory is gone.
   Kernel& reads(const at::Tensor& tensor) { return use(tensor, /*write=*/false); }
   Kernel& reads(const OptionalTensor& tensor) { return tensor.has_value() ? reads(*tensor) : *this; }
   Kernel& writes(const at::Tensor& tensor) { return use(tensor, /*write=*/true); }
@@ -59,25 +59,25 @@ class Kernel {
   Kernel& reads(const void* data, size_t bytes) { return use(data, bytes, /*write=*/false); }
   Kernel& writes(const void* data, size_t bytes) { return use(data, bytes, /*write=*/true); }
 
-  // Names the device, which another check has found. Tensors on others may follow: a copy has two.
+  // Names the device, which another check has found. Tensors on other devices may follow: a copy has two.
   Kernel& on(c10::DeviceIndex device);
 
-  // The host will know from the result that the stream has come this far.
+  // Declares that the host reads the result, and so knows that the stream's work up to here is over.
   Kernel& host_reads();
 
   // For views and questions about sizes: waits for nothing and reports nothing.
   Kernel& touches_nothing();
 
-  // The kernel's work may begin: its inputs are there. Returns the device.
+  // Waits for the inputs, so that the kernel's work may begin. Returns the device.
   c10::DeviceIndex launch();
 
-  // Whether an observer wants its reads and writes.
+  // Whether an observer gets the reads and writes.
   bool is_watched() const { return watched_; }
 
-  // After `launch`: a result that the kernel has allocated, as memory of the device.
+  // After `launch`: relabels a result that the kernel has allocated as device memory.
   at::Tensor result(at::Tensor&& host);
 
-  // After `launch`: writes that were not known before.
+  // After `launch`: declares a write that was not known before.
   void wrote(const at::Tensor& tensor);
 
  private:
@@ -99,12 +99,12 @@ class Kernel {
   bool host_reads_ = false;
   bool touches_memory_ = true;
   bool watched_;
-  int64_t profiled_since_ = 0;       // on the clock of streams; 0: nobody profiles
+  int64_t profiled_since_ = 0;       // on the clock of streams; 0: no profiler
   std::optional<KernelScope> scope_; // since its launch
   c10::SmallVector<Use, 6> uses_;    // of tensors, only while watched
 };
 
-// What `tensor` covers. Empty where it has no elements.
+// The memory that `tensor` covers; none if it has no elements.
 std::optional<Access> access_to(const at::Tensor& tensor, bool write);
 
 } // namespace torch_ext::sim

@@ -5,9 +5,9 @@
 // GIL or without it, and with no lock held unless a method says so.
 //
 // Note [Moments]
-// A moment is a point that others may wait for: of a stream, when an event is recorded; of a communication lane, the
-// end of an operation. The observer makes it, the event or the work keeps it, and the observer gets it back when a
-// stream or the host has waited for it. An event that is recorded again has another one.
+// A moment is a point that streams and the host may wait for: of a stream, when an event is recorded; of a
+// communication lane, the end of an operation. The observer makes the moment, the event or the work keeps it, and the
+// observer gets it back when a stream or the host has waited for it. Recording an event again makes a new moment.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,7 +20,7 @@
 namespace torch_ext::sim {
 
 // Memory that a kernel or an operation uses: elements of `type` at the given sizes and strides, counted in elements,
-// from `data` on. Never empty. Valid during the call that tells it.
+// from `data` on. Never empty. Valid during the observer's call that gets it.
 struct Access {
   const void* data;
   size_t bytes; // from `data` to the end of its last element
@@ -49,11 +49,11 @@ class Observer {
  public:
   virtual ~Observer() = default;
 
-  // A kernel has run; its results are among what it has written. If no tensor names a device, `stream` is the current
-  // one of the current device.
+  // A kernel has run; its writes include its results. If no tensor names a device, `stream` is the current stream of
+  // the current device.
   virtual void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept = 0;
 
-  // A kernel or an operation is about to run. Told, without the results that it will allocate, to those that want it.
+  // A kernel or an operation is about to run; its future results are left out. Called if `wants_beginnings`.
   virtual bool wants_beginnings() noexcept { return false; }
   virtual void kernel_begins(
       std::string_view /*name*/, c10::Stream /*stream*/, c10::ArrayRef<Access> /*accesses*/) noexcept {}
@@ -69,8 +69,8 @@ class Observer {
 
   virtual void handed_out(c10::Stream stream) noexcept = 0;
 
-  // Returns the moment of the operation's end. For several that are launched as one, `launched` is called for each,
-  // then `joined`, which makes one moment of theirs.
+  // Returns the moment of the operation's end. For several operations launched as one, `launched` is called for each,
+  // then `joined`, which combines their moments.
   virtual Moment launched(const Launch& launch) noexcept = 0;
   virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 
@@ -78,7 +78,7 @@ class Observer {
   virtual void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept = 0;
   virtual void freed(const void* data, c10::DeviceIndex device) noexcept = 0; // before it can be used again
   virtual void used_on(const void* data, c10::Stream stream) noexcept = 0;    // record_stream
-  // Nobody waited for the operation that ends at `moment`; its memory is kept until then all the same.
+  // No stream or host waited for the operation that ends at `moment`; its memory is kept until then nevertheless.
   virtual void kept_until(const void* /*data*/, const Moment& /*moment*/) noexcept {}
 };
 
@@ -88,7 +88,7 @@ extern std::atomic<Observer*> current_observer;
 bool is_unobserved() noexcept;
 void set_unobserved(bool unobserved) noexcept;
 
-// Who watches this thread; nullptr by default.
+// The observer of this thread; nullptr by default.
 inline Observer* observer() noexcept {
   auto* watching = current_observer.load(std::memory_order_acquire);
   return watching == nullptr || is_unobserved() ? nullptr : watching;
@@ -101,7 +101,7 @@ void tell(What what) {
   }
 }
 
-// Tells about a moment. There is none where nobody watched when it was, or nothing was recorded.
+// Passes a moment to the observer, if both exist: without an observer or a recording there is no moment.
 template <typename What>
 void tell(const Moment& moment, What what) {
   if (moment != nullptr) {
@@ -109,7 +109,7 @@ void tell(const Moment& moment, What what) {
   }
 }
 
-// Returns who watched before. An observer must stay alive, since other threads may be telling it something.
+// Returns the previous observer, which must stay alive, since other threads may be calling it.
 inline Observer* set_observer(Observer* next) noexcept {
   return current_observer.exchange(next, std::memory_order_acq_rel);
 }

@@ -1,12 +1,11 @@
-// Sparse tensors: their parts are dense device tensors, and everything computed with them runs on copies on the host.
+// Sparse tensors: their parts are dense device tensors, and all computations with them run on copies on the host.
 //
-// What makes a sparse tensor, takes it apart or changes its size is torch's own code, which serves any device. For all
-// else the call's tensors are copied to the host, the host's kernel runs, and results and written arguments are copied
-// back. Kernels that make sparse tensors of dense ones are on the same way, by name.
+// Operators that make a sparse tensor, take it apart or change its size are torch's own code, which serves any device.
+// All other calls copy their tensors to the host, run the host's kernel, and copy results and written arguments back.
+// Kernels that make sparse tensors of dense ones, listed by name, do the same.
 //
-// Nested tensors of torch.nested's strided layout. Torch's kernels for nested tensors on the host call operators on
-// their buffers, whatever device these lie on: so they serve here as they are. Those of the jagged layout are made in
-// Python.
+// Nested tensors of torch.nested's strided layout. Torch's host kernels for nested tensors call operators on their
+// buffers, on any device: so they serve here unchanged. Python code makes those of the jagged layout.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -28,7 +27,7 @@
 namespace torch_ext::sim {
 namespace {
 
-// A copy of `tensor` on `device`, of any layout; itself if it is not on `from`.
+// A copy of `tensor` on `device`, of any layout; `tensor` itself if it is not on `from`.
 at::Tensor moved(const at::Tensor& tensor, c10::DeviceType from, c10::Device device) {
   if (!tensor.defined() || tensor.device().type() != from) {
     return tensor;
@@ -77,7 +76,7 @@ c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
   return {kSim, found.has_value() ? checked_index(*found) : current_device()};
 }
 
-// Copies between devices are torch's own code, so that no operator that gets here may have both.
+// Copies between devices are torch's own code, so no operator that gets here may have tensors of both.
 void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
   for (const c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -90,7 +89,7 @@ void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
 }
 
 void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  // A collective would go on with the copies after its call has returned.
+  // A collective would still use the copies after its call has returned.
   if (op.operator_name().getNamespace() != "aten") {
     refuse_sparse(op);
   }
@@ -140,8 +139,8 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
-// Runs torch's own code for the host, which is made of other operators and so serves any device. It makes the parts of
-// a new tensor on the current device.
+// Runs torch's own code for the host, which is composed of other operators and so serves any device. It makes the parts
+// of a new tensor on the current device.
 template <c10::DispatchKey host>
 void run_code_of_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const CurrentDevice guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())).index());
@@ -157,10 +156,10 @@ void run_code_of_host(torch::Library& m, Names names) {
   }
 }
 
-// Registers run_code_of_host for `parts`, and run_on_copies for the other operators that the host has a kernel for in
-// this layout, and that torch also composes of others for any device. A fallback does not come before such a
-// composition, which does not know the layout: it returned a sum that was not summed, and made results in the layout of
-// the first argument whatever their own is.
+// Registers run_code_of_host for `parts`, and run_on_copies for the other operators that have a host kernel for this
+// layout and also a composition of other operators for any device. Such a composition, which does not know the layout,
+// takes precedence over a fallback: it returned a sum that was not summed, and made all results in the layout of the
+// first argument.
 template <c10::DispatchKey host>
 void run_layout(torch::Library& m, Names parts) {
   run_code_of_host<host>(m, parts);
@@ -181,7 +180,7 @@ void run_layout(torch::Library& m, Names parts) {
 
 constexpr auto kNestedOnHost = c10::DispatchKey::NestedTensorCPU;
 
-// Host kernels that read and write memory themselves.
+// Host kernels that access memory directly, without other operators.
 constexpr std::array<std::string_view, 5> kDirect = {
     "aten::_native_multi_head_attention", "aten::_transform_bias_rescale_qkv", "aten::_transformer_encoder_layer_fwd",
     "aten::native_layer_norm", "aten::native_layer_norm_backward"};
@@ -279,7 +278,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_CSR_KEY, m) {
        "ccol_indices", "row_indices", "values", "copy_"});
 }
 
-// Those that have a decomposition, too, which is for dense tensors and goes before a fallback.
+// Operators that also have a decomposition, which is for dense tensors and takes precedence over a fallback.
 TORCH_LIBRARY_IMPL(aten, SIM_NESTED_KEY, m) {
   for (const auto& name : c10::Dispatcher::singleton().getRegistrationsForDispatchKey(kNestedOnHost)) {
     if (name.getNamespace() == "aten") {
@@ -288,8 +287,8 @@ TORCH_LIBRARY_IMPL(aten, SIM_NESTED_KEY, m) {
   }
 }
 
-// What makes sparse and nested tensors of dense ones. The gradient of bags of embeddings is a sparse one where that is
-// asked for.
+// Operators that make sparse and nested tensors of dense ones. The gradient of EmbeddingBag is sparse with
+// `sparse=True`.
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   run_code_of_host<c10::DispatchKey::CPU>(
       m, {"_embedding_bag_backward", "_nested_from_padded", "_nested_tensor_from_mask", "_nested_view_from_buffer"});

@@ -33,8 +33,8 @@ static_assert(sizeof(Page) <= kSharedBytes);
 Page* page = nullptr; // mapped once, never unmapped
 std::atomic<Entry*> own{nullptr};
 
-// A number that no other process of the run has: its pid, and when it started, in ticks of the system's clock. 0 for a
-// process that has ended, be it waited for or not.
+// A unique number of a process in the run: its pid, and its start time in clock ticks. 0 for a process that has ended,
+// even if its parent has not waited for it.
 uint64_t name_of(uint64_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -104,7 +104,7 @@ void use_memory_page(int descriptor) {
     return;
   }
   page = static_cast<Page*>(memory);
-  // A child has its own entry. What it inherited, it cannot use: see is_in_bad_fork.
+  // A child gets another entry. It cannot use inherited device memory: see is_in_bad_fork.
   pthread_atfork(nullptr, nullptr, [] { own = nullptr; });
 }
 

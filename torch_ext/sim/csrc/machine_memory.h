@@ -3,14 +3,14 @@
 // Note [The run's memory]
 // A device's capacity is simulated, the machine's memory is not. Ranks that fill their devices would exhaust it, and
 // the kernel would kill one of the machine's processes. So the bytes that the pools of all ranks hold together have a
-// cap. A shared page has the total, and an entry for each process with its part. A process that dies gives nothing back
-// by itself: when the cap is reached, the parts of processes that have ended are dropped. No lock guards the page, so
-// none can be left behind: a process killed between the two counts leaves the total too high by one allocation. Asking
-// the kernel at each allocation how much memory is left would need no page. But ranks ask at the same moment and write
-// later, so the kernel would tell all of them that there is enough.
+// cap. A shared page has the total, and an entry with the share of each process. A process that dies returns nothing
+// itself: when the cap is reached, the shares of processes that have ended are dropped. No lock guards the page, so a
+// dead process cannot hold one: a process killed between the two counts leaves the total too high by one allocation.
+// Reading the kernel's free memory at each allocation would need no page. But ranks would read it at the same moment
+// and write later, so all of them would find enough.
 //
-// torch_ext/machine_memory.py makes the page and writes the cap at its beginning; the rest of it is laid out here.
-// Memory that was allocated for the host is not counted; the rest of the machine is for that.
+// torch_ext/machine_memory.py makes the page and writes the cap at its beginning; this file lays out the rest.
+// Host allocations are not counted; they have the rest of the machine.
 #pragma once
 
 #include "std.h"
@@ -26,8 +26,8 @@ void return_to_machine(size_t nbytes) noexcept;
 
 struct MachineMemory {
   size_t cap;
-  size_t run;     // what all processes of the run hold
-  size_t process; // what this one holds
+  size_t run;     // held by all processes of the run
+  size_t process; // held by this process
 };
 MachineMemory machine_memory() noexcept;
 

@@ -43,7 +43,7 @@ struct Tags {
   std::unordered_map<std::string_view, uint32_t> numbers{{"", 0}};
 };
 
-// Here as in other files, what is made by `new` for a reference is never freed: threads may outlive static objects.
+// Here as in other files, objects made by `new` for a reference are never freed: threads may outlive static objects.
 Tags& tags = *new Tags();
 
 std::pair<std::string_view, uint32_t> registered(std::string_view name) {
@@ -90,8 +90,8 @@ struct Held {
   size_t blocks = 0;
 };
 
-// By the lines that allocated it where they are known, else by the kernel, or by size: most operators have torch.empty
-// make their results.
+// Groups live memory by the allocating lines if they are known, else by the kernel, or by size: most operators allocate
+// results through torch.empty.
 std::vector<std::pair<std::string, Held>> holders(const std::vector<BlockFacts>& blocks) {
   std::map<std::string, Held> by_whom;
   for (const auto& block : blocks) {
@@ -246,7 +246,7 @@ uint32_t tag_of(std::string_view name) {
   if (name.empty()) {
     return 0;
   }
-  // Names of kernels stay where they are, so where one lies finds it; that it is still the same is checked.
+  // Kernel names rarely move, so the cache is keyed by address; a hit compares the text.
   constexpr size_t kPlaces = 256;
   thread_local std::array<std::pair<std::string_view, uint32_t>, kPlaces> seen{};
   auto& place = seen[(reinterpret_cast<uintptr_t>(name.data()) >> 3U) % kPlaces];

@@ -1,6 +1,6 @@
-// Where in a program something happened, and who allocated device memory: stacks of live blocks, a trace of allocations
-// and frees, and the message when a device runs out of memory. Recording is off by default; without it, every block
-// still keeps the kernel that allocated it, as a number (see `tag_of`).
+// Call stacks, and the origin of device memory: stacks of live blocks, a trace of allocations and frees, and the
+// message when a device runs out of memory. Recording is off by default; without it, every block still keeps the kernel
+// that allocated it, as a number (see `tag_of`).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,11 +12,11 @@
 
 namespace torch_ext::sim {
 
-// Python frames, taken at once and named only when they are shown. Taking them costs well under a microsecond. Null
+// Python frames, captured at once and named only when they are shown. The capture costs well under a microsecond. Null
 // where Python is not running.
 using CallStack = std::shared_ptr<torch::CapturedTraceback>;
 
-// Takes the GIL for a moment, so it must be called without any lock of ours.
+// Acquires the GIL briefly, so call it without any lock of ours.
 CallStack current_call_stack();
 
 // A line for each frame, innermost first and at most `most` of them: "\n    train.py:8 in step". Empty without frames.
@@ -25,7 +25,7 @@ std::string lines_of(const CallStack& stack, size_t most);
 // Names the frames of many stacks at once. With the GIL.
 class Frames {
  public:
-  // Returns a list that `fill` fills with a dictionary for each frame, innermost first; it stays empty without a stack.
+  // Returns a list to which `fill` adds a dictionary for each frame, innermost first; empty without a stack.
   pybind11::list add(const CallStack& stack);
   void fill() const;
 
@@ -34,30 +34,30 @@ class Frames {
   std::vector<pybind11::list> lists_;
 };
 
-// The number that stands for a name of a kernel; 0 for the empty one. Cheap for names that were seen before.
+// The number of a kernel's name; 0 for an empty name. Cheap for repeated names.
 uint32_t tag_of(std::string_view name);
-// Empty for 0.
+// The name behind a number; empty for 0.
 std::string name_of_tag(uint32_t tag);
 
 struct MemoryEvent {
   enum class Kind : uint8_t { kAllocate, kFree, kOutOfMemory };
   Kind kind;
   c10::DeviceIndex device;
-  const void* data; // of what ran out of memory: nothing
-  size_t size;      // bytes, as charged; of what ran out of memory: as requested
+  const void* data; // kOutOfMemory: null
+  size_t size;      // bytes, as charged; kOutOfMemory: as requested
   int64_t stream;
   int64_t time_us; // since 1970
-  size_t free;     // bytes of the device, of what ran out of memory
+  size_t free;     // bytes of the device; kOutOfMemory only
   CallStack stack;
 };
 
 struct HistoryOptions {
   bool stacks;        // of live blocks and events
-  bool events;        // whether to keep events beside what is live
+  bool events;        // whether to keep events, besides live blocks
   size_t most_events; // older ones are dropped
 };
 
-// Starts over with nothing known.
+// Starts recording, and forgets all earlier stacks and events.
 void start_memory_history(HistoryOptions options);
 void stop_memory_history();
 bool is_recording_memory() noexcept;
@@ -65,11 +65,11 @@ bool is_recording_memory() noexcept;
 // Called with no lock held.
 void note_memory(MemoryEvent event);
 
-// Of a live block. Null where it was allocated while nobody recorded.
+// The stack of a live block's allocation. Null if recording was off then.
 CallStack stack_of_memory(const void* data);
 std::deque<MemoryEvent> memory_events();
 
-// Raises OutOfMemoryError, which says whose memory is short and what holds that of `pool`. Called with no lock held.
+// Raises OutOfMemoryError, which names the exhausted memory and the holders of `pool`'s. Called with no lock held.
 [[noreturn]] void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose);
 
 } // namespace torch_ext::sim

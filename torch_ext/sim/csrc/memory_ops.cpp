@@ -1,6 +1,6 @@
-// Operators that make, view, resize and copy device memory. They cannot go through the fallback, because what they
-// return is the device tensor's own storage, or because they move data between devices. And `Hooks`, by which torch's
-// device-neutral code asks an accelerator.
+// Operators that make, view, resize and copy device memory. They cannot use the fallback, because they return the
+// device tensor's own storage, or move data between devices. And `Hooks`, which torch's device-neutral code calls on an
+// accelerator.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -61,14 +61,14 @@ at::Tensor empty_strided(
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-// Elsewhere this is a tensor without memory that operators treat as zeros; here it is zeros.
+// Other devices return a tensor without memory that operators treat as zeros; this one returns real zeros.
 at::Tensor efficient_zeros(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
-// Makes sure that the storage of `tensor` holds what its sizes, strides and offset reach.
+// Grows the storage of `tensor` to cover its sizes, strides and offset.
 void grow_storage(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return;
@@ -80,7 +80,7 @@ void grow_storage(const at::Tensor& tensor) {
   }
 }
 
-// Torch refuses a view past the end of the storage. Where that has shrunk, the error says where in the program.
+// Torch refuses a view past the end of the storage. If the storage has shrunk, the error names the line that did it.
 at::Tensor as_strided(
     const at::Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
   try {
@@ -139,22 +139,22 @@ at::Tensor& set_empty(at::Tensor& self) {
 }
 
 // Note [Copies between host and device]
-// They order as CUDA's do, which moves one run of bytes at a time (copy_kernel_cuda):
+// Copies order like CUDA's, which move one run of bytes at a time (copy_kernel_cuda):
 //
-//   copy that blocks      The host waits for the current stream of the device. Where the destination is a device's and
-//                         not one run, the bytes land in a temporary first: the host waits for that, and the kernel
-//                         that spreads them comes after.
-//   copy that does not    The stream reads or writes the host's memory. Where that is not one run, the host gathers or
-//                         spreads it itself, at the call.
+//   blocking copy         The host waits for the current stream of the device. A device destination that is not one run
+//                         gets the bytes through a temporary: the host waits for the copy to the temporary, and the
+//                         kernel that scatters them runs after.
+//   non-blocking copy     The stream reads or writes the host's memory. If that is not one run, the host gathers or
+//                         scatters it itself, at the call.
 //
-// One without elements does nothing at all.
+// A copy without elements does nothing.
 void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination) {
   Kernel kernel("aten::copy_");
   kernel.on(device).reads(self).writes(destination).launch();
   on_host(destination).copy_(on_host(self));
 }
 
-// Works on the current stream of the source, which waits for that of the destination and is waited for by it.
+// Runs on the source's current stream. It first waits for the destination's current stream, which then waits for it.
 void copy_across(const at::Tensor& self, const at::Tensor& destination) {
   const auto here = current_stream(self.device().index()), there = current_stream(destination.device().index());
   wait(here, record(there));
@@ -170,7 +170,7 @@ bool is_one_run(const at::Tensor& self, const at::Tensor& destination) {
 
 void copy_to_device(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const auto device = destination.device().index();
-  check_bounds("aten::copy_", self); // torch makes no view of what reaches past its storage
+  check_bounds("aten::copy_", self); // before expand_as, which refuses a tensor past its storage in other words
   const auto source = self.expand_as(destination);
   const bool straight = is_one_run(source, destination);
   if (non_blocking) {
@@ -195,7 +195,7 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& destination, bool 
 void copy_to_host(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const auto device = self.device().index();
   if (!non_blocking) {
-    // It hands the host values, which it must not see before the stream has produced them.
+    // The host reads the values, which the stream must have produced by then.
     Kernel kernel("aten::copy_");
     kernel.on(device).reads(self).writes(destination).host_reads().launch();
     destination.copy_(on_host(self));
@@ -214,7 +214,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
     copy_across(self, destination);
   } else if (
       (from_device && to_device) || destination.numel() == 0 ||
-      !at::is_expandable_to(self.sizes(), destination.sizes())) { // which the host's kernel refuses
+      !at::is_expandable_to(self.sizes(), destination.sizes())) { // the host's kernel refuses this
     copy_on((from_device ? self : destination).device().index(), self, destination);
   } else if (to_device) {
     copy_to_device(self, destination, non_blocking);
@@ -337,7 +337,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("set_", TORCH_FN(set_empty));
 #ifdef SIM_IS_CUDA
-  m.impl("copy_", TORCH_FN(copy_into)); // torch's does not come to `_copy_from`
+  m.impl("copy_", TORCH_FN(copy_into)); // torch's does not call `_copy_from`
 #endif
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
@@ -347,7 +347,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
 }
 
 // Aliases carry conjugate and negative bits, and the host's copy resolves them. Without these lines torch would resolve
-// them before the copy, by another copy, and never end.
+// them before the copy, by another copy, in an endless recursion.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
@@ -356,8 +356,8 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 }
 
 #ifdef SIM_IS_CUDA
-// Torch makes the hooks of a build without CUDA once, before any code of ours runs. They have no members, so that
-// others can take their place.
+// Torch makes the hooks of a build without CUDA once, before our code runs. They have no members, so ours can replace
+// them in place.
 void install_hooks() {
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface) && sizeof(Hooks) == sizeof(void*));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();

@@ -1,4 +1,4 @@
-// An observer that logs every call, for tests and for looking at a program. `torch.sim` does not use it.
+// An observer that logs every call, for tests and for inspecting a program. `torch.sim` does not use it.
 #include <pybind11/stl.h>
 
 #include "bindings.h"

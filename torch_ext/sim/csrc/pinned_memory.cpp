@@ -1,5 +1,5 @@
-// Pinned host memory. Nothing is really locked in RAM; what matters to callers is that the ranges are known, interior
-// pointers included, so that `is_pinned` tells the truth.
+// Pinned host memory. Nothing is locked in RAM; the allocator only records the ranges, so that `is_pinned` is right,
+// also for interior pointers.
 #include "pinned_memory.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -44,7 +44,7 @@ class PinnedAllocator final : public at::HostAllocator {
   bool record_event(void* pointer, void* /*context*/, c10::Stream /*stream*/) override {
     return find(pointer).has_value();
   }
-  // Freed ranges go straight back to the host: there is nothing cached to empty.
+  // Does nothing: freed ranges go straight back to the host, without a cache.
   void empty_cache() override {}
   at::HostStats get_stats() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -146,7 +146,7 @@ void bind_pinned_memory(pybind11::module_& m) {
 }
 
 void install_pinned_allocator() {
-  at::setHostAllocator(kSim, &pinned, /*priority=*/1); // before that of builds with CUDA's kernels
+  at::setHostAllocator(kSim, &pinned, /*priority=*/1); // overrides the one of builds with CUDA's kernels
 }
 
 } // namespace torch_ext::sim

@@ -15,13 +15,13 @@ bool is_pinned(const void* pointer);
 
 struct PinnedBlock {
   const void* start;
-  uint64_t serial; // no other block of the process has, or will have, the same
+  uint64_t serial; // unique in the process, never used again
 };
 
 // The live block that contains `pointer`.
 std::optional<PinnedBlock> pinned_block_at(const void* pointer);
 
-// How many blocks have ever been made. Cheap.
+// The number of blocks made so far. Cheap.
 uint64_t pinned_blocks_made();
 void install_pinned_allocator();
 

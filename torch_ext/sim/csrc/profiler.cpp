@@ -1,6 +1,6 @@
 #include "profiler.h"
 
-// Without these torch's header is empty, and kineto's want their own library.
+// Without these torch's header is empty, and kineto's headers need a separate library.
 #define USE_KINETO
 #define FMT_HEADER_ONLY
 #include <ActivityType.h>

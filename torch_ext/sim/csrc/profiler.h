@@ -1,9 +1,9 @@
 // Device events for torch.profiler: kernels on their streams, operations of process groups on their own row.
 //
 // Note [Device time]
-// A kernel of this device runs on the host between its launch and its return, so its device time is the host's time in
-// it. An operation of a process group lasts from its launch until this rank knows that it is over. Torch links both to
-// the operator that launched them, by the number that it hands out for each operator on each thread.
+// A kernel of this device runs on the host between its launch and its return, so its device time is its host time. An
+// operation of a process group lasts from its launch until this rank knows that it is over. Torch links both to the
+// operator that launched them, by the correlation number of each operator on each thread.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,12 +26,12 @@ struct DeviceWork {
   int64_t row;     // of the device: the id of a stream, or kLaneRow
   int64_t started; // nanoseconds on the clock of streams
   int64_t ended;
-  int64_t correlation; // what launched it
+  int64_t correlation; // of the operator that launched it
 };
 
 constexpr int64_t kLaneRow = 1000;
 
-// Of the operator that this thread is in; 0 outside of one and while nobody profiles.
+// The number of the operator that this thread runs; 0 outside of operators and without a profiler.
 int64_t current_correlation() noexcept;
 void record_device_work(DeviceWork work);
 

@@ -1,11 +1,11 @@
 // Note [CUDA's kernels]
-// Builds of torch with CUDA's kernels have them for the very device that is simulated. Each operator that has one gets
-// another in front of it, so that nothing of CUDA's is left: where torch can compose the operator of others, as it does
-// for devices that register no kernel, that composition; else the fallback. PrivateUse2 registers none, so the
-// dispatcher finds the compositions under its keys.
+// Builds of torch with CUDA's kernels register them for the very device that is simulated. Each operator with a CUDA
+// kernel gets a replacement, so that no CUDA kernel remains: torch's composition of other operators where there is one,
+// as for devices that register no kernel; else the fallback. PrivateUse2 registers no kernels, so the dispatcher finds
+// the compositions under its keys.
 //
-// The last kernel that is registered for an operator is the one that runs. So a fallback's file replaces CUDA's kernels
-// first, and our own kernels come after them.
+// The kernel that is registered last for an operator runs. So a fallback's file replaces CUDA's kernels first, and our
+// own kernels come after them.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -40,7 +40,7 @@ void replace_kernels(c10::DispatchKey key) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(key)) {
     const auto op = dispatcher.findSchema(name);
-    if (!op.has_value() || name.getNamespace() == "c10d") { // those call the process group, whatever the device
+    if (!op.has_value() || name.getNamespace() == "c10d") { // c10d's kernels call the process group on any device
       continue;
     }
     const auto put = [&](c10::DispatchKey where, c10::KernelFunction kernel) {
@@ -50,8 +50,8 @@ void replace_kernels(c10::DispatchKey key) {
         op->hasComputedKernelForDispatchKey(unused)
             ? c10::KernelFunction::makeFromBoxedFunction<&run_composition<unused>>()
             : c10::KernelFunction::makeFromBoxedFunction<fallback>());
-    // Such a composition is differentiated part by part. Where a device has a kernel, torch has a formula for the
-    // whole, which may call an operator that is CUDA's alone: _fused_rms_norm_backward.
+    // Differentiate such a composition part by part. Where a device has a kernel, torch uses a formula for the whole,
+    // which may call an operator that only CUDA has: _fused_rms_norm_backward.
     if (key == c10::DispatchKey::CUDA && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) {
       constexpr auto kUnused = c10::DispatchKey::AutogradPrivateUse2;
       put(c10::DispatchKey::AutogradCUDA, c10::KernelFunction::makeFromBoxedFunction<&run_composition<kUnused>>());

@@ -1,17 +1,17 @@
 // The RPC agent that carries device tensors.
 //
-// TensorPipe moves memory of the host and of CUDA, and refuses any other device. This agent gives it host tensors only:
+// TensorPipe moves host and CUDA memory, and refuses any other device. This agent passes host tensors only:
 //
 //   sender    copies device tensors to the host, on its current streams, and appends a Trailer to the payload
-//   receiver  takes the trailer off and copies each tensor to the device that it names, on the streams of the request
+//   receiver  removes the trailer and copies each tensor to the device that it names, on the streams of the request
 //
-// Both copies end before the message goes on, so it holds what the streams had been given before the call. As with
-// TensorPipe's own agent, the sender decides where a tensor goes: by its device map for a request, by the reverse of
-// the caller's for a response. That agent never sees the maps, but has the devices: it gives each request streams of
-// its own on them, and lets futures wait for those.
+// Both copies end before the message proceeds, so it holds the results of all work launched before the call. As with
+// TensorPipe's own agent, the sender picks a tensor's destination: by its device map for a request, by the reverse of
+// the caller's map for a response. TensorPipe's agent never sees the maps, but has the devices: it gives each request
+// separate streams on them, and futures wait for those.
 //
-// Requests carry a trailer to workers that the map names, and responses where the request had one: only such workers
-// have this agent for certain.
+// Requests to workers that the map names carry a trailer, and so do responses to such requests: only those workers
+// surely have this agent.
 #include "bindings.h"
 
 #ifdef SIM_HAS_RPC
@@ -45,7 +45,7 @@ using MessageFuture = c10::intrusive_ptr<JitFuture>;
 
 constexpr int16_t kHost = -1;
 
-// What follows a payload: an int16_t for each tensor, the device where it goes or kHost, and then this.
+// Ends a payload, after an int16_t for each tensor: its destination device, or kHost.
 struct Trailer {
   static constexpr uint64_t kMark = 0x6d69735f74786574;
   int64_t sender = 0;
@@ -72,7 +72,7 @@ void check_found(bool found, const Message& message, const std::string& worker, 
       " for device ", tensor.device(), " but received a tensor on that device.");
 }
 
-// Makes of `message` one of host tensors, with a trailer. Raises if the map lacks a device.
+// Replaces the tensors of `message` by host tensors and adds a trailer. Raises if the map lacks a device.
 void pack(Message& message, const DeviceMap& map, const std::string& worker, int64_t sender) {
   auto& tensors = message.tensors();
   std::vector<int16_t> targets;
@@ -99,7 +99,7 @@ DeviceMap map_of(const DeviceMaps& maps, const std::string& worker) {
   return found == maps.end() ? DeviceMap() : found->second;
 }
 
-// Undoes pack() on the other side, on the current streams. Returns the sender; nothing if there is no trailer.
+// Reverses pack() at the receiver, on the current streams. Returns the sender; nothing if there is no trailer.
 std::optional<int64_t> unpack(Message& message) {
   const auto trailer = trailer_of(message);
   if (!trailer.has_value()) {
@@ -140,8 +140,8 @@ std::string name_of(int64_t worker) {
   return rpc::RpcAgent::getCurrentRpcAgent()->getWorkerInfo(static_cast<rpc::worker_id_t>(worker)).name_;
 }
 
-// Torch's distributed engine orders streams before it runs the node to which `request` brings gradients. It takes every
-// stream for one of CUDA's, and finds it by the node's metadata. The gradients are there already.
+// Torch's distributed engine orders streams before it runs the node that gets the gradients of `request`. It finds the
+// stream by the node's metadata, and treats every stream as CUDA's. The gradients are complete already.
 void forget_streams(Message& request) {
   namespace autograd = torch::distributed::autograd;
   if (request.type() == rpc::MessageType::BACKWARD_AUTOGRAD_REQ) {
@@ -151,7 +151,7 @@ void forget_streams(Message& request) {
   }
 }
 
-// Answers requests: hands device tensors to what torch would call, and returns those of the response.
+// Answers requests: unpacks device tensors for torch's own callback, and packs those of the response.
 class Callback final : public rpc::RequestCallbackImpl {
  public:
   explicit Callback(DeviceMaps reverse) : reverse_(std::move(reverse)) {}
@@ -223,7 +223,7 @@ void bind_rpc_agent(pybind11::module_& m) {
                         int world_size, const rpc::TensorPipeRpcBackendOptions& options, DeviceMaps reverse,
                         std::vector<c10::Device> devices) {
               const WithoutGil without;
-              // Its threads may need the GIL to end.
+              // The agent's threads may need the GIL to end.
               return std::shared_ptr<Agent>(
                   new Agent(store, std::move(name), id, world_size, options, std::move(reverse), std::move(devices)),
                   [](Agent* agent) {

@@ -2,9 +2,9 @@
 //
 // Note [Where operations start]
 // Every operation, collective or transfer between two ranks, checks its tensors and describes itself by one or more
-// Calls (transport/transport.h) on aliases of their memory. `Launcher::launch` gets it before anything has moved, and
-// hands the calls to a transport. Code that comes between a program and its communication, such as fault plans and the
-// check for races, belongs there.
+// Calls (transport/transport.h) on aliases of their memory. `Launcher::launch` gets the operation before any data
+// moves, and passes the calls to a transport. Code between a program and its communication, such as fault plans and the
+// race check, belongs there.
 #include <ATen/core/functional.h>
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
@@ -31,14 +31,14 @@ using c10d::OpType;
 
 struct Operation {
   c10d::OpType kind;
-  const char* name; // as flight records have it
+  const char* name; // for flight records
   Tensors inputs;   // device tensors
-  Tensors outputs;  // device tensors, which the work hands out
+  Tensors outputs;  // device tensors, the work's result
   bool asynchronous;
   std::vector<Call> calls;
 };
 
-// How many operations with device tensors, be they empty, this process has started, in all groups.
+// Number of operations with device tensors, even empty ones, that this process has started, in all groups.
 std::atomic<uint64_t> operations_on_devices{0};
 
 struct Groups {
@@ -53,7 +53,7 @@ bool is_set(const char* variable) {
   return text != nullptr && std::string_view(text) == "1";
 }
 
-// What profilers call an operation. Kept, because they refer to it after the operation.
+// A profiler's name of an operation. Never freed, because profilers use it after the operation.
 const char* title_of(const char* name) {
   static auto* made = new std::map<std::string, std::string>();
   static std::mutex mutex;
@@ -76,14 +76,14 @@ void settle_collectives() {
   }
 }
 
-// Tells profilers, if there are any, of a launch that lasts as long as the object, as NCCL does.
+// Reports a launch that lasts as long as the object to profilers, as NCCL does.
 class Told {
  public:
   explicit Told(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
     if (!event_.isActive()) {
       return;
     }
-    event_._setAsync(); // what is launched goes on
+    event_._setAsync(); // the launched operation outlives the event
     const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
     arguments_.assign(shown.begin(), shown.end());
     event_.before(title_of(operation.name), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
@@ -115,7 +115,7 @@ class Launcher : public c10d::Backend {
     transport_.reset();
   }
 
-  // The group's collectives, so that its ranks agree on the number.
+  // Counts collectives only, so that the group's ranks agree on the number.
   void setSequenceNumberForGroup() override { sequence_ = 0; }
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
@@ -166,7 +166,7 @@ class Launcher : public c10d::Backend {
     }
   }
 
-  // Fails every work that is not over, and every operation from now on: their waits raise RuntimeError.
+  // Fails every pending work, and every later operation: their waits raise RuntimeError.
   void abort() override {
     WithoutGil without;
     aborted_ = true;
@@ -175,7 +175,7 @@ class Launcher : public c10d::Backend {
     }
     transport_->leave(/*broken=*/true);
   }
-  // Waits for what streams wait for, as NCCL does when it finalizes a communicator: peers may not have sent it yet.
+  // Waits for operations that streams wait for, as NCCL does to finalize a communicator: their data may still come.
   void shutdown() override {
     WithoutGil without;
     for (const auto& running : underway_->all()) {
@@ -193,14 +193,14 @@ class Launcher : public c10d::Backend {
         !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
     const auto named = device_of(operation);
     const auto device = named.value_or(current_device());
-    catch_up(current_stream(device)); // what it reads is there
+    catch_up(current_stream(device)); // the inputs must be complete
     tell_beginning(operation, device);
     WithoutGil without;
     const bool is_collective = !c10d::isP2POp(operation.kind);
     const Told told(operation);
     std::vector<TransferPtr> transfers;
     for (auto& call : operation.calls) {
-      // A process that has one device only cannot tell it from its peers' by a number.
+      // With one device per process, all ranks use number 0: do not compare it.
       call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
       transfers.push_back(transport_->start(call));
     }
@@ -333,15 +333,15 @@ void check_pairs(const Tensors& outputs, const Tensors& inputs) {
 
 class SimCCL final : public Launcher {
  public:
-  // Copied by torch for each group that is split off.
+  // Torch copies the options for each group that is split off.
   struct SimOptions final : c10d::Backend::Options {
     explicit SimOptions(std::chrono::milliseconds timeout, bool any_device)
         : c10d::Backend::Options(SIM_BACKEND, timeout), any_device(any_device) {}
     const bool any_device;
   };
 
-  // store: the group's, which its ranks share. any_device: whether several ranks may use one device. Blocks until all
-  // ranks are there.
+  // store: shared by the group's ranks. any_device: whether several ranks may use one device. Blocks until all ranks
+  // have joined.
   SimCCL(
       c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
       std::chrono::milliseconds timeout, bool any_device)
@@ -372,13 +372,13 @@ class SimCCL final : public Launcher {
     return at::empty({size}, options.has_device() ? options : options.device(c10::Device(kSim, current_device())));
   }
 
-  // Called on every rank of this group, with the ranks of one part: a rank's own, or the first where it has none.
+  // Torch calls it on every rank of this group, with the ranks of one part: the caller's, or the first if it has none.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override {
-    // The store that torch hands over is named after the number of groups that this rank has, in which ranks may
-    // differ. The number of splits of one group is the same on all of its ranks.
+    // The prefix of torch's store contains the number of this rank's groups, which may differ between ranks. The number
+    // of splits of one group is the same on all of its ranks.
     const auto prefix = c10::str("split/", splits_++, "/", c10::Join("_", ranks), "/");
     const auto place = std::find(ranks.begin(), ranks.end(), rank_);
     if (place == ranks.end()) {
@@ -465,7 +465,7 @@ class SimCCL final : public Launcher {
     return launch_one(std::move(call), inputs, outputs.empty() ? inputs : flatten(outputs), options);
   }
 
-  // Torch 2.15 calls it, and older releases do not declare it.
+  // Torch 2.15 calls this function, and older releases do not declare it.
   WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
     constexpr const char* kName = "gather_single";
     const int root = checked_root(options.rootRank);
@@ -587,7 +587,7 @@ class SimCCL final : public Launcher {
     return calls;
   }
 
-  // One call for each index below `count`, made by `make`.
+  // Makes one call for each index below `count` by `make`.
   template <typename Make>
   static std::vector<Call> calls_of(size_t count, Make make) {
     std::vector<Call> calls;
@@ -678,7 +678,7 @@ class SimCCL final : public Launcher {
     }
   }
 
-  // What the root of a gather or scatter has and nobody else: a tensor for each rank, alike in type and size.
+  // Checks the list that only the root of a gather or scatter has: a tensor for each rank, alike in type and size.
   void check_list(
       const TensorLists& lists, int root, const char* name, const char* what, const at::Tensor& like) const {
     const bool is_root = root == rank_;
@@ -724,7 +724,7 @@ void bind_simccl(pybind11::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &SimCCL::getBackendOptions)
       .def_property_readonly("transport", &SimCCL::transport_kind)
-      // Ranks outside a new group take part in its creation with backends that must be split by all; ours need not.
+      // With some backends, ranks outside a new group must take part in a split; with ours they need not.
       .def("perform_nocolor_split", [](SimCCL& /*self*/, const c10::Device& /*device*/) {});
 }
 

@@ -1,6 +1,6 @@
 // The standard library, for every source of this folder. The build reads each header once for each of its two units
-// (Note [Two units] in build.py), so lists in each source would save nothing and hide which of our own headers it
-// needs.
+// (Note [Two units] in build.py), so include lists in each source would save nothing, and hide a source's dependence on
+// our own headers.
 #pragma once
 
 // IWYU pragma: begin_exports

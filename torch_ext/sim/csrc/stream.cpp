@@ -34,7 +34,7 @@ bool are_over(const Elsewheres& all) {
   return std::all_of(all.begin(), all.end(), [](const auto& one) { return one->advance(); });
 }
 
-// What a stream consists of.
+// The state of a stream.
 class Track {
  public:
   std::atomic<int64_t> busy_until{0};
@@ -61,7 +61,7 @@ class Track {
     }
   }
 
-  // Without the GIL.
+  // Call without the GIL.
   void catch_up() {
     while (const auto first = oldest()) {
       try {
@@ -80,7 +80,7 @@ class Track {
     return elsewhere_.empty() ? nullptr : elsewhere_.front();
   }
 
-  // The caller holds it too, so that nothing is destroyed with the lock held.
+  // The caller also owns `one`, so that its destructor does not run with the lock held.
   void forget(const std::shared_ptr<Elsewhere>& one) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::erase(elsewhere_, one);
@@ -118,7 +118,7 @@ void (*settle_others)() = nullptr;
 thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 thread_local const Event* end_of_operation = nullptr;
 
-// Of an event that is over.
+// The time when `event`, which is over, was reached.
 int64_t ended_at(const Event& event) {
   int64_t moment = event.done_at;
   for (const auto& one : event.elsewhere) {
@@ -146,7 +146,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   c10::Stream getStream(c10::Device device) const override {
     if (is_in_bad_fork()) {
-      // Autograd asks while it makes a leaf's accumulator, where an exception ends the process. The operator raises.
+      // Autograd calls this to make a leaf's accumulator, where an exception ends the process. The operator raises.
       return c10::Stream(c10::Stream::DEFAULT, device);
     }
     return current_stream(checked_index(device));
@@ -210,14 +210,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override { return {}; }
 };
 
-// How DistributedDataParallel times an iteration on the device, for its log: with events on the current stream, as on a
-// GPU. Without it DDP warns that it keeps no times.
+// Times an iteration of DistributedDataParallel on the device, for DDP's log, by events on the current stream, as on a
+// GPU. Without a timer, DDP warns that it keeps no times.
 class ReducerTimer final : public c10d::Timer {
  public:
   explicit ReducerTimer(c10::Device device) : device_(device) {}
 
   void record(c10d::Timer::Event event) override {
-    Timer::record(event); // the host's time, which DDP's log has too
+    Timer::record(event); // the host's time, also for DDP's log
     events_[event] = sim::record(current_stream(device_.index()));
   }
 
@@ -248,7 +248,7 @@ c10::Stream current_stream(c10::DeviceIndex device) {
 }
 
 c10::Stream exchange_stream(c10::Stream stream) {
-  track_of(stream); // refuses a stream that does not exist
+  track_of(stream); // raises for a stream that does not exist
   const auto device = stream.device_index();
   const auto previous = current_stream(device);
   current_ids[device] = stream.id();
@@ -391,7 +391,7 @@ void tell_host_blocks(std::string_view what) {
 
 namespace c10d {
 namespace {
-// Preferred to the timer of builds with CUDA's kernels.
+// Overrides the timer of builds with CUDA's kernels.
 C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
     TimerRegistry, torch_ext::sim::kSim, c10::REGISTRY_PREFERRED, torch_ext::sim::ReducerTimer);
 } // namespace

@@ -1,17 +1,17 @@
 // Streams and events.
 //
 // Note [Streams of an eager device]
-// A kernel ends before the call that launches it returns, so a stream has no queue. It has a horizon: the moment until
-// which it counts as busy. `sleep` moves the horizon of the current stream and returns; an event that is recorded
-// copies the horizon; a stream that waits for an event moves its horizon to the event's. Queries and host waits compare
+// A kernel ends before the call that launches it returns, so a stream has no queue. It has a horizon: the time until
+// which it counts as busy. `sleep` advances the horizon of the current stream and returns; recording an event copies
+// the horizon; a stream that waits for an event advances its horizon to the event's. Queries and host waits compare
 // horizons with the clock. So order, overlap and timing look as on hardware, and values are those of program order.
 //
 // Note [What a stream waits for]
 // Operations of a process group run on the lane of their group, until all its ranks take part. A stream that waits for
-// one lists it; so does an event recorded there afterwards, and a stream that waits for that event. The host goes on.
-// It blocks, without the GIL, where the result is due: at the next kernel on such a stream (Note [Kernels] in
-// kernel.h), and where it waits for stream, event or device. The thread that blocks does this rank's part of the
-// operation. A failed operation raises there, once for each stream or event that waits for it.
+// an operation lists it; so does an event recorded on the stream afterwards, and a stream that waits for that event.
+// The host continues. It blocks, without the GIL, where the result is due: at the next kernel on such a stream (Note
+// [Kernels] in kernel.h), and in waits for the stream, event or device. The thread that blocks does this rank's part of
+// the operation. A failed operation raises there, once for each stream or event that waits for it.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
@@ -35,35 +35,35 @@ c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 
-// Hands out the streams of a class in turn; after kStreamsPerClass it starts over, as on GPUs.
+// Hands out the streams of a class in turn, and starts over after kStreamsPerClass, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
 
-// Something that streams wait for. Any thread, without the GIL.
+// Work outside of streams that streams wait for. Call it on any thread, without the GIL.
 class Elsewhere {
  public:
   virtual ~Elsewhere() = default;
 
-  // Does what can be done without waiting; returns whether it is over, be it by an error. Raises nothing.
+  // Makes progress without waiting; returns whether the work is over, even by an error. Raises nothing.
   virtual bool advance() = 0;
 
-  // Waits until it is over. Raises where it failed.
+  // Waits until the work is over. Raises if it failed.
   virtual void finish() = 0;
 
-  // When it ended, in nanoseconds on the steady clock; 0: not yet.
+  // The end of the work, in nanoseconds on the steady clock; 0: not yet.
   virtual int64_t over_at() const = 0;
 
-  // Whether it is over by an error, as far as is known.
+  // Whether the work is known to have failed.
   virtual bool failed() const = 0;
 };
 using Elsewheres = std::vector<std::shared_ptr<Elsewhere>>;
 
-// Blocks until what the stream waits for is over. Raises where something of it failed, and forgets it.
+// Blocks until all work that the stream waits for is over, and forgets it. Raises if any of it failed.
 void catch_up(c10::Stream stream);
 
 void synchronize(c10::Stream stream); // and until it is no longer busy
 void synchronize_device(c10::DeviceIndex device);
 
-// Until when, on the clock of streams, `stream` counts as busy. Asking tells the host nothing.
+// The time, on the clock of streams, until which `stream` counts as busy. Orders nothing for the host.
 int64_t busy_until(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
 
@@ -75,7 +75,7 @@ void sleep(int64_t nanoseconds);
 
 struct Event {
   int64_t done_at = 0;    // nanoseconds on the steady clock
-  Elsewheres elsewhere{}; // what was not over when it was recorded
+  Elsewheres elsewhere{}; // work that was not over when the event was recorded
   Moment moment{};        // for the observer
   c10::DeviceIndex device = -1;
 };
@@ -84,8 +84,8 @@ Event record(c10::Stream stream);
 void wait(c10::Stream stream, const Event& event); // returns at once
 void synchronize(const Event& event);
 
-// While alive, events that this thread records on the current stream of `device` are `end`: the end of an operation.
-// So torch's futures, which record one when they complete, wait for the operation and no more.
+// While alive, events that this thread records on the current stream of `device` are `end`, the end of an operation.
+// So torch's futures, which record an event when they complete, wait for the operation only.
 class AtEnd {
  public:
   AtEnd(c10::DeviceIndex device, const Event& end);
@@ -97,7 +97,7 @@ class AtEnd {
   c10::StreamId previous_;
 };
 
-// Whether the host could wait for them without waiting. What it learns by asking counts as waited for.
+// Whether a host wait would return at once. The answer true counts as a wait by the host.
 bool is_idle(c10::Stream stream);
 bool is_done(const Event& event);
 

@@ -1,12 +1,12 @@
-// Blocking without stopping the interpreter.
+// Lets a thread block without blocking the interpreter.
 #pragma once
 
 #include <Python.h>
 
 namespace torch_ext::sim {
 
-// Lets go of the GIL for its lifetime, if this thread has it. What blocks on peers, or on threads that may let go of
-// tensors known to Python, needs it: callers in torch do not all release it.
+// Releases the GIL for its lifetime, if this thread holds it. Needed by code that blocks on peers, or on threads that
+// may drop tensors known to Python: callers in torch do not all release the GIL.
 class WithoutGil {
  public:
   WithoutGil() : state_(Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}

@@ -28,14 +28,14 @@ struct Record {
 
 Record& flight_record = *new Record(); // never freed: groups may outlive static objects
 
-// As torch's recorder reads its own size.
+// Reads the size as torch's recorder does.
 size_t capacity() {
   constexpr int kDefault = 2000;
   static const int entries = c10d::getCvarInt({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, kDefault);
   return static_cast<size_t>(std::max(entries, 0));
 }
 
-// `of` each of the shapes.
+// The list of `of(shape)` for each shape.
 template <typename Of>
 pybind11::list list_of(const std::vector<Shape>& shapes, Of of) {
   pybind11::list list;
@@ -233,7 +233,7 @@ std::vector<const void*> Running::memory() const {
 
 void Underway::add(const RunningPtr& one) {
   std::vector<RunningPtr> over = all(); // dropped without the lock: tensors may be known to Python
-  // They end in order, nearly: to ask up to the first that is not over is enough, and asking costs.
+  // Operations end nearly in order: stop at the first that is not over, because each poll costs.
   for (size_t i = 0; i < over.size() && over[i]->advance(); ++i) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -275,7 +275,7 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
       running_->finish(timeout);
       tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
     } else if (running_->advance()) {
-      running_->finish(kNoTimeout); // raises where it has failed
+      running_->finish(kNoTimeout); // raises if the operation has failed
     }
   }
   running_->mark_waited_for();
@@ -313,7 +313,7 @@ void SimWork::abort() {
 
 FuturePtr SimWork::getFuture() {
   WithoutGil without;
-  // Before the lock, because it may call the completion hook.
+  // Do this before locking, because it may call the completion hook.
   if (outputs_.empty()) {
     settle(*running_); // without a tensor there is no stream that could wait for it
   } else {

@@ -1,15 +1,15 @@
 // Operations of the backend `simccl` that have been launched (Running), and their works.
 //
 // Note [Who finishes an operation]
-// No thread of ours. Inputs are read at launch, so peers depend on nobody's waiting. The rest of this rank's part is
-// done by the thread that first needs it: at a kernel or host read on a stream that waits for it, at a wait that blocks
-// the host, at a poll, at a later operation of its group that depends on it. That thread calls the group's completion
-// hook, with no lock held. A hook's exception goes to those who wait; the operation is over all the same.
+// No background thread. Inputs are read at launch, so peers do not depend on this rank's waits. The thread that first
+// needs the result does the rest of this rank's part: at a kernel or host read on a stream that waits for it, at a wait
+// that blocks the host, at a poll, at a later operation of its group that depends on it. That thread calls the group's
+// completion hook, with no lock held. A hook's exception goes to the waiters; the operation is over nevertheless.
 //
 // Note [What an operation holds]
 // Its tensors, as NCCL stashes them: until it is over, and a wait for it has returned or none is possible. A program
-// may free their storages all the same (`resize_(0)`); what the operation writes then lands in the next owner's memory,
-// as on a GPU, and never in the host's.
+// may free their storages nevertheless (`resize_(0)`); the operation then writes to the next owner's memory, as on a
+// GPU, and never to the host's.
 //
 // Note [When a simccl work is done]
 // As with NCCL. An operation with `async_op=False` is done when its call returns. An asynchronous one has read its
@@ -26,10 +26,10 @@
 // stream that waits for the operation.
 //
 // Note [Flight records]
-// Torch's recorder accepts entries from torch's own backends only. It sees nothing of `simccl` over shared memory, and
-// of `simccl` over gloo what gloo is asked for: an all_reduce where the program called reduce_scatter_tensor, and
-// several collectives for one call. work.cpp records what was called; _flight_record.py replaces gloo's entries by that
-// when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only. It records nothing of `simccl` over shared memory,
+// and gloo's own calls of `simccl` over gloo: an all_reduce where the program called reduce_scatter_tensor, and several
+// collectives for one call. work.cpp records the program's calls; _flight_record.py puts them in place of gloo's
+// entries when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -52,14 +52,14 @@ struct Shape {
 
 std::vector<Shape> shapes_of(const std::vector<at::Tensor>& tensors);
 
-// When an operation began and ended, in nanoseconds since 1970. Any thread.
+// Begin and end of an operation, in nanoseconds since 1970. Any thread may call it.
 class Progress {
  public:
   explicit Progress(const std::vector<std::shared_ptr<Transfer>>& transfers);
   void finish();
   int64_t begun() const { return begun_; }
 
-  // 0: not yet. Looks, because nobody may be waiting.
+  // The end; 0: not yet. Polls the transfers, because no thread may be waiting.
   int64_t finished();
 
  private:
@@ -84,7 +84,7 @@ void record_operation(RecordedOperation operation);
 
 using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 
-// Any thread; what blocks, without the GIL.
+// An operation under way. Any thread may call it; call functions that block without the GIL.
 class Running final : public Elsewhere {
  public:
   // name: for messages. held: device tensors.
@@ -92,7 +92,7 @@ class Running final : public Elsewhere {
       c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
       std::vector<at::Tensor> held);
 
-  // Before anybody else knows it. The hook is called once, whether it succeeded or not.
+  // Call both before other threads know the operation. The hook is called once, on success or failure.
   void set_hook(CompletionHook hook) { hook_ = std::move(hook); }
   void set_record(ProgressPtr record) { record_ = std::move(record); }
 
@@ -101,24 +101,24 @@ class Running final : public Elsewhere {
   int64_t over_at() const override { return over_at_; }
   bool failed() const override { return why() != nullptr; }
 
-  // Raises where it failed, or is not over within the time limit, after which it has failed. kNoTimeout stands for the
-  // limit that it was launched with.
+  // Waits for the operation. Raises if it failed; fails it after `timeout`. kNoTimeout stands for the limit of its
+  // launch.
   void finish(std::chrono::milliseconds timeout);
 
-  // Fails it, unless it is over: its wait raises RuntimeError.
+  // Fails the operation, unless it is over: waits for it raise RuntimeError.
   void abort();
 
   bool is_over() const { return over_at_ != 0; }
   std::exception_ptr why() const;
 
-  // Somebody has waited for it, or nobody can any more.
+  // Releases the tensors, once the operation is over: a wait for it has returned, or none is possible any more.
   void let_go();
 
-  // Whether a stream waits for it, so that the host may take it for done.
+  // Marks that a stream waits for the operation, so that the host may treat it as done.
   void mark_waited_for() { is_waited_for_ = true; }
   bool is_waited_for() const { return is_waited_for_; }
 
-  // Where the tensors lie that it holds.
+  // The memory of the tensors that the operation holds.
   std::vector<const void*> memory() const;
 
   const std::vector<TransferPtr>& transfers() const { return transfers_; }
@@ -143,16 +143,16 @@ class Running final : public Elsewhere {
   mutable std::mutex mutex_; // guards what follows
   std::exception_ptr why_;
   std::vector<at::Tensor> held_;
-  PinnedBlocks pins_; // a storage that is held may still be resized
+  PinnedBlocks pins_; // a held storage may still be resized
   bool is_let_go_ = false;
 };
 
 using RunningPtr = std::shared_ptr<Running>;
 
-// The operations of a group that are not over, as far as is known: see Note [Who finishes an operation]. Any thread.
+// The operations of a group not known to be over: see Note [Who finishes an operation]. Any thread may call it.
 class Underway {
  public:
-  // Forgets those before it that are over.
+  // Adds an operation, and forgets earlier ones that are over.
   void add(const RunningPtr& one);
   std::vector<RunningPtr> all() const;
 
@@ -166,7 +166,7 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 
 class SimWork : public c10d::Work {
  public:
-  // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: `wait` does.
+  // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: for `wait`.
   SimWork(
       c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
       c10::DeviceIndex device, Moment moment, bool blocks_host);
@@ -186,7 +186,7 @@ class SimWork : public c10d::Work {
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
 
-  // Whoever waits will wait for another work, of which this one is a part.
+  // Marks this work as part of a coalesced one, which waiters wait for instead.
   void become_part() { is_part_ = true; }
 
  private:
@@ -201,7 +201,7 @@ class SimWork : public c10d::Work {
   const uint64_t sequence_;
   bool is_part_ = false;
   std::mutex mutex_;
-  FuturePtr future_; // guarded by mutex_; made when it is asked for
+  FuturePtr future_; // guarded by mutex_; made on first use
 };
 
 } // namespace torch_ext::sim

@@ -1,19 +1,18 @@
-"""Races between streams: every wait that is missing, found in one run. ``torch.sim.races``.
+"""Finds races between streams: every missing wait, in one run. ``torch.sim.races``.
 
     with torch.sim.races.check():
         train_step()
 
-raises :class:`RaceError` at the end of the block if two accesses to the same memory met in it, at least one of them a
-write, that no event, stream, synchronization or collective orders. Timing does not matter: one run shows what any
-interleaving could do (Note [One run is enough] in csrc/races/checker.h). Values do not change, except that memory that
-is fresh or has been freed holds NaN.
+raises :class:`RaceError` at the end of the block if no event, stream, synchronization or collective orders two accesses
+to the same memory, at least one of them a write. Timing does not matter: one run finds the races of all interleavings
+(Note [One run is enough] in csrc/races/checker.h). Values do not change, except that fresh and freed memory holds NaN.
 
 ``TORCH_EXT_RACES`` checks a whole program: ``error`` prints the races at its end and makes its exit code 1, ``report``
-prints them, ``off`` does nothing. Unset, programs are not checked, and the bodies of tests that run on our harness are,
-as with ``error``. Known races of torch (known.json) fail no test; the summary names them.
+prints them, ``off`` does nothing. If it is unset, programs are not checked, and tests on our harness are, as with
+``error``. Known races of torch (known.json) fail no test; the summary names them.
 
 ``TORCH_EXT_SCHEDULE`` chooses one of the executions that the edges permit, ``late`` or ``random:7`` with a seed, so
-that the wrong number of a race is seen: see :class:`Schedule`.
+that a race produces its wrong numbers: see :class:`Schedule`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ MODES = ("error", "report", "off")
 
 
 class RaceError(RuntimeError):
-    """Accesses that nothing orders. The message tells of each; ``races`` has them as data."""
+    """Unordered accesses to the same memory. The message describes each; ``races`` holds them as data."""
 
     def __init__(self, races: list[Race], replay: str = "") -> None:
         super().__init__("\n\n".join(filter(None, (render(races), replay))))
@@ -72,10 +71,10 @@ class RaceError(RuntimeError):
 
 
 def mode(unset: str = "off") -> str:
-    """Return what ``TORCH_EXT_RACES`` asks for: ``error``, ``report`` or ``off``; ``unset`` if it asks for nothing.
+    """Return the value of ``TORCH_EXT_RACES``: ``error``, ``report`` or ``off``; ``unset`` if it is unset or empty.
 
     Raises:
-        ValueError: it asks for something else.
+        ValueError: the variable has another value.
     """
     asked = os.environ.get(VARIABLE) or unset
     if asked not in MODES:
@@ -84,35 +83,34 @@ def mode(unset: str = "off") -> str:
 
 
 def start(schedule: Schedule | None = None) -> None:
-    """Check from now on, in all threads of this process. What happened before is forgotten. Does nothing while a check
-    runs.
+    """Check from now on, in all threads of this process, and forget earlier accesses. Does nothing while a check runs.
 
     Args:
-        schedule: when results are seen; by default as ``TORCH_EXT_SCHEDULE`` says.
+        schedule: when lanes see results; by default as ``TORCH_EXT_SCHEDULE`` says.
     """
     (schedule or asked_schedule()).start()
 
 
 def stop() -> list[Race]:
-    """Check no longer, and return the races found since they were last asked for."""
+    """Stop checking, and return the races found since the last call of this function or :func:`found`."""
     _native.stop_race_check()
     return take()
 
 
 def found() -> list[Race]:
-    """Return the races found since they were last asked for, and go on checking."""
+    """Return the races found since the last call of this function or :func:`stop`, and go on checking."""
     return take()
 
 
 @contextlib.contextmanager
 def check(mode: str = "error", schedule: Schedule | str | None = None) -> Iterator[None]:
-    """Check the body of a ``with`` statement for races. Within a check that runs already, its body is part of that.
+    """Check the body of a ``with`` statement for races. Within a running check, the body belongs to that check.
 
     Args:
-        mode: ``error`` raises at the end of a body that did not raise itself; the error of one that did gets the races
-            as a note, since they may be its cause. ``report`` prints to stderr. ``off`` checks nothing.
+        mode: ``error`` raises at the end of the body; an error that the body raised gets the races as a note instead,
+            since they may be its cause. ``report`` prints to stderr. ``off`` checks nothing.
         schedule: a :class:`Schedule` or its name, such as ``late`` or ``random:7``; by default as
-            ``TORCH_EXT_SCHEDULE`` says. Whatever fails on another than ``early`` says how to run it again.
+            ``TORCH_EXT_SCHEDULE`` says. A failure on any but ``early`` shows how to replay it.
 
     Raises:
         RaceError: there are races, and ``mode`` is ``error``.
@@ -131,7 +129,7 @@ def check(mode: str = "error", schedule: Schedule | str | None = None) -> Iterat
 
 @contextlib.contextmanager
 def _judged(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Iterator[None]:
-    """Do as ``mode`` says about the races of a body that is being checked; ``end`` ends that and returns them."""
+    """Raise or print the races of a body as ``mode`` says; ``end`` ends the check and returns them."""
     try:
         yield
     except BaseException as error:
@@ -144,7 +142,7 @@ def _judged(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Ite
 
 
 def _verdict(mode: str, races: list[Race], replay: str) -> RaceError | None:
-    """Return the error of a body with these races, if there are any; where they fail nothing they are printed."""
+    """Return an error with the races of a body, if any, or print them where ``mode`` is not ``error``."""
     if not races:
         return None
     error = RaceError(races, replay)
@@ -173,19 +171,19 @@ class _Body:
         self.tell = tell
         self.met: set[KnownRace] = set()
         self.was_blamed = False
-        self._lock = threading.Lock()  # of the next line
-        self._aside: list[Race] = []  # found before a body within this one began, or not this thread's
+        self._lock = threading.Lock()  # guards the next line
+        self._aside: list[Race] = []  # races found before a nested body began, or of other ranks' threads
 
     def begin(self) -> None:
         if _bodies:
             _bodies[-1].set_aside()
         _native.stop_race_check()
-        found()  # what is nobody's
+        found()  # drops races that belong to no body
         self.schedule.start()
         _bodies.append(self)
 
     def end(self) -> list[Race]:
-        """End the check, and return what :meth:`take` does."""
+        """End the check, and return the races of :meth:`take`."""
         races = self.take()
         _bodies.remove(self)
         if _bodies:
@@ -203,8 +201,8 @@ class _Body:
             self._aside += found()
 
     def take(self) -> list[Race]:
-        """Return the races of this body since the last call, and announce each known one once instead. In a rank's
-        thread these are the races whose later access the rank made.
+        """Return the races of this body since the last call, except known ones, which are announced once. In a rank's
+        thread, return only the races whose later access the rank made.
         """
         rank = _native.rank_of_thread()
         with self._lock:
@@ -223,20 +221,20 @@ class _Body:
         return left
 
 
-_bodies: list[_Body] = []  # that are being checked, each within the one before
+_bodies: list[_Body] = []  # bodies under check, each within the one before
 
 
 @contextlib.contextmanager
 def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``, whatever check of the whole
-    process runs. Known races of torch are announced and fail nothing. One body may be within another, as an
-    example is within its test: a race counts for the innermost one that holds its later access. Each starts anew, so an
-    example does not depend on earlier ones.
+    """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``. Ends a check of the whole
+    process. Known races of torch are announced and fail nothing. One body may be within another, as an example is
+    within its test: a race counts for the innermost body that holds its later access. Each body starts a new check, so
+    an example does not depend on earlier ones.
 
     Args:
-        test: the test, as unittest names it, if it is to say which known races it should have met and has not. A body
-            within another one says nothing of that.
-        tell: is called with what the user should know, in one sentence each time; by default it is printed.
+        test: the unittest name of the test, to report the known races that it should have met and has not. A body
+            within another one reports none.
+        tell: called with one sentence for the user at a time; prints by default.
 
     Raises:
         RaceError: as :func:`check`.
@@ -260,17 +258,17 @@ def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Ite
 
 class ThreadsCheck:
     """The check of a test whose ranks are threads of this process, as ``TORCH_EXT_RACES`` asks. Each rank is charged
-    with the races whose later access is its own. See :mod:`torch_ext.sim.races._threads` for what orders two ranks.
+    with the races whose later access is its own. See :mod:`torch_ext.sim.races._threads` for the edges between ranks.
     """
 
     _current: ThreadsCheck | None = None
 
     def __init__(self, tell: Callable[[str], None], around_collectives: AroundCollectives) -> None:
-        """Begin. Call it before the threads start; a check that nobody has ended ends now.
+        """Begin, before the threads start; ends an earlier check that is still open.
 
         Args:
             tell: as for :func:`check_body`.
-            around_collectives: how to be around the collectives of the ranks' group.
+            around_collectives: enters a context around each rank's part of a collective.
         """
         if ThreadsCheck._current is not None:
             ThreadsCheck._current.end()
@@ -286,7 +284,7 @@ class ThreadsCheck:
         return as_rank(rank)
 
     def raise_races(self) -> None:
-        """Call it in a rank's thread, at the end of its body.
+        """Raise the races of the calling rank, at the end of its body.
 
         Raises:
             RaceError: the rank has races, and ``TORCH_EXT_RACES`` is ``error``.
@@ -296,8 +294,8 @@ class ThreadsCheck:
             raise error
 
     def end(self) -> RaceError | None:
-        """End the check when the threads have ended, and return an error with the races that no rank was charged with,
-        if there are any.
+        """End the check after the threads have ended; return an error with the races that no rank was charged with, if
+        there are any.
         """
         if ThreadsCheck._current is self:
             ThreadsCheck._current = None
@@ -309,10 +307,10 @@ class ThreadsCheck:
 
 
 def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
-    """Return what the body that is being checked, and that ``error`` has ended, is to be reported with.
+    """Return the error to report for the innermost body under check, which ``error`` has ended.
 
-    That is the error. What the check has found so far becomes a note of it, since it may be the cause; so does the way
-    to replay the schedule. But races do not hide behind a skip: they fail the body as :class:`RaceError`.
+    Usually ``error`` itself, with notes: the races found so far, which may be its cause, and how to replay the
+    schedule. But races do not hide behind a skip: they fail the body as :class:`RaceError`.
     """
     if not _bodies:
         return error
@@ -336,7 +334,7 @@ def check_program() -> None:
 
 
 def _report_saved_storages() -> None:
-    """Report to every check, from now on, the host's storages that are written to files.
+    """Report host storages that are written to files as reads, to every check from now on.
 
     ``torch.save``, checkpoints and ``all_gather_object`` read all bytes of a tensor's storage past torch's dispatcher.
     """

@@ -29,7 +29,7 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether it is code of torch, of torch_ext or of Python, or generated, rather than the user's.
+        """Whether the code is torch's, torch_ext's, Python's or generated, rather than the user's.
 
         >>> Frame("/tmp/torchinductor_me/cc/cabc.py", 82, "call").is_library
         True
@@ -65,15 +65,15 @@ class Access:
 
     Attributes:
         operator: the operator's or collective's name, such as ``aten::mul``.
-        sequence: which operation of its group a collective is; None for anything else.
-        node: the autograd node that called it; None outside backward and for nodes written in Python.
-        writes: whether it writes.
-        rank: the rank whose thread asked for it, where ranks are threads of one process; otherwise None.
-        lane: what did the work, in words.
+        sequence: the number of a collective in its group; None for other operators.
+        node: the autograd node that called the operator; None outside backward and for nodes written in Python.
+        writes: whether the access writes.
+        rank: the rank whose thread called the operator, where ranks are threads of one process; otherwise None.
+        lane: the name of the lane that did the work.
         lane_kind: ``stream``, ``communication`` or ``host``.
-        lane_stack: where a stream was made; None where that is not known, and for default streams.
+        lane_stack: where a stream was made; None if unknown, and for default streams.
         dtype, sizes: of the tensor.
-        stack: where it was called.
+        stack: where the operator was called.
     """
 
     operator: str
@@ -95,16 +95,16 @@ class Access:
 
 @dataclass(frozen=True)
 class Race:
-    """Two accesses to the same memory, at least one of them a write, that nothing orders.
+    """Two unordered accesses to the same memory, at least one of them a write.
 
     Attributes:
-        earlier, later: the accesses, in the order in which the host asked for them.
+        earlier, later: the accesses, in the order in which the host launched them.
         begin, end: bytes of the block of memory.
         pinned: whether the memory is pinned memory of the host.
         reused: whether the memory was freed between the two accesses.
         allocated: where the later access's tensor was allocated.
-        freed: where the earlier owner was freed, if it was.
-        count: how often the same two places met.
+        freed: where the earlier owner was freed, if at all.
+        count: the number of races between the same two places.
     """
 
     earlier: Access
@@ -123,7 +123,7 @@ def _sort(access: Access) -> object:
 
 
 def merged(races: Iterable[Race]) -> list[Race]:
-    """Return ``races`` with each pair of places once."""
+    """Return ``races`` with one race for each pair of places."""
     kept: dict[object, Race] = {}
     counts: Counter[object] = Counter()
     for race in races:
@@ -137,7 +137,7 @@ def merged(races: Iterable[Race]) -> list[Race]:
 
 
 def take() -> list[Race]:
-    """Return the races found since the last call, each pair of places once."""
+    """Return the races found since the last call, one for each pair of places."""
     return merged(
         Race(
             **{

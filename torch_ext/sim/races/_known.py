@@ -1,16 +1,16 @@
-"""Races that releases of torch are known to have, as data, and which of the races found they are.
+"""Known races of torch's releases, as data, and their match with the races found.
 
 Each entry of ``known.json`` has:
 
-``told``      what races, in one clause
+``told``      the race, in one clause
 ``link``      an issue, a pull request or a page of docs/findings
-``torch``     the releases that are known to have it, such as ``"2.13"``
-``tests``     where it is met: addresses of tests, from the file's name on; ``*`` stands for any text
+``torch``     the releases that are known to have the race, such as ``"2.13"``
+``tests``     the tests that meet it: addresses, from the file's name on; ``*`` stands for any text
 ``earlier``, ``later``
-              what is asked of an access, each optional: ``frames``, all of which called it (the end of a path, and a
-              function), and ``lane``, its kind
+              conditions on an access, each optional: ``frames``, all of which are on its stack (the end of a path, and
+              a function), and ``lane``, its kind
 ``reused``, ``pinned``
-              what is asked of the memory, each optional, as in :class:`Race`
+              conditions on the memory, each optional, as in :class:`Race`
 
 A race that an entry describes fails no test, since the test can do nothing about it; the summary names it instead. A
 test that an entry names and that no longer meets the race says so: then the entry can go.
@@ -40,15 +40,15 @@ _ASKED = {"earlier", "later", "reused", "pinned"}
 
 @dataclass(frozen=True)
 class Side:
-    """What an entry asks of one access."""
+    """The conditions of an entry on one access."""
 
     frames: tuple[str, ...] = ()
     lane: str | None = None
 
     def describes(self, access: Access) -> bool:
-        """Whether each frame is one of the stack's.
+        """Whether the lane's kind matches and each frame is on the stack.
 
-        Of the frame ``fsdp/_flat_param.py:pre_unshard`` the path's end and the function count.
+        A frame such as ``fsdp/_flat_param.py:pre_unshard`` matches by the end of the path and the function.
         """
         called = [f"/{frame.file}:{frame.function}" for frame in access.stack]
         return self.lane in (None, access.lane_kind) and all(
@@ -77,10 +77,10 @@ class KnownRace:
         )
 
     def is_met_by(self, test: str) -> bool:
-        """Whether ``test`` should meet it.
+        """Whether ``test`` should meet the race.
 
         Args:
-            test: as unittest names it. One of the file that runs as ``__main__`` is known by its class and method.
+            test: its unittest name. A test of the file that runs as ``__main__`` matches by its class and method.
 
         >>> entry = KnownRace("no", "", ("test_a.py::TestA::test_*",))
         >>> entry.is_met_by("distributed.test_a.TestA.test_b"), entry.is_met_by("__main__.TestA.test_b")
@@ -99,10 +99,10 @@ class KnownRace:
 
 @functools.cache
 def known_races(path: Path = _FILE, release: str = torch.__version__) -> tuple[KnownRace, ...]:
-    """Return the races that a release has.
+    """Return the known races of a release.
 
     Raises:
-        ValueError: the file is no such list; the message names the entry.
+        ValueError: an entry of the file is malformed; the message names it.
     """
     entries = json.loads(path.read_text(encoding="utf-8"))
     return tuple(

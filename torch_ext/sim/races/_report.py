@@ -1,4 +1,4 @@
-"""The text about races: both accesses, and the edge that would order them."""
+"""Renders races as text: both accesses, and the edge that would order them."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class Schedule:
     """One of all executions that the edges permit.
 
     Attributes:
-        kind: ``early``: results are there at once. ``late``: those of a kernel are there at the first
-            access that is ordered after it. ``random``: a kernel is early or late as ``seed`` says.
+        kind: ``early``: results are visible at once. ``late``: a kernel's results become visible at the first access
+            that is ordered after it. ``random``: each kernel is early or late, drawn from ``seed``.
     """
 
     kind: str = "early"
@@ -27,10 +27,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Return what ``text`` says: ``late``, or ``random:7`` with a seed.
+        """Parse a schedule's name, such as ``late``, or ``random:7`` with a seed.
 
         Raises:
-            ValueError: it says something else.
+            ValueError: ``text`` names no schedule.
 
         >>> Schedule.parse("random:7"), str(Schedule.parse("late"))
         (Schedule(kind='random', seed=7), 'late')
@@ -48,17 +48,17 @@ class Schedule:
         _native.start_race_check(_native.Schedule.__members__[self.kind], self.seed)
 
     def replay(self) -> str:
-        """Return how to run the same schedule again, and what tells that it was the same; empty if it is early."""
+        """Return the setting that replays this schedule, and its trace to compare; empty for ``early``."""
         if self.kind == "early":
             return ""
         return f"replay with {VARIABLE}={self}; its trace is {_native.schedule_trace():016x}"
 
 
 def asked() -> Schedule:
-    """Return the schedule that ``TORCH_EXT_SCHEDULE`` asks for.
+    """Return the schedule in ``TORCH_EXT_SCHEDULE``; ``early`` if it is unset or empty.
 
     Raises:
-        ValueError: it asks for none.
+        ValueError: the variable names no schedule.
     """
     text = os.environ.get(VARIABLE) or "early"
     try:

@@ -1,20 +1,19 @@
-"""Ranks that are threads of one process: what orders one thread's work before another's.
+"""Happens-before edges between ranks that are threads of one process.
 
 ======================================  ==============================================================================
-start and end of a rank's thread        the thread that starts the ranks comes before, the one that waits for them after
-``Condition`` and what is built on it   who gives the lock back comes before who gets it next: ``Event``, ``Queue``,
+start and end of a rank's thread        the starting thread comes before it, the waiting thread after it
+``Condition`` and classes built on it   a release of the lock comes before the next acquisition: ``Event``, ``Queue``,
                                         ``Barrier``, ``Semaphore``, futures of ``concurrent.futures``
 collectives of torch's threaded group   all ranks, and the streams that are current where they call, before all
 ======================================  ==============================================================================
 
-A plain ``Lock`` has no place to look at, nor has a ``SimpleQueue``: what a thread knows because of them alone counts as
-not known.
+A plain ``Lock`` and a ``SimpleQueue`` cannot be observed: an order that they alone give counts as missing.
 
 Note [Collectives of threads]
 Torch's threaded group runs a collective in the thread of rank 0, on the streams that are current there. It waits for
 no stream of another rank, so on a GPU any side stream races with it. That is no mistake of the program under test. Here
 each rank's part counts as made by that rank, on the stream that is current where it calls, and as ordered like a
-collective with ``async_op=False``; what the group does in rank 0's thread instead is not looked at.
+collective with ``async_op=False``; the group's real work in rank 0's thread is ignored.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from torch_ext.sim._name import NAME
 
 __all__ = ["AroundCollectives", "as_rank", "watch_handovers"]
 
-# Enters a context around each rank's part of each collective, until the function that it returns is called. The context
-# gets an object that the ranks share, the name of what they do, such as `AllReduce`, what is read and what is written.
+# Enters a context around each rank's part of each collective, until the returned function is called. The context gets
+# an object that the ranks share, the collective's name, such as `AllReduce`, and the tensors that it reads and writes.
 AroundCollectives = Callable[[Callable[..., contextlib.AbstractContextManager[None]]], Callable[[], None]]
 
-_HANDOVER = "_torch_ext_handover"  # of a collective
-_waiting = 0  # the thread that started the ranks and waits for them: it hands nothing on
+_HANDOVER = "_torch_ext_handover"  # attribute of a collective
+_waiting = 0  # the thread that started the ranks and waits for them; its handovers are ignored
 _lock_handovers: weakref.WeakKeyDictionary[Any, _native.RaceHandover] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def as_rank(rank: int) -> Iterator[None]:
-    """Within, this thread is ``rank``, and the host of nobody else."""
+    """Within, this thread is ``rank``, with its own host lane."""
     _native.begin_rank_thread(rank)
     try:
         yield
@@ -53,7 +52,7 @@ def as_rank(rank: int) -> Iterator[None]:
 
 
 def watch_handovers(around_collectives: AroundCollectives) -> Callable[[], None]:
-    """See what threads hand to one another from now on, until the returned function is called."""
+    """Track the edges between threads from now on, until the returned function is called."""
     global _waiting
     _waiting = threading.get_ident()
     undo = contextlib.ExitStack()
@@ -71,7 +70,7 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, new: Any) -> No
 
 def _give(condition: Any) -> None:
     if threading.get_ident() != _waiting:
-        # Of the lock, because the conditions of a queue share one.
+        # Keyed by the lock, because the conditions of a queue share one.
         _lock_handovers.setdefault(condition._lock, _native.RaceHandover()).give()
 
 

@@ -2,11 +2,11 @@
 
 Note [Plain torch over a checkout]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A checkout that nobody has built cannot be imported as torch. The tests run on the installed torch, whose
+An unbuilt checkout cannot be imported as torch. The tests run on the installed torch, whose
 ``torch.testing._internal`` is looked up in the scratch copy first: a ``sitecustomize`` in a folder on ``PYTHONPATH``,
 which spawned ranks inherit, installs a finder for that one package. Nothing of this project is on the path, except the
-simulated device where that is asked for, as any out-of-tree device would be. Releases whose ``common_fsdp`` lists the
-known devices get it set there, as out-of-tree backends do for themselves.
+simulated device in runs on ``sim``, as any out-of-tree device would be. Where ``common_fsdp`` lists the known devices,
+the finder sets the device there, as out-of-tree backends do for themselves.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def apply_to_copy(checkout: Path, mail: str, folder: Path) -> Path:
     """Clone ``checkout`` into ``folder``, apply the patch with ``git am`` and return the clone.
 
     Raises:
-        CheckoutError: it does not apply.
+        CheckoutError: the patch does not apply.
     """
     copy = folder / "copy"
     plain = ("-c", "commit.gpgSign=false", "-c", "core.hooksPath=/dev/null")  # despite the user's settings

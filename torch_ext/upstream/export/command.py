@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let signals raise SystemExit, so that nothing is left behind; afterwards their handlers are as before."""
+    """Make signals raise SystemExit within the block, so that cleanups run; restores their handlers."""
     before = {number: signal.getsignal(number) for number in _ENDED_BY}
     try:
         for number, handler in before.items():
@@ -110,11 +110,11 @@ def export(
     Args:
         what: see :func:`add`.
         onto: the PyTorch checkout.
-        devices: where to run the change; none to not run it.
+        devices: where to run the change; empty for no run.
         say: prints a line of progress.
 
     Raises:
-        CheckoutError: the checkout, a path or a revision is not there, git knows no author, or there is no ruff.
+        CheckoutError: the checkout, a path or a revision is missing, git knows no author, or there is no ruff.
     """
     root = project_root()
     theirs = upstream_at(onto)
@@ -210,7 +210,7 @@ _GO = ("testing", "test/distributed")
 
 
 def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
-    """Add the arguments to ``linker``; an argument that cannot go becomes one of the linker's problems.
+    """Add the arguments to ``linker``; an argument that cannot be exported becomes one of the linker's problems.
 
     Args:
         linker: collects the change.
@@ -297,7 +297,7 @@ def _add_changes(linker: Linker, before: Module, now: Module) -> None:
 
 
 def _add_members(linker: Linker, earlier: Definition, now: tuple[Module, Definition], theirs: Definition) -> None:
-    """Add the new members of a class; say which definitions changed that upstream has."""
+    """Add the new members of a class; report as problems the changed definitions that upstream has."""
     module, definition = now
     was, has = earlier.members(), theirs.members()
     changed = [] if definition.is_class else [definition.name]

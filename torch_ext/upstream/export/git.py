@@ -18,7 +18,7 @@ _UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8"
 
 
 class CheckoutError(ValueError):
-    """A checkout, a path, a revision or a tool is not as the command needs it."""
+    """A checkout, a path, a revision or a tool is missing or unusable."""
 
 
 def _ran(
@@ -103,7 +103,7 @@ def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
             there("update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}")
         tree = there("write-tree")
         commit = there(*_NO_GUESS, *_UTF8, "commit-tree", tree, "-p", "HEAD", text=message)
-        # Against the user's own settings: git am would refuse some of them.
+        # Override the user's settings: git am refuses the patches that some of them produce.
         options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
         options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]
         return git(checkout, *_UTF8, "format-patch", "-1", *options, commit, environment=environment)

@@ -184,7 +184,7 @@ class Linker:
         for statement in piece.statements:
             for node in ast.walk(statement):
                 if isinstance(node, (ast.Import, ast.ImportFrom)) and _imports_ours(node, piece.module):
-                    # Or in a block for type checkers, whose names the file imports at its top.
+                    # In a block for type checkers leave `pass`: the file imports the block's names at its top.
                     piece.edits.append(replace_lines(*span(node)) if node is statement else replace_node(node, "pass"))
             if not isinstance(statement, (ast.Import, ast.ImportFrom)):
                 for use in uses(statement):
@@ -237,7 +237,7 @@ class Linker:
             piece.edits.append(replace_node(attribute, text))
 
     def _spelled(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
-        """Return the edit to an expression of upstream's, where it has no such name."""
+        """Return the edit that spells our name as an expression of upstream's, which lacks the name."""
         words, best = self._site(module, name), None
         for place, node in enumerate(spine):
             if place:
@@ -313,7 +313,7 @@ class Linker:
         return piece.target.import_name(wanted, Import(home, first)) + dot + rest
 
     def _through_compat(self, module: str, name: str, alias: str, target: Target) -> str:
-        """Return ``alias.name`` for a name of compat if ``alias``, as ours, contains the name of torch's module."""
+        """Return ``alias.name`` for a name of compat if our ``alias`` contains the name of torch's module."""
         if not module.startswith(f"{_COMPAT}."):
             return ""
         home, _, attribute = (*self._places(module, name), ":")[0].partition(":")
@@ -323,7 +323,7 @@ class Linker:
         return f"{target.import_name(alias, Import(package, last))}.{attribute}"
 
     def _places(self, module: str, name: str) -> list[str]:
-        """Return torch's places of a private name, those that upstream has first: compat has a table of them."""
+        """Return torch's places of a private name from compat's table; places that upstream has come first."""
         here = self.ours.module(module)
         if here is None:
             return []

@@ -66,7 +66,7 @@ def problems(files: Mapping[str, str], before: Mapping[str, str], config: str | 
     Args:
         files: the texts after the change, by path.
         before: the texts of those that upstream has.
-        config: the checkout's ``pyproject.toml``, for ruff; None for a few rules that upstream has.
+        config: the checkout's ``pyproject.toml``, for ruff; None for a few of upstream's rules.
     """
     old = Counter((path, complaint) for path, _, complaint in _complaints(before, config))
     found = []

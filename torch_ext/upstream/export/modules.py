@@ -133,7 +133,7 @@ class Module:
 
 
 class Tree:
-    """Modules by name, each read on first use with ``read``, which returns None for a name that is no module."""
+    """Modules by name. ``read`` reads each on first use, and returns None for a name that is no module."""
 
     def __init__(self, read: Callable[[str], Module | None]) -> None:
         self.module = cache(read)
@@ -162,7 +162,7 @@ class Tree:
 
 
 def members_of(tree: Tree, module: Module, definition: Definition) -> dict[str, tuple[Module, ast.stmt]]:
-    """Return the members of a class, and those that it inherits from classes of ``tree``."""
+    """Return the members of a class, including those inherited from classes of ``tree``."""
     found: dict[str, tuple[Module, ast.stmt]] = {}
     for home, each in reversed(list(tree.lineage(module, definition))):
         found.update({name: (home, statement) for name, statement in each.members().items()})

@@ -5,7 +5,7 @@
 namespace torch_ext::sim::races {
 namespace {
 
-// Sorts, and joins what overlaps or touches.
+// Sorts, and joins ranges that overlap or touch.
 void tidy(std::vector<Range>& runs) {
   const auto starts_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
   if (!std::is_sorted(runs.begin(), runs.end(), starts_earlier)) {
@@ -24,7 +24,7 @@ void tidy(std::vector<Range>& runs) {
 
 // Views of up to this many runs are kept run by run.
 constexpr uint64_t kRuns = 8;
-// The oldest view of many runs is forgotten when a block has more of them: time is bounded before memory is.
+// A block with more views of many runs forgets the oldest one: this bounds the time of a check.
 constexpr size_t kScattered = 4096;
 
 bool is_unordered(const Access& earlier, const Access& later, const Clock& clock) {
@@ -45,8 +45,8 @@ Range common(Range one, Range other) {
   return {std::max(one.begin, other.begin), std::min(one.end, other.end)};
 }
 
-// A missing wait in a loop is met again and again. Origins that are alike may still differ in where they were called
-// from, so more than one race of a kind is kept.
+// A missing wait in a loop repeats its race. Origins that are alike may still differ in their call stacks, so more than
+// one race of a kind is kept.
 constexpr size_t kRacesAlike = 16;
 
 } // namespace
@@ -233,7 +233,7 @@ size_t History::first_after(uint64_t byte) const {
   return static_cast<size_t>(found - stretches_.begin());
 }
 
-// Makes a stretch end at `byte` if one goes on past it.
+// Splits the stretch that contains `byte`, if any, so that one ends there.
 void History::split(uint64_t byte) {
   const size_t index = first_after(byte);
   if (index == stretches_.size() || stretches_[index].bytes.begin >= byte) {
@@ -245,7 +245,7 @@ void History::split(uint64_t byte) {
   stretches_.insert(stretches_.begin() + static_cast<ptrdiff_t>(index) + 1, std::move(rest));
 }
 
-// Puts one stretch in the place of those from `first` to before `end`, which lie within `bytes`.
+// Replaces the stretches from `first` to before `end`, which lie within `bytes`, by one.
 void History::write(Range bytes, size_t first, size_t end, const Access& access) {
   const auto at = stretches_.begin() + static_cast<ptrdiff_t>(first);
   if (first == end) {

@@ -1,50 +1,50 @@
-// Finds races between lanes: what each lane is ordered after (Lanes), the accesses to one block of memory that later
-// ones must still be held against (History), and the races found (Checker).
+// Finds races between lanes: the order of lanes (Lanes), the accesses to one block of memory that later accesses must
+// still be compared with (History), and the races found (Checker).
 //
 // Glossary of this folder:
-//   lane     something that does work in order: a stream of a device, a communication lane of a process group, the host
-//   tick     a stretch of a lane's work between two moments that others can wait for
+//   lane     a sequence of work in order: a stream of a device, a communication lane of a process group, the host
+//   tick     a stretch of a lane's work between two moments that other lanes can wait for
 //   epoch    one tick of one lane
 //   clock    for each lane, the last tick that is known to be over
 //   region   the bytes of a block that a view reaches
 //   access   a lane reads or writes a region in an epoch
-//   history  the accesses to one block that later ones must still be held against
-//   race     two accesses to the same bytes, at least one of them a write, that nothing orders
+//   history  the accesses to one block that later ones must still be compared with
+//   race     two unordered accesses to the same bytes, at least one of them a write
 //
 // Nothing in this file knows torch. Callers hold a lock: no class here is safe to share.
 //
 // Note [What a history keeps]
-// For each stretch of bytes the last write and, since it, the last read of each lane; reads that another read came
-// after are dropped. That is enough: an access that nothing orders after a dropped one is not ordered after the one
-// that took its place either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund
-// 2009). Views of more than a few runs (a column of a matrix) are kept whole beside the stretches.
+// For each stretch of bytes, a history keeps the last write and, since then, the last read of each lane; it drops reads
+// that are ordered before another read. An access that is not ordered after a dropped one is not ordered after its
+// replacement either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund 2009).
+// Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches.
 //
 // A block carries its history into its next life: see Note [Lives of a block].
 //
 // Note [Ticks begin late]
-// A lane's tick ends when others may learn of it: an event is recorded, the host launches work. The next one begins
-// with the lane's next access, not before, so that a lane which only passes on what it has waited for costs nothing,
-// and launching a thousand kernels without touching pinned memory leaves the host's clock as it was.
+// A lane's tick ends when other lanes may learn of it: an event is recorded, the host launches work. The next tick
+// begins with the lane's next access, not before, so that a lane that only passes its waits on costs nothing, and
+// launching a thousand kernels without touching pinned memory leaves the host's clock unchanged.
 //
 // Note [Ranks that are threads]
-// Ranks may be threads of one process. What one of them has waited for another one does not know, unless something
-// between the two threads says so: so each is its own host lane. Without that, what a race is would depend on
-// which thread came first. Two accesses of hosts are no race of streams, whatever their threads do.
+// Ranks may be threads of one process. One rank's waits order nothing for another, unless an edge joins the two
+// threads: so each rank has its own host lane. With one shared host lane, races would depend on the order of the
+// threads. Two accesses by hosts are no race of streams, whatever their threads do.
 //
-// A thread that is no rank, while there are such ranks, may work for any of them: what one of them knows it knows, and
-// what it learns all of them know.
+// While there are such ranks, a thread that is no rank may work for any of them: it knows what any of them knows, and
+// all of them learn what it learns.
 //
 // Note [One run is enough]
-// The host's order of calls is fixed, so what one run knows to be ordered is ordered however the streams interleave. An
-// access that conflicts with an earlier one which nothing orders before it is a race, whatever the timing was; there is
-// no other kind. So the values of a run never matter, and a run that went well shows the race as surely as one that
-// did not.
+// The host's order of calls is fixed, so accesses that are ordered in one run are ordered in every interleaving of the
+// streams. A race is an access that conflicts with an earlier, unordered one, whatever the timing; there is no other
+// kind. So the values of a run never matter, and a run with right results shows the race as surely as one with wrong
+// ones.
 //
 // Note [Lives of a block]
-// Memory that is freed and handed out again is the same bytes: the new owner's accesses are held against the old
-// owner's. Two things are over for a new owner without an edge: the accesses of the lanes that the old owner was
-// recorded for, because the allocator waits for them before it hands out the block; and everything, when memory went
-// back to the host in between. Neither tells any lane anything: only this block's history forgets.
+// Memory that is freed and handed out again is the same bytes: the new owner's accesses are compared with the old
+// owner's. Two kinds of accesses are over for a new owner without an edge: those of the lanes recorded for the old
+// owner, because the allocator waits for them before it hands out the block; and all, if the memory went back to the
+// host in between. Neither changes a lane's clock: only this block's history forgets the accesses.
 #pragma once
 
 #include "../std.h"
@@ -54,7 +54,7 @@ namespace torch_ext::sim::races {
 using Lane = uint32_t;
 using Tick = uint32_t;
 
-// The host. All its threads count as one lane, for their own locks order them; but see Note [Ranks that are threads].
+// The host. All its threads count as one lane, because their locks order them; but see Note [Ranks that are threads].
 constexpr Lane kHost = 0;
 
 struct Epoch {
@@ -74,7 +74,7 @@ class Clock {
     ++ticks_[lane];
   }
 
-  // Everything that either clock knows to be over. Returns whether that is more than this one knew.
+  // Merges `other` into this clock. Returns whether this clock changed.
   bool join(const Clock& other) {
     ticks_.resize(std::max(ticks_.size(), other.ticks_.size()));
     bool learned = false;
@@ -113,13 +113,13 @@ class Region {
   bool is_one_run() const { return dims_.empty(); }
   uint64_t run_count() const;
 
-  // From the first byte to the last, whatever lies between.
+  // From the first byte to the last, gaps included.
   Range extent() const { return {begin_, begin_ + extent_}; }
 
-  // In order, none of them touching another.
+  // The runs, in order, disjoint and not adjacent.
   std::vector<Range> runs() const;
 
-  // Whether both reach some byte. Compares run by run where the extents meet.
+  // Whether both contain a byte. Compares run by run where the extents meet.
   bool meets(const Region& other) const;
 
   bool operator==(const Region& other) const;
@@ -137,7 +137,7 @@ class Region {
   std::vector<Dim> dims_; // by rising stride
 };
 
-// Who made an access, for reports. The checker only carries it.
+// The origin of an access, for reports. The checker only carries it.
 struct Origin {
   explicit Origin(uint64_t alike) : alike(alike) {}
   Origin(const Origin&) = delete;
@@ -161,7 +161,7 @@ struct Access {
   bool exists() const { return epoch.tick != 0; }
 };
 
-// An earlier access that nothing orders before a later one, and the bytes that it reached.
+// An earlier access that is not ordered before a later one, and its bytes.
 struct Conflict {
   Access earlier;
   Range bytes;
@@ -169,11 +169,11 @@ struct Conflict {
 
 class History {
  public:
-  // Remembers `access` to `region`. `clock` is what its lane knows to be over. Appends to `conflicts` each earlier
-  // access that it conflicts with, once for each origin and kind.
+  // Adds `access` to `region`, by a lane with `clock`. Appends to `conflicts` each earlier access that conflicts with
+  // it, once for each origin and kind.
   void add(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
 
-  // Drops what is over by `clock`: nobody who comes later can race with it.
+  // Drops accesses that are over by `clock`: no later access can race with them.
   void forget(const Clock& clock);
   void clear();
 
@@ -212,21 +212,21 @@ class Lanes {
  public:
   Lanes();
 
-  // A lane that nothing has run on.
+  // A new lane without work.
   Lane add();
 
-  // A host lane of its own: see Note [Ranks that are threads].
+  // A new host lane: see Note [Ranks that are threads].
   Lane add_host();
 
   bool is_host(Lane lane) const { return lanes_[lane].is_host; }
 
-  // `host` gives `lane` work: what comes now is after all that this host knows to be over.
+  // `host` launches work on `lane`: the lane's next accesses are ordered after everything in the host's clock.
   void launch(Lane lane, Lane host = kHost);
 
   // The epoch of an access that `lane` makes now.
   Epoch begin_access(Lane lane);
 
-  // What `lane` knows to be over. Includes all of its own work.
+  // The clock of `lane`. Includes all of its own work.
   const Clock& clock(Lane lane) const { return lanes_[lane].clock; }
 
   // The clock of an event that `host` records on `lane` now.
@@ -235,7 +235,7 @@ class Lanes {
   // The clock of a waiter for all work of `lane` so far. Does not end the tick of `lane`.
   Clock so_far(Lane lane);
 
-  // `lane` waits for what `clock` was recorded after. Returns whether that orders anything that was not ordered before.
+  // Makes `lane` wait for a recorded `clock`. Returns whether that adds an order.
   bool wait(Lane lane, const Clock& clock);
 
   size_t size() const { return lanes_.size(); }
@@ -244,23 +244,23 @@ class Lanes {
   struct State {
     Clock clock;
     bool is_host = false;
-    bool told = true;          // another lane may know the current tick: see Note [Ticks begin late]
+    bool told = true;          // another lane's clock may have the current tick: see Note [Ticks begin late]
     uint64_t version = 1;      // counts changes of a host's clock
-    Lane host = kHost;         // whose clock this lane has joined last,
+    Lane host = kHost;         // the host lane whose clock this lane has joined last,
     uint64_t host_version = 0; // and its version then
   };
 
   std::vector<State> lanes_;
 };
 
-// What the checker knows of one block of memory.
+// The checker's state of one block of memory.
 struct Memory {
   History history;
   bool is_pinned = false;  // of the host, not of a device
-  uint32_t life = 0;       // how often it has been freed
-  bool is_unnamed = false; // allocated by a kernel: its first access will say which
+  uint32_t life = 0;       // number of frees
+  bool is_unnamed = false; // allocated by a kernel, which its first access will name
   OriginPtr allocated;
-  OriginPtr freed; // by the owner before
+  OriginPtr freed; // by the previous owner
 };
 
 struct Race {
@@ -277,14 +277,14 @@ class Checker {
  public:
   Lanes& lanes() { return lanes_; }
 
-  // `lane` reads or writes `region` of `memory`. Returns whether that is a race. The lane has been given the work:
-  // see Lanes::launch.
+  // `lane` reads or writes `region` of `memory`. Returns whether that is a race. Call Lanes::launch for the work
+  // before.
   bool access(Memory& memory, const Region& region, Lane lane, Kind kind, uint32_t operand, OriginPtr origin);
 
-  // The owner gives `memory` up; work that `users` have been given is over before it has another owner.
+  // The owner frees `memory`; the work of `users` so far is over before its next owner gets it.
   void free(Memory& memory, const std::vector<Lane>& users, OriginPtr origin);
 
-  // Whether an owner of `host` that works on `lane` could meet work of an earlier owner that nothing orders before it.
+  // Whether an owner of `host` that works on `lane` could race with an earlier owner's work.
   bool is_dangerous(const Memory& memory, Lane lane, Lane host = kHost) const;
 
   const std::vector<Race>& races() const { return races_; }
@@ -295,7 +295,7 @@ class Checker {
 
   Lanes lanes_;
   std::vector<Race> races_;
-  std::map<std::pair<uint64_t, uint64_t>, size_t> alike_; // how many races are kept, by what their origins are like
+  std::map<std::pair<uint64_t, uint64_t>, size_t> alike_; // number of kept races, by their origins' `alike`
   std::vector<Conflict> conflicts_;                       // of the current access; kept for its memory
 };
 

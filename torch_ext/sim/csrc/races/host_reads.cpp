@@ -1,9 +1,9 @@
 // Note [Reads by Python methods]
-// These methods are functions of C in tables of torch, and call no operator that a RecordFunction would see. While a
-// check runs, their places in the tables hold functions that call them and tell the check. So the objects that Python
-// sees (`torch.Tensor.tolist`) stay the same ones, nothing is paid without a check, and no way of calling is missed.
+// These methods are C functions in torch's method tables, and call no operator that a RecordFunction would see. While a
+// check runs, wrappers that report to the check replace them in the tables. So Python's objects
+// (`torch.Tensor.tolist`) stay the same, there is no cost without a check, and no way of calling is missed.
 //
-// `numpy` and DLPack hand memory out, and nobody sees what happens to it then. That counts as a read of all of it.
+// `numpy` and DLPack export memory, whose later accesses cannot be observed. An export counts as a read of all of it.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
@@ -28,17 +28,17 @@ using Accesses = c10::SmallVector<sim::Access, 4>;
 
 at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
 
-// Whether the operator itself touches memory. One that is written in terms of others has no kernel of the host.
+// Whether the operator itself touches memory. An operator composed of others has no host kernel.
 bool is_kernel(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || op.operator_name().name == "aten::copy_";
 }
 
-// Whether its stream, and not the host, reads tensors of the host that are among its inputs.
+// Whether the operator's stream, and not the host, reads its host inputs.
 bool transfers(std::string_view name) {
   return name.find("copy") != std::string_view::npos || name.starts_with("c10d::");
 }
 
-// None for memory that is not pinned.
+// The access to `tensor`; none if its memory is not pinned.
 std::optional<sim::Access> pinned_access(const at::Tensor& tensor, bool write) {
   const bool pinned = tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data());
   return pinned ? access_to(tensor, write) : std::nullopt;
@@ -59,7 +59,7 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
     const auto* alias = schema->arguments()[i].alias_info();
     const bool write = alias != nullptr && alias->isWrite();
     if (alias != nullptr && !write) {
-      continue; // it makes a view
+      continue; // the result is a view of this input
     }
     for_each_tensor(inputs[i], [&](const at::Tensor& tensor) {
       is_of_device = is_of_device || (tensor.defined() && tensor.device().type() == kSim);
@@ -89,7 +89,7 @@ struct Method {
 std::array<Method, 4> methods{
     {{"tolist", true}, {"numpy", true}, {"_to_dlpack", false}, {"_to_dlpack_versioned", false}}};
 
-// A subclass's method is called again, by __torch_function__. The outermost call tells.
+// __torch_function__ calls a subclass's method again. Only the outermost call reports.
 class Calls {
  public:
   Calls() { ++depth; }
@@ -112,7 +112,7 @@ void tell_read(std::string_view name, PyObject* object) try {
     watch().host_used(name, *access);
   }
 } catch (const c10::Error&) {
-  // Tensors that only stand for others refuse to say where their memory is: they have none.
+  // Wrapper tensors have no memory, and raise when asked for its address.
   return;
 }
 
@@ -140,7 +140,7 @@ PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* keyw
   return result;
 }
 
-// Where the table of torch has the method; nullptr if this release has none.
+// The method's entry in torch's table; nullptr if this release has no such method.
 PyMethodDef* place_of(const Method& method) {
   PyObject* owner = method.of_tensor ? THPVariableClass : PyImport_AddModule("torch._C");
   PyObject* found = owner == nullptr ? nullptr : PyObject_GetAttrString(owner, method.name);

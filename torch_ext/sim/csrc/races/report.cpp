@@ -1,5 +1,5 @@
-// What Python sees of the checker: start, stop, the races found, and what it tells where ranks are threads of one
-// process. RaceTrace is the checker for tests: fed with events by hand, over memory that does not exist.
+// Python's interface of the checker: start, stop, the races found, and the edges between ranks that are threads of one
+// process. RaceTrace is the checker for tests: they feed it events by hand, over memory that does not exist.
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/util/SmallVector.h>
@@ -100,8 +100,8 @@ pybind11::list take() {
 using Devices = std::vector<c10::DeviceIndex>;
 using Tensors = std::vector<at::Tensor>;
 
-// As if a kernel, named `name`, had used `tensors` on the current stream of the device of each; the host, where they
-// are on none.
+// Reports that a kernel `name` used `tensors`, each on the current stream of its device, or on the host for host
+// tensors.
 void use(const std::string& name, const Tensors& tensors, bool write) {
   std::map<c10::DeviceIndex, c10::SmallVector<sim::Access, 8>> by_device; // -1: the host
   for (const auto& tensor : tensors) {
@@ -187,7 +187,7 @@ const std::string* current_autograd_node() {
   const auto& evaluated = *node;
   const std::type_index type = typeid(evaluated);
   if (std::string_view(type.name()).find("PyNode") != std::string_view::npos) {
-    return nullptr; // and its name takes the GIL
+    return nullptr; // written in Python; its name would need the GIL
   }
   static auto* mutex = new std::mutex();
   static auto* names = new std::unordered_map<std::type_index, std::string>();

@@ -45,13 +45,13 @@ const Clock& clock_of(const Moment& moment) {
   return *static_cast<const Clock*>(moment.get());
 }
 
-// What a late kernel of this thread must put back. Kernels may call kernels.
+// The bytes that a late kernel of this thread must restore. Kernels may call kernels.
 struct Begun {
   bool is_late = false;
   Schedule::Saved before;
 };
 
-// Of a thread that is a rank.
+// The host lane of this thread; kHost unless the thread is a rank.
 thread_local Lane host_of_thread = kHost;
 
 std::vector<Begun>& begun() {
@@ -59,7 +59,7 @@ std::vector<Begun>& begun() {
   return stack;
 }
 
-// Memory of a device that `access` writes, all of it in one run.
+// The device memory that `access` writes, if it is one run.
 std::optional<Bytes> late_part(const sim::Access& access) {
   if (!access.write || access.device.type() != kSim) {
     return std::nullopt;
@@ -95,7 +95,7 @@ bool Schedule::next_is_late(Lane lane, std::string_view kernel) {
 }
 
 void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoch epoch) {
-  // Stretches may overlap: all are read before any is taken back.
+  // Stretches may overlap: read all before withdrawing any.
   for (const auto& where : written) {
     held_[where.block].push_back({where, std::vector<char>(where.at, where.at + where.size), epoch});
   }
@@ -129,7 +129,7 @@ void Schedule::publish(const Clock& clock) {
   }
 }
 
-// Without a clock, all.
+// Publishes results that are over by `clock`; all without a clock.
 void Schedule::publish(std::vector<Held>& held, const Clock* clock) {
   std::erase_if(held, [&](const Held& each) {
     if (clock != nullptr && !clock->covers(each.epoch)) {
@@ -300,7 +300,7 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
     return;
   }
   const auto home = stream_of(device, block->home);
-  // Where everything is ordered nobody will ask who freed it.
+  // Reports name the free only for dangerous blocks; skip the cost of the stack otherwise.
   auto stack = is_dangerous(data, home) ? current_call_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   schedule_.drop(block->serial);
@@ -480,7 +480,7 @@ std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, Ca
   return made;
 }
 
-// Reads first: what an operator writes it may have read, and reading comes before writing.
+// Adds reads first: an operator may read memory that it then writes.
 void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std::shared_ptr<Operation>& by) {
   checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {

@@ -1,17 +1,17 @@
-// Feeds the checker with what the devices of this process do.
+// Feeds the checker with the work of this process's devices.
 //
 // Note [What is host work]
-// The host is a lane. Its accesses to pinned memory count, because only there can streams and the host meet. While
-// there is pinned memory, torch's RecordFunction reports host operators, and the method tables those methods of torch's
-// Python API that call no operator (Note [Reads by Python methods] in host_reads.cpp). A read through `data_ptr()` is
-// not seen.
+// The host is a lane. Its accesses to pinned memory count, because only there can streams and the host race. While
+// there is pinned memory, torch's RecordFunction reports host operators, and patched method tables report the methods
+// of torch's Python API that call no operator (Note [Reads by Python methods] in host_reads.cpp). Reads through
+// `data_ptr()` are missed.
 //
 // Note [Late results]
-// Kernels run when they are launched, so a lane that forgot to wait still finds the right numbers. A late kernel's
-// results are taken back when it has run: memory holds what it held before, or poison if it was fresh. They are
-// published when a lane that is ordered after the kernel touches the block, and when the host learns that the kernel is
-// over. Any other lane finds the old bytes: the wrong number that the race can cause. The edges permit that execution,
-// of a kernel that reads at once and writes slowly, so an ordered program computes the same.
+// Kernels run when they are launched, so a lane that lacks a wait still reads the right numbers. After a late kernel
+// has run, its results are withdrawn: memory holds its previous bytes, or poison if it was fresh. The results are
+// published when a lane that is ordered after the kernel accesses the block, and when the host learns that the kernel
+// is over. Any other lane reads the old bytes: the wrong number that the race can cause. The edges permit that
+// execution, of a kernel that reads at once and writes slowly, so an ordered program computes the same.
 //
 // Only results are late: a kernel whose inputs are overwritten too early has read them already. Results in several runs
 // (a column of a matrix), in pinned memory, and those of collectives are never late.
@@ -38,12 +38,12 @@ struct Bytes {
   size_t size;
 };
 
-// When lanes see what kernels have written: at once, or as late as the edges permit.
+// When lanes see the writes of kernels: at once, or as late as the edges permit.
 class Schedule {
  public:
   enum class Kind : uint8_t { kEarly, kLate, kRandom };
 
-  // Publishes what is held, and starts over.
+  // Publishes held results, and starts over.
   void set(Kind kind, uint64_t seed);
 
   bool is_early() const { return kind_ == Kind::kEarly; }
@@ -51,18 +51,18 @@ class Schedule {
   // Whether the next kernel on `lane` is late. Equal calls in equal order get equal answers.
   bool next_is_late(Lane lane, std::string_view kernel);
 
-  // What the answers so far were: equal for runs that made the same choices for the same kernels.
+  // A hash of the answers so far: equal for runs that made the same choices for the same kernels.
   uint64_t trace() const { return trace_; }
 
-  // Takes back what a kernel has written. `before` has the bytes of those stretches that were there when it began.
+  // Withdraws a kernel's writes. `before` has the previous bytes of the written stretches that existed at its begin.
   using Saved = std::vector<std::pair<Bytes, std::vector<char>>>;
   void hold(const std::vector<Bytes>& written, const Saved& before, Epoch epoch);
 
-  // Publishes what is over by `clock`: of one block, or of all.
+  // Publishes results that are over by `clock`: of one block, or of all.
   void publish(uint64_t block, const Clock& clock);
   void publish(const Clock& clock);
 
-  // The block is free: nobody will see what was written there.
+  // The block was freed: drop its unpublished results.
   void drop(uint64_t block) { held_.erase(block); }
 
  private:
@@ -86,32 +86,32 @@ struct Operand {
   c10::SmallVector<int64_t, 4> sizes;
 };
 
-// Who made an access: an operator, a collective, a host operator, an allocation or a free, and from where.
+// The origin of an access: an operator, a collective, a host operator, an allocation or a free, and its call stack.
 struct Operation final : Origin {
   Operation(uint64_t alike, const std::string& called, CallStack from)
       : Origin(alike), name(called), stack(std::move(from)) {}
 
   const std::string& name; // lives as long as the process
   const CallStack stack;
-  Lane host = kHost;                 // the thread that asked for it
+  Lane host = kHost;                 // the thread that launched it
   const std::string* node = nullptr; // the autograd node that is being evaluated; lives as long as the process
   std::optional<uint64_t> sequence;  // of a collective in its group
   c10::SmallVector<Operand, 4> operands;
 };
 
-// Streams, and the one that stands for the end of an operation.
+// The ids of streams, and the id that stands for the end of an operation.
 constexpr c10::StreamId kStreamIds = kStreamCount + 1;
 
-// How a report names a lane.
+// A lane, for reports.
 struct LaneFacts {
   std::string name;
   c10::DeviceIndex device = -1; // -1: the host
   bool is_stream = false;
-  CallStack handed_out;    // where a stream was asked for last; none for a default stream
+  CallStack handed_out;    // the last request for a stream; none for a default stream
   std::optional<int> rank; // of a host lane that is a rank's thread
 };
 
-// What one thread hands to another, by a lock, a queue or a collective.
+// The clocks that one thread hands to another, by a lock, a queue or a collective.
 struct Handover {
   Clock host;
   Clock streams;
@@ -139,7 +139,7 @@ class Watch final : public Observer {
   // A host operator has read or written pinned memory.
   void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
 
-  // Whether work of an earlier owner of the block at `data` could meet an owner's on `stream`.
+  // Whether an earlier owner's work on the block at `data` could race with an owner on `stream`.
   bool is_dangerous(const void* data, c10::Stream stream) noexcept;
 
   // `begin_rank` registers the calling thread as a rank; its clock starts as a copy of the host's. `end_rank` merges
@@ -148,8 +148,8 @@ class Watch final : public Observer {
   void end_rank();
   std::optional<int> rank_of_thread();
 
-  // This thread passes on what it knows, and what its current streams on `devices` have come to; and another thread,
-  // and its current streams, learn it.
+  // `give` merges the clocks of this thread and of its current streams on `devices` into `handover`; `take` merges
+  // those into the clocks of another thread and its current streams.
   void give(Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
   void take(const Handover& handover, c10::ArrayRef<c10::DeviceIndex> devices);
 
@@ -157,14 +157,14 @@ class Watch final : public Observer {
   void set_schedule(Schedule::Kind kind, uint64_t seed);
   uint64_t trace();
 
-  // Forgets all accesses, but no edge: what is checked from now on is complete in itself.
+  // Forgets all accesses, but no edge: later checks need no earlier access.
   void forget();
 
   // The races found since the last call.
   std::vector<Race> take();
 
   LaneFacts facts_of(Lane lane);
-  std::optional<int> rank_of(const Access& access); // whose thread asked for it, where ranks are threads
+  std::optional<int> rank_of(const Access& access); // the rank that launched it, where ranks are threads
 
  private:
   struct Owned {
@@ -174,12 +174,12 @@ class Watch final : public Observer {
   };
 
   // All of these require the lock.
-  Lane host(); // that this thread is
+  Lane host(); // the lane of this thread
   void host_learns(const Clock& clock);
   Lane lane_of(c10::Stream stream);
   Lane lane_of(const Launch& launch);
   Lane new_lane(LaneFacts facts);
-  // What is known of the memory that `access` is to, and where that starts; nullptr for ordinary memory of the host.
+  // The state and the start of the memory that `access` touches; nullptr for ordinary host memory.
   std::pair<Memory*, const void*> memory_of(const sim::Access& access);
   // Publishes the late results in the blocks that `lane` is about to access and that it is ordered after.
   void publish(Lane lane, c10::ArrayRef<sim::Access> accesses);
@@ -191,25 +191,25 @@ class Watch final : public Observer {
   std::atomic<bool> is_early_{true};
   Schedule schedule_;
   Checker checker_;
-  std::array<std::array<Lane, kStreamIds>, kMaxDevices> streams_{}; // 0 (the host): not met yet
+  std::array<std::array<Lane, kStreamIds>, kMaxDevices> streams_{}; // 0 (the host): no lane yet
   std::map<std::tuple<std::string, int, c10::DeviceIndex>, Lane> communication_;
-  std::map<int, Lane> ranks_;                                                    // that have ever been threads
-  std::vector<Lane> rank_hosts_;                                                 // of those that are now
+  std::map<int, Lane> ranks_;                                                    // of all rank threads so far
+  std::vector<Lane> rank_hosts_;                                                 // of the current rank threads
   std::vector<LaneFacts> facts_{{"the host", -1, false, nullptr, std::nullopt}}; // by lane
   std::unordered_map<uint64_t, Owned> blocks_;                                   // by serial
   std::unordered_map<uint64_t, Memory> pinned_;                                  // by serial
   std::map<std::string, uint64_t, std::less<>> names_;
 };
 
-// The one of this process. Never freed: threads may be telling it something.
+// The watch of this process. Never freed: threads may be calling it.
 Watch& watch();
 
-// Begin and end to tell the watch of reads and writes of pinned memory by the host. Call them with the GIL, in turn.
+// Start and stop reporting the host's reads and writes of pinned memory to the watch. Call with the GIL, in turn.
 void begin_host_reads();
 void end_host_reads();
 
-// The name of the autograd node that this thread evaluates, which lives as long as the process; nullptr if none, or one
-// that is written in Python, whose frames tell more. The engine's threads have no Python frames to tell.
+// The name of the autograd node that this thread evaluates, which lives as long as the process; nullptr without a node,
+// and for a node written in Python, whose frames tell more. The engine's threads have no Python frames.
 const std::string* current_autograd_node();
 
 } // namespace torch_ext::sim::races

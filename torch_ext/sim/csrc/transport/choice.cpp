@@ -1,19 +1,19 @@
-// How the ranks of a group find one another's memory, or agree that they cannot.
+// Finds the memory of a group's ranks, or makes all ranks agree that they cannot share it.
 //
 // Note [Agreeing on a transport]
-// Every rank takes these steps when the group is made; a rank that waits longer than the group's time limit, or for a
-// process that has ended, raises.
+// Every rank takes these steps when the group is made; a rank that waits past the group's time limit, or for a process
+// that has ended, raises.
 //
 //   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, a random number
-//   2. read all addresses. If one says "gloo" or names another machine or namespace, everyone takes gloo, because
-//      everyone reads the same
-//   3. open each peer's memory through /proc/PID/fd and compare the random number: another process may have the pid by
-//      now, or another file the descriptor
-//   4. say in one's own memory whether all could be opened: kReady or kRefused
-//   5. read that of all peers, sleeping until it is said. So all are ready, or all see a refusal and take gloo
+//   2. read all addresses. If one is "gloo" or names another machine or namespace, every rank takes gloo, because all
+//      ranks read the same addresses
+//   3. open each peer's memory through /proc/PID/fd and compare the random number: another process may have reused the
+//      pid, or another file the descriptor
+//   4. set the state of one's own memory: kReady if all could be opened, else kRefused
+//   5. read the states of all peers, sleeping until each is set. So all are ready, or all see a refusal and take gloo
 //
-// A memory is found by its owner's process and not by a name, so nothing is left behind in a file system. After the
-// last step every rank has mapped every memory, and a process may end without others losing what it had written.
+// Ranks find a memory by its owner's process and not by a name, so no file is left behind. After the last step every
+// rank has mapped every memory, and a process may end without its peers losing its data.
 
 #include <ATen/core/functional.h>
 #include <c10/util/StringUtil.h>
@@ -39,15 +39,15 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// How long a process that has closed its memory may take to end: the kernel does one right after the other.
+// Limit for a process that has closed its memory to end: the kernel does one right after the other.
 constexpr auto kLongestEnd = std::chrono::seconds(1);
 
-// How often, and after how long at first, ranks that are about to come are looked for.
+// Number of polls of the store for missing ranks, and the pause before the second.
 constexpr int kStoreLooks = 8;
 constexpr std::chrono::microseconds kFirstPause{100};
 
 struct Address {
-  std::string machine;  // empty: this rank does not share memory
+  std::string machine;  // empty if this rank does not share memory
   std::string settings; // no spaces
   int pid = 0;
   int file = -1;
@@ -69,8 +69,8 @@ struct Address {
   }
 };
 
-// The same for processes that see each other under their pids, and for no others. TORCH_EXT_HOST tells apart those that
-// stand for several machines.
+// A name that is equal only for processes that see each other's pids. TORCH_EXT_HOST separates processes that simulate
+// several machines.
 std::string this_machine() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -97,7 +97,7 @@ std::string path_of(const Address& address) {
   return c10::str("/proc/", address.pid, "/fd/", address.file);
 }
 
-// Without memory where it cannot be opened.
+// Opens a peer's memory; leaves it unset where that fails.
 Member open_peer(const Address& address, int size) {
   Member peer;
   peer.process = Process::find(address.pid);
@@ -119,12 +119,12 @@ Member open_peer(const Address& address, int size) {
   return peer;
 }
 
-// Whether the rank of this machine that is at `address` is no longer there.
+// Whether the process at `address`, on this machine, has ended.
 bool has_ended(const Member& peer, const Address& address) {
   return peer.process != nullptr ? peer.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
 }
 
-// Whether a peer that runs has closed its memory: it is ending, or has refused and does without.
+// Whether a running peer has closed its memory: it is ending, or has refused and uses gloo.
 bool has_closed(const Member& peer, const Address& address) {
   return peer.process != nullptr && !peer.memory && ::access(path_of(address).c_str(), F_OK) != 0 && errno == ENOENT;
 }
@@ -137,7 +137,7 @@ std::string key_of(int rank) {
   return c10::str("address/", rank);
 }
 
-// A FileStore looks every 10 ms, which is longer than ranks of one machine take to come.
+// Polls faster than a FileStore, whose 10 ms are longer than the ranks of one machine take to join.
 void wait_for_all(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<std::string>& keys,
     std::chrono::milliseconds timeout) {
@@ -181,8 +181,8 @@ GroupState state_of(int peer, const Member& member, Clock::time_point deadline) 
   }
 }
 
-// Each rank's memory in order of rank, one's own among them; empty where the ranks agree on gloo. Blocks: call it
-// without the GIL. settings: must be the same on all ranks, or a ValueError names two that differ.
+// Returns each rank's memory in order of rank, this rank's included; empty where the ranks agree on gloo. Blocks: call
+// it without the GIL. settings: must be the same on all ranks, or a ValueError names two that differ.
 std::vector<Member> meet(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     bool want_shared, const std::string& settings) {
@@ -235,7 +235,7 @@ std::vector<Member> meet(
   if (all_ready) {
     return members;
   }
-  // A rank that has ended is no reason to meet over gloo: that would wait for it as long as it may.
+  // Do not fall back to gloo because of a rank that has ended: gloo would wait for it until the time limit.
   for (const auto last = std::min(Clock::now() + kLongestEnd, deadline);;) {
     bool may_be_ending = false;
     for (int peer = 0; peer < size; ++peer) {
@@ -258,8 +258,8 @@ std::string setting(const char* variable) {
   return text == nullptr ? "" : text;
 }
 
-// Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend, in Python, where gloo's constructor is.
-// Set once, never freed.
+// Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend. Written in Python, which has gloo's
+// constructor. Set once, never freed.
 pybind11::object* gloo_factory = nullptr;
 
 } // namespace

@@ -1,4 +1,4 @@
-// The line of Python code that calls a collective, for messages.
+// Makes and compares fingerprints, and finds the line of Python code that calls a collective, for messages.
 #include "fingerprint.h"
 
 #include <Python.h>
@@ -71,8 +71,7 @@ std::string folder_of(const char* package) {
   return path.substr(0, path.rfind('/') + 1);
 }
 
-// Whether a frame of `file` is torch's own, or one that the simulator or the harness has put between torch and its
-// user.
+// Whether a frame of `file` is torch's, the simulator's or the harness's, and not the user's.
 bool is_between(std::string_view file) {
   // Never freed.
   static const auto* folders =
@@ -116,7 +115,7 @@ Fingerprint fingerprint_of(const Call& call, const Counts& counts) {
 }
 
 void copy_text(char* to, size_t bytes, const std::string& text) {
-  // The end of a path says more than its beginning.
+  // The end of a path is more useful than its beginning.
   const size_t kept = std::min(text.size(), bytes - 1);
   std::memcpy(to, text.data() + text.size() - kept, kept);
   to[kept] = '\0';

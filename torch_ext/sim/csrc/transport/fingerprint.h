@@ -1,5 +1,5 @@
-// Fingerprints, which ranks compare before data moves, and the message for a difference. Pure functions, but for
-// `site_of_call`.
+// Fingerprints, which ranks compare before data moves, and the message for a difference. All functions but
+// `site_of_call` are pure.
 #pragma once
 
 #include <c10/util/StringUtil.h>
@@ -17,7 +17,7 @@ Counts counts_of(const Call& call);
 
 Fingerprint fingerprint_of(const Call& call, const Counts& counts);
 
-// One rank's call, as its peers see it: valid as long as the memory that it was read from.
+// One rank's call, as its peers see it: valid as long as the memory behind it.
 struct Said {
   std::string who() const { return c10::str("rank ", global_rank); }
 
@@ -29,16 +29,16 @@ struct Said {
 // "all_reduce(SUM) of 4 x Float at train.py:12"
 std::string phrase(const Said& said);
 
-// What two ranks disagree in; empty where they agree.
+// The difference between two ranks' calls; empty where they agree.
 std::string difference(const Said& one, const Said& other);
 
-// What a sender and a receiver disagree in, given that they do.
+// The difference between a sender and a receiver that disagree.
 std::string unequal_letter(
     const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
     const Call& recv);
 
-// What is wrong with the calls of all ranks, in order, of which no two have a difference: two ranks use one device, or
-// one of an all-to-all sends what the other does not expect. Empty where nothing is.
+// The fault in the calls of all ranks, in order, of which no two have a `difference`: two ranks use one device, or one
+// sends the other an unexpected number of elements in an all-to-all. Empty without a fault.
 std::string disagreement_of_all(const std::vector<Said>& ranks);
 
 // Element type as programs spell it, or "nothing" for -1.

@@ -11,7 +11,7 @@ namespace {
 
 using c10d::ReduceOp;
 
-constexpr uint64_t kBlock = 4096; // elements whose partial result stays in the fastest cache
+constexpr uint64_t kBlock = 4096; // elements whose partial result stays in the L1 cache
 constexpr uint64_t kTile = 64;    // of a fixed length, so that compilers vectorize
 
 // Overflow wraps, as it does on devices.
@@ -109,7 +109,7 @@ std::vector<size_t> ranks_from(size_t first, size_t count) {
   return ranks;
 }
 
-// Partial results live here; one for a thread, since several groups may reduce at a time.
+// A buffer for partial results, one per thread, since several groups may reduce at a time.
 std::vector<std::byte>& scratch(size_t bytes) {
   thread_local std::vector<std::byte> kept;
   kept.resize(std::max(kept.size(), bytes));
@@ -123,7 +123,7 @@ struct Step {
   void in_sequence(
       std::byte* to, const std::vector<const std::byte*>& from, const std::vector<size_t>& ranks, uint64_t begin,
       uint64_t end) const {
-    // Partial results stay where the whole result goes, unless another rank's input lies there.
+    // Keep partial results in the output, unless another rank's input lies there.
     const auto lies_there = [&](size_t rank) { return from[rank] + begin * item == to; };
     const bool in_place = lies_there(ranks[0]) || std::none_of(ranks.begin(), ranks.end(), lies_there);
     auto& part = scratch(in_place ? 0 : kBlock * item);

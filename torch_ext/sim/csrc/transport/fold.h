@@ -1,4 +1,4 @@
-// Reducing the tensors of several ranks to one, in an order that does not depend on who is first.
+// Reduces the tensors of several ranks to one, in an order that does not depend on timing.
 //
 //   TORCH_EXT_SIM_REDUCE   order in which an element of ranks 0 to n-1 is combined
 //   rank (default)         ((x0 + x1) + x2) + ...
@@ -32,8 +32,8 @@ struct Fold {
   uint64_t elements;            // of the whole tensor
   uint64_t number;              // of the collective
 
-  // Writes elements [begin, end) of the result to `to`, which is where the first of them goes. from: the whole tensor
-  // of each rank; `to` may lie in one of them.
+  // Writes elements [begin, end) of the result to `to`, the first of them at `to[0]`. from: the whole tensor of each
+  // rank; `to` may lie in one of them.
   void run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const;
 };
 

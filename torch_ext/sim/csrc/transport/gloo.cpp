@@ -10,21 +10,21 @@
 //      `------------`------------`-------> over       with an error: ranks disagree, gloo fails, time limit, abort
 //
 //   queued     behind earlier collectives of the group, which end first
-//   compared   all ranks have said what they called, and it agrees; gloo itself would mix up what does not
+//   compared   all ranks have exchanged their calls, which agree; gloo itself would mix up calls that differ
 //   carried    gloo has moved the bytes
 //
-// One thread for each transport takes collectives through the first two states, so peers depend on nobody's wait. It
-// starts with the first collective, and gloo has threads of its own anyway.
+// One thread for each transport takes collectives through the first two states, so peers do not depend on this rank's
+// waits. It starts with the first collective; gloo has threads anyway.
 //
 // Note [Giving up]
-// A transfer between two ranks can be aborted. A collective that gloo has begun cannot: gloo goes on with it until its
-// time limit, on memory that its works keep alive, and nobody listens.
+// A transfer between two ranks can be aborted. A collective that gloo has begun cannot: gloo continues it until its
+// time limit, on memory that its works keep alive, and the result is ignored.
 //
 // Note [Letters over gloo]
-// gloo ends the process of a receiver that expects another size, and copies bytes whatever their type. So a sender puts
-// an envelope before its data, and a receiver asks for the data when it has read the envelope. Envelopes and data of a
-// tag have gloo tags of their own, each in order: of receives that could take the same letter, the one that was started
-// first reads its envelope and asks for its data first.
+// gloo ends the process of a receiver that expects another size, and copies bytes without regard to types. So a sender
+// puts an envelope before its data, and a receiver requests the data after it has read the envelope. Envelopes and data
+// of a tag use separate gloo tags, each in order: of receives that could take the same letter, the one that was started
+// first reads its envelope and requests its data first.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/functional.h>
 #include <ATen/ops/cat.h>
@@ -53,7 +53,7 @@ struct GlooWorks {
   std::function<void()> then = nullptr;
 };
 
-// What is copied travels as bytes where gloo does not know the type.
+// Returns `host`, as bytes if gloo does not know its type. For operations that only copy.
 at::Tensor known(const at::Tensor& host) {
   switch (host.scalar_type()) {
     case at::kFloat:
@@ -93,19 +93,19 @@ c10d::AllreduceOptions all_reduce_options(const Call& call) {
   return options;
 }
 
-// Whether no rank has anything, which gloo refuses to reduce. Of an all-to-all, one rank does not know of all.
+// Whether no rank has any elements, which gloo refuses to reduce. One rank cannot know that of an all-to-all.
 bool is_empty(const Call& call) {
   const auto is_empty = [](const at::Tensor& tensor) { return tensor.numel() == 0; };
   return call.kind != OpType::ALLTOALL && std::all_of(call.inputs.begin(), call.inputs.end(), is_empty) &&
       std::all_of(call.outputs.begin(), call.outputs.end(), is_empty);
 }
 
-// The list of a gather or a scatter, which is the root's alone.
+// The list of a gather or a scatter, which only the root has.
 TensorLists list_of(const Tensors& hosts) {
   return hosts.empty() ? TensorLists() : TensorLists{known(hosts)};
 }
 
-// gloo uses the buffers of all ranks for partial results, so only an output may serve as it is.
+// gloo uses the buffers of all ranks for partial results, so only outputs may be passed without a copy.
 GlooWorks reduce(c10d::Backend& gloo, const Call& call) {
   const auto reduction = *call.reduction;
   const at::Tensor from = call.inputs.front();
@@ -159,7 +159,7 @@ GlooWorks all_gather(c10d::Backend& gloo, const Call& call) {
   return parts;
 }
 
-// gloo takes one tensor a side, which is cut by numbers of elements.
+// gloo takes one tensor for each side, split by numbers of elements.
 GlooWorks exchange(c10d::Backend& gloo, const Call& call) {
   const Tensors from = known(call.inputs), to = known(call.outputs);
   auto to_sizes = numels(to), from_sizes = numels(from);
@@ -174,8 +174,8 @@ GlooWorks exchange(c10d::Backend& gloo, const Call& call) {
           }};
 }
 
-// Begins a collective, and does not wait. A barrier has nothing to begin: ranks meet when they compare what they
-// called.
+// Begins a collective, and does not wait. A barrier has nothing to begin: the comparison of calls synchronizes the
+// ranks.
 GlooWorks begin_on_gloo(c10d::Backend& gloo, Call& call) {
   if (is_empty(call)) {
     return {};
@@ -227,7 +227,7 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     std::lock_guard<std::mutex> lock(mutex_);
     if (const auto then = std::exchange(then_, nullptr)) {
       try {
-        // Views made in inference mode may not be written by a thread that is not in it, unless below autograd.
+        // A thread outside of inference mode may write views made in it only below autograd.
         at::AutoDispatchBelowADInplaceOrView below;
         then();
       } catch (...) {
@@ -239,8 +239,8 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     }
   }
 
-  // The worker's. Waits for works of gloo's and raises what the first that failed says. That nobody waits for the
-  // collective any more changes nothing, because peers do. Raises at once if the group is abandoned.
+  // For the worker. Waits for gloo's works and raises the first failure, even if no local thread waits for the
+  // collective any more, because peers do. Raises at once if the group is abandoned.
   void wait_for(const std::vector<GlooWork>& works) {
     // gloo's threads may outlive the wait.
     struct Left {
@@ -270,7 +270,7 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     }
   }
 
-  // All of gloo's works are over.
+  // Called when all of gloo's works are over.
   void carried(std::function<void()> then) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!over_) {
@@ -286,7 +286,7 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     changed_.notify_all();
   }
 
-  Call call; // the worker's until carried; what it holds stays until the last step
+  Call call; // the worker's until carried; keeps its tensors until the last step
 
  private:
   std::function<void()> then_; // guarded by mutex_, as the next
@@ -310,8 +310,8 @@ at::Tensor envelope_of(const Call& call) {
   return bytes;
 }
 
-// A transfer under way. Has its own thread from its start to its end: gloo has none for a transfer, and a peer's
-// send ends only when the receiver has asked for the data.
+// A transfer under way. Has its own thread from its start to its end: gloo has none for a transfer, and a peer's send
+// ends only after the receiver has requested the data.
 class GlooLetter final : public Awaited {
  public:
   // earlier: receives that were started before this one and may take the same letter.
@@ -382,7 +382,7 @@ class GlooLetter final : public Awaited {
   }
 
   void wait_for_earlier() {
-    constexpr std::chrono::milliseconds kSlice{20}; // after which to look whether this one was given up
+    constexpr std::chrono::milliseconds kSlice{20}; // interval of checks for an abort of this transfer
     for (const auto& earlier : std::exchange(earlier_, {})) {
       std::unique_lock<std::mutex> lock(earlier->mutex_);
       while (!earlier->changed_.wait_for(lock, kSlice, [&] { return earlier->asked_ || earlier->over_; })) {
@@ -395,7 +395,7 @@ class GlooLetter final : public Awaited {
     }
   }
 
-  // Reads the envelope and asks for the data; raises what the ranks disagree in once it has come.
+  // Reads the envelope and receives the data; then raises the difference between the ranks, if any.
   void receive() {
     const auto envelope = works_.front();
     wait_for_earlier();
@@ -405,7 +405,7 @@ class GlooLetter final : public Awaited {
     const auto type = static_cast<at::ScalarType>(sent.type);
     const auto& to = call_.outputs.front();
     const bool agrees = sent.elements == to.numel() && type == to.scalar_type();
-    // What does not fit is received all the same: the next letter lies behind it.
+    // Receive even data that does not fit: the next letter comes after it.
     Tensors data{
         agrees ? to.view(at::kByte)
                : at::empty({sent.elements * static_cast<int64_t>(c10::elementSize(type))}, at::kByte)};
@@ -429,14 +429,14 @@ class GlooLetter final : public Awaited {
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   const Call call_; // holds the tensors
   const at::Tensor envelope_;
-  std::vector<std::shared_ptr<GlooLetter>> earlier_; // the thread's
+  std::vector<std::shared_ptr<GlooLetter>> earlier_; // used by the thread only
   std::vector<GlooWork> works_;                      // guarded by mutex_; the envelope's first
-  bool asked_ = false;                               // guarded by mutex_; a receive has asked for its data
+  bool asked_ = false;                               // guarded by mutex_; a receive has requested its data
   std::atomic<int> source_{-1};
   std::thread thread_;
 };
 
-// What one rank says of a collective: its number, its counts, of which an all-to-all has most, and its fingerprint.
+// One rank's description of a collective: its number, its counts (most for an all-to-all), and its fingerprint.
 at::Tensor said_of(const Call& call, uint64_t number, size_t size) {
   const Counts counts = counts_of(call);
   const Fingerprint print = fingerprint_of(call, counts);
@@ -474,7 +474,7 @@ class Gloo final : public Transport {
       if (getpid() == group_->owner) {
         worker_.join();
       } else {
-        worker_.detach(); // a child that was forked since has no such thread
+        worker_.detach(); // a forked child has no such thread
       }
     }
     if (broken) {
@@ -563,7 +563,7 @@ class Gloo final : public Transport {
     }
   }
 
-  // Raises what the ranks disagree in.
+  // Raises the difference between the ranks' calls, if any.
   void compare(GlooCollective& collective, uint64_t number) {
     const auto& call = collective.call;
     const size_t size = group_->global_ranks.size();
@@ -597,9 +597,9 @@ class Gloo final : public Transport {
   std::mutex mutex_; // guards what follows
   std::condition_variable changed_;
   std::deque<std::shared_ptr<GlooCollective>> queued_;
-  std::shared_ptr<GlooCollective> current_; // the worker's
+  std::shared_ptr<GlooCollective> current_; // that the worker runs
   std::deque<std::weak_ptr<GlooLetter>> receiving_;
-  bool ending_ = false; // nothing more will be queued
+  bool ending_ = false; // no more calls will be queued
   bool broken_ = false;
   std::thread worker_;
 };

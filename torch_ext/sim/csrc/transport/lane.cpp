@@ -8,8 +8,8 @@
 //                                                      Note [Who reduces]
 //       `---------------------> over       with an error: ranks disagree, a peer has gone, time limit, abort
 //
-//   published   this rank has copied its inputs to its memory and says what it called; peers take them from there
-//               whatever this rank does next, so no peer depends on when it waits
+//   published   this rank has copied its inputs and its fingerprint to its memory; peers read them there whatever this
+//               rank does next, so no peer depends on when it waits
 //   checked     every peer has published the same number, and all fingerprints agree
 //   sharing     ranks that wait reduce pieces of the result
 //
@@ -20,8 +20,8 @@
 // Each rank computes the result of a small all-reduce for itself, which saves a second round. The result of a large one
 // is cut into pieces, which lie in order over the input of the group's first rank, in its memory. A rank that waits
 // claims the next free piece (compare and swap on Slot::claims), reduces it, and marks it as done; then every rank
-// copies the whole. So a rank that has launched but does not wait holds nobody up, and the claim on a piece shows when
-// a rank dies within it.
+// copies the whole. So a rank that has launched but does not wait delays no peer, and the claim on a piece shows that
+// its rank died within it.
 //
 //   claim: 0 free -> 1 + rank: being reduced -> kReduced
 #include <c10/util/Exception.h>
@@ -42,7 +42,7 @@ using c10d::OpType;
 constexpr uint32_t kReduced = ~uint32_t{0};
 static_assert(kPieces <= 64, "pieces are remembered in one word");
 
-// Where reducing alone reads more than this many bytes, ranks share the work.
+// If a rank alone would read more than this many bytes, ranks share the work.
 constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
 constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
 
@@ -90,7 +90,7 @@ void move_alone(SharedGroup& group, Pending& front) {
     case OpType::SCATTER:
       return take(0, call.root, mine);
     case OpType::ALLGATHER:
-    case OpType::GATHER: // whose outputs are empty but on the root
+    case OpType::GATHER: // outputs are empty except on the root
       for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
         take(peer, static_cast<int>(peer), 0);
       }
@@ -137,7 +137,7 @@ std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look)
   const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
   const Fold fold = fold_of(group, front, to);
 
-  // What this rank has reduced is copied to its output while it is in the cache.
+  // Copy each piece that this rank has reduced to its output while it is in the cache.
   const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
   auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
   uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
@@ -168,7 +168,7 @@ std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look)
             c10::str(group.called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
         return std::nullopt;
       }
-      // `seen` is from before the pieces; a ring since then, one's own too, makes the sleeper look again.
+      // `seen` was read before the pieces; a ring since then, even this rank's, wakes the sleeper to check again.
       return Wait{&home.header().reduced, seen, peer};
     }
   }
@@ -181,8 +181,8 @@ std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look)
   return std::nullopt;
 }
 
-// Moves the data of a collective on which all ranks agree. Returns what to wait for while peers reduce pieces of it;
-// ends it where one of them died at that.
+// Moves the data of a collective on which all ranks agree. Returns the event to wait for while peers reduce pieces of
+// it; fails it if one of them died in a piece.
 std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
   const auto& call = front.call;
   if (call.kind == OpType::ALLREDUCE &&
@@ -193,7 +193,7 @@ std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
   return std::nullopt;
 }
 
-// No message says that peers are past a collective: poll at this interval.
+// No event announces that peers are past a collective: poll at this interval.
 constexpr std::chrono::milliseconds kLookAgain{1};
 
 constexpr uint64_t aligned(uint64_t bytes) {
@@ -317,7 +317,7 @@ void Lane::publish(const Call& call, uint64_t number) {
   }
   slot.number.store(number, std::memory_order_seq_cst);
   published_.push_back({number, block});
-  // Whoever publishes last sees all others, and alone wakes them: one wake for a collective, and one sleep for a rank.
+  // Only the last rank to publish sees all others and wakes them: one wake for a collective, one sleep for a rank.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const bool is_last = std::all_of(group_->members.begin(), group_->members.end(), [&](const Member& member) {
     return member.memory.slot(number).number.load(std::memory_order_seq_cst) == number;
@@ -383,7 +383,7 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   std::vector<Said> ranks;
   ranks.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
-    // First whether the peer has gone: it may have published just before.
+    // Check first whether the peer has gone: it may have published just before.
     const auto why = group_->gone(peer, look);
     if (group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) != front.number) {
       if (!why.empty()) {

@@ -1,17 +1,17 @@
 // Transfers between two ranks of a group over shared memory.
 //
 // Note [Letters]
-// A sender copies its tensor to its own memory and appends a letter to the list that it keeps for the receiver, so a
-// send is over when it has begun, to oneself too. A receiver walks the lists of the ranks it expects something from and
-// takes the oldest letter with its tag; those with other tags stay, in order. Of receives that could take the same
-// letter, the one that was started first gets it.
+// A sender copies its tensor to its own memory and appends a letter to its list for the receiver, so a send, even to
+// oneself, is over when it has begun. A receiver walks the lists of its senders and takes the oldest letter with its
+// tag; letters with other tags stay, in order. Of receives that could take the same letter, the one that was started
+// first gets it.
 //
 //   sender's list   first -> letter -> letter -> letter -> 0
 //                            passed    passed    ^ cursor of the receiver: the last one it has seen
 //                            and read            |
 //                            = free              `- passed, not read: among the receiver's unread letters
 //
-// A letter is kept until the receiver has gone past it, because its `next` is where the list goes on.
+// A letter is kept until the receiver has gone past it, because its `next` continues the list.
 #include "shared_memory.h"
 
 #include "../std.h"
@@ -143,7 +143,7 @@ void Mailbox::open(Pending& to, int from, uint64_t place) {
 Wait Mailbox::progress(Pending& wanted, bool look) {
   const auto& doorbell = group_->header(group_->rank).doorbell;
   const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
-  // Before looking: they may have written just before.
+  // Check for ended peers before reading: they may have written just before.
   const auto why = wanted.over() ? "" : none_can_come(wanted, look);
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);

@@ -18,7 +18,7 @@
 namespace torch_ext::sim {
 namespace {
 
-// About 2 us: ranks outnumber cores, so the one that is waited for may need this core.
+// About 2 us: ranks outnumber cores, so the awaited rank may need this core.
 constexpr int kLooks = 50;
 
 void pause_core() {
@@ -187,8 +187,8 @@ void Segment::remap_heap(uint64_t bytes) {
 std::byte* Segment::heap(uint64_t offset, uint64_t bytes) {
   const uint64_t needed = offset + bytes;
   if (needed > heap_bytes_) {
-    // The owner has made its file longer before it told of this range. Doubled, so that this stays rare; pages beyond
-    // the end of the file are mapped but not touched.
+    // The owner has grown its file before it published this range. Double the mapping, so that remaps stay rare; pages
+    // beyond the end of the file are mapped but not touched.
     remap_heap(std::max(2 * heap_bytes_, (needed + kPage - 1) / kPage * kPage));
   }
   return heap_ + offset;

@@ -1,8 +1,8 @@
-// The shared memory of a rank, which its peers map, and what ranks need to wait on it.
+// The shared memory of a rank, which its peers map, and the primitives to wait on it.
 //
 // Note [Memory of a rank]
-// Each rank of a group has one file without a name (memfd), which its peers map and read. The owner alone writes there,
-// but for the fields marked "by peers", so nothing is ever locked.
+// Each rank of a group has one file without a name (memfd), which its peers map and read. Only the owner writes there,
+// except for the fields marked "by peers", so no lock is needed.
 //
 //   offset            size                             what
 //   0                 4096                             Header
@@ -18,11 +18,11 @@
 //   | fingerprint                 |                    | site                        |
 //   +-----------------------------+                    +-----------------------------+
 //
-// A rank publishes a collective by writing its slot, then `Slot::number`. The rank that then finds all others published
+// A rank publishes a collective by writing its slot, then `Slot::number`. A rank that then finds all others published
 // rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other. The
-// slot and its data are free again when every peer has said in `Header::finished` that it is past it. A sender
-// publishes a letter by the `next` of the one before it and the reader's `Header::doorbell`. The reader says in `state`
-// when it has copied the letter and when it has gone on to the next: the two together free it.
+// slot and its data are free again when `Header::finished` of every peer is past the collective. A sender publishes a
+// letter by the `next` of the previous letter and the reader's `Header::doorbell`. The reader marks in `state` that it
+// has copied the letter, and that it has gone on to the next one: both marks together free the letter.
 //
 // Note [States of a group]
 //
@@ -33,8 +33,8 @@
 // A process that dies leaves its state as it is; peers see its pidfd instead.
 //
 // Ownership: the mapping belongs to the object. The memory has no name; the kernel frees it with the last process that
-// has mapped it, however that ends. Threading: any thread may read the control area, which never moves. The heap may
-// move when it grows: hold the group's lock.
+// mapped it, however that process ends. Threading: any thread may read the control area, which never moves. The heap
+// may move when it grows: hold the group's lock.
 #pragma once
 
 #include <sys/types.h>
@@ -54,15 +54,15 @@ enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
 struct Header {
   uint64_t version;
-  uint64_t nonce[2]; // says that a file which a peer has opened is this one
+  uint64_t nonce[2]; // identifies this file to a peer that has opened it
   std::atomic<uint32_t> state;
   std::atomic<uint32_t> complete; // by peers, of rank 0: grows when all have published a collective; all sleep on it
   std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
   std::atomic<uint32_t> reduced;  // by peers: grows with each piece of an all-reduce; all sleep on it
-  std::atomic<uint64_t> finished; // number of the last collective that this rank needs nothing more of
+  std::atomic<uint64_t> finished; // number of the last collective whose data this rank no longer needs
 };
 
-// What must agree between ranks, and what a message says of a call.
+// The parts of a call that must agree between ranks, and those that messages show.
 struct Fingerprint {
   int32_t root;        // -1 where there is none
   int8_t kind;         // c10d::OpType
@@ -104,7 +104,7 @@ static_assert(offsetof(Header, version) == 0 && offsetof(Header, nonce) == 8 && 
 static_assert(offsetof(Slot, number) == 0 && offsetof(Slot, claims) == 24);
 
 inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
-  if (bytes > 0) { // no memory may stand behind nothing
+  if (bytes > 0) { // empty tensors may have null pointers
     std::memcpy(to, from, bytes);
   }
 }
@@ -114,7 +114,7 @@ constexpr uint64_t control_bytes(int size) {
 }
 
 // Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Spins for a few microseconds
-// before it sleeps: the peers of a small collective are seldom further apart.
+// before it sleeps: peers rarely start a small collective further apart.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds slice);
 
 // Wakes all who sleep on `word`, in every process.
@@ -123,7 +123,7 @@ void wake(const std::atomic<uint32_t>& word);
 // Adds one to `word` and wakes all who sleep on it.
 void ring(std::atomic<uint32_t>& word);
 
-// Whether one process lives, known from its pidfd, which no other process can take over.
+// Tells whether a process lives, by its pidfd, which no other process can take over.
 class Process {
  public:
   // Null where there is no such process, or the kernel has no pidfds (before Linux 5.3). Groups share the object of a
@@ -143,15 +143,15 @@ class Process {
   int file_;
 };
 
-// Which bytes of a rank's heap are in use. The owner alone knows; peers get offsets. Hold the group's lock.
+// The bytes in use of a rank's heap. Only the owner has an Arena; peers get offsets. Hold the group's lock.
 class Arena {
  public:
-  // The lowest free range that is large enough, so that the same few pages are used again. Never 0: that means none.
+  // Returns the lowest free range that is large enough, so that the same few pages are reused. Never 0: it means none.
   uint64_t allocate(uint64_t bytes);
-  // Returns how long the range was.
+  // Returns the length of the range.
   uint64_t free(uint64_t offset);
 
-  // End of the highest range that was ever in use: the heap must be as large.
+  // End of the highest range used so far: the minimum size of the heap.
   uint64_t high_water() const { return high_water_; }
 
  private:
@@ -163,10 +163,10 @@ class Arena {
 
 class Segment {
  public:
-  // Made anew, of a group of `size` ranks. Raises RuntimeError where the kernel refuses.
+  // Creates this rank's segment in a group of `size` ranks. Raises RuntimeError where the kernel refuses.
   static Segment create(int size);
 
-  // That of a peer, over an open file that this closes. Raises RuntimeError if it is too small to be one.
+  // Maps a peer's segment, and closes `file`. Raises RuntimeError if the file is too small for a segment.
   static Segment open(int file, int size);
 
   Segment() = default;
@@ -182,7 +182,7 @@ class Segment {
   // Bytes at an offset of the heap, valid until the next call that grows it.
   std::byte* heap(uint64_t offset, uint64_t bytes);
 
-  // The owner's: makes the heap at least `bytes` long.
+  // For the owner: makes the heap at least `bytes` long.
   void grow(uint64_t bytes);
 
   // Drops the pages behind a range that is no longer used.

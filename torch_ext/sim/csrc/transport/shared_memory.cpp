@@ -1,10 +1,10 @@
-// A rank's calls over shared memory, and how they wait for peers.
+// A rank's calls over shared memory, and their waits for peers.
 //
 // Note [The page of waits]
 // TORCH_EXT_WAIT_PAGE=FD names a descriptor of 4096 bytes of shared memory that this process inherited. A wait for a
-// peer of more than a few milliseconds has an entry there until it is over. So the supervisor reads what this process
-// waits for without its help, also when it holds the GIL, is stopped, or has died. A thread that has an entry goes on
-// if the peer does or the time is up, and not otherwise, whatever it called: any kernel may be the one to wait.
+// peer of more than a few milliseconds has an entry there until it is over. So the supervisor can read this process's
+// waits without its help, even when it holds the GIL, is stopped, or has died. A thread with an entry continues only
+// when the peer does or the time is up, whatever function it is in: any kernel may be the one to wait.
 //
 //   offset   size   what                                                    type
 //   0        8      2: the version of this layout; 0: nothing was written   uint64
@@ -21,7 +21,7 @@
 //         +336   4     the thread that waits, as the kernel numbers it                    int32
 //         +340   164   -
 //
-// A reader takes an entry as it is if +0 was even and the same before and after. Numbers are in the machine's order.
+// A reader accepts an entry if +0 was even and equal before and after. Numbers are in the machine's byte order.
 #include "shared_memory.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -40,11 +40,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// How long a rank sleeps before it looks whether peers live: doubled from first to last, so that a wait costs little.
+// The sleep between checks whether peers live: doubled from first to last, so that a wait costs little.
 constexpr Milliseconds kFirstSlice{10};
 constexpr Milliseconds kLastSlice{160};
 
-// Above this many bytes, memory that is free again goes back to the kernel.
+// Above this many bytes, freed memory goes back to the kernel.
 constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 
 struct WaitEntry {
@@ -77,7 +77,7 @@ static_assert(offsetof(WaitEntry, until_ns) == 328 && offsetof(WaitEntry, thread
 
 std::mutex& page_mutex = *new std::mutex(); // never freed: threads may outlive static objects
 
-// Mapped at the first wait that is long, never unmapped; nullptr without a page.
+// Mapped at the first long wait, never unmapped; nullptr without a page.
 WaitPage* page() {
   static auto* mapped = []() -> WaitPage* {
     const char* text = std::getenv("TORCH_EXT_WAIT_PAGE");
@@ -109,7 +109,7 @@ void change(WaitEntry& entry, const Change& how) {
   entry.changes.fetch_add(1, std::memory_order_release);
 }
 
-// An entry of the page for its lifetime; nothing where there is no page, or more threads wait than it has entries.
+// Holds an entry of the page for its lifetime; does nothing without a page, or if all entries are in use.
 class WaitNote {
  public:
   WaitNote(
@@ -171,7 +171,7 @@ std::string SharedGroup::gone(int peer, bool look) const {
   if (state != GroupState::kLeft && state != GroupState::kAborted) {
     return look ? ended(peer) : "";
   }
-  // It may have left because of the death of another rank, which is the cause to name.
+  // The peer may have left because of the death of another rank; name that one as the cause.
   for (int other = 0; other < static_cast<int>(members.size()); ++other) {
     if (other != rank && other != peer && state_of(other) == GroupState::kReady) {
       if (auto told = ended(other); !told.empty()) {
@@ -196,7 +196,7 @@ void SharedGroup::free(uint64_t offset) {
 }
 
 bool Pending::advance() {
-  // Views made in inference mode may not be written by a thread that is not in it, unless below autograd.
+  // A thread outside of inference mode may write views made in it only below autograd.
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> lock(group_->mutex);
   if (!over_) {
@@ -292,7 +292,7 @@ void SharedMemory::leave(bool broken) {
   }
   header.state.store(
       static_cast<uint32_t>(broken ? GroupState::kAborted : GroupState::kLeft), std::memory_order_release);
-  // Whoever waits for this rank sleeps on one of these.
+  // All threads that wait for this rank sleep on one of these.
   ring(shared_->header(0).complete);
   for (int peer = 0; peer < shared_->size(); ++peer) {
     ring(shared_->header(peer).doorbell);

@@ -1,11 +1,10 @@
 // The transport between processes, or threads, of one machine. Collectives are in lane.cpp, transfers between two ranks
 // in mailbox.cpp; segment.h lays out the memory, and choice.cpp says how ranks find it.
 //
-// Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport, which starts no thread and
-// waits for nothing when it is destroyed: the threads that launch, wait or poll do the work.
+// Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport. The transport starts no
+// thread, and its destructor waits for nothing: the threads that launch, wait or poll do the work.
 //
-// Threading: everything but `Pending::finish` and `Lane::start` is called with the group's lock held, and no thread
-// sleeps with it.
+// Threading: all functions but `Pending::finish` and `Lane::start` require the group's lock; no thread sleeps with it.
 #pragma once
 
 #include "../std.h"
@@ -16,7 +15,7 @@
 
 namespace torch_ext::sim {
 
-// What a transfer that cannot go on waits for.
+// The event that a blocked transfer waits for.
 struct Wait {
   const std::atomic<uint32_t>* word; // in a control area
   uint32_t seen;
@@ -37,7 +36,7 @@ struct SharedGroup final : Group {
   Segment& own() { return memory(rank); }
   Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory.header(); }
 
-  // Why nothing more can be expected of a peer; empty where something can. look: ask the kernel too, which costs a
+  // The reason why a peer will do no more, for messages; empty while it may. look: ask the kernel too, which costs a
   // call.
   std::string gone(int peer, bool look) const;
 
@@ -53,8 +52,8 @@ class Queue {
  public:
   virtual ~Queue() = default;
 
-  // Brings transfers on as far as is possible without waiting, `wanted` at least. Returns what `wanted` waits for, if
-  // it is not over then. look: find out whether peers have ended.
+  // Advances transfers, `wanted` at least, as far as possible without waiting. Returns the event that `wanted` then
+  // waits for, unless it is over. look: check whether peers have ended.
   virtual Wait progress(Pending& wanted, bool look) = 0;
 };
 
@@ -76,7 +75,7 @@ class Pending final : public Transfer {
   const uint64_t number; // of the collective, or of the letter
   int from = -1;         // of a letter that was received
   bool checked = false;  // all ranks take part and agree
-  uint64_t reduced = 0;  // which pieces of a shared all-reduce are in the output already
+  uint64_t reduced = 0;  // the pieces of a shared all-reduce that are in the output already
 
  private:
   const std::shared_ptr<SharedGroup> group_;
@@ -90,7 +89,7 @@ class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
  public:
   explicit Lane(std::shared_ptr<SharedGroup> group) : group_(std::move(group)) {}
 
-  // Waits where the call reads what one before it has yet to write, and where peers are kSlots collectives behind.
+  // Waits if the call reads the pending output of an earlier call, or if peers are kSlots collectives behind.
   TransferPtr start(Call call);
   Wait progress(Pending& wanted, bool look) override;
 
@@ -105,14 +104,14 @@ class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
   void publish(const Call& call, uint64_t number);
   void release_published();
 
-  // Brings one collective on; returns what it waits for, unless it is over then.
+  // Advances one collective; returns the event that it then waits for, unless it is over.
   Wait step(Pending& front, bool look);
   std::optional<Wait> gather(Pending& front, bool look);
 
   const std::shared_ptr<SharedGroup> group_;
   uint64_t started_ = 0;
   std::deque<std::shared_ptr<Pending>> pending_; // not over, or over behind one that is not
-  std::deque<Published> published_;              // whose memory peers may still read
+  std::deque<Published> published_;              // peers may still read their memory
 };
 
 // The transfers between two ranks: see Note [Letters] in mailbox.cpp.

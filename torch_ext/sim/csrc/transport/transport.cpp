@@ -1,16 +1,16 @@
-// How a call starts, whatever the transport, and the faults that are planted there.
+// Starts calls on any transport, and applies the planted faults.
 //
 // Note [Seams]
-// Each call of every group passes `Transport::start`, which does the faults that were planted for it:
+// Each call of every group passes `Transport::start`, which applies the faults planted for it:
 //
 //   delay     the launching thread sleeps first
-//   drop      the call never reaches the peers. A send is over at once, as a lost message is; anything else runs into
-//             its time limit, here as well as on the peers
-//   corrupt   one bit of what the call sends is flipped, in a copy; where it sends nothing, of what it receives
+//   drop      the call never reaches the peers. A send is over at once, like a lost message; any other call runs into
+//             its time limit, here and on the peers
+//   corrupt   flips one bit of the sent data, in a copy; of the received data if the call sends none
 //   kill      the process ends by SIGKILL
 //
 // Calls are counted by group, from 1. An operation on a list of tensors, such as a coalesced one, is a call for each of
-// them. A fault is done once in each group that it fits.
+// them. A fault is applied once in each matching group.
 #include "transport.h"
 
 #include <c10/util/Exception.h>
@@ -59,7 +59,7 @@ std::vector<Fault> faults_for(Group& group, uint64_t number) {
   return found;
 }
 
-// A call that its peers never hear of.
+// A call that never reaches its peers.
 class Dropped final : public Awaited {
  public:
   Dropped(std::shared_ptr<const Group> group, const Call& call)
@@ -82,7 +82,7 @@ at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   return copy;
 }
 
-// A call whose result is changed when it has arrived.
+// A call whose result is corrupted after its arrival.
 class Corrupted final : public Transfer {
  public:
   Corrupted(TransferPtr inner, Tensors outputs) : inner_(std::move(inner)), outputs_(std::move(outputs)) {}

@@ -1,11 +1,11 @@
-// What carries the bytes of a group's operations.
+// The transports, which carry the bytes of a group's operations.
 //
 // A transport works on host memory and knows nothing of devices, streams or works: simccl.cpp turns an operation into a
 // Call, and work.h makes a c10d::Work of the Transfer that it gets for it. There are two: shared_memory.h, and gloo.cpp
 // for ranks that cannot share memory. choice.cpp says which one a group gets.
 //
-// Threading: one thread at a time starts calls. Everything else may be called from any thread, and nothing here may be
-// called with the GIL held, since it blocks.
+// Threading: one thread at a time starts calls. All other functions may be called from any thread. None may be called
+// with the GIL held, since they block.
 #pragma once
 
 #include <c10/util/StringUtil.h>
@@ -53,14 +53,14 @@ class Transfer {
  public:
   virtual ~Transfer() = default;
 
-  // Does what can be done without waiting; returns whether the transfer is over, be it by an error.
+  // Makes progress without waiting; returns whether the transfer is over, even by an error.
   virtual bool advance() = 0;
 
-  // Waits until it is over and does this rank's part. Raises DistBackendError where it failed, a peer has gone, or the
-  // time limit passes, which counts from here; kNoTimeout stands for the call's own limit.
+  // Waits until the transfer is over and does this rank's part. Raises DistBackendError if the transfer failed, a peer
+  // has gone, or `timeout` passes, counted from this call; kNoTimeout stands for the limit of the `Call`.
   virtual void finish(std::chrono::milliseconds timeout) = 0;
 
-  // Fails it with `why`, unless it is over, for all who wait.
+  // Fails the transfer with `why` for all waiters, unless it is over.
   virtual void abort(const std::exception_ptr& why) = 0;
 
   // The rank that a received message came from.
@@ -69,7 +69,7 @@ class Transfer {
 
 using TransferPtr = std::shared_ptr<Transfer>;
 
-// Waits for a transfer or an operation, and raises nothing: its own wait reports the error.
+// Waits for a transfer or an operation. Raises nothing: the call's own `finish` reports the error.
 template <typename T>
 void settle(T& one) noexcept {
   try {
@@ -87,7 +87,7 @@ inline bool compete(const Call& one, const Call& other) {
       (takes_any(one) || takes_any(other) || one.root == other.root);
 }
 
-// What the calls of one group on one rank share.
+// The state that the calls of one group on one rank share.
 struct Group {
   Group(int rank, std::vector<int64_t> global_ranks, std::chrono::milliseconds timeout, bool any_device)
       : rank(rank), global_ranks(std::move(global_ranks)), any_device(any_device), timeout(timeout) {}
@@ -95,14 +95,14 @@ struct Group {
   const int rank;
   const std::vector<int64_t> global_ranks;        // in order of rank in this group
   const bool any_device;                          // whether several ranks may use one device, as with gloo on CUDA
-  const pid_t owner = getpid();                   // a child that was forked since does not speak for this rank
+  const pid_t owner = getpid();                   // a forked child must not act for this rank
   std::atomic<std::chrono::milliseconds> timeout; // of calls that name none
   std::mutex mutex;
   std::string name; // guarded by mutex
 
   int size() const { return static_cast<int>(global_ranks.size()); }
 
-  // As a user knows the rank.
+  // The user's name of a rank: its global number.
   std::string called(int peer) const { return c10::str("rank ", global_ranks[static_cast<size_t>(peer)]); }
 
   // The time limit of a wait for `call`. asked: by the waiter, or kNoTimeout.
@@ -113,13 +113,13 @@ struct Group {
   // A DistBackendError that begins with "simccl on rank N: ".
   std::exception_ptr failure(const std::string& what) const;
 
-  // One for a collective in which ranks differ. Hold the lock.
+  // A failure of a collective in which ranks differ. Hold the lock.
   std::exception_ptr disagreement(uint64_t collective, const std::string& what) const {
     return failure(c10::str("collective ", collective, " of group ", name, ": ", what));
   }
 };
 
-// A transfer that another thread ends, or none. Any thread.
+// A transfer that another thread ends, or that never ends by itself. Any thread may call it.
 class Awaited : public Transfer {
  public:
   // what: the call, for messages.
@@ -130,7 +130,7 @@ class Awaited : public Transfer {
   void abort(const std::exception_ptr& why) override { end(why); }
 
  protected:
-  // Returns false if it was over already.
+  // Returns false if the transfer was over already.
   bool end(const std::exception_ptr& why = nullptr);
 
   const std::shared_ptr<const Group> group_;
@@ -147,24 +147,24 @@ class Transport {
   virtual ~Transport() = default;
   C10_DISABLE_COPY_AND_ASSIGN(Transport);
 
-  // Begins a call, and does the faults that are planted for it (Note [Seams] in transport.cpp). What it reads has been
-  // read when this returns, so its inputs may be written again; its outputs are held until the transfer is over. May
-  // wait for peers that are far behind.
+  // Begins a call, and applies the faults planted for it (Note [Seams] in transport.cpp). Reads all inputs before it
+  // returns, so they may be overwritten; holds the outputs until the transfer is over. May wait for peers that are far
+  // behind.
   TransferPtr start(Call call);
 
-  // Of calls that name none.
+  // Sets the limit of calls that name none.
   virtual void set_timeout(std::chrono::milliseconds timeout) { group_->timeout = timeout; }
 
   // "shared" or "gloo"
   virtual const char* kind() const = 0;
 
-  // The group's.
+  // Sets the group's name.
   virtual void set_name(const std::string& name) {
     std::lock_guard<std::mutex> lock(group_->mutex);
     group_->name = name;
   }
 
-  // Tells peers that this rank will start no more calls. `broken`: and that it has given up those under way.
+  // Announces to peers that this rank will start no more calls. `broken`: and that it has aborted those under way.
   virtual void leave(bool broken) = 0;
 
  protected:
@@ -183,7 +183,7 @@ std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
     std::chrono::milliseconds timeout, bool any_device);
 
-// Takes the place of the group's description in the flight recorder's entries of a transport's gloo.
+// Replaces the group's description in the flight recorder's entries of a transport's gloo.
 constexpr const char* kTransportDescription = "simccl/transport";
 
 // The transport over a gloo backend of the same group: see gloo.cpp.
