@@ -1,7 +1,9 @@
 """Context managers that replace a function of c10d or FSDP2 on all ranks.
 
-Note [Patches and threads] ~~~~~~~~~~~~~~~~~~~~~~~~~~ Ranks may be processes, which each
-have the patched name to themselves, or threads, which share it. In both cases:
+Note [Patches and threads]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks may be processes, which each have the patched name to themselves, or threads,
+which share it. In both cases:
 
 - No rank runs its body before every rank has set its replacement (a barrier after
   setting).
