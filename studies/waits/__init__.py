@@ -1,6 +1,5 @@
-"""Which waits of torch are needed: each is deleted in turn, and tests run with the race check.
-
-Those of FSDP1, FSDP2, DDP and DTensor.
+"""Deletes each wait of FSDP1, FSDP2, DDP and DTensor in turn, and runs tests with the race check to see which are
+needed.
 
 ``python -m studies.waits`` measures, and writes studies/waits/README.md.
 """

@@ -1,7 +1,7 @@
 """Deletes waits, one at a time, in tests that reach them with the race check on. Writes studies/waits/README.md.
 
-A first run says which tests reach each wait. Then each wait is deleted in the shortest of these tests, and in more of
-them for as long as none reports anything.
+A first run records which tests reach each wait. Then each wait is deleted in the shortest of these tests, and in more
+of them until one reports a failure.
 
 python -m studies.waits                  # all
 python -m studies.waits FSDP2 DDP        # only these, and prints the table
@@ -28,7 +28,7 @@ from studies.waits.sites import FOLDER_VARIABLE, MODULES, Site, all_sites
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("README.md")
 DEADLINE_S = 3600
-# In so many silent tests a wait is deleted before it counts as redundant.
+# A wait counts as redundant after this many tests have passed without it.
 MOST = 4
 
 # Module and class; a pattern that a test's name must match.
@@ -83,7 +83,7 @@ class Ending:
     deleted: tuple[str, ...]
     passed: bool
     took_s: float
-    text: str  # what the runner says of a failure
+    text: str  # the runner's report of the failure
 
     @property
     def is_race(self) -> bool:
@@ -92,7 +92,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one wait: ``load-bearing``, ``redundant`` or ``not reached``, and in words what shows it."""
+    """The verdict on one wait (``load-bearing``, ``redundant`` or ``not reached``), and its evidence in words."""
 
     said: str
     shown: str = ""
@@ -202,7 +202,7 @@ def render(verdicts: Mapping[Site, Verdict]) -> str:
 
 
 def main(families: Sequence[str]) -> None:
-    """Measure the waits of ``families``, or of all."""
+    """Measure the waits of ``families``, by default of all."""
     if unknown := set(families) - MODULES.keys():
         sys.exit(f"got {', '.join(unknown)}; there are {', '.join(MODULES)}")
     table = render(measure([site for site in all_sites() if not families or site.family in families]))

@@ -1,4 +1,4 @@
-"""What the suites of this tree have no short test of; waits are deleted in each scenario many times."""
+"""Scenarios for which the suites of this tree have no short test. Waits are deleted in each of them many times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARDED, FULL = StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT
 
 
 class FailureForTest(Exception):
-    """Stands for whatever goes wrong in a model."""
+    """Stands for any error in a model."""
 
 
 class Layers(nn.Sequential):
@@ -50,7 +50,7 @@ class Layers(nn.Sequential):
 
 
 class Packed(nn.Module):
-    """A layer that takes rows, and rows packed as a recurrent network gets them."""
+    """A layer that takes rows, and rows packed as for a recurrent network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class TestFSDP1(ScenarioTest):
         return FSDP(layers, **options)
 
     def _save_and_load(self, kind: StateDictType, *configs: Any, use_orig_params: bool = True) -> None:
-        """As a checkpoint in the middle of training does."""
+        """Save a checkpoint, train on, load it, and train again."""
         model = self._model(use_orig_params=use_orig_params)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         _steps(model, 1, optimizer)

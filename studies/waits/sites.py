@@ -1,4 +1,4 @@
-"""Finds where torch's code waits or keeps memory from being used again, notes what a test reaches, and skips waits.
+"""Finds the calls in torch's source that wait or keep memory alive, records which a test reaches, and skips some.
 
 Runs in zygotes and ranks too.
 """
@@ -21,7 +21,7 @@ from test.torch_ext.suite_faults.mutation import OtherTorchError, exchange
 
 __all__ = ["FOLDER_VARIABLE", "MODULES", "Site", "all_sites", "begin", "wrap_all"]
 
-# By what people call it, the modules that wait.
+# The modules that wait, by the name of their feature.
 MODULES = {
     "FSDP1": (
         "torch.distributed.fsdp._runtime_utils",
@@ -124,7 +124,7 @@ _seen: set[str] = set()
 
 
 def _call(site: str, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wait, unless the site is deleted: then return what was waited for."""
+    """Wait, unless the site is deleted: then return the awaited object."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder and _test and site not in _seen:
         _seen.add(site)
@@ -139,9 +139,9 @@ def _call(site: str, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def wrap_all() -> None:
-    """Wrap every wait, in this process and in all that are forked from it: the zygote's, since it takes a second.
+    """Wrap every wait, in this process and its forks. Call it in the zygote, because it takes a second.
 
-    A function that is a closure stays as it is, and its waits count as not reached.
+    Functions that are closures stay as they are, and their waits count as not reached.
     """
     setattr(builtins, _CALL, _call)
     for place in dict.fromkeys(f"{site.module}:{site.function}" for site in all_sites()):
@@ -150,6 +150,6 @@ def wrap_all() -> None:
 
 
 def begin(deleted: Sequence[str], test: str) -> None:
-    """Called by a rank before the test, whose name it notes for each site that is reached."""
+    """Called by a rank before the test, whose name is recorded for each site that it reaches."""
     global _test, _deleted
     _test, _deleted = test, deleted

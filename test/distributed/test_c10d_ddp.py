@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""DistributedDataParallel: which gradients are averaged, when and with what, and how
-buffers are kept equal.
+"""DistributedDataParallel: which gradients it averages, when and with which others, and
+how buffers are kept equal.
 
 Two ranks add two numbers in one order and halving is exact, so gradients equal the
 reference's bit by bit.
@@ -29,9 +29,9 @@ if not dist.is_available():
 class TestDDPGradients(DDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_are_averaged(self):
-        """In one bucket or several. Before the order of gradients is known there is one
-        bucket, unless DDP looks for unused parameters: for one step, or two if the
-        graph is static.
+        """DDP reduces in one bucket or several. Before the order of gradients is known
+        there is one bucket, unless DDP looks for unused parameters: for one step, or
+        two if the graph is static.
         """
         self.run_subtests(
             {
@@ -79,7 +79,7 @@ class TestDDPGradients(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_accumulate(self):
-        """Zeroed in place or set to None, and kept from step to step."""
+        """Gradients are zeroed in place or set to None, and kept from step to step."""
         for gradient_as_bucket_view in (False, True):
             model, reference = self.net(), self.net()
             ddp = DDP(model, gradient_as_bucket_view=gradient_as_bucket_view)
@@ -88,7 +88,7 @@ class TestDDPGradients(DDPTest):
                 self.backward(ddp, step)
                 reference.zero_grad()
                 self.backward(reference, step)
-                # What was averaged before is averaged again, and equal on both ranks.
+                # Gradients averaged before are averaged again, and equal on both ranks.
                 for total, gradient in zip(
                     expected, self.averaged(reference).values(), strict=True
                 ):
@@ -170,7 +170,7 @@ class TestDDPGradients(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_forward_outside_no_sync_decides(self):
-        """As documented: whether a backward reduces is settled in its forward."""
+        """As documented, forward decides whether the next backward reduces."""
         ddp = DDP(self.net())
         loss = ddp(self.rows(4)).sum()
         with ddp.no_sync():
@@ -239,8 +239,8 @@ class TestDDPGradients(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_delayed_parameters_are_reduced_at_a_hook(self):
-        """Parameters that are named for it are reduced when the gradient of another has
-        been computed.
+        """Delayed parameters are reduced when the gradient of another has been
+        computed.
         """
         model, reference = self.net(), self.net()
         options = (
@@ -395,8 +395,8 @@ class TestDDPBuffers(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_saves_the_next_broadcast(self):
-        """Where gradients were not reduced, nothing has changed that the next forward
-        had to synchronize.
+        """After a backward without a reduction, the next forward synchronizes no
+        buffers.
         """
         ddp = DDP(self._counting())
         broadcasts = []
@@ -409,7 +409,7 @@ class TestDDPBuffers(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffer_hook_runs_where_asked(self):
-        """It gets the buffers by name, in place of the broadcast."""
+        """The hook gets the buffers by name, in place of the broadcast."""
         for location, expected in (
             (_BufferCommHookLocation.PRE_FORWARD, ["hook", "forward"]),
             (_BufferCommHookLocation.POST_FORWARD, ["forward", "hook"]),

@@ -96,8 +96,8 @@ class TestDDPUnusedParameters(DDPTest):
 
     @contextlib.contextmanager
     def _telling(self, what):
-        """Say which step an error of the reducer is about: its own words are the same
-        for any.
+        """Add the step to an error of the reducer, whose own words are the same for any
+        step.
         """
         try:
             yield
@@ -144,7 +144,7 @@ class TestDDPUnusedParameters(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradient_of_an_unused_parameter_is_kept(self):
-        """If no rank uses a parameter, what is in its gradient is not touched."""
+        """DDP leaves the gradient of a parameter that no rank uses unchanged."""
         model = Branches(self.device)
         ddp = DDP(model, find_unused_parameters=True)
         model.never.weight.grad = torch.full_like(model.never.weight, 3.0 + self.rank)
@@ -184,8 +184,8 @@ class TestDDPUnusedParameters(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_static_graph_finds_unused_parameters_once(self):
-        """It reduces at the end of the first backwards, and as soon as a bucket is
-        complete when it knows the order.
+        """DDP reduces at the end of the first backwards, and as soon as a bucket is
+        complete once it knows the order.
         """
         model, reference = Branches(self.device), Branches(self.device)
         ddp = DDP(model, static_graph=True, bucket_cap_mb=1e-5)
@@ -312,8 +312,8 @@ class TestDDPMixedPrecision(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_low_precision_copies_take_memory_only_in_use(self):
-        """Before forward a parameter's copy has none. What DDP ignores has no copy, and
-        keeps its type.
+        """Before forward a parameter's copy has no memory. Ignored parameters have no
+        copy, and keep their type.
         """
         skip_without_accelerator("DDP's mixed precision makes streams")
         model = self._model()
@@ -343,8 +343,8 @@ class TestDDPMixedPrecision(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_streams_wait_for_low_precision(self):
-        """Low-precision copies and what casts gradients back run on streams of their
-        own, for which others wait.
+        """Low-precision copies and casts of gradients run on separate streams, for
+        which others wait.
         """
         skip_without_accelerator("the host has no streams")
         ddp = DDP(

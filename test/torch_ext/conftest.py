@@ -36,24 +36,24 @@ def pytest_configure(config: pytest.Config) -> None:
     tiers.watch_for_processes()
     # Tests run pytest and look at what it prints.
     os.environ.pop("PYTEST_ADDOPTS", None)
-    # And expect each program to load torch itself.
+    # Each program must load torch itself.
     runtime = tempfile.mkdtemp(prefix="runtime-")
     config.add_cleanup(lambda: shutil.rmtree(runtime, ignore_errors=True))
     os.environ["XDG_RUNTIME_DIR"] = runtime
-    # Else the first question after the device would register it, for all tests that follow in the process.
+    # Otherwise the first query of the device would register sim for all later tests in the process.
     if not _asked_for(config):
         os.environ.setdefault("TORCH_EXT_DEVICE", "cpu")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With ``-n`` alone, keep together what shares something; ``--dist`` chooses another way."""
+    """With ``-n`` alone, keep tests that share state in one process; ``--dist`` chooses another way."""
     if _asked_for(config) or config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        # Groups of pytest-xdist's own would do, but 3.8 writes them into a field of items that pytest 9.2 has not.
+        # pytest-xdist's own groups would do, but 3.8 writes them into a field of items that pytest 9.2 lacks.
         def _split_scope(self, nodeid: str) -> str:
             return parallel.scope(nodeid)
 
@@ -63,8 +63,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 @pytest.hookimpl(trylast=True)  # folders below add marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what another tier runs, and tests marked ``long`` unless ``--long`` is given or a test is named by
-    ``::``. Of the others, run the slowest files last, or first where processes share the tests.
+    """Deselect tests of other tiers, and tests marked ``long`` unless ``--long`` is given or a test is named by ``::``.
+    Run the slowest files last, or first where processes share the tests.
     """
     tier, is_named = tiers.tier_of(config), any("::" in each for each in config.args)
     wanted, left = [], []

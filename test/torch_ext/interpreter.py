@@ -1,4 +1,4 @@
-"""Runs Python in a process of its own, as a user of this checkout does."""
+"""Runs Python in a separate process, as a user of this checkout does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def python(
     folder: Path = CHECKOUT,
     stdout: int = subprocess.PIPE,
     preexec_fn: Callable[[], object] | None = None,
-    timeout_s: float = 600.0,  # far above what nearly all take, on a machine that does other things too
+    timeout_s: float = 600.0,  # far above nearly all durations, also on a busy machine
     **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python WORDS`` in ``folder``, where it finds this checkout, and return how it ended and what it printed.
+    """Run ``python WORDS`` in ``folder``, where it finds this checkout, and return how it ended and its output.
 
-    ``variables`` are set in its environment; one that is None is not there.
+    ``variables`` are set in its environment; a variable with value None is removed.
     """
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **variables}
     return subprocess.run(

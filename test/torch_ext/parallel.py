@@ -1,4 +1,4 @@
-"""How pytest-xdist spreads the tests below this folder: which of them stay in one process, and what starts first."""
+"""How pytest-xdist spreads the tests below this folder: which tests share a process, and which files start first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 __all__ = ["ALONE", "BY_PARAMETER", "place_in_queue", "scope"]
 
-# The files that take longest, the longest first: started late, one of them would run on when all others are through.
+# The slowest files, the slowest first: if started late, such a file would still run after all others.
 _LONGEST = (
     "test_suites_catch_faults.py",
     "test_hypothesis_utils.py",
@@ -22,7 +22,7 @@ _LONGEST = (
     "test_pytest_plugin.py",
 )
 
-# Tests that need nothing of their file's others, by how their names begin. Each may run in any process.
+# Tests that share nothing with the rest of their file, by the beginning of their names. Each may run in any process.
 ALONE = {
     "test_bridge.py": ("test_",),
     "test_endurance.py": ("test_",),
@@ -33,12 +33,12 @@ ALONE = {
     "test_kills.py": ("test_",),
 }
 
-# Files whose tests share something for each parameter, or what stands before a slash in it.
+# Files whose tests share state for each parameter, or for the part of it before a slash.
 BY_PARAMETER = ("test_four_ways.py", "test_suites_catch_faults.py")
 
 
 def scope(node: str) -> str:
-    """Name what must run in one process with test ``node``: its file, which shares fixtures and zygotes, or less.
+    """Name the group of tests that share a process with test ``node``: its file, for fixtures and zygotes, or less.
 
     >>> scope("test/torch_ext/world/test_watch.py::test_first_receipt_counts")
     'test/torch_ext/world/test_watch.py'
@@ -57,5 +57,5 @@ def scope(node: str) -> str:
 
 
 def place_in_queue(file: str) -> int:
-    """Return where tests of ``file`` stand among those of others: the fewer, the longer they take."""
+    """Return the position of the tests of ``file`` in the queue: the slower, the earlier."""
     return _LONGEST.index(file) if file in _LONGEST else len(_LONGEST)

@@ -1,4 +1,4 @@
-"""What RPC tests report when a worker fails in a remote call, and the classes that their suites become."""
+"""The report of RPC tests when a worker fails in a remote call, and the test classes generated from their suites."""
 
 from __future__ import annotations
 

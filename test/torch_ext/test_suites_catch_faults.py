@@ -1,4 +1,4 @@
-"""The suites are worth running: for each fault in ``suite_faults``, made in torch, a test of theirs fails and says why.
+"""For each fault in ``suite_faults``, made in torch, a test of the suites fails and says why.
 
 One run of the runner for each device serves all. Its folder has a file for each suite, with a class for each fault that
 the suite must notice. Its ranks make the fault before they run the test. By default one fault for each class of a suite
@@ -24,10 +24,10 @@ from test.torch_ext.suite_faults.mutation import Edit, OtherTorchError
 from test.torch_ext.suite_faults.table import FAULTS, Fault, parse
 from test.torch_ext.world.suites import CHECKOUT, Run, endings
 
-# Far above what any run takes.
+# Far above the duration of any run.
 DEADLINE_S = 2400
 
-# The same examples in every run; and none is shrunk, which would take most of the time and show nothing more.
+# The same examples in every run, without shrinking, which would take most of the time and show no more.
 BEGINNING = """\
 import hypothesis
 
@@ -54,7 +54,7 @@ class Test_{name}(suite.{cls}):
 
 
 def missing(fault: Fault) -> str:
-    """Say why this torch cannot have the fault; empty if it can."""
+    """Return why this torch cannot have the fault; empty if it can."""
     try:
         fault.edit.source()
     except OtherTorchError as error:
@@ -79,7 +79,7 @@ def write(folder: Path, faults: Mapping[str, Fault]) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run printed, and by the full name of each test how that ended, and what was said if it failed."""
+    """The output of a run, and by the full name of each test its ending and its report if it failed."""
 
     output: str
     endings: Mapping[str, tuple[str, str]]
@@ -90,7 +90,7 @@ ReportOf = Callable[[str], Report]
 
 @pytest.fixture(scope="module")
 def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
-    """Runs on a device the tests that this run of pytest asks for: all take minutes, one alone seconds."""
+    """Runs on a device the tests that this run of pytest asks for: all take minutes, a single one seconds."""
     asked = {(item.name.partition("[")[0], item.callspec.id) for item in request.session.items if is_of_a_device(item)}
 
     @functools.cache
@@ -174,7 +174,7 @@ def test_a_row_that_is_no_fault_is_refused(row: str) -> None:
 
 
 def probe(value: int) -> int:
-    """What the edits below are to change."""
+    """The function that the edits below change."""
     return value + 1
 
 

@@ -39,7 +39,7 @@ _refused = False
 
 
 def tier_of(config: pytest.Config) -> str:
-    """Return the tier that was asked for. What is named below this folder runs whatever its tier."""
+    """Return the requested tier. Tests named below this folder run whatever their tier."""
     folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
     named = all(os.path.abspath(each.partition("::")[0]).startswith(folder) for each in config.args)
     return config.getoption("tier") or ("all" if named or config.getoption("long") else "quick")
@@ -53,7 +53,7 @@ def is_wanted(item: pytest.Item, tier: str) -> bool:
 
 
 def may_start_processes(item: pytest.Item) -> bool:
-    """Whether ``item`` is marked ``processes``, or its file imports what starts them."""
+    """Whether ``item`` is marked ``processes``, or its file imports modules that start processes."""
     module = getattr(item, "module", None)
     is_marked = item.get_closest_marker("processes") is not None
     return is_marked or (module is not None and _imports_a_starter(module.__name__))
@@ -82,13 +82,13 @@ def _imported_by(module: ModuleType) -> Iterator[str]:
 
 
 def refuse_processes(refused: bool) -> None:
-    """Have the test that runs now fail if it starts a process, or let it."""
+    """Make the running test fail if it starts a process, or allow processes."""
     global _refused
     _refused = refused
 
 
 def watch_for_processes() -> None:
-    """Begin to look, once in a process."""
+    """Install the audit hook, once in a process."""
     sys.addaudithook(_on_event)
 
 

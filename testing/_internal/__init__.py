@@ -1,5 +1,5 @@
-"""Upstream's helper names. Takes Ctrl-C over first, since whatever is imported from
-here takes long.
+"""Helpers under upstream's names. Installs our Ctrl-C handler first, because
+the modules of this package take long to import.
 """
 
 from torch_ext.testing._internal import _ctrl_c

@@ -1,9 +1,9 @@
 """Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library
 only.
 
-The runner handles interrupts from ``run_tests()`` on. Most of the time before goes into
-imports, where an interrupt would print a traceback. After :func:`install` it prints one
-word and ends the process with code 130, as it does later.
+From ``run_tests()`` on, the runner handles interrupts. Most of the time before goes
+into imports, where an interrupt would print a traceback. After :func:`install` it
+prints one word and ends the process with code 130, as in the runner.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 
 __all__ = ["install"]
 
-# What the runner returns for an interrupted run.
+# The runner's exit code for an interrupted run.
 _INTERRUPTED = 130
 # Seconds in which a repeated Ctrl-C counts as one: another interrupt within the hook
 # below would print two tracebacks.
@@ -57,7 +57,7 @@ def install() -> None:
             raise KeyboardInterrupt
 
     sys.excepthook = _end_without_traceback
-    # Signals are handled in the main thread alone; a program's own handler stays.
+    # Only the main thread handles signals; a program's own handler stays.
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,5 +1,5 @@
-"""What test files need besides the distributed base classes. A name that is not defined
-here is torch's own.
+"""Names that test files need besides the distributed base classes. A name that is not
+defined here is torch's own.
 """
 
 from __future__ import annotations

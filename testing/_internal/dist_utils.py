@@ -307,7 +307,7 @@ def poll_until(
 
 
 class _NoEventError(IndexError, ValueError):
-    """Upstream's is an IndexError, which its tests expect."""
+    """An IndexError because upstream's tests expect one."""
 
 
 def get_function_event(

@@ -156,8 +156,8 @@ class Noting(nn.Module):
 
 
 class TestDDPJoin(DDPTest):
-    """The rank that has fewer inputs is 0 or 1, so that no test passes by the order of
-    the ranks.
+    """The rank with fewer inputs is 0 or 1, so that no test passes by the order of the
+    ranks.
     """
 
     STEPS = (2, 4)
@@ -222,7 +222,7 @@ class TestDDPJoin(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_final_model_is_that_of_the_last_joiner(self):
-        """Weights, which only the rank that goes on has trained since, and buffers."""
+        """The rank that goes on trains alone, then sends its weights and buffers."""
         for short in (0, 1):
             model = Noting(self.rank).to(self.device)
             ddp = DDP(model)
@@ -246,8 +246,8 @@ class TestDDPJoin(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_buffers_come_from_a_rank_that_goes_on(self):
-        """Rank 0's are stale once it has joined. Among several ranks that go on, the
-        highest decides.
+        """Rank 0's buffers are stale once it has joined. Among several ranks that go
+        on, the highest decides.
         """
         for short in (0, 1):
             model = Noting(self.rank).to(self.device)
@@ -258,7 +258,7 @@ class TestDDPJoin(DDPTest):
             source = [1.0] * self.STEPS[0] + [float(1 - short)] * (
                 self.STEPS[1] - self.STEPS[0]
             )
-            # What the last step of both left behind is sent by the one that goes on.
+            # The rank that goes on sends the buffer of the last common step.
             expected = [0.0] + [
                 10.0 * step + source[step] for step in range(1, self.STEPS[1])
             ]
@@ -270,9 +270,7 @@ class TestDDPJoin(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_no_sync_of_ranks_that_go_on(self):
-        """A joined rank learns which backwards reduce, and takes part in
-        those alone.
-        """
+        """A joined rank learns which backwards reduce, and takes part only in those."""
         for short in (0, 1):
             ddp = DDP(self.net())
             reference = self.net()
@@ -296,8 +294,8 @@ class TestDDPJoin(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_after_the_join(self):
-        """The context leaves nothing behind: the next steps reduce as if it had never
-        been.
+        """The context leaves no state behind: the next steps reduce as if it had never
+        existed.
         """
         ddp, reference = DDP(self.net()), self.net()
         with ddp.join():

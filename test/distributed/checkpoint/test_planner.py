@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What a checkpoint's planners write and read: values of every kind, each once, and
-plans kept between saves.
+"""The items that a checkpoint's planners write and read: values of every kind, each
+once, and plans kept between saves.
 """
 
 import sys
@@ -79,7 +79,7 @@ class TestSavePlan(PlannerTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_what_all_ranks_have_is_written_once(self):
-        """By any rank, or by the first if asked."""
+        """Replicated values are written by any rank, or by the first if asked."""
         self.run_subtests({"lowest": [False, True]}, self._test_written_once)
 
     def _test_written_once(self, lowest):
@@ -149,8 +149,8 @@ class TestSavePlan(PlannerTest):
 class TestLoadPlan(PlannerTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_load(self):
-        """What the checkpoint lacks is an error that names it, or stays as it is if
-        that is allowed.
+        """A value that the checkpoint lacks is an error that names it, or stays
+        unchanged if that is allowed.
         """
         folder = self.shared_folder()
         dcp.save({"saved": self.sharded(0.0)}, checkpoint_id=folder)

@@ -50,8 +50,8 @@ def full_tensor(tensor):
 
 
 class TestStateDict(FSDPTest):
-    """Two parameter groups with hyperparameters of their own, in an order that is not
-    the model's.
+    """Two parameter groups with different hyperparameters, in an order that is not the
+    model's.
     """
 
     @property
@@ -102,7 +102,7 @@ class TestStateDict(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_multiple_param_groups(self):
-        """Sharded, full and flattened; then training goes on as it would have."""
+        """Sharded, full or flattened; then training continues as without a load."""
         self.run_subtests(
             {
                 "options": [
@@ -166,10 +166,10 @@ class TestStateDict(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_full_optimizer_state_of_fsdp1_is_on_rank_0(self):
-        """Offloaded, the full state of a flat parameter is on rank 0 alone, and serves
+        """Offloaded, the full state of a flat parameter is only on rank 0, and serves
         all ranks from there.
         """
-        # A "copy" to the host that is none is overwritten by the next: see
+        # If the "copy" to the host is not a copy, the next one overwrites it: see
         # test_fsdp_optim_state.py.
         skip_without_accelerator(
             "offloading a full state of original parameters needs a device's own memory"
@@ -323,7 +323,7 @@ class TestStateDict(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_async_save_keeps_the_moment_of_the_call(self):
-        """What training changes after the call is not in the checkpoint."""
+        """Changes by training after the call are not in the checkpoint."""
         group = dist.new_group(backend="cpu:gloo")
         source, folder = self._trained(0, 2), self.shared_folder()
         model_state, _ = get_state_dict(*source)

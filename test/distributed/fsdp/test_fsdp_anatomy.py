@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 turns a model into, and what a training step consists of, written out in
+"""The structure of a model under FSDP1, and the steps of its training, written out in
 full.
 
 Parity with DDP does not show that parameters are gathered too often or gradients
@@ -240,8 +240,8 @@ class Buffered(nn.Module):
 class TestMixedPrecision(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Parameters, reduction and buffers each have a type of their own, so none can
-        be mistaken for another.
+        """Parameters, reduction and buffers each have their own type, so none can be
+        mistaken for another.
         """
         module = Buffered()
         units = ThreeUnits()  # used only for its log

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """``FSDP.apply`` shows whole parameters to the function, module by module, and keeps
-what it writes.
+its changes.
 """
 
 import sys

@@ -148,7 +148,7 @@ class TestFSDPCheckpoint(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_what_runs_again(self):
-        """Backward gathers a unit once for all that it runs again, and reduces its
+        """Backward gathers a unit once for all recomputation in it, and reduces its
         gradient once.
         """
         model = ThreeUnits().to(self.device)
@@ -189,8 +189,8 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint_submodule(self, use_reentrant):
-        """A part of what a wrapper holds is checkpointed, and saves fewer activations
-        than without.
+        """A wrapper whose module is checkpointed in part saves fewer activations than
+        without.
         """
 
         def build(wrap: bool) -> nn.Module:
@@ -227,8 +227,8 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_offloaded_activations_are_on_the_host(self):
-        """What an offloading wrapper saves for backward takes no memory of
-        the device.
+        """The activations that an offloading wrapper saves for backward take no device
+        memory.
         """
         skip_without_accelerator("the host's memory is not accounted for")
         held = {}
@@ -247,7 +247,7 @@ class TestFSDPCheckpointSubmodule(FSDPTest):
             before = torch.accelerator.memory_allocated()
             output = model(rows)
             held[name] = torch.accelerator.memory_allocated() - before - output.nbytes
-            del output  # it keeps this round's rows and their gradient
+            del output  # holds this round's rows and their gradient
         self.assertLess(
             held["offloaded"],
             held["kept"] - rows.nbytes,

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """``FSDP.clip_grad_norm_``: the norm of all gradients, sharded, replicated and
-unmanaged, and what it makes of them.
+unmanaged, and the clipped gradients.
 
 Sharded gradients count on all ranks, replicated ones once. The reference is an
 unsharded model on all rows.
@@ -35,7 +35,7 @@ if not dist.is_available():
 
 NORM_TYPES = [1, 2, 2.5, math.inf]
 SHARDED, REPLICATED, UNMANAGED = "sharded", "replicated", "unmanaged"
-# What becomes of each layer.
+# How each layer is managed.
 LAYOUTS = [
     (SHARDED, SHARDED, SHARDED),
     (SHARDED, REPLICATED, SHARDED),
@@ -91,13 +91,13 @@ class TestClipGradNorm(FSDPTest):
             Chain.rows(self.device, self.world_size, self.rank)
         ).square().mean().backward()
         for name, managed in zip(Chain.LAYERS, layout, strict=True):
-            if managed == UNMANAGED:  # nobody else reduces these
+            if managed == UNMANAGED:  # only the test reduces these
                 for param in getattr(model.module, name).parameters():
                     dist.all_reduce(param.grad)
                     param.grad /= self.world_size
 
     def _gradients(self, model: FSDP) -> list[torch.Tensor]:
-        """Return all gradients in full: what a step of size one takes off."""
+        """Return all gradients in full, as the change of a step of size one."""
         before = get_full_params(model)
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         return [
@@ -161,7 +161,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_norm_is_that_of_the_largest(self):
-        """The infinity norm is the largest of all elements, whoever has it."""
+        """The infinity norm is the largest of all elements, on whichever rank."""
         self.run_subtests(
             {"layout": LAYOUTS[2:4], "layer": Chain.LAYERS},
             self._test_norm_is_that_of_the_largest,
@@ -181,7 +181,7 @@ class TestClipGradNorm(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_non_root(self):
-        """Only the root knows all gradients."""
+        """Only the root sees all gradients."""
         _, model = self._pair(LAYOUTS[0])
         model(Chain.rows(self.device, self.world_size, self.rank)).sum().backward()
         with self.assertRaises((RuntimeError, AttributeError)) as refused:
@@ -235,8 +235,7 @@ class TestClipGradNorm(FSDPTest):
                 grad * min(1.0, max_norm / (norm.item() + 1e-6)) for grad in grads
             ]
             found = model.clip_grad_norm_(max_norm)
-            # Rounding to float16 costs up to 5e-4, which must not happen before the
-            # end.
+            # Rounding to float16 costs up to 5e-4, and must happen only at the end.
             rtol = 1e-5 if mixed else 1e-3
             self.assertEqual(
                 found.dtype,

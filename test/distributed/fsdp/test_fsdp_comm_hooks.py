@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Communication hooks of FSDP1: what they are given, what becomes of what they leave,
-and where they are refused.
+"""Communication hooks of FSDP1: their arguments, the use of their results, and where
+they are refused.
 """
 
 import sys
@@ -42,9 +42,7 @@ COMPRESSED = {
 
 
 class Recorder:
-    """A state, and hooks that record it with what they are given, and reduce as FSDP
-    does.
-    """
+    """A state, and hooks that record it with their arguments and reduce like FSDP."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, ...]] = []
@@ -119,8 +117,8 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("sharding_strategy", STRATEGIES)
     def test_default_communication_hook_behavior(self, sharding_strategy):
-        """A hook is given each unsharded gradient once for each reduction; what it
-        leaves is the gradient.
+        """A hook gets each unsharded gradient once for each reduction; its result
+        becomes the gradient.
         """
         self.run_subtests(
             {
@@ -269,7 +267,7 @@ class TestCommunicationHooks(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_registering_hook_non_root(self):
         model = self._model(ShardingStrategy.FULL_SHARD)
-        self._backward(model, self.rank)  # now it knows its root
+        self._backward(model, self.rank)  # the submodule now knows its root
         with self.assertRaisesRegex(
             AssertionError, "^register_comm_hook can only be called on a root instance"
         ):

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP trains like DDP, for every test model and option; its hooks; and what it does
+"""FSDP trains like DDP, for every test model and option; its hooks; and its behaviour
 outside of training.
 """
 
@@ -357,8 +357,8 @@ class TestHooks(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("saved_as", [None, *StateDictType])
     def test_output_has_one_hook_before_backward(self, saved_as):
-        """It stays after backward. Training, saving and loading before that neither add
-        nor remove hooks.
+        """The output's hook stays after backward. Training, saving and loading before
+        that neither add nor remove hooks.
         """
         model = self._nested()
         if saved_as is not None:
@@ -477,8 +477,8 @@ class TestNoGrad(FSDPCoreTest):
 class TestAutograd(FSDPCoreTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_modules_compute_with_views_of_the_flat_parameter(self):
-        """A parameter would accumulate a gradient of its own; a view passes it to the
-        flat parameter.
+        """A parameter would accumulate its own gradient; a view passes it to the flat
+        parameter.
         """
         model = nn.Sequential(*(nn.Linear(3, 3, device=self.device) for _ in range(3)))
         kinds: list[bool] = []

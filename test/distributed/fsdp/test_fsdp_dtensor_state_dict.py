@@ -112,7 +112,7 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fsdp_init_with_device_mesh(self):
-        """A mesh alone makes state dicts of DTensors, those of optimizers included."""
+        """With a mesh, state dicts hold DTensors, those of optimizers too."""
         model, optim = self._trained()
         reference, reference_optim = self._reference()
         state = FSDP.optim_state_dict(model, optim)["state"]
@@ -127,7 +127,7 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("offload_to_cpu", [True, False])
     def test_dtensor_sharded_model_load_state_dict(self, offload_to_cpu):
-        """Another model that loads the state, of model and optimizer, goes on alike."""
+        """A model that loads the state of model and optimizer trains identically."""
         model, optim = self._trained(offload_to_cpu)
         other, other_optim = self._trained(offload_to_cpu, seed=1)
         other.load_state_dict(model.state_dict())

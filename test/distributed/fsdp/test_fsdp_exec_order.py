@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""At the debug level DETAIL, FSDP1 tells when ranks, or steps of a rank, run their
+"""At the debug level DETAIL, FSDP1 warns when ranks, or steps of a rank, run their
 modules in another order.
 """
 
@@ -26,8 +26,8 @@ if not dist.is_available():
 
 
 class Branches(nn.Module):
-    """Layers of equal shapes, in the order of ``order``. Equal shapes: a wrong order
-    hangs nobody.
+    """Layers of equal shapes, in the order ``order``, so that a wrong order causes no
+    hang.
     """
 
     def __init__(self, strategy: ShardingStrategy) -> None:
@@ -77,7 +77,7 @@ class TestFSDPExecOrder(FSDPTest):
         [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
     )
     def test_invalid_first_iter_order(self, sharding_strategy):
-        """Ranks that begin with different modules are told which."""
+        """The warning names ranks that begin with different modules."""
         model = self._model(sharding_strategy)
         model.module.order = [0, 1, 2] if self.rank == 0 else [0, 2, 1]
         names = [
@@ -103,8 +103,8 @@ class TestFSDPExecOrder(FSDPTest):
     def test_invalid_later_iter_order(
         self, sharding_strategy, iters_before_path_change
     ):
-        """A step that differs from the first is told once, with the module expected and
-        the one found.
+        """A step that differs from the first causes one warning, with the module
+        expected and the one found.
         """
         for order, says in (
             (
@@ -142,7 +142,7 @@ class TestFSDPExecOrder(FSDPTest):
         [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP],
     )
     def test_train_eval(self, sharding_strategy):
-        """Evaluation in between, in whatever order, is not counted."""
+        """Evaluation between steps, in any order, is not counted."""
         model = self._model(sharding_strategy)
         for _ in range(3):
             model.train()

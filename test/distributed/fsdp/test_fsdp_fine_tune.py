@@ -1,9 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with modules frozen here and there: backward frees what it has passed, and
-trains what is not frozen.
+"""FSDP1 with frozen modules in various places: backward frees modules when their part
+is over, and trains the rest.
 
-A frozen module has no gradient to reduce, so nothing tells FSDP that its backward is
-over except the gradients of its inputs.
+A frozen module has no gradient to reduce, so FSDP learns only from the gradients of its
+inputs that its backward is over.
 """
 
 import sys
@@ -121,7 +121,7 @@ class TestFSDPFineTune(FSDPTest):
             return hook
 
         def note_gradient_of_output(index: int) -> Any:
-            # It exists when the backward of all layers after this one is over.
+            # This gradient exists once the backward of all later layers is over.
             def hook(_module: Any, _input: Any, output: torch.Tensor) -> None:
                 if output.requires_grad:
                     output.register_hook(note(index))
@@ -142,14 +142,14 @@ class TestFSDPFineTune(FSDPTest):
             rows.register_hook(note(-1))
         with mock.patch.object(_runtime_utils, "_post_backward_reshard", counted):
             model(rows).sum().backward()
-        # Without a gradient of its input, nothing tells that the first layer is done
-        # but the end of backward.
+        # Without a gradient of its input, only the end of backward shows that the first
+        # layer is done.
         expected = [3, 2, 1, 0] if inp_requires_grad else [3, 2, 1]
         if not inp_requires_grad:
             calls = [each for each in calls if each != 0]
         self.assertEqual(calls, expected, "layers in the order of their resharding")
-        # What forward kept, and backward needed for nothing, stays until it is used
-        # next.
+        # A layer that forward kept unsharded, and backward did not use, stays so until
+        # its next use.
         keeps = (
             fsdp_kwargs["sharding_strategy"] == ShardingStrategy.SHARD_GRAD_OP
             and not fsdp_kwargs["use_orig_params"]
@@ -172,7 +172,7 @@ class TestFSDPFineTune(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reshard_waits_for_all_inputs(self):
         """A frozen module is resharded once, when the gradients of all its inputs
-        exist, however they came in.
+        exist, in any form of input.
         """
         self.run_subtests({"first": [0, 1]}, self._test_reshard_waits_for_all_inputs)
 

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""How FSDP1 lays parameters out in a flat parameter: which, where, with what padding,
-and whose part a rank holds.
+"""The layout of FSDP1's flat parameter: which parameters, at which offsets, with which
+padding, on which rank.
 """
 
 import sys
@@ -96,8 +96,8 @@ class TestFlattenParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_partial_flattening(self):
-        """What is not given stays a parameter; what is given becomes a view, in the
-        module's order.
+        """Parameters that are not given stay parameters; given ones become views, in
+        the module's order.
         """
         model, reference = Chain(device=self.device), Chain(device=self.device)
         handle = self._handle([model.c.bias, *model.a.parameters()], model)
@@ -323,7 +323,7 @@ class TestFlattenParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_parameters_that_cannot_be_flattened(self):
-        """They are refused, in words that say what differs."""
+        """Such parameters are refused, with an error that says how they differ."""
         one, flat = (
             torch.ones(2),
             self._handle((holder := nn.Linear(2, 2)).parameters(), holder).flat_param,

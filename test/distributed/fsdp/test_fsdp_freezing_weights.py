@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """FSDP1 trains a model whose trunk is frozen: the head learns as without FSDP, and the
-trunk stays what it is.
+trunk does not change.
 """
 
 import sys

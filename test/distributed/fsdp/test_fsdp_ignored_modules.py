@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 is told to ignore: it is neither sharded nor moved nor cast nor reduced,
-at any depth.
+"""Modules and parameters that FSDP1 ignores: neither sharded nor moved nor cast nor
+reduced, at any depth.
 """
 
 import functools
@@ -36,7 +36,7 @@ if not dist.is_available():
 
 
 class Scaled(nn.Module):
-    """A linear layer, and a buffer that scales what it puts out."""
+    """A linear layer, and a buffer that scales its output."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules", "parameters"])
     def test_ignored_modules_nested(self, ignored_by):
-        """Ignoring a module ignores all below it. Whoever wraps around a wrapper
-        ignores what that one ignores.
+        """Ignoring a module ignores all below it. An outer wrapper ignores the modules
+        that an inner wrapper ignores.
         """
         for ignored, wrapped, expected in (
             (
@@ -169,8 +169,8 @@ class TestFSDPIgnoredModules(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("ignored_by", ["ignored_modules", "modules"])
     def test_ignored_modules_keep_type_and_device(self, ignored_by):
-        """Mixed precision casts neither parameters nor buffers of what is ignored;
-        ``device_id`` does not move it.
+        """Mixed precision casts neither ignored parameters nor ignored buffers;
+        ``device_id`` does not move them.
         """
         low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)
         for below in ("", "block"):
@@ -244,7 +244,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_states_auto_wrap(self):
-        """A policy does not wrap what is ignored, nor lose sight of what is below."""
+        """A policy does not wrap ignored modules, but finds modules below them."""
         for policy in (
             ModuleWrapPolicy({Scaled}),
             functools.partial(
@@ -289,9 +289,7 @@ class TestFSDPIgnoredModules(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_modules_not_under_wrapped_root(self):
-        """What is ignored but elsewhere changes nothing for the module that
-        is wrapped.
-        """
+        """Ignored modules outside of the wrapped module have no effect."""
         for by in ("ignored_modules", "modules", "parameters"):
             model = Nested().to(self.device)
             model.block = FSDP(

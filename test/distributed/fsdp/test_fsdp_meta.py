@@ -27,7 +27,7 @@ if not dist.is_available():
 
 
 class Counted(nn.Module):
-    """A weight and a buffer, and a function that fills them with what it is given and
+    """A weight and a buffer, and a function that fills them with a given value and
     counts its calls.
     """
 
@@ -103,8 +103,8 @@ class TestFSDPWithMetaDevice(FSDPTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("auto_wrap", [False, True])
     def test_nested_model_with_meta_device_reset_params(self, auto_wrap):
-        """A function of the user's is called with each module that the wrapper has to
-        make, and no other is.
+        """The user's function is called with each module that the wrapper must
+        materialize, and no other function is called.
         """
         for nested in (False, True):
             called: list[nn.Module] = []

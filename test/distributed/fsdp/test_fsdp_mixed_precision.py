@@ -73,7 +73,7 @@ STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 OFFLOADS = [CPUOffload(offload_params=False), CPUOffload(offload_params=True)]
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
-# Neither the type of the parameters nor one that a precision above casts to.
+# Neither the parameters' type nor one that a precision above casts to.
 BUFFER_DTYPE = DOUBLE
 
 

@@ -764,8 +764,8 @@ class TestFSDPOptimStateResharding(LoadingCase):
         model, optim, _ = self._init_nested_model(wrap=True, fsdp_kwargs=fsdp_kwargs)
         self._step_model(model, optim)
         with FSDP.state_dict_type(model, *settings):
-            # It refers to the parameters outside FSDP, which training goes on to
-            # change.
+            # Copy the state: it refers to the parameters outside FSDP, which training
+            # goes on to change.
             state, osd = (
                 deepcopy(model.state_dict()),
                 FSDP.optim_state_dict(model, optim),

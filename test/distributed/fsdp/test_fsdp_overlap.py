@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP1 lets overlap, and what it must wait for. Both are asked of the streams'
-clocks, never of time.
+"""Operations that FSDP1 overlaps, and its waits. The tests query the streams' clocks,
+never the time.
 """
 
 import sys
@@ -47,7 +47,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_forward_overlap(self):
-        """A rank alone gathers nothing, so that forward waits for nobody."""
+        """A rank alone gathers nothing, so forward has no wait."""
         watched = watched_units(self.device)
         watched.run_steps(1)
         self.assertEqual(

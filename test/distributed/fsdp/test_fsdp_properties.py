@@ -180,7 +180,7 @@ class TestStateDictProperties(PropertiesTest):
         loaded_by=st.integers(1, WORLD_SIZE),
     )
     def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
-        """Its names and values are those of the unsharded model."""
+        """Names and values are those of the unsharded model."""
         reference = self._unsharded(tree, seed=1)
         state = [None]
         if saver := self._sharded(tree, saved_by, seed=1):

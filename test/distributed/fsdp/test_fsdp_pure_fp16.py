@@ -35,9 +35,7 @@ class TestPureFP16(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_pure_fp16_training(self):
-        """Gradients are those of an unsharded model in float16, but for their
-        rounding.
-        """
+        """Gradients are those of an unsharded model in float16, up to rounding."""
         self.run_subtests(
             {
                 "half_before": [True, False],
@@ -78,8 +76,8 @@ class TestPureFP16(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fp16_dtypes(self):
-        """What is gathered, computed and reduced is float16, however the model came to
-        be so.
+        """FSDP gathers, computes and reduces in float16, whichever way the model was
+        cast.
         """
         self.run_subtests(
             {"half_before": [True, False], "use_orig_params": [True, False]},

@@ -49,8 +49,8 @@ class TestShardGradScaler(FSDPTest):
         optims: list[Any],
         overflow: Any = None,
     ) -> None:
-        """Step each optimizer. ``overflow`` is a rank and which optimizer is given an
-        infinite gradient there.
+        """Step each optimizer. ``overflow`` gives a rank, and the optimizer that gets
+        an infinite gradient there.
         """
         loss = (
             model(Chain.rows(self.device, self.world_size, self.rank)).square().mean()
@@ -169,7 +169,7 @@ class TestShardGradScaler(FSDPTest):
             f"layers that moved {what}",
         )
         self.assertEqual(scaler.get_scale(), 4.0, f"scale {what}")
-        # What was found is forgotten with the next step.
+        # The next step forgets an overflow that was found.
         self.assertEqual(
             moved(None), {"a", "b", "c"}, f"layers that moved after a step {what}"
         )
@@ -177,8 +177,8 @@ class TestShardGradScaler(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_new_scale(self):
-        """``update`` takes a scale of the user's, as a number or as a tensor that may
-        change afterwards.
+        """``update`` accepts a new scale, as a number or as a tensor that may change
+        afterwards.
         """
         model = self._model()
         optim = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -546,7 +546,7 @@ class TestFSDPStateDict(FSDPTest):
             "use_orig_params": use_orig_params,
         }
         model = init(FSDPInitMode.RECURSIVE, DEVICEInitMode.DEVICE_BEFORE, fsdp_kwargs)
-        # Loading zeros could not be told from loading nothing.
+        # A load of zeros would look like no load.
         with FSDP.summon_full_params(model), torch.no_grad():
             for state in (*model.parameters(), *model.buffers()):
                 if not state.count_nonzero():

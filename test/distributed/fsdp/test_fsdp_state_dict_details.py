@@ -94,8 +94,8 @@ class TestFSDPStateDictDetails(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nested_state_dict_types(self):
-        """A context sets the type of a module and of all below it, and restores what
-        was set before, not a default.
+        """A context sets the type of a module and of all below it, and restores the
+        previous type, not a default.
         """
         full = FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
         sharded = ShardedStateDictConfig(offload_to_cpu=True)
@@ -155,7 +155,7 @@ class TestFSDPStateDictDetails(FSDPTest):
                 FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         FSDP.set_state_dict_type(
             model.module[0], *default["the module below"]
-        )  # the refusal came after the root's
+        )  # the refused call had set the root's
         with self.assertRaisesRegex(
             RuntimeError, "Expected state_dict_config of type .*ShardedStateDictConfig"
         ):

@@ -142,8 +142,8 @@ class TestTPFSDPIntegration(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_extension_grad(self):
-        """Gradients are those of this rank's tensor-parallel part, averaged over
-        data-parallel ranks alone.
+        """Gradients are those of this rank's tensor-parallel part, averaged only over
+        data-parallel ranks.
         """
         mesh, reference = self._mesh(), Chain(device=self.device)
         model = self._sharded(mesh, use_orig_params=True)
@@ -188,7 +188,7 @@ class TestTPFSDPIntegration(FSDPTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_fsdp_tp_sync_module_state(self):
-        """Data-parallel ranks take the states of their first; each tensor-parallel part
+        """Data-parallel ranks get the states of their first; each tensor-parallel part
         keeps its own.
         """
         skip_without_accelerator("FSDP1 synchronizes states on an accelerator alone")

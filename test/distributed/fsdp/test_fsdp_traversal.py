@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""``FSDP.fsdp_modules`` finds every wrapper below a module, or the outermost ones
-alone, each once, in order.
+"""``FSDP.fsdp_modules`` finds every wrapper below a module, or only the outermost ones,
+each once, in order.
 """
 
 import sys

@@ -68,8 +68,8 @@ class TestUnevenParamShard(FSDPTest):
 
     @skip_if_lt_x_gpu(3, allow_cpu=True)
     def test_shards(self):
-        """Shards are of one size but for the padding of the last; ranks beyond the end
-        hold padding alone.
+        """Shards have one size except for the padding of the last; ranks beyond the end
+        hold only padding.
         """
         for numel, expected in (
             (1, [[1], [], []]),

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""``FSDP.summon_full_params``: what it exposes, writes back, frees and refuses.
+"""``FSDP.summon_full_params``: exposing, writing back, freeing and errors.
 
 On the host, two kinds of subtests are skipped, and the test run counts them.
 """
@@ -85,7 +85,7 @@ class UnshardsItsWrapper(nn.Module):
 
 
 class TestUnshardParamsBase(FSDPTest):
-    """What the cases with and without sharding have in common."""
+    """Methods of the cases with and without sharding."""
 
     @property
     def world_size(self):
@@ -558,8 +558,8 @@ class TestUnshardParams(TestUnshardParamsBase):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_with_grads_on_some_ranks(self):
-        """Gradients that one rank alone has are shown to all, with zeros for the
-        others, and stay that rank's own.
+        """Gradients that only one rank has are shown to all, with zeros for the others,
+        and stay that rank's own.
         """
         self.run_subtests(
             {"holder": [0, 1], "writeback": [False, True]},

@@ -1,11 +1,10 @@
 # Owner(s): ["oncall: distributed"]
-"""FSDP1 with ``use_orig_params=True``: what an optimizer and a user see, and what FSDP
-takes back from them.
+"""FSDP1 with ``use_orig_params=True``: the view of optimizers and users, and their
+changes, which FSDP takes over.
 
-The original parameters are views of the flat one. Whoever replaces such a view, or its
-gradient, between two steps expects FSDP to use what was put there: each parameter of a
-flat one is replaced in turn. The reference is an unsharded model on the rows of all
-ranks.
+The original parameters are views of the flat one. Users who replace such a view, or its
+gradient, between two steps expect FSDP to use the replacement: each parameter of a flat
+one is replaced in turn. The reference is an unsharded model on the rows of all ranks.
 """
 
 import sys
@@ -87,8 +86,8 @@ class OriginalParametersTest(FSDPTest):
     def _own(
         self, tensors: dict[str, torch.Tensor], model: FSDP
     ) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of each tensor, in the shape in which FSDP
-        exposes it.
+        """Return this rank's part of each tensor, in the shape in which FSDP exposes
+        it.
         """
         if model.sharding_strategy == WHOLE:
             return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -223,7 +222,7 @@ class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
 class TestFSDPUseOrigParamsUnshardReshard(OriginalParametersTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_summon_between_two_forwards(self):
-        """The second forward uses what was written in between, though its strategy may
+        """The second forward uses values written in between, though its strategy may
         have kept the old values.
         """
         self.run_subtests(
@@ -283,7 +282,7 @@ class TestFSDPUseOrigParamsParamAccess(OriginalParametersTest):
 
 
 class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
-    """What replaces a parameter or a gradient, each one of a flat parameter in turn."""
+    """Replaces each parameter or gradient of a flat parameter in turn."""
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     @parametrize("replace", ["parameter", "data"])
@@ -302,7 +301,7 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             sharding_strategy=sharding_strategy, cpu_offload=cpu_offload
         )
         if cpu_offload.offload_params:
-            # Without it the change is lost:
+            # Without a forward the change is lost:
             # docs/findings/offloaded_before_the_first_forward.md.
             model(self._rows())
         for step, name in enumerate([*NAMES, None]):
@@ -453,7 +452,7 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_writeback_shape_mismatch(self):
-        """What is put in the place of a shard must have its shape."""
+        """A replacement of a shard must have its shape."""
         self.run_subtests(
             {"of_gradient": [False, True]}, self._test_writeback_shape_mismatch
         )
@@ -464,8 +463,8 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
         param = self._params(model)[name]
         wrong = torch.zeros(param.numel() + 1, device=self.device)
         if of_gradient:
-            # torch refuses a gradient of another shape than its parameter's, so this
-            # comes from outside of it.
+            # This error is torch's own, because gradients must have the shape of their
+            # parameter.
             with self.assertRaisesRegex(
                 RuntimeError, "attempting to assign a gradient of size"
             ):
@@ -613,7 +612,7 @@ class TestFSDPUseOrigParamsInit(OriginalParametersTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_non_uniform_requires_grad(self):
-        """A flat parameter can be frozen as a whole alone. Only original parameters can
+        """A flat parameter can only be frozen as a whole. Only original parameters can
         differ.
         """
         module = Chain(device=self.device)

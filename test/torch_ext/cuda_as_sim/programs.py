@@ -125,7 +125,7 @@ NAMES: dict[str, Callable[[], str]] = {
 
 
 def names() -> None:
-    """Whatever a name comes from, it names the device that a tensor then has, in every comparison and look-up."""
+    """A name from any source names the device that a tensor then has, in every comparison and look-up."""
     for source, find in NAMES.items():
         name = find()
         x = torch.ones(2, device=name)
@@ -681,7 +681,7 @@ def spawned_children() -> None:
 
 
 def forked_children() -> None:
-    """As CUDA refuses a device in a process forked from one that has used it."""
+    """CUDA likewise refuses a device in a process forked from one that has used it."""
     torch.ones(1).cuda()
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
@@ -791,7 +791,7 @@ def libraries_of_math() -> None:
 
 
 def threads() -> None:
-    """Each thread has a current device and streams of its own, the first device to begin with."""
+    """Each thread has its own current device, at first device 0, and its own streams."""
     import threading
 
     seen = []
@@ -835,7 +835,7 @@ def modules_shared_with_children() -> None:
 
 
 def forks_before_the_first_use() -> None:
-    """Questions are no use of the device: CUDA too is there in a child that is forked after them."""
+    """Queries do not count as use of the device: CUDA too works in a child that is forked after them."""
     source = (
         "import os, torch\n"
         "assert torch.cuda.is_available() and torch.cuda.device_count() == 4\n"
@@ -869,7 +869,7 @@ def inductor() -> None:
     expected = layer(x)
     layer.cuda()
     torch._dynamo.reset()
-    found = torch.compile(layer, mode="reduce-overhead")(x.cuda())  # asks for graphs of CUDA
+    found = torch.compile(layer, mode="reduce-overhead")(x.cuda())  # asks for CUDA graphs
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
 
     @torch.compile
@@ -959,14 +959,14 @@ def _raises(kind: typing.Any, pattern: str, call: Callable[[], object]) -> None:
 
 
 def programs() -> list[str]:
-    """Name each of them."""
+    """Print the name of each program."""
     found = (value for value in globals().values() if isinstance(value, types.FunctionType))
     ours = (each.__name__ for each in found if each.__module__ == __name__ and each not in (programs, main))
     return [name for name in ours if not name.startswith("_") and name in globals()]
 
 
 def main() -> None:
-    """Run those that the command names, or all; print how each ended, as JSON."""
+    """Run the programs named on the command line, by default all; print how each ended, as JSON."""
     ends = {}
     for name in sys.argv[1:] or programs():
         try:

@@ -1,4 +1,4 @@
-"""Programs for a GPU run as they are where the simulated device is CUDA's: ``programs.py``, and commands."""
+"""Unmodified GPU programs run where the simulated device is CUDA's: those of ``programs.py``, and commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if __name__ == "__main__" and sys.argv[-1] != "child" and sys.argv[0].endswith("
     subprocess.run([sys.executable, __file__, "child"], check=True)
 print("through")
 """
-# What launchers start: the backend is the device's own, and so are those of groups made afterwards.
+# Programs for launchers: the default backend is the device's own, also in groups made later.
 RANKS = """
 import copy
 import os
@@ -108,7 +108,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """How each program ended, all in one process: its traceback, or nothing."""
+    """The traceback of each program, or nothing if it passed; all run in one process."""
     done = python("-m", "test.torch_ext.cuda_as_sim.programs", TORCH_EXT_SIM="cuda")
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""A file that speaks of CUDA runs on the simulated accelerator: ``run_test.py --upstream FILE --cuda-as-sim``."""
+"""A file that names CUDA runs on the simulated accelerator: ``run_test.py --upstream FILE --cuda-as-sim``."""
 
 from __future__ import annotations
 

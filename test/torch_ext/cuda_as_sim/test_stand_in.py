@@ -9,7 +9,7 @@ import pytest
 
 from test.torch_ext.interpreter import python
 
-# The device comes from where no source says "cuda".
+# The device's name comes from sources without the literal "cuda".
 PROGRAM = """
 import enum
 import json

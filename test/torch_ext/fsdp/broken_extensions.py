@@ -13,7 +13,7 @@ from torch_ext.testing.fsdp_extension_contract import FSDPExtensionContract, FSD
 
 
 class Sound(torch.Tensor):
-    """Wraps a tensor. It is gathered minus an offset and divided by a scale, which are the metadata."""
+    """Wraps a tensor. The all-gather transfers it minus an offset and divided by a scale, which are the metadata."""
 
     @staticmethod
     def __new__(cls, data):
@@ -62,7 +62,7 @@ BROKEN = []  # the test case, the test, and what its failure's message must cont
 
 
 def broken(message, test="test_hooks"):
-    """Note a test case. Where a hook is given, which its second parameter tells, its class has that for its own."""
+    """Register a test case. If a hook is given, make a class with it; its second parameter shows which hook it is."""
 
     def make(given):
         BROKEN.append((given.__name__, test, message))

@@ -1,4 +1,4 @@
-"""``FSDPExtensionContract`` passes a correct subclass, and says what is wrong with each broken one and what to do.
+"""``FSDPExtensionContract`` passes a correct subclass, and names the fault and the remedy for each broken one.
 
 The subclasses are in ``broken_extensions.py``, which runs once, in a separate folder.
 """
@@ -58,13 +58,13 @@ def test_broken_subclass_is_told_what_it_lacks(report: str, case: str, test: str
 
 
 def test_no_broken_subclass_costs_a_time_limit(report: str) -> None:
-    """Ranks do not wait for one that has failed."""
+    """Ranks do not wait for a failed rank."""
     assert "timed out" not in report
 
 
 @pytest.fixture(scope="module")
 def example() -> str:
-    """The test file on the page."""
+    """Return the test file on the page."""
     shown = re.search(r"<!-- test_my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     return shown[1]
@@ -72,7 +72,7 @@ def example() -> str:
 
 @pytest.fixture(scope="module")
 def subclass() -> str:
-    """The tensor subclass on the page."""
+    """Return the tensor subclass on the page."""
     shown = re.search(r"<!-- my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown is not None
     return shown[1]
@@ -82,7 +82,7 @@ def test_example_on_the_page_is_as_short_as_it_says(example: str) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
 
-# How to run it, and how many tests that runs: all of them once, otherwise the fastest.
+# Commands that run the tests, and how many tests each runs: all of them once, otherwise the fastest.
 WAYS = {
     "python file.py": (("test_my_tensor.py", "TestMyTensor.test_hooks"), 1),
     "pytest": (("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_tensor.py", "-k", "hooks or meta"), 2),

@@ -36,8 +36,8 @@ class TwoTensorLayer(nn.Module):
         self.weight = nn.Parameter(TwoTensor(data.clone(), data.clone()))
 
 
-# Changes of a replicated and a sharded model, and what the failure says. Comparing only as many parameters or gradients
-# as the shorter list has would pass those that are missing.
+# Changes of a replicated and a sharded model, and the expected message. Comparing only as many parameters or gradients
+# as the shorter list has would miss the missing ones.
 DIFFERENCES = [
     (r"out_proj\.weight", lambda whole, parts: parts.out_proj.weight.to_local()[0, 0].add_(1)),
     (r"in_proj\.bias\.grad", lambda whole, parts: parts.in_proj.bias.grad.to_local().mul_(2)),
@@ -225,7 +225,7 @@ class TestFSDPParity(FSDPTest):
         with self.assertRaisesRegex(ValueError, r"NestedWrappedModule\.init .*no_such_option"):
             self._parity(no_such_option=1)
 
-    # From here on: what must fail.
+    # Tests of failures.
 
     def _parity_fails(self, message, **kwargs):
         with self.assertRaisesRegex(AssertionError, message):

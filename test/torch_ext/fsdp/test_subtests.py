@@ -11,7 +11,7 @@ from torch_ext.testing._internal._fsdp import subtests
 
 
 class Case(subtests.SubtestMixin):
-    """What run_subtests needs of a test case, without ranks."""
+    """The parts of a test case that run_subtests needs, without ranks."""
 
     rank = 0
 

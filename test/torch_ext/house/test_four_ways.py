@@ -63,7 +63,7 @@ WAYS = {
     "unittest path": ("-m", "unittest", "-v", "./test_suite.py"),
     "pytest": ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "test_suite.py"),
 }
-# Many projects have these: coverage then saves data in processes that end through multiprocessing's bootstrap.
+# Many projects set these: coverage then saves data in processes that end through multiprocessing's bootstrap.
 OTHERS = "[run]\nparallel = true\nconcurrency = multiprocessing\n"
 LINES = {
     "run_test.py": (CHECKOUT / "pyproject.toml", ("line of ranks", "line of one rank", "line of the parent half")),

@@ -17,7 +17,7 @@ import torch_ext.world
 from test.torch_ext.house.source import CHECKOUT, below, imports, module_name, python_files, shown
 from test.torch_ext.interpreter import python
 
-# What each layer may import from this project, besides itself. Names of the package stand without `torch_ext.`.
+# The modules of this project that each layer may import, besides itself. Names of the package omit `torch_ext.`.
 _OF_THE_PACKAGE = {
     "compat": "",
     "cache": "",
@@ -48,10 +48,10 @@ LAYERS: dict[str, frozenset[str]] = {
     "run_test": frozenset({"torch_ext.__main__"}),
 }  # fmt: skip
 
-# The one import that points up: a test file run by itself calls the runner. It is lazy, so nothing else pays for it.
+# The only upward import: a test file run by itself calls the runner. Being lazy, it costs other programs nothing.
 _UP = {("torch_ext.testing._internal.common_utils", "torch_ext.runner.cli.main_for_file")}
 
-# Suites go upstream, so they import helpers from where upstream has them.
+# Suites go upstream, so they import helpers from upstream's places.
 _HELPERS = "torch_ext.testing._internal"
 UPSTREAM_HELPERS = Path(upstream_helpers.__file__).parent
 
@@ -104,7 +104,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_no_string_names_a_module_of_a_layer_above() -> None:
-    """Such as one that a zygote or the runner imports by name."""
+    """Zygotes and the runner import modules by such names."""
     named = {
         (shown(path), node.value)
         for path in FILES
@@ -119,7 +119,7 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
 
 @pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
 def test_the_runner_and_what_is_upstreams_know_nothing_of_each_other(package: str, other: str) -> None:
-    """Neither by an import nor by a string: ``torch_ext/__main__.py`` brings them together."""
+    """Neither imports nor names the other: ``torch_ext/__main__.py`` combines them."""
     sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
 
@@ -177,7 +177,7 @@ def rooms_imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("package", ["torch_ext.world", "torch_ext.runner", "torch_ext.sim", "torch_ext.compat"])
 def test_no_room_imports_itself_in_a_circle(package: str) -> None:
-    """A circle, lazy imports included, means that two rooms are one or that a third is missing."""
+    """A cycle, lazy imports included, means that two modules are one or that a third is missing."""
     graph = {
         module_name(path): {each for each in rooms_imported(path) if path.name != "__init__.py"}
         for path in FILES

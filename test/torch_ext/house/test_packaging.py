@@ -1,4 +1,4 @@
-"""What gets installed, and that building needs no torch."""
+"""The contents of the installed package; building needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch_ext
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
 from test.torch_ext.interpreter import python
 
-# Prints what setup() receives, with torch made unimportable.
+# Prints the arguments of setup(), with torch made unimportable.
 _DESCRIBE = """
 import json, sys
 sys.modules["torch"] = None

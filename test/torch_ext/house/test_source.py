@@ -1,4 +1,4 @@
-"""What the source checks behind the rules report, and what they let pass."""
+"""The source checks behind the rules: which code they report, and which they accept."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_every_variable_that_is_read_is_documented() -> None:
 
 
 def _only_set() -> set[str]:
-    """Variables that are set for the processes of others, who read them if they want to."""
+    """Variables set for the processes of other programs, which may read them."""
     lines = [line for path in DOCUMENTED_IN for line in _text(path).splitlines() if "set, not read" in line]
     return {name for line in lines for name in NAME.findall(line)}
 

@@ -1,4 +1,4 @@
-"""Runs ``torch_ext run`` and torchrun on small programs, and finds what they leave behind."""
+"""Runs ``torch_ext run`` and torchrun on small programs, and finds processes that they leave behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_ext.world import _os
 
 EXAMPLE = CHECKOUT / "examples" / "train.py"
 
-# Far above what any of them takes, on a machine that does other things too.
+# Far above the duration of any of them, also on a busy machine.
 _LIMIT_S = 240.0
 
 
@@ -52,7 +52,7 @@ def start(options: str, program: str, *arguments: str, folder: Path, **more: str
 
 
 def run(options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
-    """As :func:`start`, and wait for its end. Nothing of it may be left."""
+    """As :func:`start`, then wait for the end. No process may be left."""
     mark = uuid.uuid4().hex
     with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
         out, err = process.communicate(timeout=_LIMIT_S)
@@ -62,8 +62,8 @@ def run(options: str, program: str, *arguments: str, folder: Path, **more: str) 
 
 @contextlib.contextmanager
 def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """``torch_ext serve``, from when it serves; ended with the block at the latest, after ``limit_s`` seconds, or with
-    this process, however that ends.
+    """Run ``torch_ext serve`` for the block, which begins once it serves. It ends with the block, after ``limit_s``
+    seconds, or with this process, however this process ends.
     """
     command, tests = [sys.executable, "-m", "torch_ext", "serve", *words], os.getpid()
     with subprocess.Popen(
@@ -78,14 +78,14 @@ def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[sub
             first = process.stdout.readline()
             assert f"serving runs on {'cpu' if '--host' in words else ''}" in first, first
             yield process
-        finally:  # before Popen waits for it, for as long as it likes
+        finally:  # before Popen waits for it without a limit
             process.terminate()
             process.wait()
             watchdog.cancel()
 
 
 def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether ``holds()`` becomes true, within a limit far above what that takes."""
+    """Whether ``holds()`` becomes true within a generous limit."""
     end_s = time.monotonic() + _LIMIT_S
     while not holds() and time.monotonic() < end_s:
         time.sleep(0.05)
@@ -94,7 +94,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def alive_with(mark: str) -> list[str]:
     """Return the command lines of processes that were started with ``mark`` in their environment."""
-    return [command for command in marked_processes(mark).values() if command]  # a process that is ending has none
+    return [command for command in marked_processes(mark).values() if command]  # an ending process has no command line
 
 
 def torchrun(*words: str, folder: Path, **more: str) -> Ended:

@@ -1,4 +1,4 @@
-"""What training code says of CUDA, in programs that run with ``--cuda-as-sim``."""
+"""CUDA's names in training code, in programs that run with ``--cuda-as-sim``."""
 
 from __future__ import annotations
 

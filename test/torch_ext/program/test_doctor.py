@@ -1,4 +1,4 @@
-"""``torch_ext doctor`` and ``torch_ext demo``: what they say, and their exit codes."""
+"""``torch_ext doctor`` and ``torch_ext demo``: their output and exit codes."""
 
 from __future__ import annotations
 

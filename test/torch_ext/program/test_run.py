@@ -1,4 +1,4 @@
-"""``torch_ext run``: what a program finds, how its end is told, and what is left of it."""
+"""``torch_ext run``: the environment of a program, the report of its end, and no leftovers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: 
 
 
 def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path) -> None:
-    """Their names and their store are the same, and a rank may come before others have destroyed the former ones."""
+    """Names and store stay the same, and a rank may join before its peers have destroyed the previous group."""
     program = """
         import time
         import torch
@@ -180,7 +180,7 @@ def test_a_hang_is_proven_and_traced_to_the_rank_that_did_not_come(tmp_path: Pat
 
 
 def test_a_hang_is_reported_while_the_program_goes_on_and_its_end_with_code_0_does_not_hide_it(tmp_path: Path) -> None:
-    """This process, which is none of the run, ends what only the run could not."""
+    """This process, outside the run, ends a wait that no process of the run can end."""
     program = """
         import os, signal, threading
 
@@ -209,7 +209,7 @@ def test_a_hang_is_reported_while_the_program_goes_on_and_its_end_with_code_0_do
 
 
 def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path) -> None:
-    """Nothing of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
+    """No frame of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
     program = (
         "import os, torch, torch.distributed as dist\n"
         "device = torch.device('sim', int(os.environ['LOCAL_RANK']))\n"

@@ -1,4 +1,4 @@
-"""``torch_ext serve``: what its zygote starts is what the command would have started, for its user alone."""
+"""``torch_ext serve``: its zygote starts the same programs as the command would, for its user alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
-    # Further away than the name of a socket may be long.
+    # The path is longer than the name of a socket may be.
     runtime = tmp_path_factory.mktemp("r" * 100)
     variables = {"XDG_RUNTIME_DIR": str(runtime)}
     with serving("--host", **variables) as process:

@@ -1,4 +1,4 @@
-"""torchrun as it is, with ``TORCH_EXT_SIM`` in the environment."""
+"""Unmodified torchrun, with ``TORCH_EXT_SIM`` in the environment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ dist.destroy_process_group()
 
 
 def test_two_agents_train_on_sim(tmp_path: Path) -> None:
-    """As on two hosts: they find each other by torchrun's own rendezvous."""
+    """Two hosts, emulated: they find each other by torchrun's own rendezvous."""
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", tmp_path.name)
-    with socket.socket() as held:  # stays bound, and never listens: nobody else is given the port
+    with socket.socket() as held:  # stays bound and never listens, so that no other process gets the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         endpoint = ("--rdzv-endpoint", f"127.0.0.1:{held.getsockname()[1]}", str(EXAMPLE))

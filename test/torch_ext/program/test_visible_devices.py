@@ -1,4 +1,4 @@
-"""``CUDA_VISIBLE_DEVICES``: a program chooses its devices by it, and a value that was there before hides none."""
+"""``CUDA_VISIBLE_DEVICES``: a program chooses its devices by it; a value set before the program hides none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the command share: a suite as their module's ``LAYOUT`` says, and an executor without processes."""
+"""Fixtures of the command's tests: the suite of their module's ``LAYOUT``, and an executor without processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def before() -> Iterator[object]:
-    """What handles SIGINT before the test, and after it again."""
+    """The handler of SIGINT before the test, restored after it."""
     handler = signal.getsignal(signal.SIGINT)
     yield handler
     signal.signal(signal.SIGINT, handler)

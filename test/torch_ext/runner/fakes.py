@@ -95,7 +95,7 @@ class Terminal(io.StringIO):
 
 
 def file(name: str) -> TestFile:
-    """A test file that is not there."""
+    """A test file that does not exist."""
     return TestFile(f"{name}.py", Path("/root") / f"{name}.py", name.replace("/", "."), Path("/root"))
 
 
@@ -109,7 +109,7 @@ def ending(test: str, status: Status = Status.FAILED, duration_s: float = 0.1) -
 
 @dataclass(frozen=True)
 class Done:
-    """How the command ended, and what it printed."""
+    """The exit code of the command, and its output."""
 
     code: int
     out: str
@@ -117,7 +117,7 @@ class Done:
 
 
 class Cli:
-    """The command, over an executor that starts no process. Each call forgets what the one before ran and asked for."""
+    """The command, over an executor that starts no process. Each call clears the record of the previous one."""
 
     def __init__(self, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
         self.executor = executor

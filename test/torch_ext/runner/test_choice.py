@@ -1,4 +1,4 @@
-"""What is chosen, in which order, how often, and what is remembered of it, over an executor without processes.
+"""Which tests are chosen, in which order, how often, and the record kept of them, over an executor without processes.
 
 A failure here means that the run holds other tests than the user asked for or, far worse, lacks some in silence.
 """
@@ -47,7 +47,7 @@ class Flaky(FakeExecutor):
                 return False
         return True
 
-    skips = False  # what does not fail
+    skips = False  # whether tests of later runs skip instead of passing
 
 
 Use = Callable[[FakeExecutor], FakeExecutor]
@@ -55,7 +55,7 @@ Use = Callable[[FakeExecutor], FakeExecutor]
 
 @pytest.fixture
 def use(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Put an executor in the place of the one that passes all tests."""
+    """Replace the executor that passes all tests."""
 
     def use(executor: FakeExecutor) -> FakeExecutor:
         monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
@@ -98,7 +98,7 @@ def test_last_failed_runs_what_failed_when_it_last_ran(cli: Cli) -> None:
     assert done.code == 2 and "nothing selected: none of these tests failed when it last ran" in done.err
     cli.executor.endings = {A2: ending(A2), D1: ending(D1)}
     cli()
-    cli("TestB")  # what does not run keeps its record
+    cli("TestB")  # a test that does not run keeps its record
     assert (cli("--last-failed").code, cli.ran) == (1, [A2, D1])
     cli.executor.endings = {D1: ending(D1)}
     cli("TestA")

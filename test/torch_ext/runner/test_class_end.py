@@ -1,4 +1,4 @@
-"""What the end of a class process means, without processes: silence is no pass, and every class comes to its end."""
+"""The meaning of a class process's end, without processes: silence is no pass, and every class comes to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDED, TOLD, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
 
 
 UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
-# Whether a test runs, how many have ended and are left, the last word, and how the process died; and what follows.
+# Whether a test runs, how many have ended and are left, the last word, and how the process died; then the result.
 CASES = [
     (ClassFacts(False, 3, 0, ENDED), Next()),
     # A process that never said that it ended fails the class whatever its exit code.
@@ -28,7 +28,7 @@ CASES = [
     (ClassFacts(True, 0, 2, None, KILLED), Next(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, TOLD, KILLED), Next(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, LEFT, KILLED), Next(test=RAISED, go_on=True)),
-    # A test told of the interrupt, so nothing tells of it twice.
+    # A test has reported the interrupt, so no other message repeats it.
     (ClassFacts(False, 1, 2, TOLD), Next(go_on=True)),
     (ClassFacts(False, 1, 0, TOLD), Next()),
     # Between two tests: the class fails and the rest runs; before the first one, the class ends.

@@ -83,12 +83,12 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     run(case(), result)
     assert waits == [] and [type(message) for message in told.messages] == [TestStarted, TestEnded]
     zygote.close()
-    if is_forgotten:  # as after a world that has lost its zygote
+    if is_forgotten:  # as after a world that lost its zygote
         provider.forget(ours)
     run(case(), result)
-    assert waits == [2]  # before anything was told of the second test
+    assert waits == [2]  # before any message about the second test
     run(case(), result)
-    assert waits == [2]  # it has outlived its zygote
+    assert waits == [2]  # the process has outlived its zygote
     ours.close()
 
 
@@ -152,7 +152,7 @@ def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
     assert ended.problems == (Remark("unittest ended the test without saying how."),)
 
 
-# What one run of a test does, in the words of a method that ends so.
+# Bodies of a test, by the word for how they end.
 ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
     "passes": lambda self: None,
     "fails": lambda self: self.fail("it fails"),

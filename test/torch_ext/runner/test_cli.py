@@ -413,7 +413,7 @@ for _ in range(2):
 
 
 def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
-    """The real one, with processes: nothing of the first run may be left for the second to trip over."""
+    """The real runner, with processes: the first run must leave no state that breaks the second."""
     with suite_of(tmp_path, TWO) as suite:
         run = suite.finish(suite.start(["-c", TWICE, str(tmp_path)]))
     assert run.out.count("1 passed, 0 failed, 0 skipped") == run.out.count("code 0") == 2, run

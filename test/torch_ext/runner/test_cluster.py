@@ -198,7 +198,7 @@ def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, add
     ) as runner:  # fmt: skip
         try:
             raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
-            _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine takes it along
+            _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine's death takes the event along
             for pid in (int(raylet), *_os.children_of(int(raylet))):  # Ray's workers too, as when a machine dies
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -273,7 +273,7 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Pa
 
 
 def _await_end(folder: Path) -> None:
-    """Wait until the supervisor of a machine has ended, and has taken its temporary folder along."""
+    """Wait until the supervisor of a machine has ended and removed its temporary folder."""
     end_s = time.monotonic() + DEADLINE_S
     while folder.exists():
         assert time.monotonic() < end_s, f"{folder} is left behind"
@@ -281,7 +281,7 @@ def _await_end(folder: Path) -> None:
 
 
 def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str:
-    """Wait until ``pattern`` fits what is in ``note``, and return that."""
+    """Wait until ``pattern`` matches the text of ``note``, and return the match."""
     end_s = time.monotonic() + DEADLINE_S
     while not note.exists() or not re.search(pattern, note.read_text()):
         assert runner.poll() is None, runner.communicate()
@@ -297,7 +297,7 @@ def test_without_ray_the_option_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 class Kept(Share):
-    """A host that keeps what it hears."""
+    """A host that records its messages."""
 
     def __init__(self, host: int, sent: list[Line]) -> None:
         super().__init__(1, host, sent.append)

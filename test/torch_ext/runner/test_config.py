@@ -1,6 +1,4 @@
-"""Where options come from: ``[tool.torch_ext]``, then the environment, then flags; what is said of wrong ones, and what
-a shell completes.
-"""
+"""Sources of options: ``[tool.torch_ext]``, the environment, flags; messages about wrong ones; shell completion."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def write(project: Path, text: str) -> None:
 
 
 def refused() -> str:
-    """Return the sentence with which the command refuses its surroundings."""
+    """Return the message with which the command rejects its configuration."""
     with pytest.raises(SetupError) as error:
         parse([])
     (line,) = str(error.value).splitlines()
@@ -180,7 +178,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:
-    """There the folder ``torch_ext`` is found before the package, and its ``__main__`` lies in the checkout."""
+    """Beside the clone, Python finds the folder ``torch_ext`` before the package, and runs the clone's ``__main__``."""
     clone = tmp_path / "torch_ext"
     clone.mkdir()
     for name in ("__main__.py", "run_test.py"):

@@ -1,4 +1,4 @@
-"""Which files are test files; and cached test names are used only while they are valid, and never get in the way.
+"""Which files are test files; and cached test names are used only while they are valid, and never cause a failure.
 
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
@@ -73,7 +73,7 @@ def edit(run: Runs) -> None:
     age(run.files[0].path)
 
 
-# What happens between two runs, and which files the second one imports.
+# Changes between two runs, and which files the second one imports.
 BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
     (lambda run: None, []),
     (lambda run: os.utime(run.files[0].path), []),

@@ -30,7 +30,7 @@ def event(word: str) -> Event:
         ("C1 C. B1 A1 A.", "A1 A. B1"),
         ("C1 C. B1 A1 A. B. end", "A1 A. B1 B. C1 C. end"),
         ("+C +A +C1 B1 !C1 !", "+C +A !C1 !"),  # a failure and the beginning of a class at once, and that of a file
-        ("C1 B1 end", "B1 C1 end"),  # a class that does not finish holds nothing up for good
+        ("C1 B1 end", "B1 C1 end"),  # a class that does not finish holds up others only until the end
         ("C1 A. round B1 C1 A1", "A. C1 round A1"),  # B waits for A again
     ],
 )

@@ -1,4 +1,4 @@
-"""What a user reads: exact text on a pipe; on a terminal the same text with colours."""
+"""The text report: exact text on a pipe; on a terminal the same text with colours."""
 
 from __future__ import annotations
 

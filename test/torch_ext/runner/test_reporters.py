@@ -1,4 +1,4 @@
-"""Reports for machines, of one run of the real command in which everything happens that can: they say what happened."""
+"""Reports for machines, of one run of the real command with every kind of result: each report agrees with the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What patterns select, checked against handwritten cases and a naive reference.
+"""The tests that patterns select, checked against handwritten cases and a naive reference.
 
-A failure here means that a user runs other tests than the ones named, or none without being told.
+A failure here means that a user runs other tests than the ones named, or none, without a message.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_including_names_of_excluded_files_selects_nothing_quietly() -> None:
         ([], True),
         (["distributed/rpc"], True),
         ([f"{RPC}::TestRpc"], True),
-        (["TestRpc"], True),  # found nowhere else, so it may be in there
+        (["TestRpc"], True),  # found in no other file, so perhaps in this one
         (["TestInput"], False),
         ([INPUT], False),
     ],
@@ -183,7 +183,7 @@ Case = tuple[str, Callable[[TestName], bool]]
 
 
 def spellings(test: TestName, files: set[str]) -> list[Case]:
-    """Return patterns that name ``test`` or something that contains it, each with what it selects."""
+    """Return patterns that name ``test`` or a class, file or folder of it, each with the tests that it selects."""
     folder, _, base = test.file.rpartition("/")
     path = test.file.removesuffix(".py")
     dotted = path.replace("/", ".")

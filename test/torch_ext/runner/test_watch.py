@@ -106,7 +106,7 @@ def test_a_pipe_gets_a_line_after_long_silence(now: list[float]) -> None:
 
 
 def screen(raw: str) -> list[str]:
-    """The lines that a terminal shows in the end of what the live view and the report have written."""
+    """Return the lines that a terminal finally shows of the output of the live view and the report."""
     lines = [""]
     for part in re.split(r"(\x1b\[\d+F\x1b\[J|\n)", raw.replace("\r\n", "\n")):
         if part == "\n":
@@ -159,7 +159,7 @@ def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch:
     raw, piped = report(Terminal(), monkeypatch), report(io.StringIO(), monkeypatch)
     assert "a.py::TestA::test_1: no progress\n  stacks\n" in piped
     assert "[1/3]" in raw and re.search(r"::TestA::test_1  4 ranks  \d s", raw), raw
-    # A view shows what runs; a pipe has lines for classes that begin.
+    # A view shows running tests; a pipe has lines for classes that begin.
     assert screen(raw) == [line for line in piped.split("\n") if not re.match(r"\[\d/2\] ", line)], raw
 
 

@@ -1,4 +1,4 @@
-"""Loads the simulator once for these tests, or leaves them out where it cannot be built for want of a compiler.
+"""Loads the simulator once for these tests, or skips them where it cannot be built for lack of a compiler.
 
 They may run on several cores: ``-n auto --dist loadgroup``. Tests that start ranks stay together by file, since each
 process that runs one needs a zygote that has loaded its module.
@@ -32,7 +32,7 @@ except RuntimeError as error:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Any]:
-    """A default group of this process alone."""
+    """A default group of this process only."""
     torch.get_device_module("sim").set_device(0)
     dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -41,7 +41,7 @@ def group() -> Iterator[Any]:
 
 @pytest.fixture(params=["shared", "gloo"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What carries the bytes of groups that are made from now on, in ranks too."""
+    """The transport of groups created from now on, in ranks too."""
     monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
     return str(request.param)
 
@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Every warning is an error. Where torch raises one, the test that makes it do so says which.
-        if Path(__file__).parent in item.path.parents:  # the hook is given the items of every folder
+        # Every warning is an error. A test that makes torch raise one says which.
+        if Path(__file__).parent in item.path.parents:  # the hook gets the items of every folder
             item.add_marker(pytest.mark.filterwarnings("error"), append=False)
         if _module_with_ranks(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

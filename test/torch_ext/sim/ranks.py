@@ -1,7 +1,7 @@
 """Runs a function in several ranks of a process group, on worlds of :mod:`torch_ext.world`.
 
-The zygote that ranks are forked from is forked itself when pytest has collected (see conftest.py), before a test uses a
-device: children of a process that has used one cannot use it.
+Pytest forks the ranks' zygote after collection (see conftest.py), before a test uses a device: children of a process
+that has used one cannot use it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
 Body = Callable[..., None]
 DEADLINE_S = 120.0
-# What torch says in ranks that call its coalesced collectives by their older names.
+# Torch's warning in ranks that call its coalesced collectives by their older names.
 COALESCED_WARNING = r"`torch\.distributed\.[\w.]+_coalesced` (is|will be) deprecated"
 GROUP_TIMEOUT = timedelta(seconds=30)
 SHORT = timedelta(seconds=1)  # the time limit of a group whose test times out
@@ -75,7 +75,7 @@ def run(
     ``init_process_group``, but for ``bound``, which binds the group to the devices of its ranks.
 
     Raises:
-        AssertionError: a rank ended otherwise or not before the deadline. The message tells what became of each.
+        AssertionError: a rank ended otherwise or not before the deadline. The message says how each ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         of_body = (body.__module__, body.__name__)
@@ -126,7 +126,7 @@ def _in_group(
     dist.init_process_group(
         **{"rank": rank, "world_size": world_size, "store": store, "timeout": GROUP_TIMEOUT, **options}
     )
-    # A rank that leaves while another still connects to it takes that one's initialization down.
+    # If a rank leaves while another still connects to it, the other's initialization fails.
     store.set(f"initialized {rank}", "")
     store.wait([f"initialized {peer}" for peer in range(world_size)], GROUP_TIMEOUT)
     getattr(body, "body", body)(rank, world_size, *args)

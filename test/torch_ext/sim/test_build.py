@@ -1,4 +1,4 @@
-"""The build finds, makes and shares libraries, and no failure or killed process stands in the way of the next one.
+"""The build finds, makes and shares libraries, and no failure or killed process blocks the next one.
 
 Stand-in compilers keep these tests fast; the real compiler made the library that every other test here runs on.
 """
@@ -99,7 +99,7 @@ def test_every_source_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch:
 
 
 def test_sources_of_the_wide_unit_exist() -> None:
-    # Under a name that is no longer listed a source joins the other unit, which then reads all of ATen too.
+    # A source whose name is no longer listed joins the other unit, which then reads all of ATen too.
     assert {source for source in build._WIDE if not (build._SOURCES / f"{source}.cpp").exists()} == set()
 
 

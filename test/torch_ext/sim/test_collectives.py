@@ -20,7 +20,7 @@ OPS = dist.ReduceOp
 
 @ranks.world_of(2)
 def test_unequal_sizes_of_types_that_gloo_has_not(rank: int, world_size: int) -> None:
-    """They travel as bytes, where sizes and splits are others."""
+    """Tensors travel as bytes, so sizes and splits change."""
     for dtype in (torch.bool, torch.int16, torch.complex64):
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
         listed = [torch.empty(r + 1, dtype=dtype, device="sim") for r in range(world_size)]

@@ -25,7 +25,7 @@ class _OnSim(BackendConformance):
     backend_name = "simccl"
     transport: ClassVar[str]
     world_size = 3  # type: ignore[assignment]
-    # The last three are types that gloo lacks: its transport carries them as others.
+    # gloo lacks the last three types: the transport over gloo sends them as other types.
     types = (*BackendConformance.types, torch.bool, torch.int16, torch.complex64)
 
     def reductions(self, dtype: torch.dtype) -> list[Any]:
@@ -55,7 +55,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
     world_size = 3  # type: ignore[assignment]
-    sizes = (1, 13, 1 << 20)  # it reduces no empty tensors
+    sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
     lacks = {"coalescing": "gloo has none"}
     avoids = {
@@ -91,10 +91,10 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         self._spawn_threads()
 
     def start_group(self) -> None:
-        """The threads have one already."""
+        """The threads have a default group already."""
 
     def reductions(self, dtype: torch.dtype) -> list[Any]:
-        # It takes the mean of numbers with a point alone.
+        # The threaded group averages only floating-point numbers.
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 

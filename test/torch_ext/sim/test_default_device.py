@@ -1,4 +1,4 @@
-"""Which device a run chooses by itself, and that the simulated one has as many devices as a test asks for."""
+"""Which device a run chooses by default; the simulated one has as many devices as a test asks for."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
     ("tests", "more", "counts"),
     [
         ("test", {}, "6 passed, 0 failed, 0 skipped"),
-        # A number that the user sets goes before what a test asks for.
+        # The user's number overrides the number that a test asks for.
         ("asks_for_six or asks_for_few", {"TORCH_EXT_SIM_DEVICES": "4"}, "1 passed, 0 failed, 2 skipped"),
     ],
 )

@@ -22,7 +22,7 @@ def backward(device="sim"):
     a = torch.ones(3, 3, device=device, requires_grad=True)
     (a @ a).sum().backward()
 """
-# A graph task holds a copy of the context. Where a device thread is the last to drop it, it waits then until Python
+# A graph task holds a copy of the context. If a device thread drops the last reference, the thread waits until Python
 # finalizes, or for a second, and needs the interpreter's lock afterwards.
 LATE = """
 import contextvars, ctypes, os, select, sys, threading, time
@@ -62,7 +62,7 @@ sys.setswitchinterval(1e-4)
 for _ in range(3): threading.Thread(target=train, daemon=True).start()
 time.sleep(0.2)
 """
-# What ends the program after its backward, its exit code, and what is printed.
+# The end of the program after its backward, its exit code, and its output.
 ENDS = {
     "at its end": ends(""),
     "sys.exit": ends("sys.exit(3)", 3, ""),
@@ -102,7 +102,7 @@ Deep.apply(torch.ones(1, device="sim", requires_grad=True), 80).sum().backward()
     "anomaly mode": ends("with torch.autograd.detect_anomaly(): backward()"),
     "a default device": ends("torch.set_default_device('sim:2'); backward()"),
 }
-# Registered before the simulator: this function runs after its own.
+# Registered before the simulator, so this function runs after the simulator's.
 EARLIER = """
 import atexit
 def earlier():
@@ -188,7 +188,7 @@ FINALIZED = [way for way in WAYS if way != "torch_ext run"]
 def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
     text, options = WAYS[way]
     code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, options)
-    # Of the process itself, of its child, or of a worker of torchrun's, which tells the exit code of that.
+    # The status of the process itself, of its child, or of torchrun, which reports that of its worker.
     assert code in (-signal.SIGABRT, signal.SIGABRT) or "SIGABRT" in output, output
     assert ABORTED in output or "Fatal Python error: PyEval_SaveThread" in output, output
 

@@ -22,7 +22,7 @@ from test.torch_ext.sim.ranks import full, store
 SIM = torch.get_device_module("sim")
 
 
-# What each of three ranks is in when rank 1, whose part they need, dies before it takes part.
+# The calls of three ranks; rank 1, whose part the others need, dies before it takes part.
 IN_WHAT: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(full()),
     "all_gather": lambda: dist.all_gather([full() for _ in range(3)], full()),
@@ -54,7 +54,7 @@ def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str
 
 @ranks.world_of(2)
 def test_time_limit_is_the_groups_or_what_wait_is_told(rank: int, world_size: int) -> None:
-    # The default group's limit is the one of all ranks that wait for rank 0 here.
+    # All ranks that wait for rank 0 here have the default group's limit.
     assert ranks.SHORT < ranks.GROUP_TIMEOUT
     brief = dist.new_group(timeout=ranks.SHORT)
     changed = dist.new_group()
@@ -77,7 +77,7 @@ def test_time_limit_is_the_groups_or_what_wait_is_told(rank: int, world_size: in
     ranks.leave()
 
 
-# Works of rank 0 that cannot end, because rank 1 stays away.
+# Works of rank 0 that cannot end, because rank 1 never joins them.
 PENDING: dict[str, Callable[[], Any]] = {
     "recv": lambda: dist.irecv(full(), 1),
     "recv from any": lambda: dist.irecv(full()),
@@ -89,7 +89,7 @@ PENDING: dict[str, Callable[[], Any]] = {
 
 
 class _Waiter(threading.Thread):
-    """Waits for a work and keeps the error that this ends with."""
+    """Waits for a work and keeps the error of the wait."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_abort_ends_what_is_pending(rank: int, world_size: int, name: str) -> No
         del work, group, waiter
         kept = store()
         dist.destroy_process_group()
-        gc.collect()  # the group goes, and does not wait for what was given up
+        gc.collect()  # the group is destroyed without waiting for abandoned work
         kept.set("seen", "yes")
     else:
         store().wait(["seen"])

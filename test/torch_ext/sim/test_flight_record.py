@@ -31,7 +31,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _entries() -> list[Entry]:
-    """What the recorder holds, by either of its functions."""
+    """The entries of the recorder, by either of its functions."""
     native = torch._C._distributed_c10d
     as_json = json.loads(native._dump_fr_trace_json()).get("entries", [])
     pickled = pickle.loads(native._dump_fr_trace()).get("entries", [])
@@ -40,7 +40,7 @@ def _entries() -> list[Entry]:
     return list(as_json)
 
 
-# By entry: a call of one of two ranks, its name, and the sizes of what it reads and writes on rank 0.
+# By entry: a call of one of two ranks, its name, and the sizes of its inputs and outputs on rank 0.
 CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]]] = [
     (lambda rank: dist.all_reduce(_x(3)), "all_reduce", [[3]], [[3]]),
     (lambda rank: dist.reduce(_x(3), 1), "reduce", [[3]], [[3]]),
@@ -77,7 +77,7 @@ def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -
     assert [entry["profiling_name"] for entry in entries] == [f"simccl:{name}" for _, name, *_ in CALLS]
     assert [entry["collective_seq_id"] for entry in entries] == [n + 1 for n in range(len(CALLS))]
     deadline = time.monotonic() + 20
-    while not all(entry["retired"] for entry in _entries()):  # the transport says so just after it woke who waited
+    while not all(entry["retired"] for entry in _entries()):  # set just after the waiting thread wakes
         assert time.monotonic() < deadline
     assert {tuple(entry["process_group"]) for entry in entries} == {(_world().group_name, "default_pg, sim")}
     if rank == 0:

@@ -56,7 +56,7 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
 @ranks.world_of(4, bound=True)  # torch splits no others
 def test_split_of_some(rank: int, world_size: int) -> None:
     outer = dist.split_group(split_ranks=[[0, 3]])
-    # What the others get differs from release to release, but is no group.
+    # The return value on other ranks differs between releases, but is no group.
     assert isinstance(outer, dist.ProcessGroup) == (rank in (0, 3))
     x = torch.full((1,), float(rank), device="sim")
     if rank in (0, 3):
@@ -80,7 +80,7 @@ def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
     assert total([[0, 2], [1, 3]]) == (2 if rank in (0, 2) else 4)
     assert total([[0, 3]]) == (3 if rank in (0, 3) else rank)
-    assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # of a part of the one before, and of the rest of it
+    assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # a part of the previous group, and the rest
     whole = dist.split_group(split_ranks=[[0, 1, 2, 3]])
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
 

@@ -1,4 +1,4 @@
-"""``torch.compile`` with Inductor on ``sim``: C++ is generated, and computes what the same program computes eagerly."""
+"""``torch.compile`` with Inductor on ``sim`` generates C++, which computes the same as the eager program."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_branches_are_compiled_too() -> None:
 
 
 def models() -> list[tuple[nn.Module, Tensor, bool]]:
-    """Each with an input and whether it runs under autocast."""
+    """Each program with an input and whether it runs under autocast."""
     return [
         (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(3, 5, 8), False),
         (nn.Sequential(nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(3, 2)), torch.randn(3, 6, 5), True),
@@ -213,7 +213,7 @@ def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
         torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
 
 
-# Torch's template for the host needs them.
+# Torch's template for the host needs these.
 _vectors = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="Inductor compiles flex_attention for AVX2 alone"
 )

@@ -1,7 +1,7 @@
-"""Peers of a rank that is killed get an error that names it, whatever it was doing, and keep nothing of the group.
+"""Peers of a rank that is killed get an error that names it, in every phase, and keep no resource of the group.
 
-In some phases the rank kills itself at one place, before its peers have anything of that step. In the others a timer
-kills it at a moment that is drawn, within about as long as the phase takes.
+In some phases the rank kills itself at one place, before its peers have any data of that step. In the others a timer
+kills it at a random moment, within about the duration of the phase.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch_ext.sim import _native, faults
 
 WORLD_SIZE = 3
 CALLS = 8  # of all steps together
-TIMEOUT = timedelta(hours=1)  # nothing but the death itself can end a wait
+TIMEOUT = timedelta(hours=1)  # only the death itself can end a wait
 UNMET = timedelta(milliseconds=400)  # peers cannot know a rank that never joined
 # Within how many seconds the timer kills the rank; None: the rank kills itself.
 PHASES: dict[str, float | None] = {
@@ -70,7 +70,7 @@ class Rank:
             signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
 
     def await_death(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has been waited for
+        with contextlib.suppress(ProcessLookupError):  # the process has been reaped
             process = os.pidfd_open(int(store().get("victim")))
             select.select([process], [], [])
             os.close(process)
@@ -97,13 +97,13 @@ class MeetingPlace(dist.Store):
     def get(self, key: str) -> bytes:
         self.me.dies_in("before it reads its peers' addresses")
         if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
-            self.me.await_death()  # they look for it when it is gone
+            self.me.await_death()  # so that peers look for a dead process
             self.has_waited = True
         return bytes(self.store.get(key))
 
 
 def steps(group: c10d.Backend, me: Rank) -> list[Callable[[], object]]:
-    """What each rank does in turn: a small and a large reduction, a gather, and a ring of transfers."""
+    """The steps of each rank: a small and a large reduction, a gather, and a ring of transfers."""
     small, large = torch.ones(4, device="sim"), torch.ones(1 << 18, device="sim")
     gathered = torch.empty(WORLD_SIZE * 4, device="sim")
     after, before = (me.rank + 1) % WORLD_SIZE, (me.rank - 1) % WORLD_SIZE
@@ -163,7 +163,7 @@ def take_part(me: Rank) -> None:
             group.shutdown()
             signal.pause()
     if me.phase == "within waiting" and not me.dies:
-        me.await_death()  # the victim waits for its peers when it is killed
+        me.await_death()  # the victim dies while it waits for its peers
     while True:
         one_large(group, me)
 
@@ -198,7 +198,7 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
     elif phase == "within destroying the group":
         wanted += rf"|rank {victim} has destroyed the group"
     assert re.search(wanted, told), told
-    # A rank that leaves tells its peers of itself.
+    # Stay until all peers have their error: leaving would cause another.
     store().set(f"told {rank}", "")
     store().wait([f"told {peer}" for peer in range(world_size) if peer != victim])
     for _ in range(2):  # launched at once; the stream raises the error of each, and holds it until then

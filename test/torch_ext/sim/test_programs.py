@@ -1,8 +1,8 @@
-"""Random programs of collectives over random groups give what a model of them gives, and name whoever departs from one.
+"""Random programs of collectives over random groups match a model of them, and errors name the rank that departs.
 
 A program is drawn from a seed, alike on every rank: operations on random groups, of random kinds, types, sizes and
 roots, some asynchronous and waited for later, in any order. The model computes each result in one process. In half of
-the programs one rank does one thing differently; then all ranks of that group are told so, and go on. A failure names
+the programs one rank does one thing differently; then all ranks of that group get an error, and go on. A failure names
 the seed: ``TORCH_EXT_PROGRAMS=SEED:1`` runs that program alone.
 """
 
@@ -48,7 +48,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Departure:
-    """What one rank does differently: at an operation, in one respect."""
+    """The deviation of one rank: at an operation, in one respect."""
 
     operation: int
     rank: int
@@ -94,7 +94,7 @@ def _draw_departure(draw: random.Random, groups: list[list[int]], operations: li
     return Departure(number, draw.choice(groups[one.group]), what, respects[what])
 
 
-# What ranks are told that differ in a respect, and the respects that are looked at before it.
+# The words of the error for each respect in which ranks differ; earlier rows are compared first.
 TOLD = {
     "operation": "the operation",
     "reduction": "the reduction",
@@ -105,14 +105,14 @@ TOLD = {
 
 
 def inputs_of(one: Operation, members: int) -> torch.Tensor:
-    """What each member gives, ``[members, elements]``: 1 or 2, exact in every type for every reduction."""
+    """The inputs of all members, ``[members, elements]``: 1 or 2, exact in every type for every reduction."""
     parts = members if one.kind in ("reduce_scatter", "all_to_all") else 1
     generator = torch.Generator().manual_seed(one.seed)
     return torch.randint(1, 3, (members, parts * one.size), generator=generator).to(one.dtype)
 
 
 def model(one: Operation, members: int, me: int) -> torch.Tensor | None:
-    """What a member of the group has afterwards; ``None``: nothing that is said."""
+    """The output of a member of the group; ``None`` if it is unspecified."""
     rows = inputs_of(one, members)
     if one.kind == "barrier" or (one.kind == "reduce" and me != one.root):
         return None
@@ -156,7 +156,7 @@ def run_program(seed: int, rank: int) -> None:  # noqa: C901
     departure = program.departure
     groups = [dist.new_group(members, backend="simccl") for members in program.groups]
     waiting: list[tuple[int, Begun]] = []
-    draw = random.Random(f"{seed} {rank}")  # when to wait is each rank's own affair
+    draw = random.Random(f"{seed} {rank}")  # each rank decides for itself when to wait
 
     def finish(number: int, begun: Begun) -> None:
         out, work = begun

@@ -1,4 +1,4 @@
-"""RPC with device maps: which device tensors arrive on, both ways and in each kind of call, and what is refused."""
+"""RPC with device maps: the device of tensors on arrival, both ways and in each kind of call, and the errors."""
 
 from __future__ import annotations
 

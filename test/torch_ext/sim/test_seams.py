@@ -1,4 +1,4 @@
-"""Faults that are planted in a rank's communication happen at the call they are planted for, and do what they say."""
+"""Faults injected into a rank's communication happen at the chosen call, and have the documented effect."""
 
 from __future__ import annotations
 

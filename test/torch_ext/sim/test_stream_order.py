@@ -61,7 +61,7 @@ def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
 
-# What needs the result of an all-reduce of ones that the current stream waits for.
+# Operations that need the result of an all-reduce of ones, for which the current stream waits.
 _NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "kernel": lambda x: x + 1 - 1,
     "kernel in place": lambda x: x.mul_(1),
@@ -229,7 +229,7 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
     words = rf"#1 all_reduce in group {c10d._get_default_group().group_name}, called at {re.escape(__file__)}:\d+"
     assert re.fullmatch(words, told.wait.words) and told.wait.peers == (1,) and told.tid == reading.native_id
     assert 0 < told.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
-    # Its frame is in x.tolist(), which is no operation.
+    # Its frame is in x.tolist(), which is not an operation.
     (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)
     assert task.operation is not None and task.operation.limit_s == told.until_s
     store().set("seen", "")
@@ -265,7 +265,7 @@ def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_add
 
 
 class _TwoRounds:
-    """A hook that issues a second collective out of the first one's callback, as PowerSGD does."""
+    """A hook that issues a second collective from the callback of the first one, as PowerSGD does."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -330,7 +330,7 @@ def test_a_completion_hook_may_read_what_the_stream_waits_for(rank: int, world_s
     assert (x + 1).tolist() == [3.0] * 3 and seen == [[2.0] * 3]
 
 
-# --- what is held, and by whom ---
+# --- which references are held, and by which object ---
 
 
 @ranks.world_of(2)

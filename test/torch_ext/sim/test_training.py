@@ -62,7 +62,7 @@ def test_sharded_and_replicated_training_equal_the_host(rank: int, world_size: i
     for wrap in (_fsdp, _fully_shard, _ddp):
         found = _losses(wrap(_net()), [batch.chunk(world_size)[rank].to("sim") for batch in batches])
         dist.all_reduce(found, dist.ReduceOp.AVG)
-        # Sums of float32 in another order.
+        # Sums of float32 in a different order.
         torch.testing.assert_close(
             found.cpu(), expected, rtol=1e-4, atol=0, msg=f"{wrap.__name__}: {found}, {expected}"
         )

@@ -1,4 +1,4 @@
-"""The transports of ``simccl``: how ranks choose one, the order of its operations, and what a closed group leaves."""
+"""The transports of ``simccl``: how ranks choose one, the order of its operations, and a closed group's leftovers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_transport_is_shared_memory_unless_gloo_is_asked_for(
 @ranks.world_of(3)
 def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_size: int) -> None:
     if rank == 1:
-        os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # as a rank on another machine would
+        os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # emulates a rank on another machine
     _check_kind(rank, world_size, "gloo", dist.new_group(backend="simccl"))
 
 
@@ -70,7 +70,7 @@ def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait(rank: int, worl
     assert work is not None
     mine.fill_(-1)
     if rank == 1:
-        store().wait(["other is through"])  # rank 0 needs nothing of this rank any more
+        store().wait(["other is through"])  # rank 0 needs no more data from this rank
     work.wait()
     store().set("other is through", "")
     assert out.tolist() == [1.0] * 3 + [2.0] * 3
@@ -172,7 +172,7 @@ def test_reductions_have_the_order_that_is_asked_for(order: str, numel: int, mon
     ranks.run(4, _check_order, order, numel)
 
 
-# --- what is left ---
+# --- leftovers ---
 
 
 @ranks.world_of(2)

@@ -1,7 +1,7 @@
 """Changes torch's code in this process, one line here or there, as a mistake would.
 
-A function's code object is exchanged in place, so that whoever imported the function before runs the changed code too.
-Runs in ranks and in zygotes of the tests that need it, and of ``studies/waits``; nothing of torch_ext knows of it.
+A function's code object is exchanged in place, so that modules which imported the function earlier run the changed code
+too. Runs in ranks and in zygotes of the tests that need it, and of ``studies/waits``; torch_ext does not import it.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def exchange(place: str, change: Callable[[ast.Module], ast.Module] = lambda tre
     (definition,) = tree.body
     if not isinstance(definition, ast.FunctionDef):
         raise OtherTorchError(f"{place} is no plain function")
-    definition.decorator_list = []  # they stay where they are, around the function
+    definition.decorator_list = []  # decorators stay in place, around the function
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     tree = ast.fix_missing_locations(change(tree))
     namespace: dict[str, Any] = dict(function.__globals__)
-    flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some look at annotations within it
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some read annotations within them
     exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
     function.__code__ = namespace[definition.name].__code__
 

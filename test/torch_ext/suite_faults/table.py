@@ -1,4 +1,4 @@
-"""Faults that torch's code could contain, of the kind that a patch may bring by accident, and who must notice each.
+"""Faults that torch's code could contain, such as a patch may bring by accident, and the test that must notice each.
 
 The text files of this folder have a row for each fault, below the test class and the function that it belongs to::
 

@@ -1,4 +1,4 @@
-"""How the device under test is chosen, and what ``accelerator`` says about it. Missing devices are mocked."""
+"""How the device under test is chosen, and the properties that ``accelerator`` reports. Missing devices are mocked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_refused_wish_names_torch_and_a_way_out_and_is_no_answer(monkeypatch: 
     assert text.startswith(
         f"got the device abacus (--device or {REQUESTED}): torch {torch.__version__} cannot provide this device ("
     )
-    assert "device type" in text.partition("(")[2]  # what torch itself said
+    assert "device type" in text.partition("(")[2]  # the words of torch itself
     assert text.endswith("Ask for no device to let the machine decide, or install what provides this one.")
     monkeypatch.setenv(REQUESTED, "cpu")
     assert accelerator.device_type() == "cpu"

@@ -77,7 +77,7 @@ def test_each_combination_compiles_anew(events: list[Any], monkeypatch: pytest.M
 
 @pytest.fixture(params=[None, "INFO"], ids=["unset", "INFO"])
 def level_before(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The debug level before a test. The fixture restores it, whatever the code under test does."""
+    """The debug level before a test. The fixture restores it, whatever level the code under test sets."""
     kept, wanted = os.environ.get(LEVEL), request.param
     put_level(wanted)
     yield wanted

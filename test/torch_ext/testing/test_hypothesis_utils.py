@@ -1,7 +1,7 @@
-"""Property-based tests across ranks: what runs, what they find and report, and how examples are isolated.
+"""Property-based tests across ranks: which examples run, failures and their reports, and isolation of examples.
 
 The suite below runs in another process. Its ranks record every example that they run, so that the tests here know which
-ranks ran what.
+ranks ran which examples.
 """
 
 from __future__ import annotations
@@ -253,14 +253,14 @@ if __name__ == "__main__":
 
 @dataclass
 class Told:
-    """A run of the suite, with what its ranks recorded."""
+    """A run of the suite, with the records of its ranks."""
 
     run: Run
     seen: Mapping[str, list[dict[str, Any]]]
     database: list[int]
 
     def by_rank(self, test: str, key: str) -> list[list[Any]]:
-        """What each rank recorded under ``key``, in order."""
+        """The records of each rank under ``key``, in order."""
         return [[each[key] for each in self.seen[test] if each["rank"] == rank] for rank in (0, 1)]
 
 
@@ -299,7 +299,7 @@ def test_settings_and_explicit_examples_count_wherever_they_stand(whole: Told) -
 
 
 def test_shrinking_stays_in_step(whole: Told) -> None:
-    """Ranks record the same examples up to the failure, which ends them."""
+    """Ranks record the same examples up to the failure, which ends the ranks."""
     first, second = whole.by_rank("test_rank_1_fails", "xs")
     assert first == second
     assert first[-1] == [137]

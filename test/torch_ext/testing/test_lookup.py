@@ -49,7 +49,7 @@ def test_nothing_is_looked_up_before_it_is_used(area: Area) -> None:
         assert module.name == "late"
     finally:
         del sys.modules["release_that_comes_later"]
-    assert module.name == "late"  # it is cached
+    assert module.name == "late"  # the result is cached
 
 
 def test_a_name_in_no_place_says_where_it_was_sought_and_what_to_do(area: Area) -> None:

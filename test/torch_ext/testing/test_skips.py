@@ -1,4 +1,4 @@
-"""Each decorator on the host and on accelerators with n devices: what runs, what skips, and how."""
+"""Each decorator on the host and on accelerators with n devices: which tests run, which skip, and how."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_ext.testing._internal.common_distributed import (
 
 Machine = Callable[[int], None]
 
-# How a test skips that needs more devices than upstream has exit codes for.
+# The skip of a test that needs more devices than upstream has exit codes for.
 NEEDS = "skipped: Needs {} accelerator devices. Run with --device sim to use simulated ones."
 
 
@@ -202,7 +202,7 @@ def test_the_codes_are_upstreams_and_no_two_are_equal() -> None:
     codes = [skip.exit_code for skip in TEST_SKIPS.values()]
     assert len(set(codes)) == len(codes)
     assert all(skip.message.endswith(".") for skip in TEST_SKIPS.values())
-    assert TEST_SKIPS["multi-gpu-9"].exit_code == TEST_SKIPS["generic"].exit_code  # upstream's end at 8
+    assert TEST_SKIPS["multi-gpu-9"].exit_code == TEST_SKIPS["generic"].exit_code  # upstream's codes end at 8
 
 
 NINE_RANKS = """

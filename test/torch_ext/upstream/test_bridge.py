@@ -7,7 +7,7 @@ from pathlib import Path
 
 from test.torch_ext.interpreter import RUN_TEST, python
 
-# Imports what upstream's files import.
+# The imports of upstream's files.
 FILE = """
 import os
 import sys
@@ -74,7 +74,7 @@ if __name__ == "__main__":
     run_tests()
 """
 
-# Does what upstream's files for accelerators do. No list in it or in torch's helpers names our accelerator.
+# The usual device code of upstream's files. No list in it or in torch's helpers names our accelerator.
 DEVICE_FILE = """
 import torch
 import torch.distributed as dist
@@ -152,7 +152,7 @@ if __name__ == "__main__":
 """
 
 
-# What stood in the way of upstream's files, one test for each cause.
+# Obstacles in upstream's files, one test for each.
 BACKEND_FILE = """
 import os
 

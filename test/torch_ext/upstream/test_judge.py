@@ -1,4 +1,4 @@
-"""Known differences, missing names and the summing up of a run: data in, data out, no processes."""
+"""Known differences, missing names and the summary of a run: data in, data out, no processes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ from torch.testing._internal.common_fsdp import FSDPTest
         ("AttributeError: module 'torch.sim' has no attribute 'new'", False),
         ("TypeError: helper() got an unexpected keyword argument 'new'", False),
         ("AttributeError: type object 'DTensor' has no attribute 'new'", True),
-        ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # that is ours
+        ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # one of our own classes
         ("AttributeError: type object 'Own' has no attribute 'new'", False),
     ],
 )
@@ -181,7 +181,7 @@ _LACKS = "NotImplementedError: The operator '{}' is not implemented for the devi
         ("AttributeError: module 'torch._C' has no attribute '_compile'", False, ""),
         (NAMES_CUDA, False, "the test asks for CUDA or NCCL by name"),
         (NAMES_CUDA, True, ""),
-        (NAMES_CUDA.replace("Assertion", "Value"), False, ""),  # said elsewhere
+        (NAMES_CUDA.replace("Assertion", "Value"), False, ""),  # another cause reports these words
         ("ModuleNotFoundError: No module named 'triton'", True, "needs Triton"),
         (_LACKS.format("symm_mem::memset32_"), True, "needs symmetric memory"),
         (_LACKS.format("aten::eig"), True, ""),
@@ -213,7 +213,7 @@ def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
     ],
 )
 def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: str) -> None:
-    # Both are raised by what connects ranks, or in C++, so that they look like the end of a peer.
+    # The code that connects ranks, or C++, raises both, so they look like the end of a peer.
     closed = ("RuntimeError: Connection closed by peer", True)
     for errors in ([(error, True), (error, True)], [(error, True), closed]):
         assert "--cuda-as-sim" in Releases([]).judged(ranks_failing_with(*errors)).reason

@@ -1,4 +1,4 @@
-"""Files and folders that are not what ``--upstream`` wants: one sentence each, and the rest still runs."""
+"""Unsuitable files and folders for ``--upstream``: one sentence each, and the rest still runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PASSES = (
 
 @pytest.fixture
 def upstream() -> Upstream:
-    """What the command hands to the runner. Importing the command takes over SIGINT, which pytest needs."""
+    """The arguments that the command passes to the runner. Importing the command replaces pytest's SIGINT handler."""
     before = signal.getsignal(signal.SIGINT)
     from torch_ext.__main__ import upstream
 

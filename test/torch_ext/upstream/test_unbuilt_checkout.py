@@ -1,4 +1,4 @@
-"""Commands that start in the root of a checkout that nobody has built find the installed torch, and not its sources."""
+"""Commands started in the root of an unbuilt checkout find the installed torch, and not its sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
 from torch_ext.unbuilt import has_unbuilt_torch
 
-# What comes first says whose torch it is; what a test starts looks where the test runs.
+# The first part reports which torch is in use; programs started by a test look where the test runs.
 FILE = """
 import multiprocessing
 import subprocess
@@ -71,7 +71,7 @@ def test_the_installed_torch_is_found(tmp_path: Path, command: tuple[str, ...], 
     words = (*command, "--upstream", file, "--device", "cpu", "--junit", "report.xml")
     done = python(*words, folder=tmp_path, PYTHONPATH=os.pathsep.join(map(str, path)))
     assert "3 passed, 0 failed, 0 skipped" in done.stdout, done
-    assert (tmp_path / "report.xml").is_file()  # where the command started, wherever its tests ran
+    assert (tmp_path / "report.xml").is_file()  # where the command started, not where its tests ran
 
 
 def test_a_checkout_that_was_built_in_place_is_taken(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Throwaway git repositories: one laid out like PyTorch, out of the installed torch's own test helpers."""
+"""Temporary git repositories: one is laid out like PyTorch, from the installed torch's own test helpers."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def like_upstream(folder: Path) -> Path:
 
 
 def git(folder: Path, *command: str) -> str:
-    """Return what a command of git prints."""
+    """Return the output of a git command."""
     return subprocess.check_output(["git", "-C", str(folder), *command], text=True)

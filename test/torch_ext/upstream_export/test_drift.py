@@ -1,4 +1,4 @@
-"""Every name of our helpers beside upstream's."""
+"""Every name of our helpers, compared with upstream's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_ext.upstream.drift import Entry, compare, main
 from torch_ext.upstream.export.modules import Module, Tree
 
 _DDP = "distributed.ddp_under_dist_autograd_test"
-# What upstream's harness does inside, and ours does another way.
+# Internals of upstream's harness, which ours does another way.
 _ENGINE = {
     "Event",
     "_event_listener",
@@ -25,7 +25,7 @@ _ENGINE = {
 }
 
 
-# Signatures that take more than upstream's, name what upstream takes as *args, or belong to the harness.
+# Signatures that accept more than upstream's, name arguments that upstream takes as *args, or belong to the harness.
 _OTHER_SIGNATURES = {
     "NonUniformReqGradNWM.__init__", "_check_return_codes", "_join_threads", "forward", "get_cycles_per_ms",
     "initialize_pg", "run_subtests", "wait_until_node_failure",
@@ -98,7 +98,7 @@ def test_an_annotation_for_type_checkers_is_no_member() -> None:
 
 
 def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_ddp_helpers() -> None:
-    """RPC looks several of those of DDP up by name."""
+    """RPC looks up several names of the DDP suite."""
     entries = drift.drift()
     assert {entry.status for entry in entries} >= {"same", "changed", "through", "new"}
     assert Entry(_DDP, "RemoteNet.forward", "same") in entries

@@ -1,4 +1,4 @@
-"""Work of this tree as patches: each applies to a repository laid out like PyTorch, and stands there by itself."""
+"""Work of this tree as patches: each applies to a repository laid out like PyTorch, and runs there alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_ext.world import _os
 ANATOMY = "test/distributed/fsdp/test_fsdp_anatomy.py"
 FSDP = "torch/testing/_internal/common_fsdp.py"
 
-# One suite of each kind that runs under torch's own harness in a minute or two, and where: the host, or a device.
+# One suite of each kind that runs under torch's own harness in a minute or two, and its device.
 RUN_THERE = [
     (ANATOMY, "sim", ()),
     ("test/distributed/fsdp/test_fsdp_properties.py", "sim", ("TestTrainingProperties",)),
@@ -49,7 +49,7 @@ def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, chec
     suite, helpers = anatomy.files[ANATOMY], anatomy.files[FSDP]
     assert suite.startswith('# Owner(s): ["oncall: distributed"]\n')
     assert "class CollectiveLog(TorchDispatchMode):" in helpers and "class StepLog(CollectiveLog):" in helpers
-    # As few lines as the change needs: upstream's own stay, but for imports that get one name more.
+    # As few lines as the change needs: upstream's own stay, except for imports that gain a name.
     before = (checkout / FSDP).read_text(encoding="utf-8").splitlines()
     lost = [line for line in before if line not in helpers.splitlines()]
     assert [line for line in lost if not line.startswith("from ")] == []
@@ -83,7 +83,7 @@ def test_a_run_that_does_not_end_is_ended_with_its_children(checkout: Path, tmp_
     assert (run.passed, run.failed) == (0, 1)
     assert "not done after 5 s" in run.output
     sleeper = int(run.output.split()[0])
-    # It has been sent its signal, and ends when the kernel comes to it.
+    # The signal has been sent; the process ends when the kernel delivers it.
     end = time.monotonic() + 60
     while (alive := _is_alive(sleeper)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -145,7 +145,7 @@ BEFORE = "def kept():\n    return 1\n\n\ndef changed(a):\n    x = a\n    z = 0\n
 
 
 def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list[str]]:
-    """Return what ``HEAD..`` exports, where our file was ``BEFORE`` and is ``now``."""
+    """Return the export of ``HEAD..``, where our file was ``BEFORE`` and is ``now``."""
     root = repository(tmp_path / "ours", {MINE: BEFORE})
     (root / MINE).write_text(now, encoding="utf-8")
     theirs = tree_at(repository(tmp_path / "pytorch", {THEIRS: upstream}))

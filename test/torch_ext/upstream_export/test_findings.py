@@ -1,4 +1,4 @@
-"""Each page of docs/findings shows what torch does: its program still prints what the page says."""
+"""Each page of docs/findings describes torch correctly: its program still prints the output on the page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_torch_still_does_what_the_page_says(page: Path, tmp_path: Path) -> None
     assert found is not None, f"{page.name} has no program"
     program, printed = found.groups()
     (tmp_path / "program.py").write_text(program, encoding="utf-8")
-    # Where CI is set, torch's run_tests() asks for a package that writes XML.
+    # If CI is set, torch's run_tests() imports a package that writes XML.
     done = python("-W", "ignore", "program.py", folder=tmp_path, CI=None)
     shown = [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if line in printed.splitlines()]
     assert shown == printed.splitlines(), (

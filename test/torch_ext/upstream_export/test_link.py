@@ -1,4 +1,4 @@
-"""What goes upstream with a change, and what it says there: on trees of a few lines."""
+"""Definitions that go upstream with a change, and their text there: on trees of a few lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tree(texts: dict[str, str]) -> Tree:
 
 
 def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the texts that upstream's files have after the export of module ``file``, and what could not go."""
+    """Return the texts of upstream's files after the export of module ``file``, and the names that could not go."""
     mine = tree({**theirs, **ours})
     linker = Linker(mine, tree(theirs))
     linker.add_file(file)
@@ -199,6 +199,6 @@ def test_the_checkouts_own_rules_count() -> None:
     (told,) = problems({"a.py": "print(1)\n"}, {}, config)
     assert "T201" in told
     assert problems({"a.py": "import os\n"}, {}, config) == []
-    # Settings of a later ruff: the rules that we know of count.
+    # Settings of a later ruff: only the rules that this ruff knows count.
     (told,) = problems({"a.py": "import os\n"}, {}, "[tool.ruff]\nno-such-setting = 1\n")
     assert "F401" in told

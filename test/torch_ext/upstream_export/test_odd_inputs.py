@@ -1,4 +1,4 @@
-"""What people bring by mistake: each gets one sentence that names it and the remedy, and nothing is left behind."""
+"""Mistakes of users: each gets one sentence that names it and the remedy, and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER = TEST.replace("test_a", "test_other")
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with one suite, which is the one that is exported."""
+    """A project with one suite, the one to export."""
     root = repository(tmp_path / "ours", {SUITE: TEST, "testing/_internal/ours.py": "x = 1\n", "README.md": "Hello\n"})
     monkeypatch.setattr(command, "project_root", lambda: root)
     monkeypatch.chdir(root)
@@ -169,7 +169,7 @@ def test_an_interrupted_check_leaves_nothing_behind(checkout: Path, tmp_path: Pa
     scratch.mkdir()
     site = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     commit(checkout, {HELPERS: "", "torch/testing/_internal/distributed/fake.py": ""})
-    # The check imports what it has written, and this is what it then finds.
+    # Replaces the import of the written files by a program that sleeps until the interrupt.
     program = (
         "import sys\n"
         "from torch_ext.upstream.export import check, command\n"

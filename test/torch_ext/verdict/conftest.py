@@ -1,4 +1,4 @@
-"""The tests of this folder hold what the README promises of failures, so its second command runs them."""
+"""The tests of this folder guard the README's promises about failures, so its second command runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws bodies of tests, and says how each ends: as plain unittest says, but for the table in ``docs/running.md``."""
+"""Draws bodies of tests, and predicts each ending: plain unittest's, except for the table in ``docs/running.md``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bodies:
 """
 
 
-# Bodies that a call does not run. unittest passes them.
+# Bodies that a call does not execute. unittest passes them.
 _UNRUN = ("async def {}(self): self.fail('ran')", "def {}(self): yield", "async def {}(self): yield")
 _NOT_RUN = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -76,7 +76,7 @@ class _Body:
                 yield f"    {line}"
 
     def _call(self) -> str:
-        """Something that may go wrong, as the name of a function and its arguments."""
+        """A statement that may fail, as the name of a function and its arguments."""
         calls = ["int", "self.fail, 'no'", "self.skipTest, 'no'", "raise_", "raise_, KeyError"]
         calls += [f"sys.exit, {self._draw.choice(_EXITS)}", "warnings.warn, 'no', UnicodeWarning", "self.doCleanups"]
         if not self.is_expected:
@@ -139,7 +139,7 @@ if __name__ == "__main__":
 
 
 class _Record(unittest.TestResult):
-    """What unittest reports of one test, as pairs of a word and the exception."""
+    """The report of unittest on one test, as pairs of a word and the exception."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _as_in_the_table(word: str, error: BaseException | None, base: str) -> str:
 
 
 def class_suite() -> tuple[str, str]:
-    """Return the source of bodies that register a cleanup of their class or module, and that of a class for each."""
+    """Return the source of bodies that register a cleanup of their class or module, and a class for each."""
     bodies = [
         f"{mark}def body_{number}(self):\n    {register}({action})\n    {end}\n"
         for number, (register, action, (mark, end)) in enumerate(
@@ -213,7 +213,7 @@ del base
 
 
 def class_fails(bodies: ModuleType, name: str) -> bool:
-    """Whether plain unittest has a failure or an error in or after a class of one test, that body of ``bodies``."""
+    """Whether plain unittest has a failure or an error in or after a class of one test, body ``name`` of ``bodies``."""
     plain = type("Plain", (unittest.TestCase,), {"test_it": getattr(bodies, name)})
     result = unittest.TestResult()
     unittest.TestSuite([plain("test_it")]).run(result)

@@ -1,7 +1,7 @@
 """Draws programs in which one rank is at fault: the oracle for the first line of a report.
 
-A program makes a few collectives on every rank. At a drawn place, a drawn rank does something else. The generator put
-the fault there, so it knows the rank and the lines that a report may name.
+A program makes a few collectives on every rank. At a drawn place, a drawn rank misbehaves. The generator put the fault
+there, so it knows the rank and the lines that a report may name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _COLLECTIVES = {
     "reduce": "dist.reduce(x, 0{})",
     "barrier": "dist.barrier({})",
 }
-# In these, peers of a rank that does not come wait in other ways.
+# In these, peers wait for a missing rank in other ways.
 _ONLY_GLOO = {
     "monitored_barrier": "dist.monitored_barrier(timeout=timedelta(seconds=9))",
     "scatter": "dist.scatter(x, [x.clone() for _ in range(size)] if self.rank == 0 else None, 0)",
     "new_group": "dist.new_group(list(range(size)))",
 }
 _KILLS = [f"os.kill(os.getpid(), signal.SIG{name})" for name in ("KILL", "SEGV", "ABRT", "TERM")]
-# What the guilty rank does instead of going on. What ends in "inside" happens while it waits in a collective.
+# The guilty rank's act instead of going on. Acts that end in "inside" happen while it waits in a collective.
 _ACTS = {
     "raise": ["raise ValueError('drawn')", "self.assertEqual(1, 2)", "helper()"],
     "kill": _KILLS,
@@ -43,11 +43,11 @@ _ACTS = {
     "sleep": ["time.sleep(1000)", "forever()"],
     "lock": ["lock.acquire()"],
 }
-# What it does in place of one of its collectives.
+# The guilty rank's replacement for one of its collectives.
 _SWAPS = ("skip", "other collective", "other shape", "other dtype", "other root", "other group")
 _EVERYWHERE = ("raise", "sleep", "lock", "skip", "other collective", "other group")
 _PROCESSES = (*_EVERYWHERE, "exit", "kill", "kill inside", "exit inside", "destroy and leave", "destroy")
-# gloo compares nothing: it ends a rank that is sent more than it expects, and takes other bytes as they come.
+# gloo compares no calls: it ends a rank that receives more than it expects, and accepts other bytes as they are.
 FAULTS: dict[str, tuple[str, ...]] = {
     "gloo": _PROCESSES,
     "sim": (*_PROCESSES, "other shape", "other dtype", "other root"),
@@ -61,7 +61,7 @@ class Program:
 
     Attributes:
         name: of its class and of its method.
-        fault: what its guilty rank does.
+        fault: the act of its guilty rank.
         text: its source.
         lines: those of its file that a report may name as the place of the fault.
     """
@@ -76,7 +76,7 @@ class Program:
 
     @property
     def symmetric(self) -> bool:
-        """Whether two ranks differ, of which either may be wrong."""
+        """Whether two ranks differ, either of which may be wrong."""
         return self.size == 2 and self.fault in _SWAPS
 
 
@@ -124,7 +124,7 @@ def draw(chance: random.Random, kind: str, number: int, first: int) -> Program: 
     if at == len(calls):
         lines |= _act(out, chance, fault)
     if fault in _SWAPS:
-        # The host goes on while the device waits, and without a further collective a rank that left one out is over.
+        # The host runs ahead of the device, so without a further collective a rank that left one out would already end.
         lines.add(out.add("x.sum().item()"))
     return Program(f"test_{name}", kind, fault, size, guilty, "\n".join(out.lines) + "\n\n\n", frozenset(lines))
 
@@ -152,7 +152,7 @@ def _act(out: _Writer, chance: random.Random, fault: str) -> set[int]:
 
 
 def _swap(out: _Writer, chance: random.Random, fault: str, call: str, known: Sequence[str]) -> set[int]:
-    """Write a collective in whose place the guilty rank does something else."""
+    """Write the replacement for one of the guilty rank's collectives."""
     other = chance.choice([each for each in known if each != call])
     if fault in ("other shape", "other dtype") and call in ("barrier", "all_gather"):
         call = "all_reduce"
@@ -192,7 +192,7 @@ def begin(test, kind):
 
 
 '''
-# The lines that functions which a guilty rank calls fail or wait in.
+# The lines at which functions called by a guilty rank fail or wait.
 _INSIDE = {
     call: [(PREAMBLE + _BEGIN).partition(statement)[0].count("\n") + 1]
     for call, statement in (("helper()", "    raise KeyError"), ("forever()", "        time.sleep(1)\n"))
@@ -200,7 +200,7 @@ _INSIDE = {
 
 
 def source_of(chance: random.Random, kind: str, number: int) -> tuple[str, list[Program]]:
-    """Return the text of a file of ``number`` programs of one kind, below what each file begins with; and these."""
+    """Return the text of a file of ``number`` programs of one kind, below the common header; and these programs."""
     programs, text = [], _BEGIN
     for each in range(number):
         programs.append(draw(chance, kind, each, (PREAMBLE + text).count("\n") + 1))

@@ -1,8 +1,8 @@
 """Draws programs in which one rank waits for an actor that ends its wait, and the same programs without the act.
 
 The oracle is the program: while its actor may still act, no rule of ours may end it. Each drawn program becomes a test
-class whose rank 1 waits; an actor ends that wait after some seconds, most of them longer than a hang needs to be
-proven. In the dead one the same actor comes to its end at once and does nothing.
+class whose rank 1 waits; an actor ends that wait after some seconds, mostly more than the proof of a hang takes. In the
+dead program the same actor ends at once without acting.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from test.torch_ext.world.suites import PREAMBLE
 
 __all__ = ["Program", "draw", "source_of"]
 
-# Waits inside a process, which something in it ends: a call of a thread, or of a handler of a signal.
+# Waits inside a process, ended by a call of one of its threads or signal handlers.
 LOCAL = ("lock", "condition", "event", "queue", "join", "future")
 KEYS = ("file_wait", "file_get", "tcp_wait")
-# Nothing is proven about these.
+# No hang in these is ever proven.
 UNPROVABLE = ("pipe", "mp_queue", "flock", "waitpid")
-# What a rank waits in for the rank that waits, if it does.
+# How the other rank waits for the waiting rank, if it does.
 THROUGH = ("", "gloo", "sim", "rpc", "threads")
 THREADS = ("threading", "timer", "_thread", "executor", "notified")
 BIDES = ("sleep", "epoll", "select", "poll", "timed_lock")
 PROCESSES = ("forked", "daemon", "exec", "adopted", "forkserver")
-# Where the actor lives: in the rank that waits, in the other one, in the parent half or its setUpClass().
+# The actor's place: the waiting rank, the other one, the parent half or its setUpClass().
 PLACES = ("rank", "other", "parent", "class")
 
 
@@ -59,7 +59,7 @@ def _draw(chance: random.Random) -> Program:
     if wait in UNPROVABLE:
         actor, place = chance.choice(("forked", "threading") if wait != "waitpid" else ("forked", "exec")), "rank"
     elif through == "threads":
-        actor, place = chance.choice(THREADS), "rank"  # signals are the main thread's
+        actor, place = chance.choice(THREADS), "rank"  # signal handlers run in the main thread only
     elif place == "class":
         actor = chance.choice(("daemon", "adopted"))
     elif wait in KEYS:
@@ -91,7 +91,7 @@ def source_of(programs: list[Program], folder: str) -> str:
     return "\n\n".join(lines)
 
 
-# What each class runs.
+# The body of each class.
 RUNTIME = '''
 import _thread, concurrent.futures, fcntl, queue, select
 import torch.distributed.rpc as rpc

@@ -71,7 +71,7 @@ class TestSpawned(TestCase):
     async def test_in_threads(self):  # failed: async|coroutine
         self.fail("it ran")
 """
-# Fixtures that a call does not run, each in its class.
+# Fixtures that a call does not execute, each in its class.
 FIXTURES = {
     "Plain": ("unittest.TestCase", "async def tearDownClass(cls): pass", "tearDownClass() of TestPlain is `async def`"),
     "Asked": ("Base", "def setUpClass(cls): super().setUpClass()", "setUpClass() of Base is `async def`"),
@@ -173,7 +173,7 @@ EXPECTED = {
     "skips_alone": ("failed", "self.rank and self.skipTest('alone')\nself.fail('as expected')"),
     "thread_fails": ("failed", "raise_in_a_thread()"),
     "fails_at_exit": ("failed", "atexit.register(self.fail)"),
-    # The body fails as expected, and something else goes wrong besides.
+    # The body fails as expected, and another failure follows.
     "fails_and_a_thread_too": ("failed", "threading.Timer(0.3, raise_).start()\nself.fail('as expected')"),
     "fails_and_at_exit_too": ("failed", "atexit.register(raise_)\nself.fail('as expected')"),
     "fails_while_its_peer_waits": ("expected failure", f"self.join_group()\n{FAILS_ALONE}dist.barrier()"),
@@ -220,7 +220,7 @@ class TestEvades_{name}_{base}({base}):{"  # failed" if (name, base) == ("overri
     for base in ("Starts", "Threads", "Standing")
     if name != "starts_twice" or base == "Starts"
 )
-# `test_timeouts` has more that is no limit and no number of ranks.
+# `test_timeouts` has more invalid limits and numbers of ranks.
 SUB_TESTS = """
 
 class TestNoLimit(Ranks):
@@ -299,7 +299,7 @@ def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
         assert "setUpClass() of Base is `async def`" in found.err and found.code == 1, found
         assert len(re.findall("ended without waiting for them", found.err)) >= len(EVADES), found
         assert len(re.findall("^(?:ERROR|FAIL): test_", found.err, re.MULTILINE)) >= len(EVADES) - 1 + 3, found
-        evading.remove("TestEvades_overrides_run_Starts")  # it tells pytest nothing
+        evading.remove("TestEvades_overrides_run_Starts")  # pytest reports no failure for it
         names = ["TestUnrun", killed.replace(".", " and "), *evading]
         found = suite.run_pytest("-k", " or ".join(names))
         assert found.code == 1 and not re.search(" passed| xfailed", found.out.splitlines()[-1]), found
@@ -317,6 +317,6 @@ def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path:
         )
         for folder, end in ends.items()
     }
-    # As if the runner had been started in the second folder.
+    # Emulates a runner started in the second folder.
     path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])
     check_rows(tmp_path, files, extra={"PYTHONPATH": path})

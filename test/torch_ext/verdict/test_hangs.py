@@ -1,7 +1,7 @@
 """The engine reports a provable hang long before the time limit, and a slow program is no hang.
 
-`test_live_programs` draws waits inside a process, and `test_right_rank` ranks that leave out a collective. These here
-are drawn by neither. No clock is read: a report that came by a time limit says that it did.
+`test_live_programs` draws waits inside a process, and `test_right_rank` ranks that leave out a collective. The hangs
+here are not drawn by either. No clock is read: a report that came by a time limit says that it did.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class TestLate(RanksWithAddress):
 """
 
 
-# What rank 0 waits in for a rank whose body is over.
+# Rank 0's wait for a rank whose body is over.
 OVER = {
     "body": ("hangs by 1: ...was in the barrier after its body, which is over", "dist.all_reduce(torch.ones(3))"),
     "sender": ("hangs by 1", "dist.recv(torch.ones(3), src=1)"),
@@ -158,7 +158,7 @@ MEETING = {
     ),
 }
 
-# Each class replaces functions with which a look at a rank could read what its threads do. All go on after a while.
+# Each class replaces functions that an observer of a rank uses to read its threads. All go on after a while.
 REPLACES = {
     "listdir": ("Ranks", "with mock.patch('os.listdir', return_value=['1']): time.sleep(7)"),
     "wall_clock": ("Ranks", "wait_by_the_wall_clock(7)"),
@@ -187,7 +187,7 @@ def test_a_shorter_loop_is_told_with_the_line_of_the_suites_last_barrier(tmp_pat
     check_rows(tmp_path, source, "--device", "sim", extra={"TORCH_EXT_CACHE": str(cache.folder())})
 
 
-# A file whose import starts a daemon that ends a wait of a rank, later than a hang is proven.
+# A file whose import starts a daemon that ends a rank's wait, later than a hang is proven.
 DAEMON = """
 def act():
     pid = int(await_note("waits"))

@@ -1,4 +1,4 @@
-"""Classes that change what the harness runs on, or write into its descriptors, cost at most their own results."""
+"""Classes that replace functions of the harness, or write into its descriptors, cost at most their own results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from test.torch_ext.world.suites import Suite, suite_of
 
-# Functions that a test puts others in the place of, and what else it changes for its whole process
+# Functions that a test replaces, and other settings that it changes for its whole process
 
 CHANGES = """
 import inspect, shutil, socket
@@ -55,7 +55,7 @@ class Changes(Ranks):
     def test_2(self):
         self.check()
 """
-# What does not hide one another goes together. Alone, each but the recursion limit has been seen to fail a test.
+# Changes that do not hide one another share a test. Alone, each but the recursion limit has been seen to fail a test.
 FUNCTIONS = ("waitpid", "getpid", "fork", "monotonic", "default_timeout", "no_temporary_folder")
 AT_IMPORT = {"functions": FUNCTIONS[:-1], "reaped": ("sigchld_reaped",), "ignored": ("sigchld_ignored",)}
 LATER = {
@@ -81,7 +81,7 @@ def test_what_a_class_changes_in_its_process_fails_no_test(tmp_path: Path) -> No
         assert run.out.splitlines()[-1] == f"{expected} passed, 0 failed, 0 skipped", run
 
 
-# Junk in descriptors that a process has inherited
+# Junk in inherited descriptors
 
 JUNK = """
 import random, struct

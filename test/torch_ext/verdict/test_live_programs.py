@@ -15,7 +15,7 @@ from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 
 NUMBER, NUMBER_OF_LONG = 16, 500
-# So many of the dead programs are proven at least: what waits for a pipe or a child is not.
+# At least this many of the dead programs are proven to hang; waits for a pipe or a child are not.
 PROVEN = 0.85
 
 
@@ -54,5 +54,5 @@ def test_programs_in_which_nobody_acts_are_proven_to_hang(drawn: list[Program], 
     ]
     print(f"{sum(proven)} of {len(proven)} dead programs were proven to hang")
     assert not missed, "\n\n".join(missed)
-    if len(proven) >= NUMBER_OF_LONG:  # of a few, many may be of a kind of which nothing is proven
+    if len(proven) >= NUMBER_OF_LONG:  # a small draw may hold many programs without a proof
         assert sum(proven) >= PROVEN * len(proven), f"{sum(proven)} of {len(proven)}"

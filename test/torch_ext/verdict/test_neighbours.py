@@ -1,4 +1,4 @@
-"""What runs side by side never meets: connections of worlds, which gloo does not tell apart, zygotes and processes."""
+"""Classes side by side stay apart: connections of worlds, which gloo does not tell apart, zygotes and processes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_ranks_with_interpreters_of_their_own_listen_there_too_and_are_told_apar
     check_rows(tmp_path, files, extra={"TORCH_EXT_START_METHOD": "interpreter"})
 
 
-# The first class of each pair hurts its zygote while the second one runs, which needs its own for its second test.
+# The first class of each pair damages its zygote while the second one runs, which needs its own for its second test.
 HURTS = """
 def state_of(pid):
     try:
@@ -155,7 +155,7 @@ class TestBeside_{how}(Ranks):
         ("SIGSTOP", "stopped by a signal"),
     )
 )
-# Neither its process group nor its environment tells whose process this is.
+# Neither its process group nor its environment shows to which test the process belongs.
 LEAVES = """
 
 def start_daemon():

@@ -18,7 +18,7 @@ from test.torch_ext.world.suites import Suite, suite_of
 
 WAYS = ("run_test.py", "python file.py", "pytest")
 SEED = 27
-# What pytest calls the endings; it has no word for an unexpected success.
+# pytest's words for the endings; it has none for an unexpected success.
 IN_PYTEST = {"PASSED": "passed", "SKIPPED": "skipped", "XFAIL": "expected failure"}
 
 

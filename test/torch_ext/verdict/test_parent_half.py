@@ -1,4 +1,4 @@
-"""Interrupts, deaths and hangs of the process of a class, or of one that imports, are no pass; others run on."""
+"""Interrupts, deaths and hangs of a class's process, or of an importing process, are no pass; other classes run on."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TestClosesItsStreams(Ranks):
     def test_passes(self):
         self.check()
 """
-# What rank 1 does, by its base class. `test_class_process` interrupts tests that have no ranks.
+# The act of rank 1, by its base class. `test_class_process` interrupts tests that have no ranks.
 SIGNALS = "os.kill(int(os.environ['PARENT_HALF']), signal.SIGINT)\ntime.sleep(5)"
 INTERRUPTED = {
     "Ranks": {"in_a_rank": "raise KeyboardInterrupt", "signals": SIGNALS},
     "Tells": {"signals": SIGNALS},
     "Threads": {"interrupts": "_thread.interrupt_main()\ntime.sleep(3)"},
 }
-# What the process of a class does in tearDownClass(), its base class, and the words that tell of it.
+# The act of the class's process in tearDownClass(), its base class, and the words of the report.
 ENDS = {
     "sigkill": ("unittest.TestCase", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
     "exit_0": ("Ranks", "os._exit(0)", "code 0"),
@@ -124,7 +124,7 @@ class TestOf_{name}(unittest.TestCase):  # failed: {words}
     def test_of_module(self):{end}
         pass
 """
-# What a file does around its tests, the words of the report, and how its test ends.
+# The code of a file around its tests, the words of the report, and the ending of its test.
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 MODULES = {
     "cleanup": ("setUpModule", "unittest.addModuleCleanup(os.kill, os.getpid(), signal.SIGKILL)", "SIGKILL", ""),
@@ -138,7 +138,7 @@ IMPORTS = {
     "test_stops.py": "# failed: import\nos.kill(os.getpid(), signal.SIGSTOP)",
     "test_dies.py": "# failed: import\nos._exit(0)",
 }
-# What a child does that a file has forked while it was imported, and the status with which its parent sees it end.
+# The act of a child that a file forks while it is imported, and the exit status that its parent sees.
 CHILDREN = {
     "leaves_with_a_code": ("sys.exit(7)", 7),
     "skips": ("raise unittest.SkipTest('the child')", 1),

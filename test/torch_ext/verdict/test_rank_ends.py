@@ -1,4 +1,4 @@
-"""A rank passes only if its own body ran to its end, and nothing that it has started or registered fails later."""
+"""A rank passes only if its own body ran to its end, and no thread or exit function of it fails later."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ENDS = {
     ),
     "thread_joins_the_main_thread": ("passed", "in_a_thread(threading.main_thread().join, joined=False)"),
 }
-# Done by all ranks.
+# Every rank does these.
 REGISTERS = {
     "atexit": ("passed", "atexit.register(note, f'atexit{self.rank}')"),
     "weak_finalizer": ("passed", "weakref.finalize(type(self), note, f'weak{self.rank}')"),
@@ -190,7 +190,7 @@ class TestLateChild(Standing):
     def test_3_next(self):
         self.check()
 """
-# What a rank does to the connections that it has inherited; `test_hostile_classes` writes junk into them.
+# The act of a rank on its inherited connections; `test_hostile_classes` writes junk into them.
 CHANNELS = {
     "packs_nothing": ("failed by 1", "import pickle\npickle.dumps = lambda *args, **kwargs: b''\nraise_()"),
     "closes_all": ("failed by 1", "os.closerange(3, 4096)"),

@@ -1,4 +1,4 @@
-"""What a report says of a failure: all that its reader needs, of any length, and nothing that is not true."""
+"""The report of a failure: complete, of any length, and without false statements."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestCrowd(Ranks):
         while True:
             pass
 """
-# `check_rows` refuses a control character in what a run prints.
+# `check_rows` refuses control characters in the output of a run.
 ESCAPES = r"""
 
 class TestEscapes(Ranks):

@@ -13,7 +13,7 @@ from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER, Run, suite_of
 from torch_ext import cache
 
-# Rank 1 is to blame in each of these. They wait in what no drawn program waits in, or cannot be heard.
+# Rank 1 is to blame in each of these. They wait in ways that no drawn program does, or cannot be heard.
 BLAMED = "failed by 1"
 ALONE = {
     "rendezvous_ends_first": (BLAMED, "self.rank == 1 and forever()\nself.join_group(2)"),
@@ -72,7 +72,7 @@ def silent_rows() -> str:
     return source
 
 
-# What a test leaves behind must not reach the next one.
+# State that a test leaves behind must not reach the next one.
 LATE = """
 class TestLateThreads(Threads):
     def test_1_leaves_a_rank_behind(self):  # failed
@@ -142,7 +142,7 @@ def test_the_rank_that_did_not_come_or_failed_first_is_named(tmp_path: Path) -> 
 # Drawn programs
 
 # How many of each kind, by default and with --long; and how many ranks run at a time. Threads compute more than they
-# wait, since each class imports what its process needs.
+# wait, since each class imports the modules of its process.
 _EACH, _EACH_LONG, _SLOTS = 8, 67, {"gloo": 32, "sim": 24, "threads": 12}
 
 

@@ -1,4 +1,4 @@
-"""Whatever a test does to the processes around it, the runner ends in order: a result for each test, nothing left."""
+"""However a test treats the processes around it, the runner ends in order: a result for each test, no leftovers."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ PLAIN = class_of("TestPlain", "unittest.TestCase", NEXT)
 
 @pytest.mark.parametrize("number", [8, 14])
 def test_limit_of_open_files_is_told_in_a_sentence(tmp_path: Path, number: int) -> None:
-    """Too few for the runner itself; what a test gets too few of is that test's failure."""
+    """Too few for the runner itself; a shortage that only a test meets is that test's failure."""
     few = (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with suite_of(tmp_path, PLAIN) as suite:
         run = suite.run(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, few))

@@ -1,7 +1,7 @@
-"""``--long``: every row of this folder twenty times, each file's beside itself, so that the rows are the load.
+"""``--long``: every row of this folder twenty times, each file's runs side by side, so that the rows are the load.
 
-``--times N`` runs each file N times instead, and ``-k rank_ends`` the rows of one file. No row may fail or be left
-out in one run alone, and nothing may be left behind.
+``--times N`` runs each file N times instead, and ``-k rank_ends`` the rows of one file. No row may fail or be left out
+in any run, and no run may leave processes behind.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from test.torch_ext.world.suites import CHECKOUT, PATIENCE, suite_of
 from torch_ext import cache
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
-# Runs side by side for each core, and how much longer each may take for that.
+# Concurrent runs for each core, and how much longer each may take because of that.
 LOAD, SLOWER = 4, 8
-# Seconds for all rows of a file on a quiet machine, far above what they take.
+# Seconds for all rows of a file on a quiet machine, a generous bound.
 DEADLINE_S = 300
 
 
 def run_rows(file: Path, folder: Path) -> str:
-    """Run all rows of ``file``; return how many ended how."""
+    """Run all rows of ``file``; return the number of rows by ending."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/rows", str(file)]
     extra = {PATIENCE: str(SLOWER), "TORCH_EXT_CACHE": str(cache.folder())}
     with suite_of(folder, "") as suite:

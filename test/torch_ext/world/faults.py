@@ -1,4 +1,4 @@
-"""Finds what faults leave behind: processes, zombies, descriptors and files. Imports the standard library only."""
+"""Finds leftovers of faults: processes, zombies, descriptors and files. Imports the standard library only."""
 
 from __future__ import annotations
 

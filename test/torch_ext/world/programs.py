@@ -1,4 +1,4 @@
-"""Rows: tests in programs that say in a comment how they end, run by one run of the runner."""
+"""Rows: tests whose comments state their expected ending, run by one run of the runner."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["check_rows", "class_of", "first_line", "named_first", "tells_of_a_ha
 def class_of(
     name: str, base: str, table: Mapping[str, tuple[str, str]], on: str = "self.rank == 1", end: str = ""
 ) -> str:
-    """Return the source of a class that ends so, with a test for each row of ``table``: how that ends, and what its
-    rank 1 does, or every rank ``on`` which a condition holds.
+    """Return the source of a class with ending ``end``, with a test for each row of ``table``: its ending, and the
+    statement that rank 1 runs, or every rank for which the condition ``on`` holds.
     """
     tests = [
         f"    def test_{row}(self):  # {end}\n        if {on}:\n{textwrap.indent(statement, ' ' * 12)}\n"
@@ -27,7 +27,7 @@ def class_of(
 
 
 def _rows_of(name: str, source: str) -> Iterator[tuple[str, str]]:
-    """Yield the id of each test, class and file of ``source`` that is to have a result, and how it is to end."""
+    """Yield the id of each test, class and file of ``source`` that must have a result, and its expected ending."""
     cls = ""
     if source.startswith("# "):
         yield name, source.partition("\n")[0][2:]
@@ -42,7 +42,7 @@ def _rows_of(name: str, source: str) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_in(expected: str, status: str, text: str) -> str:
-    """Return what is wrong with the end of a row; empty if it is as ``expected``."""
+    """Return the difference of a row's ending from ``expected``; empty if there is none."""
     wanted = re.fullmatch(rf"({WORDS}|hangs)(?: by ([\d, ]+))?(?:: (.+))?", expected)
     assert wanted, f"no way to end: {expected}"
     ranks = {int(rank) for rank in re.findall(r"\d+", wanted[2] or "")}
@@ -66,13 +66,12 @@ def check_rows(
     deadline_s: float = 0.0,
     **how: Any,
 ) -> Run:
-    """Run one file, or several by name, by ``run_test.py``; assert that all ends as the comments in it say.
+    """Run one file, or several by name, by ``run_test.py``; assert that every ending is as the comments in it say.
 
-    Such a comment stands behind the line of a test or class, or is the first line of a file: ``# failed by 1: words``.
-    ``# hangs`` is a failure that tells of a hang and not of a time limit.
-    The ranks are those that the report begins with. The words stand in the report, in its first line behind ``^``.
-    ``|`` means "or", and ``...`` means "and". A test without a comment passes; a class or file has no error of its own;
-    ``# none`` stands behind a test that has no result.
+    Such a comment follows the line of a test or class, or is the first line of a file: ``# failed by 1: words``.
+    ``# hangs`` is a failure whose report proves a hang instead of a time limit. The report begins with the given ranks.
+    The words occur in the report, or after ``^`` in its first line. ``|`` means "or", and ``...`` means "and". A test
+    without a comment passes; a class or file without one has no error; ``# none`` marks a test that has no result.
     """
     files = {"test_suite.py": source} if isinstance(source, str) else source
     (name, first), *others = files.items()
@@ -102,12 +101,12 @@ def check_rows(
 
 
 def first_line(text: str) -> str:
-    """The line of a report that says what happened."""
+    """Return the line of a report that states the failure."""
     return text.strip().partition("\n")[0]
 
 
 def named_first(text: str) -> set[int]:
-    """Return the ranks that a report blames: those that it begins with.
+    """Return the ranks that a report blames, which are the ranks in its first line.
 
     >>> named_first("rank 1 never called barrier, which ranks 0, 2 waited in (test_a.py:7)")
     {1}

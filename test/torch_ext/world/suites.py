@@ -1,4 +1,4 @@
-"""Writes programs for one test, runs them from outside, and parses what their runs said.
+"""Writes programs for one test, runs them from outside, and parses the output of their runs.
 
 A program is a file of tests. It runs in its own session, so that its signals to its process group do not reach the
 tests that judge it.
@@ -24,10 +24,10 @@ from typing import Any
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST
 from test.torch_ext.world.faults import MARK, marked_processes
 
-# In the environment: how much longer than on a quiet machine a run may take.
+# In the environment: the factor by which a run may exceed its time on a quiet machine.
 PATIENCE = "VERDICT_PATIENCE"
 SLOWER = float(os.environ.get(PATIENCE, "1"))
-# Seconds, far above what any run takes, and below the limits that a run must not wait for.
+# Seconds, far above the time of any run, and below the limits that a run must not wait for.
 DEADLINE_S = 200 * SLOWER
 # Variables of the run that runs these tests.
 _OUTER = ("TORCH_EXT_", "PYTEST_", "COVERAGE_")

@@ -1,4 +1,4 @@
-"""Who kept whom waiting, over scripted outcomes. See Note [Who is to blame for a hang]."""
+"""Which rank kept which waiting, over scripted outcomes. See Note [Who is to blame for a hang]."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def silent(rank: int, ending: Ending = Ending.HUNG, **more: Any) -> Outcome:
 
 
 def out_of_time(rank: int, waits: tuple[Wait, ...], **more: Any) -> Outcome:
-    """A rank whose collective ran out of time. The record says that it is over a moment after the error is raised."""
+    """A rank whose collective ran out of time. The record marks the collective as over a moment after the error."""
     failure = Receipt(Said.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
     return replace(hung(rank, entry("0", 1, "scatter", **more), waits=waits), ending=Ending.FAILED, receipt=failure)
 
@@ -50,7 +50,7 @@ CREATING = (Wait("new_group() in test_a", everyone=True, transport=True),)
 THROUGH = [hung(1), hung(2, entry("0", 1, "scatter", over=True), entry("0", 2, "barrier"))]
 TWO, CHAIN, ALL = {"g1": [0, 1]}, {"g1": [0, 1], "g2": [1, 2]}, {"g1": [0, 1, 2, 3]}
 PAIR, BOTH = {"g1": [0, 1], "g2": [0, 1]}, {"g0": [0, 1, 2], "g1": [0, 1, 2]}
-# gloo ends a process that is sent more than it expects; its peers see the connection close.
+# gloo ends a process that receives more than it expects; its peers see the connection close.
 GATHER, MORE = entry("0", 1, "all_gather"), entry("0", 1, "all_gather", size=400)
 GATHERS = (Wait("all_gather_into_tensor() in test_a", transport=True),)
 
@@ -180,8 +180,8 @@ def test_to_blame_is(case: str) -> None:
 @pytest.mark.parametrize(
     "outcomes",
     [
-        [hung(0, A), silent(1, Ending.PASSED)],  # it passed and told nothing
-        [hung(0, entry("0", 1, "scatter")), hung(1, entry("0", 1, "scatter", size=0))],  # the root alone has inputs
+        [hung(0, A), silent(1, Ending.PASSED)],  # the rank passed without a record
+        [hung(0, entry("0", 1, "scatter")), hung(1, entry("0", 1, "scatter", size=0))],  # only the root has inputs
     ],
 )
 def test_nobody_is_to_blame(outcomes: list[Outcome]) -> None:

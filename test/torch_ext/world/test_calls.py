@@ -1,4 +1,4 @@
-"""What a call returned tells whether it ran what was called; pure, like the words that terminals are shown."""
+"""The value that a call returned shows whether its body ran; pure, like the words for terminals."""
 
 from __future__ import annotations
 

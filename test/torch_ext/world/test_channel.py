@@ -26,7 +26,7 @@ from torch_ext.world.protocol import Signal
 
 @contextlib.contextmanager
 def open_pair() -> Iterator[tuple[Channel, Channel]]:
-    """Two ends, which are closed with the block; no descriptor may be left open then."""
+    """Two ends, which the block closes; no descriptor may be left open then."""
     before = os.listdir("/proc/self/fd")
     one, other = channel_pair()
     yield one, other
@@ -117,7 +117,7 @@ JUNK = st.one_of(st.binary(max_size=40), st.integers(1, 5000).map(bytes))
 def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_waits(
     messages: list[object], junk: bytes, keep: int, begins_well: bool, data: st.DataObject
 ) -> None:
-    """The model: frames are taken off the front while they are whole; what begins like no frame is refused at once."""
+    """The model: whole frames are taken off the front; bytes that cannot begin a frame are refused at once."""
     with open_pair() as (one, other):
         frames, whole = [frame_of(message) for message in messages], frame_of("half")
         rest = (whole[:keep] if begins_well else b"") + junk
@@ -135,7 +135,7 @@ def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_wa
                     found.append(other.receive()[0])
                 except ChannelBrokenError as error:
                     refused = str(error)
-        if "descriptors" not in refused:  # some came where a frame has announced none
+        if "descriptors" not in refused:  # descriptors arrived with a frame that announced none
             assert found == messages
             assert bool(refused) >= (rest[:4] != channel._MAGIC_BYTES[: len(rest)])
         if refused:
@@ -156,7 +156,7 @@ def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(pair: Pair, mon
     for part in (frame[:5], frame[5:20]):
         one._socket.sendall(part)
         assert not other.poll() and other.deadline_s == now_s + 30
-        now_s += 29  # it is slow, but something comes
+        now_s += 29  # the peer is slow, but bytes arrive
     one._socket.sendall(frame[20:])
     assert other.receive() == ("a message", [])
     one._socket.sendall(frame[:20])

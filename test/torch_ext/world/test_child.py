@@ -1,4 +1,4 @@
-"""What every child of a zygote does before it takes an order."""
+"""The steps of every child of a zygote before it accepts an order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the base classes promise, on real ranks: forked ones and fresh interpreters."""
+"""The promises of the base classes, on real ranks: forked ones and fresh interpreters."""
 
 from __future__ import annotations
 

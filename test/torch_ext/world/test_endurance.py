@@ -12,7 +12,7 @@ from test.torch_ext.world.suites import Run, Suite, suite_of
 
 pytestmark = pytest.mark.long  # .ci/nightly kills
 
-# Seconds. An empty test takes about 20 ms, so one that takes this long has stalled, however busy the machine is.
+# Seconds. An empty test takes about 20 ms, so one that takes this long has stalled, even on a busy machine.
 STALL_S = 10
 
 EMPTY_TESTS = """
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 class Scale(NamedTuple):
-    """How many tests and worlds to run, and how many worlds between two counts of what is open."""
+    """The number of tests, of worlds, and of worlds between two counts of open resources."""
 
     tests: int
     worlds: int

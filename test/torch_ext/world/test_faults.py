@@ -37,7 +37,7 @@ class Counted(Ranks):
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 AT = "at test_suite.py:"
-# How the test of a fault ends, and what the rank at fault does.
+# The ending of a fault's test, and the act of the rank at fault.
 FAULTS = {
     "raise": (f"failed by {{rank}}: ^raised ValueError {AT}", "raise ValueError('injected')"),
     "skip": (
@@ -57,9 +57,9 @@ FAULTS = {
         f"leave_child(); {KILL}",
     ),
 }
-# What both ranks do.
+# Acts of both ranks.
 BOTH = {
-    "0_warm": ("passed", "self.check()"),  # torch keeps open what the first tests open in the parent half
+    "0_warm": ("passed", "self.check()"),  # torch keeps files of the first tests open in the parent half
     "1_warm": ("passed", "self.check()"),
     "all_die": ("failed by 0, 1: ^ranks 0, 1 were killed by SIGKILL", KILL),
     "no_peer": (

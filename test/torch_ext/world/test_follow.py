@@ -1,5 +1,5 @@
-"""How a world takes in what its ranks and their zygote tell, in whatever order and company that comes, and how long it
-waits for them to tell it.
+"""How a world handles messages of its ranks and their zygote, in any order and combination, and how long it waits for
+them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, R
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import WorldReport, judge, render
 
-# Seconds, far above what a pump takes.
+# Seconds, far above the duration of a pump.
 DEADLINE_S = 30
-# No process has it: Linux gives none above 2 ** 22.
+# A pid of no process: Linux assigns none above 2 ** 22.
 NO_PROCESS = 2**30
 TICKET = Ticket("test", 0)
 
@@ -45,7 +45,7 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
         processes = []
         for rank, (line, _) in enumerate(lines):
             stacks, write = os.pipe()
-            os.close(write)  # they are at their end, as those of a rank that has gone
+            os.close(write)  # closed, as the ends of a rank that has ended
             processes.append(RankProcess(rank, f"rank {rank}", line, Capture(0, output, None), stacks, WaitPage()))
         with World(zygote, group, processes, TICKET) as world:
             for process in processes:
@@ -62,7 +62,7 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
 
 
 class Clock:
-    """A clock that only waiting moves on, and what happens at which of its times."""
+    """A clock that only waiting advances, with events at given times."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -117,7 +117,7 @@ def pipes(count: int) -> Iterator[tuple[dict[int, int], list[int]]]:
 
 
 def test_channel_that_outlives_its_rank_holds_nobody_up() -> None:
-    """The rank's end and its last words come in one round, and a process that it has left behind keeps the channel."""
+    """The rank's end and last message arrive in one round, and a process that it left behind keeps the channel."""
     with scripted_world(1) as (world, zygote, (ranks,)):
         zygote.send(Ended(0, 0, 1.0))
         ranks.send(Phase.RUNNING)
@@ -133,7 +133,7 @@ def test_channel_that_outlives_its_rank_holds_nobody_up() -> None:
 
 @pytest.mark.parametrize("what", ["ends", "receipts of ranks that live on", "deaths"])
 def test_what_was_told_before_the_limit_counts_however_late_it_is_heard(what: str) -> None:
-    """The process that waits for the ranks may itself have waited for a core until their limit was over."""
+    """The waiting process may itself have waited for a core until the ranks' limit was over."""
     with scripted_world(2) as (world, zygote, ranks):
         for rank, line in enumerate(ranks):
             if what != "deaths":
@@ -184,9 +184,9 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
     ("written_s", "shares", "found", "end_s"),
     [
         ([None, None], [0.0, 0.0], ["", ""], 2),  # the second look finds no progress
-        ([None], None, [""], 1),  # no measure says whether it waits for a core
+        ([None], None, [""], 1),  # no measure shows whether the process waits for a core
         ([0.5, 7.5], [0.0, 0.5], ["0", "1"], None),
-        ([None], [1.0], [""], 11),  # it gets no core at all
+        ([None], [1.0], [""], 11),  # the rank gets no core at all
         ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts
     ],
 )
@@ -207,10 +207,10 @@ def test_stacks_are_read_to_their_end_and_then_no_longer_waited_for(clock: Clock
         for tenths, part in enumerate((b"a", b"b", b"c")):
             clock.at(tenths / 10, lambda part=part: os.write(write, part))  # type: ignore[misc]
         assert read_stacks(readers, 3.0) == {0: "abc"}
-    assert clock.now_s == pytest.approx(0.4)  # the last part, and the quiet that ends it
+    assert clock.now_s == pytest.approx(0.4)  # the last part, and the silence after it
 
 
-# How long a world waits for what its ranks have called, once it has asked them
+# How long a world waits for the collectives of its ranks, once it has asked for them
 
 COLLECTIVES = Collectives("{}")
 
@@ -230,8 +230,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
     ("tells_s", "shares", "ends_s", "told", "end_s"),
     [
         ((0.25, 0.5), (0.0, 0.0), None, [0, 1], 0.5),
-        ((0.0, 7.5), (0.0, 0.5), None, [0, 1], 7.5),  # the second one waits for a core
-        ((0.0, None), (1.0, 0.0), None, [0], 2),  # that of the one that has told does not count
+        ((0.0, 7.5), (0.0, 0.5), None, [0, 1], 7.5),  # the second rank waits for a core
+        ((0.0, None), (1.0, 0.0), None, [0], 2),  # the first rank's does not count: it has answered
         ((0.0, None), (1.0, 1.0), None, [0], 11),
         ((0.0, None), (0.0, 1.0), 0.25, [0], 0.25),
     ],
@@ -273,7 +273,7 @@ def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: An
     assert sorted(world._collectives) == [1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the rank that was being prepared
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by the rank in preparation
 def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open() -> None:
     zygote, zygotes = channel_pair()
     files, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)

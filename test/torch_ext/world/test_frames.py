@@ -1,4 +1,4 @@
-"""Which frames reports leave out."""
+"""Frames that reports leave out."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_the_manager_of_shared_memory_takes_its_files_with_it(tmp_path_factory: 
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_process_that_its_test_has_killed_is_not_left_behind(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
-    """On a busy machine it may need a while to end."""
+    """On a busy machine the killed process may need a while to end."""
     child = subprocess.Popen(["sleep", "600"])
     assert not _os.is_ending(child.pid)
     if killed:

@@ -1,4 +1,4 @@
-"""Classes that run side by side: private places, and what may not run at once does not."""
+"""Classes that run side by side: private folders, and classes that may not run at once do not."""
 
 from __future__ import annotations
 

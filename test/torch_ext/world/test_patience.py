@@ -1,4 +1,4 @@
-"""When a process counts as hung: at its limit if it does not compute, and a while later if it does."""
+"""When a process counts as hung: at its limit if it does not compute, otherwise a while later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch_ext.world.settings import Patience
 
 
 def end_s(patience: Patience, share: float, until_s: float = 1000.0) -> float:
-    """When a process is given up that computes for ``share`` of the time, looked at when it is asked to."""
+    """Return when a process that computes for ``share`` of the time is given up, if sampled at each ``look_s``."""
     while patience.look_s < until_s:
         now_s = patience.look_s
         if patience.is_over(now_s, computed_s=now_s * share):
@@ -21,9 +21,9 @@ def end_s(patience: Patience, share: float, until_s: float = 1000.0) -> float:
     [
         ({}, (0, 0.04), 8),  # idle
         ({}, (0.06, 1, 2), 37),  # computes: half a minute more
-        ({"computed_s": 0.0}, (0,), 7),  # what it had computed is known
+        ({"computed_s": 0.0}, (0,), 7),  # the time computed until now is known
         ({"computed_s": 0.0}, (0.06,), 37),
-        ({"more_s": 0}, (0, 1), 7),  # gets nothing more
+        ({"more_s": 0}, (0, 1), 7),  # no extension
     ],
 )
 def test_a_process_is_given_up_at(how: dict[str, float], shares: tuple[float, ...], expected_s: float) -> None:

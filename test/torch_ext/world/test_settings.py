@@ -1,4 +1,4 @@
-"""What the world does in secret can be turned off, and each switch does what its note says."""
+"""Hidden behaviours of the world can be turned off, and each switch has the effect that its note states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which threads may go on: the judgement over scripted threads, and a look at real ones."""
+"""Which threads may go on: the judgement over scripted threads, and samples of real ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_ext.world.operations import Operation, ThreadWait
 from torch_ext.world.protocol import Wait
 from torch_ext.world.threads import ThreadState, judge_threads
 
-# As zygotes and parent halves do.
+# Zygotes and parent halves do the same.
 threads.prepare()
 operations.look_through("/torch_ext/sim/races/_threads.py")
 
@@ -106,7 +106,7 @@ def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operati
 
 @pytest.fixture
 def daemon() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Starts functions in threads that end with the process; returns the kernel's number of each once it is in it."""
+    """Starts functions in threads that end with the process; returns each thread's kernel id once its function runs."""
 
     def start(function: Callable[[], object]) -> int:
         thread = threading.Thread(target=function, daemon=True)
@@ -151,7 +151,7 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
 
 
 def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> None:
-    """Its name may be cut within a letter."""
+    """The kernel may cut the name within a letter."""
     lock, epoll = threading.Lock(), select.epoll()
     lock.acquire()
     tids: list[int] = []
@@ -208,7 +208,7 @@ def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
     assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
     calls += ["running"] * 1000
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == "running"  # it computes
+    assert task is not None and task.doing == "running"  # the thread computes
 
 
 def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.Monkey
 
 
 def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
-    """``__init__`` of an operator is in the file of what waits in collectives, too."""
+    """``__init__`` of an operator is in the same file as waits for collectives, too."""
     names: dict[str, Any] = {}
     exec(compile("def call(self): return sys._getframe()", "/x/torch/_ops.py", "exec"), {"sys": sys}, names)
     half_made = object.__new__(torch._ops.OpOverload)
@@ -251,7 +251,7 @@ def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
 
 
 class _Work:
-    """Its method is none of Python's, so that the frame of its caller is the innermost."""
+    """Its ``wait`` is not a Python function, so the frame of its caller is the innermost."""
 
     __module__ = "torch.distributed"
     wait = sys._getframe
@@ -290,7 +290,7 @@ def _waits_among_others(work: Any) -> Any:
 def test_a_wait_for_an_object_of_torch_is_one_for_peers(
     function: Callable[[Any], Any], call: str, limit_s: float | None
 ) -> None:
-    """A limit among its arguments is not read, and of two calls in a line any may be the one."""
+    """A limit among the arguments of the call is not read; with two calls in a line, either may be the waiting one."""
     found = operations.operation_of(function(_Work()))
     assert (found.wait.transport, found.limit_s) == (True, limit_s)
     assert found.wait.words.startswith(f"{call} in {function.__name__} (test_threads.py:")
@@ -299,7 +299,7 @@ def test_a_wait_for_an_object_of_torch_is_one_for_peers(
 
 @pytest.mark.parametrize("between", ["", "sim/races/_threads.py", "compat/testing.py", "compat/c10d.py"])
 def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> None:
-    """Functions of ours that torch's call, or that call torch's, are left out."""
+    """Functions of ours between the test and torch, in either direction, are left out."""
     names: dict[str, Any] = {"sys": sys}
 
     def function(name: str, calls: str, file: str) -> None:
@@ -330,7 +330,7 @@ def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> 
 def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
     args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float | None
 ) -> None:
-    """A client sleeps between two tries to connect, longer and longer."""
+    """A client sleeps between two attempts to connect, longer and longer."""
     found: list[operations.Operation] = []
     make = operations._watched_server(lambda *_, **__: found.append(operations.operation_of(sys._getframe(1))))
     began_s = time.monotonic()
@@ -349,7 +349,7 @@ def test_limits_of_torchs_functions_are_read_as_torch_means_them(value: object, 
 
 
 class _Kept:
-    """What a test has in a variable."""
+    """An object in a variable of a test."""
 
 
 def test_a_look_keeps_nothing_of_the_test_alive() -> None:
@@ -367,7 +367,7 @@ def test_a_look_keeps_nothing_of_the_test_alive() -> None:
     try:
         body.start()
         inside.wait()
-        looks = threading.Thread(target=threads.observe)  # as a rank's listener looks, from another thread
+        looks = threading.Thread(target=threads.observe)  # from another thread, like a rank's listener
         looks.start()
         looks.join()
         over.set()

@@ -93,7 +93,7 @@ def of_two(*entries: dict[str, Any], **more: Any) -> str:
 
 
 def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
-    """Rank 0, whose collective failed with what ``said`` tells."""
+    """Rank 0, whose collective failed with the error ``said``."""
     receipt = Receipt(Said.FAILED, 1.0, said, said, transport=transport, waits=more.get("waits", ()))
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
 
@@ -108,13 +108,13 @@ PLACES = (
 )
 FATAL = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n{PLACES}"
 
-# The outcomes of ranks, those to blame and their victims, and how the summary begins. Only the last two skip.
+# The outcomes of ranks, the blamed ranks and their victims, and how the summary begins. Only the last two skip.
 CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
     # A death comes before the failures that it caused, whatever their times.
     ([failed(0, PEER_GONE, 1.0), killed(1, time_s=1.5)], (1,), (0,), "rank 1 was killed by SIGKILL"),
     # A lost connection alone is still the fault of a rank.
     ([failed(0, PEER_GONE, 2.0), failed(1, PEER_GONE, 1.0), stopped(2)], (1,), (0, 2), "rank 1 raised RuntimeError"),
-    # Equal failures are told together, whatever their devices, and others are counted.
+    # Equal failures are reported together, whatever their devices, and others are counted.
     ([failed(0), failed(1), killed(2, time_s=9.0)], (0, 1, 2), (), "ranks 0, 1 raised ValueError: no; rank 2 failed"),
     ([failed(rank, MEMORY.format(rank)) for rank in (0, 1)], (0, 1), (), "ranks 0, 1 raised OutOfMemoryError"),
     (
@@ -161,7 +161,7 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
             ": rank 1 (process 7) ended while the group was made",
         )
     ),
-    # The place of a death is read from what the process wrote.
+    # The place of a death is read from the output of the process.
     (
         [passed(0), replace(killed(1, 11), output=FATAL)],
         (1,),

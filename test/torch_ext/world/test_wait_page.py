@@ -1,4 +1,4 @@
-"""The page in which a rank says what it waits for: its layout, and that ranks inherit it."""
+"""The page in which a rank records its wait: its layout, and inheritance by ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_process_reads_its_own_page_by_thread(
 
 
 def test_what_is_no_page_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A program may close the page and open something else under its number."""
+    """A program may close the page and open another file under its number."""
     monkeypatch.delenv("TORCH_EXT_WAIT_PAGE", raising=False)
     assert waits_of_threads() == {}
     with open(tmp_path / "other", "w+b") as other:

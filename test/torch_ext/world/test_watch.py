@@ -31,7 +31,7 @@ def endings(watch: Watch) -> list[Ending]:
     return [outcome.ending for outcome in watch.outcomes()]
 
 
-# What happens, with the numbers of ranks: `p0` rank 0 says that it passed, `f0` that it failed, `s0` that it skipped;
+# Events, with the numbers of ranks: `p0` rank 0 reports that it passed, `f0` that it failed, `s0` that it skipped;
 # `l0` it leaves by itself; `d0=3` it ends with code 3. `=5` sets the clock to 5; `@5` also advances the watch, which
 # then does nothing (`.`), releases ranks 0 and 1 (`R01`), or inspects and stops rank 1 (`X1`). `!6` is its deadline.
 SCRIPTS = {
@@ -97,7 +97,7 @@ def test_an_end_after_the_receipt_is_told_with_it() -> None:
 
 
 def leave(computed: Callable[[int, float], float], released_s: float = 1.0, ends: Mapping[int, float] = {}) -> float:
-    """Return when two ranks that have passed are stopped; ``computed`` tells for how long each has until some time."""
+    """Return when two passed ranks are stopped; ``computed`` gives the CPU time of each up to some time."""
     now_s = released_s
     watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: computed(rank, now_s)))
     for rank in (0, 1):
@@ -120,7 +120,7 @@ def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> N
     assert leave(lambda rank, now_s: 0.1 * now_s * rank) == 46.0
     assert leave(lambda rank, now_s: 0.1 * min(now_s, 21.0)) == 22.0
     assert leave(lambda rank, now_s: 5.0, ends={1: 16.5}) == 18.0, "one that ends is progress of the other"
-    for released_s in (40.0, 50.0, 59.0):  # no more than whoever watches the test waits for
+    for released_s in (40.0, 50.0, 59.0):  # at the latest when the watcher of the test would give up
         assert leave(lambda rank, now_s: now_s, released_s) == LIMITS.test_s + LIMITS.exit_s
 
 
@@ -160,7 +160,7 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
 
 @dataclass(frozen=True)
 class Script:
-    """What a rank does unless it is stopped: its receipt, its exit code, and the seconds at which they come."""
+    """The acts of a rank that is not stopped: its receipt, its exit code, and the seconds at which they come."""
 
     said: Said | None
     says_s: float
@@ -281,7 +281,7 @@ STOPS = [Step(Act.INSPECT, (0, 1)), Step(Act.STOP, (0, 1))]
 
 
 class Looks:
-    """A watch of two ranks whose looks are answered by ``answers`` (by rank; -1: the parent half), second by second."""
+    """A watch of two ranks with scripted ``answers`` to its samples (by rank; -1: the parent half), every second."""
 
     def __init__(
         self, limits: Limits = HANGS, starved_s: Callable[[int], float] = lambda rank: 0.0, **how: Any
@@ -294,7 +294,7 @@ class Looks:
         self.answers: dict[int, Progress | None] = {0: BLOCKED, 1: BLOCKED, -1: Progress(True, INF, "")}
 
     def until(self, end_s: float) -> list[Step]:
-        """Return what is to be done besides looks, up to the first second in which there is something."""
+        """Return the steps besides samples, up to the first second that has any."""
         while self.now_s < end_s:
             self.now_s += 1.0
             steps = self.watch.advance(self.now_s)
@@ -346,7 +346,7 @@ def test_while_one_does_not_answer_nothing_is_proven_and_no_other_look_begins() 
 
 
 def test_a_look_that_begins_late_proves_nothing_before_it_is_answered() -> None:
-    """This process may wait for a core for longer than a hang takes to be proven."""
+    """This process may wait for a core for longer than the proof of a hang takes."""
     looks = Looks()
     assert looks.until(1.0) == []
     looks.now_s, looks.answers[1] = 30.0, None
@@ -366,7 +366,7 @@ def test_while_somebody_else_may_act_nothing_is_proven_unless_ranks_wait_in_memo
 
 
 def test_what_happens_starts_the_proof_again() -> None:
-    """Rank 1 passes, which may be just what rank 0 has waited for."""
+    """Rank 1 passes, which may be the event that rank 0 waited for."""
     looks = Looks(keep=True)
     assert looks.until(6.0) == []
     looks.watch.received(1, receipt())
@@ -385,7 +385,7 @@ def test_a_thread_that_a_rank_has_left_whose_test_is_over_may_act() -> None:
     ("lock_s", "raises_s", "hangs"), [(90.0, INF, True), (40.0, INF, False), (INF, 15.0, True), (INF, 12.0, False)]
 )
 def test_where_nothing_else_ends_it_a_long_wait_counts_as_endless(lock_s: float, raises_s: float, hangs: bool) -> None:
-    """An operation, which raises at its limit, is told apart from a lock."""
+    """An operation, which raises at its limit, is distinguished from a lock."""
     looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0, raises_later_s=5.0))
     looks.answers[1] = Progress(True, lock_s, "1:2", raises_s=raises_s)
     assert looks.until(10.0) == (STOPS if hangs else [])
@@ -436,7 +436,7 @@ def test_a_rank_that_computes_or_has_handed_in_a_receipt_is_progress() -> None:
 
 
 def test_ranks_that_wait_for_one_that_died_are_stopped_and_do_not_hang() -> None:
-    """They get longer than their grace where they wait for a core, so that looks may prove what they wait for."""
+    """Ranks that wait for a core get longer than their grace, so that samples may prove the cause of their waits."""
     looks = Looks(replace(HANGS, hang_s=1.0), starved_s=lambda rank: looks.now_s)
     looks.watch.ended(1, -9, 0.5)
     assert looks.until(5.0) == []

@@ -4,7 +4,7 @@ from torch_ext.world import operations, wording
 
 _FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
 
-# What stands between the world and a test's body; see Note [Hidden frames].
+# The modules between the world and a test's body; see Note [Hidden frames].
 wording.hide(rf"/testing/_internal/(?:{_FRONT_DOORS}|_distributed/\w+)\.py")
 wording.hide(
     r"/testing/_internal/(?:hypothesis_utils|_distributed/\w+)\.py",
@@ -21,7 +21,7 @@ wording.hide(
         "run_method",
     ),
 )
-# Wait for their caller, on the simulated accelerator.
+# Functions that wait on behalf of their caller, on the simulated accelerator.
 operations.look_through(
     *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
 )

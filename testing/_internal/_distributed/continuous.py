@@ -44,7 +44,7 @@ _END_S = 15.0
 class MultiProcContinuousTest(RanksTestCase):
     """A test case whose ranks, with their process group, live as long as the class.
 
-    Shared between the tests of a class: processes, process group, and whatever a test leaves behind in them. Fresh in
+    Shared between the tests of a class: processes, process group, and all state that a test leaves in them. Fresh in
     every test: the instance and the random seed. After a test that fails, or a rank that dies, the next test gets fresh
     ranks.
 
@@ -58,12 +58,12 @@ class MultiProcContinuousTest(RanksTestCase):
     rank: int = _UNSET
     rdvz_file: str | None = None
     timeout: timedelta = timedelta(seconds=120)
-    # Upstream sets it after a failure to skip the rest of the class. Here only subclasses set it.
+    # Upstream sets this after a failure to skip the rest of the class. Here only subclasses set it.
     poison_pill: bool = False
 
     pg: ClassVar[c10d.ProcessGroup]
     processes: ClassVar[list[RankProcess]] = []
-    # Upstream's name: its subclasses without ranks set it, and override what starts and ends them.
+    # Upstream's name: its subclasses without ranks set this, and override the methods that start and end ranks.
     _processes_spawned: ClassVar[bool] = False
     _world: ClassVar[World | None] = None
 
@@ -109,7 +109,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _notice_a_lost_zygote(cls) -> None:
-        """Forget ranks whose zygote has died since the last test, and they with it: this test gets fresh ones."""
+        """Forget ranks that died with their zygote since the last test: this test gets fresh ones."""
         if cls._world is None:
             return
         try:
@@ -134,7 +134,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _device_type_name(cls) -> str:
-        # Existing subclasses define it as a class method, a property or a string.
+        # Existing subclasses define ``backend_str`` as a class method, a property or a string.
         value = cls._value_of("device_type")
         return str(value() if callable(value) else value)
 
@@ -142,7 +142,7 @@ class MultiProcContinuousTest(RanksTestCase):
     def _value_of(cls, name: str) -> Any:
         found = inspect.getattr_static(cls, name, None)
         if isinstance(found, property) and found.fget is not None:
-            # An instance that no __init__ has seen: the property may read others, such as world_size.
+            # A new instance, on which __init__ has not run: the property may read others, such as world_size.
             return found.fget(object.__new__(cls))
         return getattr(cls, name)
 
@@ -184,7 +184,7 @@ class MultiProcContinuousTest(RanksTestCase):
                 os.remove(cls.rdvz_file)
 
     def _check_ranks(self) -> None:
-        """Fail if the test ended without having waited for the ranks, which are dropped: they may still run it."""
+        """Fail if the test ended without waiting for the ranks. Drop them, because they may still run the test."""
         try:
             verdict.check()
         except verdict.UnjudgedRanksError:
@@ -214,7 +214,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Drop the ranks after a failure: some may wait for the one that failed. The next test gets fresh ranks."""
+        """Drop the ranks after a failure, because some may wait for the failed one. The next test gets fresh ranks."""
         world = cls._forget_ranks()
         if world is not None:
             world.close()

@@ -24,7 +24,7 @@ from torch_ext.world.protocol import Receipt, Said
 
 __unittest = True
 
-# Sent instead of an example when there are no more.
+# Sent instead of an example after the last one.
 NO_MORE = b""
 # The reason in the receipt of an example that assume() rejected.
 REJECTED = "the example does not satisfy assume()"
@@ -45,7 +45,7 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
             f"across_ranks() needs a test class that starts processes for each test, such as FSDPTest; "
             f"got {type(case).__name__}"
         )
-    # assume() believes that it is used outside of a test, because Hypothesis runs in another process.
+    # Hypothesis runs in another process, so assume() would complain that it is used outside of a test.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
     while example := receipts.next_order(examples):
@@ -54,7 +54,7 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
 
 
 def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run one example. The barrier at its end shows what it left behind in the process group, and blames it."""
+    """Run one example. The barrier at its end finds what it left in the process group, and blames the example."""
     set_rng_seed()
     try:
         receipt = _receipt_of_body(case, body, example)

@@ -60,10 +60,10 @@ class Found:
 
 
 def report(found: Found, error: BaseException, test: str, tried: int, failed: int, variable: str) -> WorldReport:
-    """Return the report of a failed test that found the example ``found``, of ``tried``, of which so many failed.
+    """Return the report of a failed test: the example ``found``, and how many examples were tried and failed.
 
-    The notes of ``error``, which Hypothesis raised at the end, tell how to run the example again; ``variable`` selects
-    a single example.
+    The notes of ``error``, which Hypothesis raised at the end, say how to run the example again; ``variable`` selects a
+    single example.
     """
     notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
     blob = _BLOB.search(notes)

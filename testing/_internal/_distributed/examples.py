@@ -3,11 +3,11 @@
 Note [Examples across ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Hypothesis runs only in the parent half: it draws, shrinks, and writes the example database. Instead of calling the
-test's body, it sends the drawn arguments to a standing set of ranks, which each report a receipt. Whatever goes wrong
-in a rank (an exception, a death, a timeout) is raised here as a failure of that example, always from the same line, so
-that Hypothesis shrinks to one minimal example. After a failure the ranks are ended before the next example, because
-some may still wait in a collective that the next example would join. The ranks never draw: ``assume()`` in a body
-works, interactive draws (``st.data()``) do not.
+test's body, it sends the drawn arguments to a standing set of ranks, which each report a receipt. Every failure of a
+rank (an exception, a death, a timeout) is raised here as a failure of that example, always from the same line, so that
+Hypothesis shrinks to one minimal example. After a failure the ranks are ended before the next example, because some may
+still wait in a collective that the next example would join. The ranks never draw: ``assume()`` in a body works,
+interactive draws (``st.data()``) do not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 _READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
 
 
-# A test that is given less time than its examples may take still has time for this many that hang.
+# A test whose time limit is too short for its examples still has time for this many that hang.
 _EXAMPLES_AT_LEAST = 4
 
 
@@ -68,9 +68,9 @@ def _zygote_of(world: World) -> Iterator[None]:
 
 
 def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
-    """Return ``given`` changed for examples that run in other processes: no deadlines, because each example has its own
-    time limit; no explain phase, which traces lines that run in the ranks; slow draws, because ranks keep the machine
-    busy. If ``CI`` is set, examples are the same in every run and the database is not used.
+    """Return ``given`` for examples that run in other processes: without deadlines, because each example has its own
+    time limit; without the explain phase, which traces lines that run in the ranks; with slow draws, because ranks keep
+    the machine busy. If ``CI`` is set, examples are the same in every run and the database is not used.
     """
     alike = given.derandomize or bool(os.environ.get("CI"))
     return hypothesis.settings(

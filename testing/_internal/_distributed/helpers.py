@@ -64,8 +64,8 @@ def run_grid(
     for number, values in enumerate(itertools.product(*axes.values())):
         chosen = dict(zip(axes, values, strict=True))
         name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
-        # Not within case.subTest(), which goes on after a failure: the next subtest's collectives would meet those of
-        # this one on ranks where it has not failed.
+        # Not within case.subTest(), which continues after a failure: the next subtest's collectives would then match
+        # this one's on ranks where it has not failed.
         _reset_dynamo()
         reason = _run_subtest(name, functools.partial(test_fn, *args, **kwargs, **chosen))
         _reset_dynamo()
@@ -90,13 +90,12 @@ def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
 def _agree_on_skips(key: str, name: str, reason: str | None) -> None:
     """Wait for all ranks at the end of a subtest, and compare who has skipped it.
 
-    The ranks that skip leave a word in the store before the barrier, so that agreement costs one look after it.
+    A rank that skips sets a key in the store before the barrier, so that one look after it shows whether ranks agree.
 
     Raises:
-        AssertionError: some have skipped it, and some have not.
     """
     if not c10d.is_initialized():
-        c10d.barrier()  # says so
+        c10d.barrier()  # raises the error that says so
         return
     store, rank, size = _get_default_store(), c10d.get_rank(), c10d.get_world_size()
     if reason is not None:
@@ -116,7 +115,7 @@ def _agree_on_skips(key: str, name: str, reason: str | None) -> None:
 
 
 def _reset_dynamo() -> None:
-    # Importing it takes half a second, and without it there is nothing to reset.
+    # Importing it takes half a second; if it is not loaded, there is nothing to reset.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -13,7 +13,7 @@ import torch.distributed as c10d
 from torch_ext.world import files, settings
 from torch_ext.world.follow import RankTask
 
-# How long the store takes a rank to be slow, in seconds; what ranks wait for has limits of its own.
+# How long a store operation may wait for a slow rank, in seconds; waits of ranks have their own limits.
 _STORE_S = 300.0
 
 
@@ -23,7 +23,7 @@ def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], 
     Called in the parent half, which serves the store as long as it holds it.
 
     Raises:
-        ValueError: they cannot be divided.
+        ValueError: ``tasks`` cannot be divided among the hosts.
     """
     share = settings.ranks_per_host(len(tasks), number)
     at = settings.address()
@@ -49,7 +49,7 @@ def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], 
 
 
 def _folder_of(host: int) -> dict[str, str]:
-    """Where ranks of ``host`` make temporary files; host 0 is this one."""
+    """Return the folder for temporary files of ranks on ``host``; host 0 is this one."""
     if not host:
         return {}
     folder = os.path.join(files.folder(), f"h{host}")

@@ -1,4 +1,4 @@
-"""Tells the runner which devices its classes must share. Runs in a child of a zygote."""
+"""Reports to the runner which devices its classes must share. Runs in a child of a zygote."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 Note [unittest in ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank runs the test method by :meth:`unittest.TestCase.run`, with a result object of ours and without fixtures. So
-sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest, which runs all of them and
-records what each does. What it has recorded leaves the replaced method as one exception, since existing overrides of
-``_run`` and ``run_test`` expect the method to raise; :func:`parts_of` returns the rest of it.
+sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest, which runs and records all
+of them. The record leaves the replaced method as one exception, since existing overrides of ``_run`` and ``run_test``
+expect the method to raise; :func:`parts_of` returns the rest of the record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_ext.world.protocol import Part
 from torch_ext.world.settings import timeout_of
 from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
-# unittest hides its own frames and ours. pytest shows all of them if none is left: there, the one that waits stays.
+# unittest hides its own frames and ours. pytest shows all frames if none is left, so under pytest keep the waiting one.
 __unittest = "_pytest.unittest" not in sys.modules
 
 provider.watch_this_process()
@@ -60,7 +60,7 @@ class RanksTestCase(TestCase):
             raise ValueError(f"{type(self).__name__} has no test method {name!r}")
 
     def _prepare(self) -> None:
-        """Do in this process, unless it is a rank, what has to be done before ranks are started."""
+        """Prepare this process for starting ranks, unless it is a rank."""
         if world_rank.current() is None:
             accelerator.device_type()  # load the device before the zygote is forked
             provider.prepare(type(self).__module__)
@@ -71,7 +71,7 @@ class RanksTestCase(TestCase):
 
     def setUp(self) -> None:
         check_fixtures(type(self))
-        timeout_of(self)  # refuse a limit that is none before ranks start
+        timeout_of(self)  # refuse an invalid limit before ranks start
         super().setUp()
 
 
@@ -79,7 +79,7 @@ def count_ranks(case: Any, world_size: Any = None) -> int:
     """Return how many ranks ``case``, a test case or its class, asks for by ``world_size`` (default: its attribute).
 
     Raises:
-        ValueError: this is no number of ranks.
+        ValueError: the value is not a non-negative integer.
     """
     found = case.world_size if world_size is None else world_size
     name = (case if isinstance(case, type) else type(case)).__name__
@@ -119,7 +119,7 @@ class Failed(NamedTuple):
 
 
 class _Result(unittest.TestResult):
-    """Keeps what unittest tells of one run of a test method in a rank."""
+    """Records what unittest reports about one run of a test method in a rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Result(unittest.TestResult):
             return
         self._failed.append(failed)
         if name and world_rank.current() is not None:
-            # The rank goes on, and may hang in what its peers do not call: then nothing else tells of this failure.
+            # The rank goes on, and may hang in a collective that its peers do not call: only this shows the failure.
             with contextlib.suppress(Exception):  # the test may have closed it
                 print(f"sub-test {name} failed: {wording.read_error(error)[0]}", file=sys.stderr, flush=True)
 
@@ -166,7 +166,7 @@ class _Result(unittest.TestResult):
 
         Raises:
             BaseException: the error of the first part that failed, or of the first that skipped if none failed.
-            AssertionError: unittest has not said how the test ended, as where something has replaced its methods.
+            AssertionError: unittest did not report how the test ended, for example because its methods were replaced.
         """
         exits = [each for each in self._failed if isinstance(each.error, SystemExit)]
         others = [each for each in self._failed if each not in exits]
@@ -183,7 +183,7 @@ class _Result(unittest.TestResult):
 
 
 def _reason_of_skip(error: BaseException) -> str:
-    """Return why an exception other than unittest's skips a test: an exit code of torch's, or pytest.skip()."""
+    """Return why an exception other than unittest's skips a test: one of torch's exit codes, or pytest.skip()."""
     if isinstance(error, SystemExit):
         return skip_reason(error.code)
     skipped = getattr(sys.modules.get("_pytest.outcomes"), "Skipped", ())
@@ -215,7 +215,7 @@ def _note_ended(pid: int) -> None:
 
 
 def forget_body() -> None:
-    """Take no body that has run in this rank so far for that of the next test."""
+    """Forget the bodies that have run in this rank, so that none counts as the next test's."""
     _note_ended(0)
 
 
@@ -225,14 +225,14 @@ def body_has_ended() -> bool:
 
 
 def _expect_no_more(case: unittest.TestCase) -> None:
-    """Have what ``case`` is about to raise count as a failure also if it was expected to fail: not in this way."""
+    """Count the exception that ``case`` is about to raise as a failure even if the test is an expected failure."""
     outcome = getattr(case, "_outcome", None)
     if outcome is not None:
         outcome.expecting_failure = False
 
 
 def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
-    """Have the parent half of ``method`` call ``parent_half(case, method)``, where by default it waits for the ranks.
+    """Have the parent half of ``method`` call ``parent_half(case, method)``; by default it waits for the ranks.
 
     Decorators that copy attributes, as :func:`functools.wraps` does, preserve this.
     """

@@ -47,7 +47,7 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
 
     Raises:
         ZygoteLostError: the new zygote was lost too.
-        ValueError: they cannot be divided among the ``hosts``; see Note [Several hosts].
+        ValueError: the ranks cannot be divided among the ``hosts``; see Note [Several hosts].
     """
     if hosts > 1:
         ranks, store = over_hosts(ranks, hosts)
@@ -96,15 +96,15 @@ def raise_verdict(
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
-    """Send a traceback through the pipe, as upstream does. The report takes it from the receipt: what the pipe cannot
-    hold is cut, since a rank that blocked here would never hand in its receipt.
+    """Send a traceback through the pipe, as upstream does, cut to the pipe's capacity: a rank that blocked here would
+    never hand in its receipt. Reports take the traceback from the receipt.
     """
     with contextlib.suppress(OSError):
         pipe.send(trace[-_MOST_IN_PIPE:])
 
 
 def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``kwargs`` that the function accepts: existing overrides may be older than some of them."""
+    """Return the ``kwargs`` that the function accepts: existing overrides may be older than some of them."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(kwargs)
@@ -151,10 +151,10 @@ class MultiProcessTestCase(RanksTestCase):
         return False
 
     def _current_test_name(self) -> str:
-        return self._testMethodName  # which may have dots, so that id() does not tell where it begins
+        return self._testMethodName  # may have dots, so id() does not show where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """As in the base class. If :func:`set_parent_half` has set a function on ``fn``, the parent half calls that."""
+        """As in the base class. The parent half calls the function set on ``fn`` by :func:`set_parent_half`, if any."""
         own = getattr(fn, PARENT_HALF, None)
         wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
         return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, wait)

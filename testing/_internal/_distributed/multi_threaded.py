@@ -44,7 +44,7 @@ def _run_rank(rank: int, world_size: int, store: c10d.Store, body: Callable[[], 
         rank_threads.hand_in(error)  # before the peers wake and fail because of it
         rank_threads.end_world()
     finally:
-        if rank_threads.is_of_this_test():  # else the registry of groups is another test's
+        if rank_threads.is_of_this_test():  # else the registry of groups belongs to another test
             c10d.destroy_process_group()
     rank_threads.hand_in(None)
 
@@ -59,16 +59,16 @@ def _install_world_of_threads() -> None:
 class MultiThreadedTestCase(RanksTestCase):
     """A test case whose methods run in ``world_size`` threads of this process.
 
-    Call ``self._spawn_threads()`` in ``setUp``. Each thread has an instance, a rank and a default process group of its
-    own; all else is shared, including global state and the CPU's random generator. Put per-rank setup in
-    ``perThreadSetUp`` and ``perThreadTearDown``. A rank that fails wakes its peers from their collectives. A rank that
-    hangs fails the test at its time limit, and its thread stays behind, because threads cannot be killed.
+    Call ``self._spawn_threads()`` in ``setUp``. Each thread has its own instance, rank and default process group; all
+    else is shared, including global state and the CPU's random generator. Put per-rank setup in ``perThreadSetUp`` and
+    ``perThreadTearDown``. A rank that fails wakes its peers from their collectives. A rank that hangs fails the test at
+    its time limit, and its thread stays behind, because threads cannot be killed.
     """
 
     MAIN_THREAD_RANK = -1
 
     global_store: ClassVar[c10d.Store]
-    exception_queue: ClassVar[queue.Queue[Any]] = queue.Queue()  # upstream's; what ranks raise is in their outcomes
+    exception_queue: ClassVar[queue.Queue[Any]] = queue.Queue()  # upstream's; outcomes hold exceptions
 
     rank: int
     threads: list[RankThread]
@@ -82,7 +82,7 @@ class MultiThreadedTestCase(RanksTestCase):
 
     @property
     def _current_test_name(self) -> str:
-        return self._testMethodName  # which may have dots, so that id() does not tell where it begins
+        return self._testMethodName  # may have dots, so id() does not show where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         return waits_or_runs(
@@ -112,7 +112,7 @@ class MultiThreadedTestCase(RanksTestCase):
         accelerator.request_devices(max(size, devices_asked_for(cls)))
         _install_world_of_threads()
         cls.global_store = c10d.HashStore()
-        cls.addClassCleanup(verdict.check)  # for a run() that calls none of our own
+        cls.addClassCleanup(verdict.check)  # for a run() that bypasses our own
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
 
     @classmethod

@@ -6,10 +6,10 @@ import importlib
 from torch_ext import accelerator
 from torch_ext.compat.testing import seed_without_stacks
 
-# Chosen and loaded here. Every rank would otherwise import the package of an out-of-tree device.
+# Choose and load the device here. Every rank would otherwise import the package of an out-of-tree device.
 accelerator.device_type()
-# Libraries that torch's helpers for tests import first of all. Not the helpers: they change settings of torch
-# (torch.backends.disable_global_flags), which a file that does without them must not see.
+# Libraries that torch's test helpers import. Not the helpers: they change settings of torch
+# (torch.backends.disable_global_flags), and test files that do not import them must not see that.
 for name in ("expecttest", "hypothesis", "pytest", "torch.utils.cpp_extension"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

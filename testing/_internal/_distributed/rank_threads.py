@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from time import process_time  # as it is now: a body may put its own clock in its place
+from time import process_time  # bound now, because a body may replace the clock
 from typing import Any
 
 from torch_ext import accelerator
@@ -35,7 +35,7 @@ _ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPP
 
 
 class _Escapes:
-    """What escapes from threads that ranks have started, and from theirs, from now until :meth:`end`."""
+    """Collects exceptions that escape from threads started by ranks, directly or indirectly, until :meth:`end`."""
 
     def __init__(self) -> None:
         self._errors: list[tuple[int | None, UnfinishedWorkError]] = []
@@ -56,20 +56,20 @@ class _Escapes:
     def _note(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
         starter: RankThread | None = getattr(thread, _STARTER, None)
         if starter is not None and starter.escapes is not self:
-            return  # an earlier test's
+            return  # started by an earlier test
         said = UnfinishedWorkError(f"{text}: {type(error).__name__}: {error}")
         said.__cause__ = error
         self._errors.append((starter.rank if starter is not None else None, said))
 
     def end(self) -> list[tuple[int | None, UnfinishedWorkError]]:
-        """Put back what was there; return what has escaped, with the rank that it is due to if one is known."""
+        """Restore the hooks; return the escaped exceptions, each with the rank to charge if known."""
         setattr(threading.Thread, "start", self._start)  # noqa: B010
         self._threads.end()
         return self._errors
 
 
 class RankThread(threading.Thread):
-    """One rank. Its receipt is on the thread itself, so that one from an earlier test can never be taken for it.
+    """One rank. Its thread holds the receipt, so that a receipt of an earlier test is never mistaken for it.
 
     A daemon, so that a rank that hangs does not keep the process alive.
     """
@@ -97,13 +97,13 @@ class RankThread(threading.Thread):
             except BaseException as error:
                 hand_in(error)
             finally:
-                # All threads share it, and so would all later tests.
+                # The limit is shared by all threads, and would carry over to later tests.
                 sys.setrecursionlimit(max(sys.getrecursionlimit(), self._recursion_limit))
 
 
 def hand_in(error: BaseException | None) -> None:
-    """Hand in the receipt of the rank that this thread is, unless it has handed one in. ``error`` is what its body
-    raised; None if the body has run to its end, which no other code can know.
+    """Hand in the receipt of this thread's rank, unless it has handed one in. ``error`` is the exception of its body;
+    None if the body ran to its end, which only the caller can know.
     """
     thread = threading.current_thread()
     if not isinstance(thread, RankThread) or thread.receipt is not None:
@@ -113,8 +113,8 @@ def hand_in(error: BaseException | None) -> None:
             thread.check.raise_races()
     except Exception as races:
         error = races
-    # An exit with an unknown code fails like an exception, because there is no process to end. It may be the one by
-    # which torch ends the ranks that wait for one that has failed.
+    # An exit with an unknown code fails like an exception, because there is no process to end. The exit may be torch's
+    # own, which ends the ranks that wait for a failed one.
     receipt = receipts.receipt_of(error) or receipts.failure_of(error) if error is not None else receipts.passed()
     thread.receipt = replace(receipt, time_s=monotonic())
 
@@ -126,21 +126,21 @@ def world_of(thread: threading.Thread) -> ThreadedWorld | None:
 
 
 def end_world() -> None:
-    """Wake the peers of the rank that this thread is: it has failed."""
+    """Wake the peers of this thread's rank, which has failed."""
     world = world_of(threading.current_thread())
     if world is not None:
         world.end()
 
 
 def is_of_this_test() -> bool:
-    """Whether this thread is a rank of the test that runs now, and not one that an earlier test has left behind."""
+    """Whether this thread is a rank of the running test, not one left behind by an earlier test."""
     return world_of(threading.current_thread()) is _current_world
 
 
 def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
     """Start a thread for each rank; each calls ``target`` with its rank."""
     prepare_for_threads()
-    # A mesh takes a device for its thread only where the process has used none, which would depend on who came first.
+    # A mesh sets its thread's device only if the process has used no device yet, which would depend on thread order.
     accelerator.initialize()
     check = receipts.race_check_of_threads()
     global _current_world
@@ -158,15 +158,15 @@ def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
 def wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time.
 
-    An exception that ended a thread fails the rank that started it. A race that no rank was charged with fails the
-    first rank that has passed.
+    An exception that ended a thread fails the rank that started the thread. A race that no rank was charged with fails
+    the first rank that has passed.
     """
     verdict.asked(threads[0] if threads else None)
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
         for world in _of(threads, "world"):
-            world.end()  # those that have not ended take part in nothing more
+            world.end()  # ranks that have not ended join no further collectives
         escaped = [each for noted in _of(threads, "escapes") for each in noted.end()]
     for rank, error in escaped:
         _charge(outcomes, error, rank)
@@ -180,8 +180,8 @@ def _of(threads: Sequence[RankThread], name: str) -> set[Any]:
 
 
 def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
-    """Fail ``rank`` because of ``error``, or the first that is well, or failed as expected, if none is known; unless it
-    has failed anyway.
+    """Fail ``rank`` because of ``error``, unless the rank has failed anyway. With None, fail the first rank that passed
+    or failed as expected.
     """
     for outcome in outcomes:
         is_well = outcome.ok or (outcome.receipt is not None and outcome.receipt.is_expected)

@@ -41,7 +41,7 @@ def skipped(reason: str) -> Receipt:
 def receipt_of(error: BaseException) -> Receipt | None:
     """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip.
 
-    Races that the check of a body has found by then are part of it, and turn a skip into a failure.
+    Races found by the body's check by then are part of the receipt, and turn a skip into a failure.
     """
     reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
     if isinstance(error, SystemExit) and not reason:
@@ -56,7 +56,7 @@ def receipt_of(error: BaseException) -> Receipt | None:
 
 
 def failure_of(error: BaseException, blamed: BaseException | None = None) -> Receipt:
-    """Return the receipt of a rank that failed by ``error``, or by ``blamed`` of which that is a part."""
+    """Return the receipt of a rank that failed by ``error``, or by ``blamed``, of which ``error`` is a part."""
     receipt, found = world_rank.failure(blamed or error), parts_of(error)
     if not found:
         return receipt
@@ -74,8 +74,8 @@ def _traces(first: str, found: Sequence[Failed]) -> str:
 
 
 def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
-    """Return ``receipt`` of a rank that ends now, with what the class and module cleanups raise if it tells of an
-    expected failure: nothing else would fail then.
+    """Return ``receipt`` of a rank that ends now. For an expected failure, include the exceptions of the class and
+    module cleanups, which would otherwise fail nothing.
     """
     if not receipt.is_expected:
         return receipt
@@ -86,8 +86,8 @@ def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
 
 
 def race_check() -> AbstractContextManager[None]:
-    """Return a context for the body of the test, or example, that this rank runs: a race between streams of the device
-    fails the rank; see ``accelerator.race_check``. Rank 0 says which known races the test has not met.
+    """Return a context for the body of this rank's test or example: a race between streams of the device fails the
+    rank; see ``accelerator.race_check``. Rank 0 reports known races that the test did not meet.
     """
     rank = world_rank.current()
     if rank is None:
@@ -96,13 +96,13 @@ def race_check() -> AbstractContextManager[None]:
 
 
 def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
-    """Begin the check of a test whose ranks are threads; None if the device has none."""
+    """Begin the check of a test whose ranks are threads; return None if the device has no checker."""
     rank = world_rank.current()
     return accelerator.race_check_of_threads(wording.announce if rank is None else rank.tell)
 
 
 def next_order(orders: Connection) -> Any:
-    """Return the next order of the parent half, or None if that is gone. Receipts are about its ticket from now on."""
+    """Return the parent half's next order, or None at its end. Later receipts carry the order's ticket."""
     try:
         ticket, order = orders.recv()
     except EOFError:
@@ -114,8 +114,8 @@ def next_order(orders: Connection) -> Any:
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended.
 
-    A ``run`` that returns though no test method has run to its end has failed, also where it swallowed the failure.
-    One check for races covers all that ``run`` does.
+    If ``run`` returns before a test method has run to its end, the rank fails, even if ``run`` swallowed the failure.
+    One check for races covers all of ``run``.
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
@@ -128,7 +128,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     try:
         with race_check():
             return _receipt_of_call(rank, run, *args, **kwargs)
-    except Exception as error:  # of the check
+    except Exception as error:  # raised by the check
         if rank.handed_in:
             raise
         return world_rank.failure(error)

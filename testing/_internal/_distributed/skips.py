@@ -73,7 +73,7 @@ TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
 def skip_reason(exit_code: object) -> str:
     """Return the reason that ``exit_code`` stands for, in our table or torch's; empty if it does not mean "skipped"."""
     tables: list[Mapping[str, Any]] = [TEST_SKIPS]
-    if _TORCHS_TABLE in sys.modules:  # importing it takes seconds, in every rank; nobody else knows its codes
+    if _TORCHS_TABLE in sys.modules:  # its import takes seconds per rank; its codes need it loaded
         tables.append(torch_testing.TEST_SKIPS)
     for table in tables:
         for skip in table.values():

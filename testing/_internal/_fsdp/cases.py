@@ -60,7 +60,7 @@ def _use_device(rank: int) -> list[int] | None:
 
 
 def _silence_desync_debugging() -> None:
-    # Its clean-up thread makes short tests fail now and then:
+    # The clean-up thread of desync debugging makes short tests fail now and then:
     # https://github.com/pytorch/pytorch/issues/90848
     os.environ["TORCH_NCCL_DESYNC_DEBUG"] = "0"
 
@@ -98,7 +98,7 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 
 class FSDPTestMixin(TrainingMixin):
-    """What FSDP test cases share, however their ranks start."""
+    """Methods of FSDP test cases whose ranks are processes."""
 
     if TYPE_CHECKING:
         rank: int

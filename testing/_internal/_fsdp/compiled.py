@@ -45,7 +45,7 @@ def compiled_fsdp_test(
 
 
 test_compiled_fsdp = compiled_fsdp_test
-# pytest would collect it by its name in every file that imports it.
+# pytest would collect this as a test in every file that imports it.
 compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 
 

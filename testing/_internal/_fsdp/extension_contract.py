@@ -192,7 +192,7 @@ class FSDPExtensionContract(_FSDPTest):
                 )
                 self._check_close(got, wanted, what, (0.0, 0.0))
 
-    # What follows is not part of the interface.
+    # Not part of the interface from here on.
 
     @property
     def _device(self) -> torch.device:

@@ -1,15 +1,17 @@
 """Calls the two hooks of a sharded weight as FSDP2 calls them, and checks what they
 return. Also: the inner tensors of a tensor subclass.
 
-Note [What FSDP2 does with the hooks] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ Unsharding
-calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor that it
-returns and all-gathers it over the shard mesh. The first time, ``fsdp_post_all_gather``
-builds the unsharded tensor from the gathered tensors, and returns it with any other
-tensors to free on reshard. FSDP views the result in the size of the unsharded weight.
-Resharding frees the gathered tensors and those others. Each later time their memory is
-allocated again without its contents, the all-gather fills the gathered tensors, and
-``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd must not see these
-writes, because the weight may be saved for a backward that is still to come.
+Note [What FSDP2 does with the hooks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Unsharding calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor
+that it returns and all-gathers it over the shard mesh. The first time,
+``fsdp_post_all_gather`` builds the unsharded tensor from the gathered tensors, and
+returns it with any other tensors to free on reshard. FSDP views the result in the size
+of the unsharded weight. Resharding frees the gathered and these other tensors. Each
+later time their memory is allocated again without its contents, the all-gather fills
+the gathered tensors, and ``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd
+must not see these writes, because the weight may be saved for a backward that is still
+to come.
 """
 
 from __future__ import annotations

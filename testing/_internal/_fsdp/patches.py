@@ -1,14 +1,16 @@
 """Context managers that replace a function of c10d or FSDP2 on all ranks.
 
-Note [Patches and threads] ~~~~~~~~~~~~~~~~~~~~~~~~~~ Ranks may be processes, which each
-have the patched name to themselves, or threads, which share it. In both cases:
+Note [Patches and threads]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks may be processes, which each have the patched name to themselves, or threads,
+which share it. In both cases:
 
 - No rank runs its body before every rank has set its replacement (a barrier after
   setting).
 - The name is not restored while a thread is in its body (a barrier before leaving).
 - The last thread to leave restores what the first thread found. If every thread
-  restored what it found itself, one could restore another thread's replacement for
-  good.
+  restored what it found itself, one could leave another thread's replacement in
+  place.
 
 Threads share one replacement, the one that was set last. A body that raises leaves
 without the barrier, because a peer may never arrive; the name is restored when the last
@@ -54,7 +56,7 @@ class _Level:
 
 
 _lock = threading.Lock()
-# By the owner's id and the name; so are the counts of contexts that a thread is inside.
+# Keyed by the owner's id and the name, as are each thread's counts of contexts.
 _levels: defaultdict[tuple[int, str], list[_Level]] = defaultdict(list)
 
 

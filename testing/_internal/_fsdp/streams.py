@@ -26,7 +26,7 @@ from torch_ext.testing._internal._fsdp.step_log import (
 __all__ = ["WatchedUnits", "check_races"]
 
 _MOST_MARKS = 256
-# What moments call the collectives of FSDP.
+# The names of FSDP's collectives in moments.
 _NAMES = {"all-gather": "gather", "reduce-scatter": "reduce"}
 _RELATION = re.compile("(.+) (?:overlaps|comes before|issued after) (.+)")
 
@@ -65,7 +65,7 @@ class WatchedUnits(CollectiveLog):
             model, which it returns.
 
     Attributes:
-        names: what was marked, in the order of the calls.
+        names: the marked moments, in the order of the calls.
     """
 
     def __init__(

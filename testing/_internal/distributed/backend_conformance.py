@@ -140,7 +140,7 @@ class BackendConformance:
     def test_disagreement_is_named_and_survived(self) -> None:
         self._hold_to("disagreement is named")
 
-    # What follows is a method for each feature, under the feature's name.
+    # From here on, a method for each feature, under the feature's name.
 
     def _all_reduce(self) -> None:
         for where, rows, mine, op in self._reductions():

@@ -3,9 +3,8 @@ local, replicated and remote layers.
 
 The topology of :class:`DdpUnderDistAutogradTest`::
 
-    master (rank 5)  --train_batch-->  trainers (ranks 0-3)  --RemoteEM, RemoteNet-->
-    remote worker (rank 4)
-                                            ^------ DDP ------^
+    master (rank 5)  --train_batch-->  trainers (ranks 0-3, DDP among them)
+    trainers         --RemoteEM, RemoteNet-->  remote worker (rank 4)
 
 Trainers train ``fc1`` and ``fc2`` together with the two remote layers. Weights and
 inputs are small integers and halves, so every gradient is exact in float32 and is
@@ -271,8 +270,8 @@ class Trainer:
             loss = weighted_sum(self.hybrid_module(batch), batch)
             dist_autograd.backward(context_id, [loss])
             grads = dist_autograd.get_gradients(context_id)
-            # Before the context ends: that drops the gradients on every worker that
-            # took part.
+            # Read the gradients before the context ends, which drops them on every
+            # worker that took part.
             self.remote_grads = [
                 grad
                 for rref in self.remote_rrefs
@@ -546,12 +545,14 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         self._do_test(DdpMode.INSIDE)
 
 
-# Note [DDP dies before its group] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ A DDP module that
-# outlives ``destroy_process_group`` holds the group's last reference. Its destructor
-# then joins the group's threads with the GIL held, and a thread that is dropping a
-# finished collective's Python objects waits for the GIL: the process hangs, about once
-# in forty runs (torch 2.13, gloo). Groups destroyed by ``destroy_process_group`` itself
-# release the GIL. So modules go out of scope, or are dropped, first.
+# Note [DDP dies before its group]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A DDP module that outlives ``destroy_process_group`` holds the group's last reference.
+# Its destructor then joins the group's threads with the GIL held, and a thread that is
+# dropping a finished collective's Python objects waits for the GIL: the process hangs,
+# about once in forty runs (torch 2.13, gloo). Groups destroyed by
+# ``destroy_process_group`` itself release the GIL. So modules go out of scope, or are
+# dropped, first.
 
 
 class CommonDdpComparisonTest(RpcAgentTestFixture):

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 turns a model into, and what a training step consists of, written out in
+"""The structure of a model under FSDP2, and the steps of its training, written out in
 full.
 
 Numerical parity does not show that parameters are gathered too often or gradients
@@ -192,7 +192,7 @@ with:
 class TestState(AnatomyTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_types_of_a_step(self):
-        """Compute, reduction and output each have a type of their own, so none can be
+        """Compute, reduction and output each have their own type, so none can be
         mistaken for another.
         """
         model = ThreeUnits().to(self.device)

@@ -52,8 +52,8 @@ class TestFullyShardAutograd(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_child_that_runs_first_is_a_root_for_good(self):
-        """It gets the gradients of its own run. A module above it may not become the
-        root later.
+        """A module that runs alone gets the gradients of that run. A module above may
+        not become the root later.
         """
         model = sequential_mlps()
         reference = copy.deepcopy(model).to(self.device)
@@ -139,8 +139,8 @@ class TestFullyShardAutograd(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_frozen_parameters(self):
-        """They are gathered, but not trained. Forward gives the same output with
-        autograd and without.
+        """Frozen parameters are gathered, but not trained. Forward gives the same
+        output with autograd and without.
         """
         model = sequential_mlps()
         model[1].requires_grad_(False)
@@ -190,7 +190,7 @@ class TestFullyShardIgnoredParams(AutogradTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_sharding_below_a_module_that_is_not_sharded(self):
-        """Parameters outside stay plain tensors, whose gradients the caller
+        """Parameters outside FSDP stay plain tensors, whose gradients the caller
         averages.
         """
         model = sequential_mlps()

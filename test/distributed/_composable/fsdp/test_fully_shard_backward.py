@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Settings of FSDP2's backward, recomputation in it, conversion between steps, and
-three ranks, which divide little.
+three ranks, which divide few sizes.
 """
 
 import copy
@@ -188,8 +188,8 @@ class TestFullyShardBackward(BackwardTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_conversion_of_a_gathered_module(self):
-        """``to()`` and its like reshard first: they change shards, which the next
-        forward gathers.
+        """``to()`` and similar methods reshard first: they change shards, which the
+        next forward gathers.
         """
         model = sequential_mlps(1)
         reference = copy.deepcopy(model).to(self.device)
@@ -200,7 +200,7 @@ class TestFullyShardBackward(BackwardTest):
         self.assertEqual(kinds, {"DTensor"}, "kinds of converted parameters")
         model(self.rows(5))
         for each in (reference, model):
-            each._apply(lambda tensor: tensor * 2)  # what every conversion goes through
+            each._apply(lambda tensor: tensor * 2)  # every conversion calls this
             each(self.rows(5)).square().sum().backward()
         average_gradients(reference)
         check_sharded_parity(self, reference, model)

@@ -80,7 +80,7 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_clip_grad_norm_1d(self):
-        """Shards of different sizes."""
+        """Shards differ in size."""
         model = sequential_mlps(2)
         reference = copy.deepcopy(model).to(self.device)
         self._check_clipping(reference, fully_shard_children(model.to(self.device)), 5)
@@ -103,7 +103,7 @@ class TestClipGradNormWorldSize2(ClipGradNormTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_nonfinite_norm_is_an_error_on_every_rank(self):
-        """Also on ranks whose own shards are finite."""
+        """Ranks whose own shards are finite raise it too."""
         model = fully_shard(nn.Linear(4, 4).to(self.device))
         model(self.rows(4)).sum().backward()
         if self.rank == 1:

@@ -251,8 +251,8 @@ class TestFullyShardCollectiveOps(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_all_reduce_hook(self):
-        """The hook gets each group's reduced gradients once, and parameters get what it
-        writes.
+        """The hook gets each group's reduced gradients once, and its changes reach the
+        parameters.
         """
         model = ThreeUnits()
         reference = copy.deepcopy(model).to(self.device)
@@ -313,9 +313,7 @@ class TestFullyShardCommunication(CommTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_reshard_after_forward(self):
-        """The setting takes effect in the next forward, for one module or
-        recursively.
-        """
+        """The setting affects the next forward, of one module or of all below it."""
         model = self.three_units()
         model.set_reshard_after_forward(False)
         self.assertEqual(self.counts(lambda: self.step(model)), (3, 3, 0))
@@ -408,8 +406,8 @@ class TestFullyShardPrefetch(CommTest):
     """
 
     def order_of_step(self, model):
-        """Return what forward does and what backward does, in words, without calls that
-        do nothing.
+        """Return the events of forward and of backward, in words, without calls that do
+        nothing.
         """
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 

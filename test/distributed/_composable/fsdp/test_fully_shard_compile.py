@@ -72,8 +72,8 @@ class TestFullyShardCompileCompute(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_compiled_training_equals_eager_training(self):
-        """Three steps: later steps reuse what the first one compiled, with new shards
-        each time.
+        """Three steps: later steps reuse the code compiled in the first one, with new
+        shards each time.
         """
         self._check_runs(self._train)
 

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2's users may put in place of its communication: collectives, buffers,
-groups and how many are in flight.
+"""Parts of FSDP2's communication that users may replace: collectives, buffers, groups
+and the number in flight.
 """
 
 import sys
@@ -34,8 +34,8 @@ def needs_setting(name):
 
 
 class Counted:
-    """Counts what FSDP asks of a collective. Its buffers hold NaN, so that nobody uses
-    one before it is filled.
+    """Records FSDP's calls of a collective. Its buffers hold NaN, which shows any use
+    before they are filled.
     """
 
     def __init__(self):
@@ -85,8 +85,8 @@ class CustomCommsTest(FSDPTest):
 class TestFullyShardCustomCollectives(CustomCommsTest):
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_custom_all_gather(self):
-        """The module's all-gathers go through the user's, with buffers that it
-        allocates; the others' do not.
+        """The module's all-gathers go through the user's, with buffers that the user's
+        allocates; other modules' do not.
         """
         model = self.three_units()
         gather = CountedAllGather()
@@ -186,8 +186,8 @@ class TestFullyShardSeparateReduceScatterGroup(CustomCommsTest):
     @needs_setting("set_separate_reduce_scatter_group")
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_set_separate_reduce_scatter_group(self):
-        """All modules over the same ranks share one more group, for their
-        reduce-scatters alone.
+        """All modules over the same ranks share one more group, only for their
+        reduce-scatters.
         """
         self.run_subtests({"replicas": [1, 2]}, self._test_separate_group)
 
@@ -233,8 +233,8 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
     @needs_setting("set_reduce_scatter_max_input_buffers")
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_set_reduce_scatter_max_input_buffers(self):
-        """So many inputs of reduce-scatters are kept at a time, the largest number that
-        any module asks for.
+        """FSDP keeps this many inputs of reduce-scatters at a time, the largest number
+        that any module asks for.
         """
         self.run_subtests({"asked": [None, 1, 2, 3]}, self._test_max_input_buffers)
 
@@ -252,7 +252,7 @@ class TestFullyShardReduceScatterBuffers(CustomCommsTest):
         with patch_reduce_scatter(scattering):
             for step in range(2):
                 model(self.rows(4, step)).square().sum().backward()
-        # Before each reduction, the oldest are let go until its own buffer fits.
+        # Each reduction first releases the oldest inputs until its own buffer fits.
         limit = asked or 1
         self.assertEqual(
             kept,

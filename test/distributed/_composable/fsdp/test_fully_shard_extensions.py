@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""All-gather extensions of FSDP2: two hooks of a shard decide what is gathered and what
-the unsharded weight is.
+"""All-gather extensions of FSDP2: two hooks of a shard choose the tensors to gather and
+build the unsharded weight.
 
 Tests a subclass of two tensors, plain tensors patched with hooks, and a subclass that
 gathers in bfloat16. Every rank checks that its hooks ran, because FSDP also gathers
@@ -377,7 +377,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(
         return super()._input(dim).abs()
 
     def _initialize(self, param):
-        # Of the local tensor, because threads share DTensor's cached devices.
+        # Patch the local tensor, because threads share DTensor's cached devices.
         with torch.no_grad():
             nn.init.uniform_(param._local_tensor, 0.01, 0.1)
 
@@ -458,8 +458,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(
             local = param._local_tensor
             self.assertIs(type(local), TwoTensor, name)
             self.assertEqual(local.dtype, torch.float32, name)
-            # The optimizer adds the same to both, but what they were differs, and so
-            # does the rounding of the sum.
+            # The optimizer adds the same to both, but to different values, so the sums
+            # round differently.
             of_a, of_b = (
                 inner - was for inner, was in zip((local.a, local.b), old, strict=True)
             )
@@ -493,7 +493,7 @@ class TestFullyShardAllGatherExtensionsMultiThread(
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_patched_result_of_to_local_is_never_called(self):
-        """Why the local tensor itself is patched: ``to_local()`` returns another
+        """The local tensor itself must be patched: ``to_local()`` returns another
         object, whose hooks never run.
         """
         model = fully_shard(MLP(8, bias=False).to(self.device))

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What a sharded module does when it is called: where inputs go, which parameters it
-has, which methods gather.
+"""The forward of a sharded module: where inputs go, which parameters exist, which
+methods gather.
 """
 
 import copy

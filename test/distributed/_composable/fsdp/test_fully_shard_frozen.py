@@ -33,8 +33,8 @@ class TestFullyShardFrozen(FSDPTest):
         return 2
 
     def _step(self, reference, model, step, forwards=1):
-        """Run both and return how many elements each reduce-scatter took in. The width
-        of 5 is padded to 6.
+        """Run both and return how many elements each reduce-scatter takes. The width of
+        5 is padded to 6.
         """
         reduce_scatter, taken = dist.reduce_scatter_single, []
 
@@ -86,8 +86,8 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_requires_grad_changed_between_steps(self):
-        """On the sharded parameters, at any time between a backward and the next
-        forward.
+        """Users may freeze sharded parameters at any time between a backward and the
+        next forward.
         """
         reference, model = self._frozen(lambda name: False)
         whole, without = 10 * 5 + 10 + 6 * 10 + 6, 10 + 6 * 10 + 6
@@ -108,7 +108,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_requires_grad_is_that_of_the_unsharded_parameter(self):
-        """Whoever looks at a parameter in forward sees what was set outside."""
+        """Forward sees the ``requires_grad`` that was set outside."""
         model = fully_shard(nn.Linear(4, 4).to(self.device))
         seen = []
         model.register_forward_hook(
@@ -128,7 +128,7 @@ class TestFullyShardFrozen(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_frozen_parameters_may_have_another_type(self):
-        """A group reduces in one type, but what is frozen is not reduced."""
+        """A group reduces in one type, and frozen parameters are not reduced."""
 
         class Mixed(nn.Module):
             def __init__(self):

@@ -52,7 +52,7 @@ class TestFullyShardGradientScaler(FSDPTest):
         )
 
     def _test_gradient_scaler(self, layout):
-        """Four steps: the second overflows on one rank alone. The scale grows after two
+        """Four steps: in the second only one rank overflows. The scale grows after two
         good steps in a row.
         """
         model = self._model(layout)
@@ -68,7 +68,7 @@ class TestFullyShardGradientScaler(FSDPTest):
                 each.grad.full_tensor() / scaler.get_scale()
                 for each in model.parameters()
             ]
-            # The loss falls as outputs grow, so that ReLU goes on passing gradients.
+            # The loss falls as outputs grow, so that ReLU keeps passing gradients.
             self.assertTrue(
                 all(bool(gradient.any()) for gradient in gradients), f"step {step}"
             )

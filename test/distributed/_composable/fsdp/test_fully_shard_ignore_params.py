@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""``ignored_params``: neither sharded, nor moved, nor reduced, and the modules that own
-nothing else are left alone.
+"""``ignored_params``: neither sharded, nor moved, nor reduced. Modules with no other
+parameters are left alone.
 """
 
 import copy
@@ -88,9 +88,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_ignored_parameters_are_not_moved(self):
-        """Nor buffers of a module that owns only ignored parameters; buffers of other
-        modules are.
-        """
+        """Buffers are moved, even if all parameters of their module are ignored."""
         skip_without_accelerator("everything is on the host anyway")
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
         ignored = set(model[0].parameters()) | set(model[1].parameters())
@@ -110,7 +108,7 @@ class TestFullyShardIgnoreParams(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_scalars_may_be_ignored(self):
-        """They cannot be sharded."""
+        """Parameters without dimensions cannot be sharded."""
 
         class Scaled(nn.Linear):
             def __init__(self):

@@ -34,7 +34,7 @@ class InitTest(FSDPTest):
 
 
 class TestFullyShardErrors(InitTest):
-    """Each error says what it is about and what to do."""
+    """Each error names its cause and the remedy."""
 
     def _refused(self, error, text):
         return self.assertRaisesRegex(error, re.escape(text))
@@ -208,7 +208,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_fully_shard_is_root(self):
-        """The module that runs first is the root, of all that are in it."""
+        """The module that runs first becomes the root of all modules below it."""
         model = self._nested()
         model(self.rows(5))
         modules = (model, model[0], model[0].in_proj)
@@ -247,7 +247,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_root_keeps_its_parameters(self):
-        """By default. Whoever asks for resharding gets it, in the root too."""
+        """By default the root stays unsharded; an explicit request overrides that."""
         for asked, sharded in ((None, False), (True, True), (False, False)):
             model = fully_shard(
                 nn.Linear(4, 4).to(self.device), reshard_after_forward=asked
@@ -260,9 +260,7 @@ class TestFullyShardLazyInit(InitTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_reset_sharded_param_in_lazy_init(self):
-        """What was put in place of a shard before the first forward is what is
-        gathered.
-        """
+        """A tensor that replaces a shard before the first forward is gathered."""
         model = fully_shard(nn.Linear(4, 3, bias=False).to(self.device))
         whole = torch.arange(12.0, device=self.device).view(3, 4)
         shard = whole[:2] if self.rank == 0 else whole[2:]

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 logs of a step: each hook, with the name of its module in the root."""
+"""FSDP2's log of a step: each hook, with the name of its module in the root."""
 
 import logging
 import sys

@@ -58,8 +58,8 @@ class MeshesTest(FSDPTest):
 
 
 class TestFullyShardPerParamMesh(MeshesTest):
-    """Dense parameters are sharded over all four ranks, experts' over two, whose
-    gradients alone they average.
+    """Dense parameters are sharded over all four ranks. Experts' are sharded over two,
+    which alone average their gradients.
     """
 
     def _meshes(self):
@@ -130,7 +130,7 @@ class TestFullyShardPerParamMesh(MeshesTest):
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_custom_collectives_are_refused(self):
-        """They could not tell which of the groups they are for."""
+        """Custom collectives do not say which of the groups they are for."""
         model = Experts()
         self._sharded(model, self._meshes()[1])
         for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
@@ -160,8 +160,8 @@ class TestFullyShardPerParamMesh(MeshesTest):
 
 
 class TestFullyShardMeshOfAllDimensions(MeshesTest):
-    """Parameters are on a mesh of data and tensor parallel ranks, and FSDP is told
-    which dimensions are its own.
+    """Parameters are on a mesh of data and tensor parallel ranks, and FSDP gets the
+    names of its own dimensions.
     """
 
     def _trained(self, dims, names, placements):
@@ -180,7 +180,7 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
             replicate="replicate" if "replicate" in names else None,
         )
         fully_shard(model, mesh=mesh, dp_mesh_dims=own)
-        # Ranks that differ in tensor parallelism alone have the same rows.
+        # Ranks that differ only in tensor parallelism have the same rows.
         tensor = names.index("tensor")
         data = [
             place

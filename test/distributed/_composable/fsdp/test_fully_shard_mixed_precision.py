@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""``MixedPrecisionPolicy``: the types of compute, reduction and outputs, and what keeps
-its type.
+"""``MixedPrecisionPolicy``: the types of compute, reduction and outputs, and tensors
+that keep their type.
 
 Two ranks add two numbers in one order, and halving is exact, so gradients must equal
 the reference bit by bit.

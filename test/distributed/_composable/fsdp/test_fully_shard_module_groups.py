@@ -107,8 +107,8 @@ class TestFullyShardModuleGroups(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_a_group_is_gathered_and_reduced_as_one(self):
-        """Its 16 and 48 elements travel together, before its first module and after the
-        backward of all.
+        """The group's 16 and 48 elements travel together, before its first module and
+        after the backward of all.
         """
         model = self.grouped()
         log = StepLog(model)
@@ -224,8 +224,8 @@ backward:
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_loss_in_chunks(self):
-        """The head of a group runs alone, chunk by chunk, each with a backward of its
-        own; the trunk's comes last.
+        """The head of a group runs alone, chunk by chunk, each with its own backward;
+        the trunk's comes last.
         """
         model = Trunk()
         reference = copy.deepcopy(model).to(self.device)

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""What FSDP2 lets overlap, and what it must wait for. Both are asked of the streams'
-clocks, never of time.
+"""Operations that FSDP2 overlaps, and its waits. The tests query the streams' clocks,
+never the time.
 """
 
 import sys

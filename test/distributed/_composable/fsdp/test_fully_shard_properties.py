@@ -160,7 +160,7 @@ class TestStateDictProperties(PropertiesTest):
         loaded_by=st.integers(1, WORLD_SIZE),
     )
     def test_full_state_dict_fits_any_world_size(self, tree, saved_by, loaded_by):
-        """Its names and values are those of the unsharded model."""
+        """Names and values are those of the unsharded model."""
         reference = self._unsharded(tree, seed=1)
         state = [None]
         if saver := self._sharded_over(tree, saved_by, seed=1):
@@ -247,7 +247,7 @@ class Padding:
             self.gathered += 1
             (padded,) = outputs
             if out is not None:
-                return None  # it is a view of the gathered memory
+                return None  # the weight is a view of the gathered memory
             return padded[: outer_size[0]], (padded,)
 
         return fsdp_post_all_gather

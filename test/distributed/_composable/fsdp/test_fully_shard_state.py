@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""What ``fully_shard`` makes of a module: its class, its state, and what it refuses."""
+"""The result of ``fully_shard`` on a module: its class, its state, and the errors."""
 
 import copy
 import sys
@@ -56,8 +56,8 @@ class TestFullyShardState(FSDPTestMultiThread):
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_fully_shard_cls(self):
-        """A module's class is one of its own, named after the original and derived from
-        it, and the same for all.
+        """A module gets a new class, derived from the original and named after it,
+        which all modules of that class share.
         """
         model, other = (fully_shard(MLP(4).to(self.device)) for _ in range(2))
         found = [each.__name__ for each in type(model).__mro__[:3]]

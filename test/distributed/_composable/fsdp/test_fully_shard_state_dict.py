@@ -125,8 +125,8 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_plain_tensors_are_refused_by_a_sharded_model(self):
-        """A plain tensor must be distributed before it is loaded; it is not scattered
-        silently.
+        """A plain tensor must be distributed before it is loaded; FSDP does not scatter
+        it silently.
         """
         model = self.sharded(0)
         with self.assertRaisesRegex(
@@ -271,7 +271,7 @@ class TestFullyShardStateDictMultiProcess(StateDictTest):
             "1.bias",
             "2.weight",
             "2.bias",
-        ]  # of the root's group, which is looked at first
+        ]  # of the root's group, which comes first
         with self.assertRaisesRegex(RuntimeError, re.escape(f"{still_on_meta}{names}")):
             model(self.rows(WIDTH))
         with self.assertRaisesRegex(RuntimeError, re.escape(still_on_meta)):

@@ -189,7 +189,7 @@ class TestFullyShard1DTrainingCore(TrainingTest):
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_post_optim_event(self):
         """The next forward waits for the event after which parameters are ready, and
-        the one after that as ever.
+        later ones wait as usual.
         """
         skip_without_accelerator("events need an accelerator")
         model = sequential_mlps()

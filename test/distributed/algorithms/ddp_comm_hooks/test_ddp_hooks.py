@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
-"""Communication hooks of DistributedDataParallel: which buckets they get, in which
-order, and what torch's own do.
+"""Communication hooks of DistributedDataParallel: their buckets, the order of these,
+and torch's own hooks.
 """
 
 import sys
@@ -133,7 +133,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_gradients_are_what_the_hook_returns(self):
-        """Its future's result, and DDP divides nothing."""
+        """The result of the hook's future counts, and DDP divides nothing."""
 
         def sevens(state, bucket):
             future = torch.futures.Future()
@@ -166,8 +166,8 @@ class DistributedDataParallelCommHookTest(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_post_local_sgd_averages_over_the_subgroup(self):
-        """Over the whole world at first, and from the given step on over the subgroup
-        alone, here this rank.
+        """Hooks reduce over the whole world at first, and from the given step on only
+        over the subgroup, here this rank.
         """
         alone, _ = dist.new_subgroups(group_size=1)
         state = post_local_sgd.PostLocalSGDState(
@@ -188,8 +188,8 @@ class DistributedDataParallelCommHookTest(DDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_power_sgd_of_full_rank_averages(self):
-        """Averages until the given step, and then, with factors of full rank, the same
-        up to rounding.
+        """The hook averages until the given step, and then, with factors of full rank,
+        does the same up to rounding.
         """
         state = power_sgd.PowerSGDState(
             None, 8, start_powerSGD_iter=2, min_compression_rate=0
@@ -245,7 +245,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
             self.assertEqual(rank, 1, f"step {step}: rank of the weight's gradient")
             received, owed = received + weight, owed + expected["0.weight"]
             (error,) = state.error_dict.values()
-        # What all steps sent and what is still owed add up to all that there was.
+        # All sent gradients plus the remaining error equal the sum of all gradients.
         dist.all_reduce(error)
         # Elements of the parameters that come before it in the bucket, the last
         # parameter first.

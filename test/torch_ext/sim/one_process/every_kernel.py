@@ -68,7 +68,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fsdp::all_gather_copy_in": lambda: ([make(3)], make(6), [3], 3, 0),
 }  # fmt: skip
 
-# Those whose result needs another form, or which take what their first call makes.
+# Kernels whose result needs another form, or which take the result of another call.
 _FORMED: dict[str, Callable[[], Call]] = {
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
     "aten::_scaled_dot_product_flash_attention_backward": lambda: (_flash_backward, _flash()),
@@ -192,7 +192,7 @@ def _flash_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, l
     )
 
 
-# Arguments of which a kernel wants to know the sizes or the type alone.
+# Arguments of which a kernel reads only the sizes or the type.
 ASKED_ABOUT = {
     "aten::batch_norm_backward_reduce": 4,
     "aten::batch_norm_gather_stats": 0,
@@ -233,7 +233,7 @@ def _on_two(program: Callable[..., Any]) -> Callable[[], Call]:
 CALLS = {**HAND_WRITTEN, **{name: _on_two(program) for name, program in PROGRAMS.items()}}
 
 
-# Programs on four numbers for whose end the host waits, and such for which it does not.
+# Programs on four numbers: the host waits for the end of the first kind, and not of the second.
 HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),
     "bool": lambda x: bool(x[0]),

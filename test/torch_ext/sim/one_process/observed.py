@@ -1,4 +1,4 @@
-"""Runs a program and returns what an observer of the devices was told meanwhile (csrc/kernel_observer.h)."""
+"""Runs a program and returns the events that an observer of the devices received (csrc/kernel_observer.h)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def observe(program: Callable[..., Any], *args: Any) -> tuple[Any, list[Entry]]:
 
 
 def kinds(entries: list[Entry]) -> list[str]:
-    """Return what happened, without what memory was taken and given back."""
+    """Return the events other than allocations and frees."""
     return [entry["kind"] for entry in entries if entry["kind"] not in ("allocated", "freed")]
 
 
@@ -32,7 +32,7 @@ def kernels(entries: list[Entry]) -> list[Entry]:
 
 
 def ranges(entries: Iterable[Entry], *, written: bool) -> list[tuple[int, int]]:
-    """Return the bytes that kernels have written, or read, as pairs of addresses: first, behind the last."""
+    """Return the bytes that kernels have written, or read, as pairs of addresses: the first, and one past the last."""
     found = [access for entry in kernels(list(entries)) for access in entry["accesses"]]
     return [(address, address + size) for _, address, size, write in found if write is written]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# The host draws for some values alone, here for negative ones; a device's generator moves on for all.
+# The host draws only for some values, here negative ones; a device's generator advances for all.
 RANDOM_BY_VALUE = frozenset({"nn.functional.rrelu"})
 
-# Values of memory that nothing has written.
+# Operators that return memory which nothing has written.
 UNINITIALISED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class Rounded(NamedTuple):
-    """Why an operator rounds otherwise, and how far that goes (relative and absolute) in float32 and in bfloat16."""
+    """Why an operator rounds differently, and by how much (relative and absolute) in float32 and in bfloat16."""
 
     reason: str
     full: float = 0.0
@@ -37,7 +37,7 @@ ROUNDED: dict[str, Rounded] = {
 # Arguments that are on the host for every accelerator.
 HOST_ARGUMENTS = frozenset({"tensor_split"})
 
-# Give no result on cpu to compare with: written for GPUs alone.
+# Operators written for GPUs only, without a result on cpu to compare with.
 GPU_ONLY = frozenset(
     {
         "jiterator_2inputs_2outputs",
@@ -51,7 +51,7 @@ GPU_ONLY = frozenset(
     }
 )
 
-# What the host raises for some samples, which are left out. Any other exception of the host fails the test.
+# The errors of the host for some samples, which are left out. Any other exception of the host fails the test.
 REFUSED_BY_HOST = {
     "as_strided.partial_views": "setStorage: ",  # a copy of the sample has less storage than the sample
     "nn.functional.embedding": "scale_grad_by_freq not supported with sparse gradients",

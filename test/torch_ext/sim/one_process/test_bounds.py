@@ -19,9 +19,9 @@ from torch_ext.sim import _native
 
 SIM: Any = torch.get_device_module("sim")
 ILLEGAL = "an illegal memory access was encountered"
-# Where a kernel, or the program, looks at a part of the tensor first, torch refuses the view.
+# If a kernel, or the program, reads a part of the tensor first, torch refuses the view.
 GONE = rf"{ILLEGAL}|out of bounds for storage of size"
-# What such a kernel uses of an argument still fits into half of it.
+# The part of an argument that such a kernel uses still fits into half of the argument.
 _FITS = {("fsdp::all_gather_copy_in", 1, "_halve")}
 
 
@@ -68,7 +68,7 @@ def test_memory_given_back_may_be_used_again() -> None:
     x.untyped_storage().resize_(16)
     assert x.fill_(2).sum().item() == 8
     _free(x)
-    assert x.resize_(8).fill_(1).sum().item() == 8  # as FSDP does, and as resize_ of the tensor does
+    assert x.resize_(8).fill_(1).sum().item() == 8  # as in FSDP, and in resize_ of the tensor
 
 
 def test_a_tensor_on_another_storage_may_be_used() -> None:

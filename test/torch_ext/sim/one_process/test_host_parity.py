@@ -41,7 +41,7 @@ def _train(device: str) -> list[float]:
 
 
 def test_training_step_equals_the_host() -> None:
-    # The fused cells associate their sums otherwise than the host's, hence not exact; float32 noise over four steps.
+    # The fused cells associate their sums differently from the host's, hence float32 noise over four steps.
     assert _train("sim") == pytest.approx(_train("cpu"), rel=1e-5)
 
 

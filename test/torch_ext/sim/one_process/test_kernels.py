@@ -1,4 +1,4 @@
-"""Every kernel of the device passes through one entry, which knows what it reads and writes (csrc/kernel.h)."""
+"""Every kernel of the device passes through one entry, which knows the memory it reads and writes (csrc/kernel.h)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
 def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:
-    """Assert that what went in was read or written, and that what came out was written."""
+    """Assert that the inputs were read or written, and that the outputs were written."""
     written, read = ranges(entries, written=True), ranges(entries, written=False)
     for tensor in tree_leaves(args):
         if isinstance(tensor, Tensor):
@@ -121,7 +121,7 @@ def test_what_does_not_block_tells_the_host_nothing(name: str) -> None:
 
 
 def _moments(entries: list[Entry]) -> list[int]:
-    """Return which moment each entry is about, counted from the first one."""
+    """Return the moment of each entry, counted from the first one."""
     numbers = [entry["moment"] for entry in entries if entry["moment"]]
     return [number - numbers[0] for number in numbers]
 

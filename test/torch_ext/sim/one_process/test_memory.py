@@ -1,4 +1,4 @@
-"""Memory is counted for each device, limited, and poisoned where that is asked for."""
+"""Memory is counted for each device, limited, and poisoned on request."""
 
 from __future__ import annotations
 

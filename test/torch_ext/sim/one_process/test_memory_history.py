@@ -1,4 +1,4 @@
-"""Who allocated memory: snapshots for torch's visualizer, and the error of a device that has run out."""
+"""Allocation history: snapshots for torch's visualizer, and the error of a device that has run out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every public name of ``torch.cuda`` is there, or is refused with the reason; and those that do something do it."""
+"""Every public name of ``torch.cuda`` exists, or is refused with the reason; names that act have the right effect."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_eager_flex_attention_matches_the_hosts() -> None:
     host = torch.randn(1, 2, 4, 8)
     device = host.to("sim").requires_grad_()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
+        warnings.simplefilter("ignore")  # flex_attention warns that it is not compiled
         expected = flex_attention(host, host, host)
         result = flex_attention(device, device, device)
     torch.testing.assert_close(result.detach().cpu(), expected)
@@ -69,7 +69,7 @@ def test_causal_attention_of_dtensors_matches_that_of_tensors(group: Any, requir
     if requires_grad:
         result.sum().backward()
         assert sharded.grad is not None
-    with pytest.raises(RuntimeError, match="mixed"):  # elsewhere plain tensors are refused as before
+    with pytest.raises(RuntimeError, match="mixed"):  # other operators refuse plain tensors as before
         sharded + whole
 
 
@@ -84,7 +84,7 @@ def test_profilers_see_collectives_with_their_shapes(group: Any) -> None:
 
 def test_ddp_logs_times_of_the_device(group: Any) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="sim"), device_ids=[0])
-    for _ in range(3):  # it begins to log with the second
+    for _ in range(3):  # logging begins with the second
         model(torch.ones(1, 2, device="sim")).sum().backward()
     logged = model._get_ddp_logging_data()
     assert logged["avg_forward_compute_time"] > 0

@@ -1,4 +1,4 @@
-"""Nested tensors on the device: of the jagged layout, and of the strided one, which attention makes of them."""
+"""Nested tensors on the device: of the jagged layout, and of the strided one, which attention produces."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 By default one sample per operator and type runs; ``TORCH_EXT_SIM_ALL_SAMPLES=1`` runs all of them (CONTRIBUTING.md has
 the command). Equality is exact, since the kernels are the same. Gradients are compared for float32. No operator may
-draw from the host's generator. What differs, and what the host itself refuses, is listed by name in op_differences.py.
+draw from the host's generator. op_differences.py lists by name the differences, and the errors of the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64
 
 
 class Result(NamedTuple):
-    """What a call gave: its tensors, the gradients of its inputs, and which generators it drew from."""
+    """The result of a call: its tensors, the gradients of its inputs, and which generators it drew from."""
 
     tensors: list[torch.Tensor]
     grads: list[torch.Tensor | None]
@@ -47,7 +47,7 @@ class Result(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _leave_generators_as_operators_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrappers of samples restore the generators, which would hide who drew from them."""
+    """The wrappers of samples restore the generators, which would hide an operator's draws."""
     monkeypatch.setattr(_utils, "freeze_rng_state", contextlib.nullcontext)
 
 
@@ -127,7 +127,7 @@ def _assert_same(op: Any, host: torch.Tensor | None, device: torch.Tensor | None
 
 def _assert_same_result(op: Any, host: Result, device: Result) -> None:
     assert not device.drew_on_host, "drew from the host's generator"
-    # A generator of the host does not move for a result without elements.
+    # A generator of the host does not advance for a result without elements.
     draws = host.drew_on_host or not any(tensor.numel() for tensor in host.tensors) or _key(op) in RANDOM_BY_VALUE
     assert draws >= device.drew_on_device >= host.drew_on_host, "draws random numbers on one of them alone"
     assert len(host.tensors) == len(device.tensors) and len(host.grads) == len(device.grads)
@@ -149,7 +149,7 @@ def _compare(op: Any, dtype: torch.dtype) -> int:
                 continue
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
-            # By some arguments, such as running statistics, the host does not differentiate.
+            # The host does not differentiate by some arguments, such as running statistics.
             how["of_input_alone"] = True
             host = _call(op, sample, "cpu", **how)
         compared += 1

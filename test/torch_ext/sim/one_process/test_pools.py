@@ -1,4 +1,4 @@
-"""Freed memory comes back to the stream it was taken on, at once; elsewhere when the streams that use it are done."""
+"""Freed memory returns at once to the stream that allocated it; to others once the work that uses it is done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 SIM = torch.get_device_module("sim")
 BYTES = 4 * 3_001  # an odd size, so that no other test's blocks fit
-_LONG = 5 * 10**9  # nanoseconds: longer than a test, short enough to be waited for by whoever waits for the device
+_LONG = 5 * 10**9  # nanoseconds: longer than a test, short enough to synchronize with
 
 
 def _take(device: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""torch.profiler shows what the device did: kernels on their streams and collectives under simccl's names."""
+"""torch.profiler shows the device's work: kernels on their streams and collectives under simccl's names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_kernels_are_events_of_the_device_linked_to_their_operators() -> None:
         (x @ x).sum().backward()
     events = _of_device(profiler)
     names = [event.name for event in events]
-    assert names.count("aten::mm") == 3 and "aten::sum" in names  # backward's run on its own thread
+    assert names.count("aten::mm") == 3 and "aten::sum" in names  # the backward pass runs on its own thread
     assert {event.device_index for event in events} == {1}
     averages = {(each.key, each.device_type): each for each in profiler.key_averages()}
     on_host, on_device = averages["aten::mm", DeviceType.CPU], averages["aten::mm", DeviceType.PrivateUse1]

@@ -20,7 +20,7 @@ def _double(given: Any, answers: Any) -> None:
     tensor, view = given.get()
     tensor.mul_(2)
     answers.put((str(tensor.device), view.tolist(), tensor.is_shared()))
-    given.get()  # the sender's memory stays until it is done
+    given.get()  # the sender keeps the memory until then
 
 
 def test_both_processes_see_what_either_writes() -> None:

@@ -1,4 +1,4 @@
-"""Sparse tensors on the device: made, taken apart, moved and computed with, as on the host."""
+"""Sparse tensors on the device: construction, parts, copies and computation, as on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 _LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 _INDICES, _VALUES = ((0, 1, 1), (2, 0, 0)), (3.0, 4.0, 5.0)
 
-# Torch says once that its support of these layouts is not finished.
+# Torch warns once that its support of these layouts is not finished.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC)", "ignore:.*[Ss]parse invariant checks")
 
 

@@ -1,4 +1,4 @@
-"""What GPUs refuse, the simulated devices refuse, in the words people know; naive aliasing would let it succeed."""
+"""The simulated devices refuse what GPUs refuse, in the same words; naive aliasing would let it succeed."""
 
 from __future__ import annotations
 

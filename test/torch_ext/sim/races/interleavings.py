@@ -1,8 +1,8 @@
 """Small programs over streams, and everything that can happen when they run: the reference for the race checker.
 
-A program is what the host does, in order. Streams run what they are given in order, whenever they like. ``explore``
-visits every state that any interleaving can reach. Two accesses are unordered if some state could do either next; a
-state also carries the bytes of memory, so programs whose results depend on timing are known without a notion of order.
+A program is the host's sequence of steps. Streams run their steps in order, at any time. ``explore`` visits every state
+that any interleaving can reach. Two accesses are unordered if some state could do either next; a state also carries the
+bytes of memory, so programs whose results depend on timing are known without a notion of order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RecordStream:
 
 Step = Use | Record | Wait | Allocate | Free | RecordStream
 
-# Mistakes that a checker could make, which `check` makes if asked to.
+# Mistakes that a checker could make; `check` makes one on request.
 FAULTS = {
     "deaf streams": "a stream that waits for an event joins nothing",
     "deaf host": "the host that waits for an event joins nothing",
@@ -98,7 +98,7 @@ def collective(stream: int, lane: int, use: tuple[Use, ...], done: int, own: int
 
 @dataclass(frozen=True)
 class Life:
-    """One owner of a block: what the steps of a program decide before any of them runs."""
+    """One owner of a block: the facts that the steps of a program decide before any of them runs."""
 
     block: int
     home: int  # the stream it was allocated on
@@ -107,7 +107,7 @@ class Life:
 
 @dataclass
 class Plan:
-    """A program with all that its order of steps decides: lives of blocks, and which record a wait is for."""
+    """A program with the facts that its order of steps decides: lives of blocks, and which record a wait is for."""
 
     steps: list[Step]
     lives: dict[tuple[int, int], int] = field(default_factory=dict)  # (step, tensor) -> life
@@ -158,8 +158,8 @@ class State:
     host: int  # next step of the host
     done: tuple[int, ...]  # steps that each stream has done
     fresh: frozenset[int]  # lives that got another block, because an earlier owner's users were not done
-    memory: tuple[tuple[tuple[int, int], object], ...]  # (block, byte) -> what was written, by which life
-    seen: tuple[tuple[int, object], ...]  # what each step read
+    memory: tuple[tuple[tuple[int, int], object], ...]  # (block, byte) -> the life that wrote it, and the value
+    seen: tuple[tuple[int, object], ...]  # the values that each step read
 
 
 class Machine:
@@ -210,7 +210,7 @@ class Machine:
     def block(self, state: State, at: int, tensor: int) -> tuple[int, int]:
         life = self.plan.lives[at, tensor]
         block = self.plan.all_lives[life].block
-        # Where an owner got another block, those after it get that one.
+        # If an owner got another block, later owners get that block.
         strayed = [each for each in state.fresh if each <= life and self.plan.all_lives[each].block == block]
         return (FRESH - max(strayed), life) if strayed else (block, life)
 
@@ -223,7 +223,7 @@ class Machine:
         for tensor, view in step.reads:
             block, life = self.block(state, at, tensor)
             found = [memory.get((block, byte)) for byte in sorted(view.bytes)]
-            # What this owner has not written is garbage, whoever left it there.
+            # Bytes that this owner has not written are garbage, whichever owner wrote them.
             values.append(tuple(each[1] if isinstance(each, tuple) and each[0] == life else None for each in found))
         for tensor, view in step.writes:
             block, life = self.block(state, at, tensor)

@@ -21,7 +21,7 @@ _MARK = re.compile(r"#.*\b(earlier|later): (\w+)( nowhere)?")
 
 
 class Stage:
-    """Streams and tensors of one program. Whatever is made here is ordered before everything that the program does."""
+    """Streams and tensors of one program. Everything created here is ordered before all steps of the program."""
 
     def __init__(self) -> None:
         self.device = torch.device("sim", SIM.current_device())
@@ -107,8 +107,8 @@ def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
 def rows(table: Mapping[str, Any], *accesses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a decorator that adds a program for each row of ``table``: the decorated one, given the row's values too.
 
-    ``accesses`` says which of ``earlier`` and ``later`` the first values of a row are, in the place of a comment: the
-    operator, and the lambda, of one line, that calls it. Where there is none (None), the access has no line.
+    ``accesses`` names which of ``earlier`` and ``later`` the first values of a row are, in place of a comment: the
+    operator, and the one-line lambda that calls it. With None instead of a lambda, the access has no line.
     """
 
     def make(form: Callable[..., None]) -> Callable[..., None]:
@@ -131,8 +131,8 @@ def _called(form: Callable[..., None], given: list[Any], on: Stage, fixed: bool)
 def pair(program: Program, **calls: tuple[str, Callable[..., object] | None]) -> Program:
     """Add a program to the zoo.
 
-    Comments mark the two places that race: ``# earlier: add_`` and ``# later: mul``. One that a thread of
-    autograd's engine makes has no line, or only lines of torch's hooks: ``# earlier: add nowhere``. ``calls`` stand for
+    Comments mark the two places that race: ``# earlier: add_`` and ``# later: mul``. An access made by a thread of
+    autograd's engine has no line, or only lines of torch's hooks: ``# earlier: add nowhere``. ``calls`` replace
     comments: see :func:`rows`.
     """
     lines, first = inspect.getsourcelines(program)

@@ -1,4 +1,4 @@
-"""Races in tests on our harness: wherever in a rank they are, they fail the test that has them, and no other."""
+"""Races in tests on our harness: wherever in a rank a race occurs, it fails the test that has it, and no other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestExamples(One):
 """
 FAILS, FAILS_TWICE = "failed: 1 race", "failed: 1 race...the numbers are wrong"
 ERROR = "raise RuntimeError('the numbers are wrong')"
-# How each test ends, and what it does.
+# The ending of each test, and its body.
 BODIES = {
     "race": (FAILS, "race()"),
     "fixed": ("passed", "race(fixed=True)"),
@@ -92,7 +92,7 @@ BODIES = {
     "race_in_cleanup": (FAILS, "self.addCleanup(race)"),
     "fixed_cleanup": ("passed", "self.addCleanup(race, fixed=True)"),
 }
-# What happens around a test is in its name.
+# The name of a test says what happens around it.
 OUTSIDE = {
     "race_before": (FAILS, "pass"),
     "race_before_then_error": (FAILS_TWICE, ERROR),
@@ -130,7 +130,7 @@ SOURCE = (
         )
     )
 )
-SIM = {"TORCH_EXT_DEVICE": "sim", "TORCH_EXT_CACHE": str(cache.folder())}  # which holds the built simulator
+SIM = {"TORCH_EXT_DEVICE": "sim", "TORCH_EXT_CACHE": str(cache.folder())}  # the cache holds the built simulator
 
 
 def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> None:

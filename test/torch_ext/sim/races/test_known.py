@@ -1,4 +1,4 @@
-"""Races that torch is known to have fail no test: the user is told, also of an entry that nothing meets any more."""
+"""Known races of torch fail no test: the summary names them, and entries that no test meets any more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOWN = KnownRace("it races", "a link", ("test_a.py::TestA::test_*",), earlier=S
 
 
 class Raced:
-    """A tensor, and a stream that nobody waits for."""
+    """A tensor, and a stream that no other stream waits for."""
 
     def __init__(self) -> None:
         self._on = Stage()
@@ -42,7 +42,7 @@ def on() -> Raced:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.delenv(races.VARIABLE, raising=False)  # tests are checked unless somebody says otherwise
+    monkeypatch.delenv(races.VARIABLE, raising=False)  # tests are checked by default
     monkeypatch.setattr(races, "known_races", lambda: (KNOWN,))
     return []
 

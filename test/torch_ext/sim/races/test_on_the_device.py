@@ -1,7 +1,7 @@
 """Programs of the checker's generators, run on streams of the device: races are found in exactly those with one.
 
-test_checker.py holds the checker alone against every interleaving of such programs; here kernels, copies, events and
-the allocator feed it. The zoo has what these programs lack: other operators, other ways to wait, and places in code.
+test_checker.py checks the checker alone against every interleaving of such programs; here kernels, copies, events and
+the allocator feed it. The zoo adds other operators, other ways to wait, and source locations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOM = 64 * BYTES  # more than any view has elements
 
 
 def _possible(step: il.Step) -> il.Step:
-    """Return ``step`` with views that kernels and transfers take as they are.
+    """Return ``step`` with views that kernels and transfers accept unchanged.
 
     A kernel writes no element twice, and the host gathers columns of pinned memory before a transfer.
     """
@@ -39,7 +39,7 @@ def _possible(step: il.Step) -> il.Step:
 
 
 class _Device:
-    """Takes the steps of a program."""
+    """Runs the steps of a program on streams of the device."""
 
     def __init__(self) -> None:
         SIM.synchronize()

@@ -62,7 +62,7 @@ def report_of(name: str) -> str:
     text = races.render(races.stop())
     text = re.sub(r"(\S*/)?(\w+\.py):\d+", r"\2:N", text)
     text = re.sub(r"\bstream \d+", "stream S", text)
-    # Where pytest called it.
+    # The frames in which pytest called the program.
     return re.sub(r"\n +(?!zoo_)\w+\.py:N in .*|\n +and \d+ frames that called it", "", text)
 
 

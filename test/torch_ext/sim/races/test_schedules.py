@@ -21,7 +21,7 @@ def _written_again(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# What the side stream does with a tensor of ones, and what is read or written next.
+# The side stream's work on a tensor of ones, and the next read or write.
 Program = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 READ_AFTER_WRITE: Program = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
 FRESH: Program = (lambda x: x.mul(2), lambda x, y: y)

@@ -1,4 +1,4 @@
-"""Races where ranks are threads of one process: each fails the rank that comes last."""
+"""Races where ranks are threads of one process: each fails the rank of the later access."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TestSpawned(TestCase):
 def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -> None:
     one_rank = {"one_rank": "1", "broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1"}
     one_rank["freed_by_another_rank"] = "0"
-    any_rank = ("both_write", "skipped", "failed")  # by which of them is first, or leaves first
+    any_rank = ("both_write", "skipped", "failed")  # depends on which rank is first, or leaves first
     with suite_of(tmp_path, THREADS) as suite:
         run = suite.run(extra=SIM)
         results = {name.partition("::test_")[2]: ending for name, ending in endings(run).items()}

@@ -1,4 +1,4 @@
-"""The ways in: a block, a whole program, a test of our harness; and what each does with a race."""
+"""The ways to ask for a check (a block, a whole program, a test of our harness), and the effect of a race in each."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed import _functional_collectives as functional
 
 from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair, rows
 
-# A collective or transfer of a small tensor and one of twice its size, its operator; what uses one of them, likewise.
+# A collective or transfer of a small tensor and one of twice its size, its operator; a use of one of them, likewise.
 UNWAITED: dict[str, tuple[tuple[str, Callable[..., Any]], tuple[str, Callable[..., object]]]] = {
     "result_read": (
         ("all_reduce", lambda x, two: dist.all_reduce(x, async_op=True)),
@@ -48,7 +48,7 @@ UNWAITED: dict[str, tuple[tuple[str, Callable[..., Any]], tuple[str, Callable[..
 }
 
 
-# What waits for an all-reduce in the twin alone.
+# The waits for an all-reduce, in the twin only.
 WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
     "wait_on_another_stream": lambda on, work, fixed: on.within(on.main if fixed else on.side, work.wait),
     "wait_in_a_thread_on_another_stream": lambda on, work, fixed: in_a_thread(

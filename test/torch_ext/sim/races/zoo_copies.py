@@ -1,5 +1,5 @@
-"""Programs that copy between host and device, where a copy that blocks is a wait of the host, and one that does not is
-none; and what the host reads of pinned memory without an operator.
+"""Programs that copy between host and device, where a blocking copy is a wait of the host, and a non-blocking one is
+none; and reads of pinned memory by the host without an operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def sent_from_pinned_memory(on: Stage, fixed: bool) -> None:
 
 @pair
 def sent_into_a_column(on: Stage, fixed: bool) -> None:
-    # The host waits for the transfer, and a kernel that nothing waits for puts it where it belongs.
+    # The host waits for the transfer to a temporary; nothing waits for the kernel that copies it to its place.
     x, host = on.tensor(8, 4), torch.ones(8)
     with on.on(on.side):
         x[:, 1].copy_(host)  # earlier: copy_
@@ -28,7 +28,7 @@ def sent_into_a_column(on: Stage, fixed: bool) -> None:
 
 @pair
 def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
-    # The host gathers the column at the call; a run of bytes is read when the stream comes to it.
+    # The host gathers the column at the call; the stream reads contiguous bytes when it reaches the copy.
     x, host = on.tensor(8), on.pinned(8, 8)
     x.copy_(host[:, 1] if fixed else host[1], non_blocking=True)  # earlier: copy_
     host.fill_(7)  # later: fill_
@@ -37,7 +37,7 @@ def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
 
 @pair
 def pinned_number_used_before_it_is_there(on: Stage, fixed: bool) -> None:
-    # The host reads a number for the kernel at the call, so that even the kernel's own stream must be waited for.
+    # The host reads a number for the kernel at the call, so the host must wait even for the kernel's own stream.
     x, number = on.tensor(), torch.ones(()).pin_memory()
     number.copy_(x[0], non_blocking=True)  # earlier: copy_
     if fixed:

@@ -22,7 +22,7 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
 
 @pair
 def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> None:
-    # A file has all of the storage that a view is of.
+    # A file holds the whole storage of a view.
     x, host = on.tensor(128), on.pinned()
     host[:128].copy_(x, non_blocking=True)  # earlier: copy_
     half = host[128:].clone() if fixed else host[128:]

@@ -1,4 +1,4 @@
-"""Programs of one form each, as rows of tables: what is accessed, and what orders it or does not."""
+"""Programs of one form each, as rows of tables: the accesses, and the operation that orders them or does not."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WAITS: dict[str, Callable[[Stage, bool], object]] = {
     ),
 }
 
-# The same, called on the side stream with another tensor and one of the host: the host waits for what blocks it.
+# The same, called on the side stream with another tensor and one of the host: the host waits for blocking copies.
 BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
     "number_read_by_the_host": lambda y, host, fixed: fixed and y[0].item(),
     "copy_to_the_host": lambda y, host, fixed: fixed and y.cpu(),
@@ -99,7 +99,7 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
     # A copy without elements does not even wait.
     "nothing_sent": lambda y, host, fixed: y[: 256 if fixed else 0].copy_(host[: 256 if fixed else 0]),
     "number_made_on_the_device": lambda y, host, fixed: torch.tensor([1.0], device=y.device if fixed else "cpu"),
-    # The host must count what a mask selects, and waits for that. It knows how many integers there are.
+    # The host must count the selected elements of a mask, and waits for that. It knows how many integers there are.
     "indexed_by_integers_and_by_a_mask": lambda y, host, fixed: y[y > 0] if fixed else y[y.long()],
     # The host must move its indices, and waits for that.
     "filled_by_indices_of_the_host": lambda y, host, fixed: y.index_fill_(0, y.long(), 3.0) if not fixed else y[[0, 1]],

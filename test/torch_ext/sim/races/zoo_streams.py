@@ -1,4 +1,4 @@
-"""Programs on the streams of one process: what orders accesses, and what only looks as if it did."""
+"""Programs on the streams of one process: operations that order accesses, and some that only seem to."""
 
 from __future__ import annotations
 

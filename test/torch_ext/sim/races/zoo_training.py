@@ -1,4 +1,4 @@
-"""Programs of two ranks that train: what a program must wait for around DDP, FSDP, DTensor and compiled code."""
+"""Programs of two ranks that train, with a wait missing around DDP, FSDP, DTensor or compiled code."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
     "Rprop": (optim.Rprop, {"lr": 0.01}),
     "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    # It has no functional form, so each worker steps under a lock.
+    # NAdam has no functional form, so each worker steps under a lock.
     "NAdam": (optim.NAdam, {"lr": 0.01}),
 }
 

@@ -24,7 +24,7 @@ else:
 
 __all__ = ["CALL_MODES", "RpcAgentTestFixture"]
 
-# For each way to call: how its result comes here.
+# How to obtain the result here, for each way to call.
 CALL_MODES: dict[str, Callable[[Any], Any]] = {
     "rpc_sync": lambda result: result,
     "rpc_async": lambda future: future.wait(),

@@ -27,8 +27,8 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 LIMIT_S = 0.05
-# How long a call waits at most that should have been given up: longer than any machine
-# takes to give it up.
+# How long a test waits at most for a call to be given up: longer than any machine
+# needs.
 GATE_S = 10.0
 
 
@@ -214,7 +214,7 @@ class RRefTest(RpcAgentTestFixture):
         leak.
         """
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(5,))
-        # So that its type is known.
+        # Makes the type known.
         self.assertEqual(rref.rpc_sync().value(), torch.tensor(5.0))
         calls = self._proxy_calls(rref, "value_behind_gate", GATE_S, timeout=LIMIT_S)
         by_default = self._proxy_calls(rref, "value_behind_gate", GATE_S)
