@@ -946,6 +946,22 @@ def gradients_between_devices() -> None:
     assert seen[0][0] == 0 and model.second.weight.grad is not None and model.second.weight.grad.device.index == 1
 
 
+def attention_of_dtensors() -> None:
+    from torch import distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        host = torch.randn(2, 4, 8, 16)
+        heads = distribute_tensor(host.cuda(), init_device_mesh("cuda", (1,)), [Shard(1)]).requires_grad_()
+        found = typing.cast(typing.Any, F.scaled_dot_product_attention(heads, heads, heads))
+        found.sum().backward()
+        torch.testing.assert_close(found.full_tensor().cpu(), F.scaled_dot_product_attention(host, host, host))
+        assert heads.grad is not None
+    finally:
+        dist.destroy_process_group()
+
+
 # --- running ---
 
 

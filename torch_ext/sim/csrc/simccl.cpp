@@ -639,7 +639,7 @@ class SimCCL final : public Launcher {
   }
 
   Call whole_gather_of(const at::Tensor& output, const at::Tensor& input, const char* name) const {
-    TORCH_CHECK_VALUE(
+    TORCH_CHECK_TYPE(
         output.scalar_type() == input.scalar_type(), "output tensor must have the same type as input tensor, but got ",
         output.scalar_type(), " and ", input.scalar_type(), ".");
     TORCH_CHECK_VALUE(
@@ -655,7 +655,7 @@ class SimCCL final : public Launcher {
   Call whole_scatter_of(
       const at::Tensor& output, const at::Tensor& input, const char* name,
       const c10d::ReduceScatterOptions& options) const {
-    TORCH_CHECK_VALUE(
+    TORCH_CHECK_TYPE(
         input.scalar_type() == output.scalar_type(),
         "input tensor must be the same type as the output tensor, but got ", input.scalar_type(), " and ",
         output.scalar_type(), ".");

@@ -93,7 +93,9 @@ def test_torchs_visualizer_reads_a_snapshot(recording: None, tmp_path: Path) -> 
     snapshot = pickle.loads((tmp_path / "dump.pickle").read_bytes())
     assert "Active Memory Timeline" in _memory_viz.trace_plot(snapshot)
     assert "256.0KiB" in _memory_viz.trace(snapshot)
-    allocated = sum(segment["allocated_size"] for segment in snapshot["segments"])  # other tests may hold memory, too
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    # Other tests may hold memory, too.
+    allocated = sum(block["requested_size"] for block in blocks if block["state"] == "active_allocated")
     assert allocated >= kept.nbytes
     assert f"total_allocated: {_memory_viz.Bytes(allocated)}" in _memory_viz.segsum(snapshot)
     actions = [event["action"] for event in snapshot["device_traces"][3]]
