@@ -122,24 +122,22 @@ class RunZygotes:
             LoadError: the import failed.
             ZygoteDiedError: the process ended during the import.
         """
-        original: ZygoteClient | None = None
         try:
-            original = yield from self.of_file(file)
-            return (yield from self._copy_of(original))
-        except ZygoteDiedError:
-            if original is not None:
-                self.forget(file, original)
-        original = yield from self.of_file(file)
-        return (yield from self._copy_of(original))
+            return (yield from self._copy_of(file))
+        except ZygoteDiedError:  # the file has another zygote now
+            return (yield from self._copy_of(file))
 
-    def _copy_of(self, original: ZygoteClient) -> Task[ZygoteCopy]:
+    def _copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
+        original = yield from self.of_file(file)
         copy = ZygoteCopy(original)
         try:
             while not (yield from arrives(copy.channel, self.limit_s, original.pid)):
                 original.kill()
             copy.wait_loaded()
-        except BaseException:
+        except BaseException as error:
             copy.close()
+            if isinstance(error, ZygoteDiedError):
+                self.forget(file, original)
             raise
         return copy
 

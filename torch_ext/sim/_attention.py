@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import KEY, NAME
@@ -62,7 +63,8 @@ def _allow_dtensors(tensor: ModuleType) -> None:
             return whole.decompose(query, key, value, *args, **kwargs)
         if flash in tensor.DTensor._op_dispatcher._custom_op_handlers:  # see Note [Ring attention]
             return _in_a_ring(flash, query, key, value, *args, **kwargs)
-        with _plain_tensors_are_replicated(), _by_formula():
+        # CUDA's choice of a kernel goes by the device of its inputs, and would choose one that has no sharding rule.
+        with _plain_tensors_are_replicated(), sdpa_kernel(SDPBackend.MATH):
             return whole.decompose(query, key, value, *args, **kwargs)
 
     _library.impl(_SDPA, sdpa, f"Autograd{KEY}")
@@ -110,15 +112,6 @@ def _flash_backward(*args: Any, scale: float | None = None) -> Any:
     tensors, dropout_p, is_causal = args[:6], args[10], args[11]
     host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     return host(*tensors, dropout_p, is_causal, scale=scale)
-
-
-@contextlib.contextmanager
-def _by_formula() -> Iterator[None]:
-    """CUDA's choice of a kernel goes by the device of its inputs, and would choose one that has no sharding rule."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 @contextlib.contextmanager

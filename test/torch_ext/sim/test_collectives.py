@@ -37,6 +37,15 @@ def test_unequal_sizes_of_types_that_gloo_has_not(rank: int, world_size: int) ->
 
 
 @ranks.world_of(2)
+def test_differing_types_are_a_type_error_as_with_nccl(rank: int, world_size: int) -> None:
+    one, two = torch.ones(2, device="sim"), torch.ones(4, dtype=torch.float64, device="sim")
+    with pytest.raises(TypeError, match="same type"):
+        dist.all_gather_into_tensor(two, one)
+    with pytest.raises(TypeError, match="same type"):
+        dist.reduce_scatter_tensor(one, two)
+
+
+@ranks.world_of(2)
 def test_all_reduce_is_bit_for_bit_gloos(rank: int, world_size: int) -> None:
     for op in (OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT):
         host = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
