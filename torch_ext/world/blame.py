@@ -107,8 +107,10 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
 
 def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Sequence[Outcome]) -> Mismatch:
     """Blame ``ranks``, by a backend's message or because they did not wait, for keeping ``waiting`` ranks waiting."""
-    call = _call_of(waiting[0]) if waiting else ("", "")
-    return Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, [o.rank for o in waiting], call))
+    call, who = _call_of(waiting[0]) if waiting else ("", ""), [o.rank for o in waiting]
+    without_group = [o.rank for o in outcomes if o.rank in ranks and not read_groups(o.collectives)]
+    destroyed = _destroyed(outcomes, without_group, who, "", call)
+    return destroyed or Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, who, call))
 
 
 def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:

@@ -100,6 +100,7 @@ def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
 
 SENDER = "DistBackendError: simccl on rank 0: rank 2 has destroyed the group and sends nothing more for recv."
 PEER = "DistBackendError: simccl on rank 0: rank 1 has destroyed the group and takes no part in what rank 0 called"
+ALL = {"*": "test_a.py:5"}  # every process group was destroyed in that line
 IN_REDUCE = (Wait("all_reduce() in test_b (test_a.py:7)", transport=True),)
 MEMORY = "OutOfMemoryError: out of memory. Device sim:{} is full"
 PLACES = (
@@ -146,11 +147,24 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
     (
         [
             waited(PEER_GONE, waits=IN_REDUCE, collectives=of_two(entry(1, "gloo:all_reduce", "scheduled"))),
-            replace(passed(1), collectives=of_two(groups={}, destroyed={"*": "test_a.py:5"})),
+            replace(passed(1), collectives=of_two(groups={}, destroyed=ALL)),
         ],
         (1,),
         (0,),
         "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)",
+    ),
+    # A barrier that names the absent rank is in no record. A rank that has a group again did not destroy this one.
+    (
+        [waited(SENDER, waits=IN_REDUCE), passed(1), replace(passed(2), collectives=of_two(groups={}, destroyed=ALL))],
+        (2,),
+        (0,),
+        "rank 2 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)",
+    ),
+    (
+        [waited(SENDER, waits=IN_REDUCE), passed(1), replace(passed(2), collectives=of_two(destroyed=ALL))],
+        (2,),
+        (0,),
+        "rank 2 kept rank 0 waiting in all_reduce (test_a.py:7); its test was over",
     ),
     *(
         ([waited(f"DistBackendError: simccl{told}"), failed(1, time_s=2.0)], (1,), (0,), "")
