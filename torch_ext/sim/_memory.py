@@ -46,10 +46,12 @@ reset_accumulated_memory_stats = _by_device(torch.accelerator.reset_accumulated_
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Return the free and the total bytes of ``device``."""
+    """Return the free and the total bytes of ``device``. The run's cap on the machine's memory bounds the free bytes."""
     index = index_of(device)
     limit = _native.memory_limit(index)
-    return max(limit - memory_reserved(index), 0), limit
+    cap, held_by_run, _ = _native.machine_memory()
+    free = limit - memory_reserved(index)
+    return max(min(free, cap - held_by_run) if cap else free, 0), limit
 
 
 def set_memory_limit(nbytes: int, device: Device = None) -> None:
