@@ -80,7 +80,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"
-    why = "TORCH_EXT_START_METHOD asks for it" if settings.interpreter_wanted() else reason_not_to_fork()
+    why = "TORCH_EXT_START_METHOD asks for it" if settings.wants_interpreter() else reason_not_to_fork()
     yield "start method", f"interpreter: {why}" if why else "fork: a process that has loaded torch has one thread here"
     ours = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
     yield "variables", " ".join(f"{name}={os.environ[name]}" for name in ours) or "none of ours"

@@ -40,7 +40,7 @@ from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import RankStatus, Receipt
 from torch_ext.world.threads import LISTENER
 from torch_ext.world.wording import add_note, ranks_phrase
 
@@ -60,7 +60,7 @@ _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
 def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
-    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and hand in the rank's receipt.
+    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and submit the rank's receipt.
 
     Raises:
         SystemExit: with the program's exit code.
@@ -82,16 +82,16 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
             facts.close()
     if not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
-            own.hand_in(Receipt(Said.PASSED, time.monotonic()))
+            own.submit(Receipt(RankStatus.PASSED, time.monotonic()))
         finalize(LISTENER)
         sys.exit(0)
     _tell(error)
     try:
-        own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
+        own.submit(world_rank.failure(error) if error is not None else Receipt(RankStatus.FAILED, time.monotonic()))
     except OSError:
         if error is not None and not isinstance(error, SystemExit):
             print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(BaseException):  # after a failure, hand_in() has not called them
+    with contextlib.suppress(BaseException):  # after a failure, submit() has not called them
         atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)

@@ -177,7 +177,7 @@ def _run(options: Options, interrupts: Interrupts) -> int:
         world = start_world(
             zygote.channel,
             _tasks(options, path, store.port),
-            interpreter=settings.interpreter_wanted(),
+            interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
             test=options.program.target,
@@ -196,12 +196,12 @@ class _Store:
     """
 
     def __init__(self, zygote: ZygoteClient) -> None:
-        self._channel, theirs = channel_pair()
-        with socket.socket() as listening, contextlib.closing(theirs):
+        self._channel, remote = channel_pair()
+        with socket.socket() as listening, contextlib.closing(remote):
             listening.bind((rank.STORE_HOST, 0))
             listening.listen(_BACKLOG)
             self.port: int = listening.getsockname()[1]
-            descriptors = [theirs.fileno(), listening.fileno()]
+            descriptors = [remote.fileno(), listening.fileno()]
             target = "torch_ext.program.rank:serve_store"
             self._process: Child = zygote.start(target, self.port, descriptors, os.environ)
 

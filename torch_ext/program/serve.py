@@ -328,12 +328,12 @@ def _states(zygote: ZygoteClient) -> dict[str, object]:
     Raises:
         ZygoteDiedError, ChannelClosedError: the zygote is gone.
     """
-    ours, theirs = channel_pair()
-    with contextlib.closing(ours):
-        with contextlib.closing(theirs):
-            child = zygote.start("torch_ext.program.serve:tell_loaded", None, [theirs.fileno()], os.environ)
+    local, remote = channel_pair()
+    with contextlib.closing(local):
+        with contextlib.closing(remote):
+            child = zygote.start("torch_ext.program.serve:tell_loaded", None, [remote.fileno()], os.environ)
         with contextlib.closing(child):
-            paths, _ = ours.receive()
+            paths, _ = local.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
     return {path: _state(path) for path in (*paths, *own)}
 

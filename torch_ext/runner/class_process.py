@@ -379,7 +379,7 @@ class _ClassResult(unittest.TestResult):
         The zygote's channels close before that, and a test that began in between would fail for another test's deed.
         The supervisor runs the test in another process instead.
         """
-        if not self._has_outlived_zygote and provider.given_is_gone():
+        if not self._has_outlived_zygote and provider.given_zygote_ended():
             _os.sleep(_END_S)
             self._has_outlived_zygote = True
 

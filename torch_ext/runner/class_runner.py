@@ -21,7 +21,7 @@ from torch_ext.world import _os, wording
 from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Notice
-from torch_ext.world.settings import Patience
+from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
@@ -227,11 +227,11 @@ class ClassChild:
         self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
-        self._events, theirs = channel_pair()
+        self._events, remote = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self._output = _Output(options.show_output)
-        descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
-        theirs.close()
+        descriptors = [os.dup(remote.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
+        remote.close()
         try:
             self._child: Child = zygote.start(
                 "torch_ext.runner.class_process:main", order, descriptors, place.environment
@@ -256,7 +256,7 @@ class ClassChild:
 
     def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
         now_s = _os.monotonic()
-        self._patience: Patience | None = Patience(limit_s, now_s, **more)
+        self._deadline: ProcessDeadline | None = ProcessDeadline(limit_s, now_s, **more)
         self._look_for_stopped_s = now_s + stopped_s
 
     def next_event(self) -> Task[Any]:
@@ -303,12 +303,12 @@ class ClassChild:
     def _allow_body(self, begins: bool) -> None:
         limit_s = self._test.timeout_s if self._test is not None else self._fixture_s
         if begins:
-            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, more_s=0.0)
+            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, extra_s=0.0)
         else:
             self._allow(limit_s + _ALONE_S)
 
     def _wait(self) -> Task[None]:
-        if self._patience is None:
+        if self._deadline is None:
             # The zygote does not answer: killing it also kills the process.
             self._zygote.kill()
             self.lost_zygote = True
@@ -316,11 +316,11 @@ class ClassChild:
         now_s = _os.monotonic()
         stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
         if stopped or (
-            now_s >= self._patience.look_s and self._patience.is_over(now_s, _os.computed_s(self._child.pid))
+            now_s >= self._deadline.look_s and self._deadline.is_over(now_s, _os.cpu_time_s(self._child.pid))
         ):
             yield from self._end(stopped or self._who_is_stopped())
             return
-        yield from self._pump(min(self._patience.look_s, self._look_for_stopped_s))
+        yield from self._pump(min(self._deadline.look_s, self._look_for_stopped_s))
 
     def _who_is_stopped(self) -> str:
         self._look_for_stopped_s = float("inf")
@@ -339,7 +339,7 @@ class ClassChild:
         end_s = _os.monotonic() + _KILL_S
         while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
             yield from self._pump(end_s)
-        self._patience = None
+        self._deadline = None
 
     def _pump(self, until_s: float) -> Task[None]:
         if self._output.shows:
@@ -347,7 +347,7 @@ class ClassChild:
         yield Pause((self._child,) if self._events.closed else (self._child, self._events), until_s)
         self._output.show()
         try:
-            self._child.take_in()
+            self._child.receive_one()
         except ZygoteDiedError:
             self.lost_zygote = True
 

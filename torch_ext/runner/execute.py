@@ -100,27 +100,27 @@ class RunExecutor:
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Task: have a child of the zygote name its tests; naming may run the project's code too."""
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         stacks, stacks_writer = os.pipe()
-        descriptors = [theirs.fileno(), stacks_writer]
+        descriptors = [remote.fileno(), stacks_writer]
         try:
             child = zygote.start("torch_ext.runner.class_process:collect", module, descriptors, self.environment)
         except BaseException:
             close_all([stacks])
             raise
         finally:
-            theirs.close()
+            remote.close()
             os.close(stacks_writer)
         try:
-            if not (yield from arrives(ours, self._zygotes.limit_s, child.pid)):
+            if not (yield from arrives(local, self._zygotes.limit_s, child.pid)):
                 child.send_signal(STACK_SIGNAL)
                 found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                 told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
                 raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
-            message: TestNames = ours.receive()[0]
+            message: TestNames = local.receive()[0]
             return message
         finally:
-            ours.close()
+            local.close()
             child.close()
             os.close(stacks)
 

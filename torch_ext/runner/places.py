@@ -100,18 +100,18 @@ class Machine:
 
 def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
     """Have a child of ``zygote`` count the devices that ranks must share; none if the child fails."""
-    ours, theirs = channel_pair()
+    local, remote = channel_pair()
     try:
-        child = zygote.start(_DESCRIBE_DEVICES, None, [theirs.fileno()], environment)
+        child = zygote.start(_DESCRIBE_DEVICES, None, [remote.fileno()], environment)
     finally:
-        theirs.close()
+        remote.close()
     try:
         with suppress(ChannelClosedError):
-            message: Devices = ours.receive()[0]
+            message: Devices = local.receive()[0]
             return message
         return Devices(0, "")
     finally:
-        ours.close()
+        local.close()
         child.close()
 
 

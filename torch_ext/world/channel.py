@@ -178,15 +178,15 @@ class Channel:
         Raises:
             ChannelClosedError: as :meth:`send`.
         """
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         try:
-            self.send(message, [theirs.fileno(), *descriptors])
+            self.send(message, [remote.fileno(), *descriptors])
         except BaseException:
-            ours.close()
+            local.close()
             raise
         finally:
-            theirs.close()
-        return ours
+            remote.close()
+        return local
 
     def _owns_descriptor(self) -> bool:
         """Whether the descriptor is still this channel's: a test may close it and reuse its number."""
@@ -251,7 +251,7 @@ class Channel:
         """Read pending bytes of the next frame only. Return whether it is complete or the channel has ended."""
         try:
             while self._ended is None and (missing := self._missing()):
-                self._take(missing)
+                self._read_part(missing)
         except BlockingIOError:
             if monotonic() < self.deadline_s:
                 return False
@@ -281,7 +281,7 @@ class Channel:
             raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
         return self._groups or length - len(self._payload)
 
-    def _take(self, missing: int) -> None:
+    def _read_part(self, missing: int) -> None:
         """Read up to ``missing`` bytes of the next part of a frame.
 
         Raises:

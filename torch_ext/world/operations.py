@@ -218,7 +218,7 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
         return Operation(Wait(_place(outer or frame)), None, position)
     if outer is not None and outer.f_code is after_body.__code__:
         return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
-    peers = peers_waited_for(frame)
+    peers = awaited_peers(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
     words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
@@ -231,7 +231,7 @@ def _is_of_c10d(operator: Any) -> bool:
     return any(isinstance(name, str) and "c10d" in name for name in names)
 
 
-def peers_waited_for(frame: FrameType) -> tuple[int, ...]:
+def awaited_peers(frame: FrameType) -> tuple[int, ...]:
     """Return the ranks that torch's point-to-point call in ``frame`` waits for; empty for any other frame."""
     if not frame.f_code.co_filename.endswith(_WAITING_FILES[0]):
         return ()

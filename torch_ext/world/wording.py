@@ -229,7 +229,7 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
-    return next((place for text in threads if (place := _in_words(_frames(text)))), "")
+    return next((place for text in threads if (place := _format_frames(_frames(text)))), "")
 
 
 def place_in_rpc(stacks: str) -> str:
@@ -241,7 +241,7 @@ def place_in_rpc(stacks: str) -> str:
     'at test_a.py:31'
     """
     for text in _THREAD.split(stacks):
-        if _HANDLER in text and _CALLER not in text and (place := _in_words(_frames(text))):
+        if _HANDLER in text and _CALLER not in text and (place := _format_frames(_frames(text))):
             return place
     return ""
 
@@ -252,7 +252,7 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
     return [frame[:3] for frame in (read[::-1] if read and read[0][3] else read)]
 
 
-def _in_words(frames: Sequence[tuple[str, int, str]]) -> str:
+def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
     found = _place(frames)
     if not found:
         return ""

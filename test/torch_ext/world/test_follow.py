@@ -24,7 +24,7 @@ from torch_ext.world.files import Capture, RankProcess, read_stacks
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
-from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
+from torch_ext.world.protocol import Collectives, Ended, Exiting, Phase, RankRequest, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import WorldReport, judge, render
 
@@ -138,9 +138,9 @@ def test_what_was_told_before_the_limit_counts_however_late_it_is_heard(what: st
         for rank, line in enumerate(ranks):
             if what != "deaths":
                 line.send(Phase.RUNNING)
-                line.send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
+                line.send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
             if what == "ends":
-                line.send(Farewell())
+                line.send(Exiting())
             if what != "receipts of ranks that live on":
                 zygote.send(Ended(rank, 0 if what == "ends" else -signal.SIGSEGV, 0.6))
         world.started_s = time.monotonic() - 1000
@@ -164,8 +164,8 @@ def test_a_kill_for_want_of_memory_is_named(
 
 def test_what_was_not_told_is_not_made_up_when_the_limit_is_over(clock: Clock) -> None:
     with scripted_world(2) as (world, zygote, ranks):
-        ranks[0].send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
-        ranks[0].send(Farewell())
+        ranks[0].send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
+        ranks[0].send(Exiting())
         zygote.send(Ended(0, 0, 0.6))
         ranks[1].send(Phase.RUNNING)
         clock.now_s = 1000
@@ -261,15 +261,15 @@ def test_collectives_are_waited_for_until_all_have_told_or_a_silent_one_has_a_co
 def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: Any) -> None:
     world, _, ranks, _ = asked
     world._receipts = [
-        (rank, Receipt(said, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
-        for rank, said in enumerate((Said.FAILED, Said.PASSED))
+        (rank, Receipt(status, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
+        for rank, status in enumerate((RankStatus.FAILED, RankStatus.PASSED))
     ]
     ranks[1].send(COLLECTIVES)
-    world._take(follow.Act.RELEASE, [1], {})
+    world._execute(follow.Act.RELEASE, [1], {})
     told = []
     while ranks[1].poll():
         told.append(ranks[1].receive()[0])
-    assert told == [Ask.COLLECTIVES, Ask.RELEASE]
+    assert told == [RankRequest.COLLECTIVES, RankRequest.RELEASE]
     assert sorted(world._collectives) == [1]
 
 

@@ -33,7 +33,7 @@ def test_stacks_lose_the_world_and_keep_the_test() -> None:
 
 
 def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown() -> None:
-    stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in hand_in\n'
+    stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in submit\n'
     assert wording.trim_stacks(stacks) == stacks
 
 

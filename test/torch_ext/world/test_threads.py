@@ -139,7 +139,7 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
 
     keyed = task_of(daemon(waits_for_a_key))
     assert keyed.operation is not None and keyed.operation.wait.transport
-    assert 'store.get("nobody sets this")' in keyed.operation.wait.words
+    assert 'store.get("nobody sets this")' in keyed.operation.wait.description
     assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 5000, abs=5)
 
     def waits_a_little() -> None:
@@ -293,7 +293,7 @@ def test_a_wait_for_an_object_of_torch_is_one_for_peers(
     """A limit among the arguments of the call is not read; with two calls in a line, either may be the waiting one."""
     found = operations.operation_of(function(_Work()))
     assert (found.wait.transport, found.limit_s) == (True, limit_s)
-    assert found.wait.words.startswith(f"{call} in {function.__name__} (test_threads.py:")
+    assert found.wait.description.startswith(f"{call} in {function.__name__} (test_threads.py:")
     assert not operations.operation_of(function(_Other())).wait.transport
 
 
@@ -312,7 +312,7 @@ def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> 
     function("all_reduce", "outer_join", "/x/torch/distributed/distributed_c10d.py")
     function("test_body", "all_reduce", "/x/test_a.py")
     wait = operations.operation_of(names["test_body"]()).wait
-    assert (wait.words, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
+    assert (wait.description, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
     make(object(), *args, **kwargs)
     limit_s = found[0].limit_s
     assert limit_s is not None and found[0].wait.transport
-    assert "TCPStore() in test_only_a_server" in found[0].wait.words
+    assert "TCPStore() in test_only_a_server" in found[0].wait.description
     assert limit_s == (0.0 if seconds is None else pytest.approx(began_s + seconds, abs=5))
 
 

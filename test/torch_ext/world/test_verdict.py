@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.protocol import RankStatus, Receipt, Wait
 from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, judge
 
 
@@ -18,15 +18,15 @@ def text_of(outcomes: list[Outcome], took_s: float) -> str:
 
 
 def passed(rank: int) -> Outcome:
-    return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(Said.PASSED, 1.0))
+    return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(RankStatus.PASSED, 1.0))
 
 
 def skipped(rank: int, reason: str = "no device") -> Outcome:
-    return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(Said.SKIPPED, 1.0, reason))
+    return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(RankStatus.SKIPPED, 1.0, reason))
 
 
 def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
-    receipt = Receipt(Said.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
+    receipt = Receipt(RankStatus.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
     return Outcome(rank, Ending.FAILED, 10, time_s, receipt)
 
 
@@ -92,9 +92,9 @@ def of_two(*entries: dict[str, Any], **more: Any) -> str:
     return json.dumps({"entries": entries, "groups": {"0": [0, 1]}, **more})
 
 
-def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
-    """Rank 0, whose collective failed with the error ``said``."""
-    receipt = Receipt(Said.FAILED, 1.0, said, said, transport=transport, waits=more.get("waits", ()))
+def waited(message: str, *, transport: bool = True, **more: Any) -> Outcome:
+    """Rank 0, whose collective failed with the error ``message``."""
+    receipt = Receipt(RankStatus.FAILED, 1.0, message, message, transport=transport, waits=more.get("waits", ()))
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
 
 
@@ -273,14 +273,13 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
 
 
 def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outcome:
-    said = (
+    message = (
         f"DistBackendError: simccl on rank {rank}: collective 2 of group 0: ranks disagree in the operation: "
         f"rank {rank} called {own} at /home/u/test_a.py:{10 + rank}; "
         f"rank {peer} called {other} at /home/u/test_a.py:{10 + peer}."
     )
-    return Outcome(
-        rank, Ending.FAILED, 1, time_s, Receipt(Said.FAILED, time_s, said, said, transport=True, place="test_a.py:99")
-    )
+    receipt = Receipt(RankStatus.FAILED, time_s, message, message, transport=True, place="test_a.py:99")
+    return Outcome(rank, Ending.FAILED, 1, time_s, receipt)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])

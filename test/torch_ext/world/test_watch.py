@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext.world.outcome import Ending
-from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
+from torch_ext.world.protocol import Progress, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Measures, Step, Watch, silence_text
@@ -23,8 +23,8 @@ INF = float("inf")
 LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)
 
 
-def receipt(said: Said = Said.PASSED, time_s: float = 0.0, reason: str = "") -> Receipt:
-    return Receipt(said, time_s, reason)
+def receipt(status: RankStatus = RankStatus.PASSED, time_s: float = 0.0, reason: str = "") -> Receipt:
+    return Receipt(status, time_s, reason)
 
 
 def endings(watch: Watch) -> list[Ending]:
@@ -57,7 +57,7 @@ OF_OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"keep": True}, "p0 open s1 @0.1 . done PASSED SKIPPED"),
     ({"keep": True}, "p0 @60 X1"),
 ]
-SAYS = {"p": Said.PASSED, "f": Said.FAILED, "s": Said.SKIPPED}
+SAYS = {"p": RankStatus.PASSED, "f": RankStatus.FAILED, "s": RankStatus.SKIPPED}
 
 
 @pytest.mark.parametrize(("how", "script"), [({}, script) for script in SCRIPTS.values()] + OF_OTHERS)
@@ -124,7 +124,7 @@ def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> N
         assert leave(lambda rank, now_s: now_s, released_s) == LIMITS.test_s + LIMITS.exit_s
 
 
-def test_trouble_while_leaving_ends_patience() -> None:
+def test_failure_while_ranks_exit_ends_the_extension() -> None:
     watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: now_s))
     for rank in (0, 1):
         watch.received(rank, receipt())
@@ -162,7 +162,7 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
 class Script:
     """The acts of a rank that is not stopped: its receipt, its exit code, and the seconds at which they come."""
 
-    said: Said | None
+    status: RankStatus | None
     says_s: float
     ends: bool
     code: int
@@ -172,7 +172,7 @@ class Script:
 TIMES = st.floats(0.0, 100.0, allow_nan=False)
 SCRIPTS = st.builds(
     Script,
-    said=st.sampled_from([None, *Said]),
+    status=st.sampled_from([None, *RankStatus]),
     says_s=TIMES,
     ends=st.booleans(),
     code=st.sampled_from([0, 0, 0, 1, 3, 10, -9, -11, -6]),
@@ -183,7 +183,7 @@ SCRIPTS = st.builds(
 def play(scripts: list[Script], seed: int) -> Watch:
     """Drive a watch with the scripts as a world would; the clock jumps from event to event."""
     watch = Watch(len(scripts), LIMITS, 0.0)
-    events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.said is not None]
+    events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.status is not None]
     events += [(s.says_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
     random.Random(seed).shuffle(events)
     events.sort(key=lambda event: event[0])
@@ -202,9 +202,9 @@ def play(scripts: list[Script], seed: int) -> Watch:
             script = scripts[rank]
             if rank in gone:
                 continue
-            if what == "says" and script.said is not None:
+            if what == "says" and script.status is not None:
                 watch.received(
-                    rank, Receipt(script.said, now_s, reason="its own" if script.said != Said.PASSED else "")
+                    rank, Receipt(script.status, now_s, reason="its own" if script.status != RankStatus.PASSED else "")
                 )
             else:
                 gone.add(rank)
@@ -225,8 +225,8 @@ def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every
     assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
     assert all(outcome.exit_code is not None for outcome in outcomes)
     verdict = judge(outcomes)
-    for said, judgement in ((Said.PASSED, Judgement.PASSED), (Said.SKIPPED, Judgement.SKIPPED)):
-        clean = all(o.receipt is not None and o.receipt.said is said and o.exit_code == 0 for o in outcomes)
+    for status, judgement in ((RankStatus.PASSED, Judgement.PASSED), (RankStatus.SKIPPED, Judgement.SKIPPED)):
+        clean = all(o.receipt is not None and o.receipt.status is status and o.exit_code == 0 for o in outcomes)
         assert (verdict.judgement is judgement) == clean
     if verdict.judgement is not Judgement.FAILED:
         return
@@ -260,9 +260,9 @@ def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
 @pytest.mark.parametrize(
     "foreign",
     [
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 0), pid=7),
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_b", 1), pid=7),
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=8),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 0), pid=7),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_b", 1), pid=7),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=8),
     ],
     ids=["of an earlier attempt", "of another test", "of another process"],
 )
@@ -270,7 +270,7 @@ def test_a_receipt_about_something_else_counts_for_nothing(foreign: Receipt) -> 
     watch = Watch(1, LIMITS, 0.0, ticket=Ticket("test_a", 1), pids=[7])
     watch.received(0, foreign)
     assert watch.advance(0.2) == []
-    watch.received(0, Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
+    watch.received(0, Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
     assert watch.advance(0.3) == [Step(Act.RELEASE, (0,))]
 
 
@@ -288,8 +288,8 @@ class Looks:
     ) -> None:
         self.now_s = 0.0
         self.others: tuple[str, ...] = ()
-        self.computed_s = 0.0
-        measures = Measures(lambda rank: rank * self.computed_s, starved_s, lambda: self.others)
+        self.cpu_time_s = 0.0
+        measures = Measures(lambda rank: rank * self.cpu_time_s, starved_s, lambda: self.others)
         self.watch = Watch(2, limits, 0.0, measures, **how)
         self.answers: dict[int, Progress | None] = {0: BLOCKED, 1: BLOCKED, -1: Progress(True, INF, "")}
 
@@ -427,7 +427,7 @@ def test_a_rank_that_computes_or_has_handed_in_a_receipt_is_progress() -> None:
     looks = Looks(keep=True)
     looks.answers[0] = FREE
     for _ in range(100):
-        looks.computed_s += 0.2
+        looks.cpu_time_s += 0.2
         assert looks.until(looks.now_s + 1.0) == []
     assert looks.until(130.0) == []
     looks.watch.received(1, receipt())

@@ -26,13 +26,13 @@ from typing import Any
 from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all, readable
-from torch_ext.world.follow import ask_zygote
+from torch_ext.world.follow import query_zygote
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
-    AskOthers,
     Ended,
     Order,
     Progress,
+    QueryProcesses,
     RankOrder,
     Receipt,
     Signal,
@@ -191,11 +191,11 @@ class Spread(Share):
         """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts this
         host's ranks.
         """
-        ours, theirs = channel_pair()
-        self._clients.append(ours)
-        self._callbacks.watch(ours, lambda: self._on_client(ours, zygote))
-        descriptor = os.dup(theirs.fileno())
-        theirs.close()
+        local, remote = channel_pair()
+        self._clients.append(local)
+        self._callbacks.watch(local, lambda: self._on_client(local, zygote))
+        descriptor = os.dup(remote.fileno())
+        remote.close()
         return descriptor
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Spread(Share):
     def _on_client(self, client: Channel, zygote: ZygoteClient) -> None:
         try:
             message, descriptors = client.receive()
-            if isinstance(message, AskOthers):  # for this host; FarRanks answers for each other host
+            if isinstance(message, QueryProcesses):  # for this host; FarRanks answers for each other host
                 with contextlib.suppress(ChannelClosedError):
                     zygote.channel.send(message, descriptors)
                 close_all(descriptors)
@@ -376,7 +376,7 @@ class FarRanks(Share):
                     world.group.send(line.payload)
 
     def _start(self, number: int, request: Start, origin: Mapping[str, str]) -> None:
-        group, theirs = channel_pair()
+        group, remote = channel_pair()
         world = self._worlds[number] = _FarWorld(number, group)
         self._callbacks.watch(group, lambda: self._on_group(world))
         orders: list[Order] = []
@@ -388,19 +388,19 @@ class FarRanks(Share):
             orders.append(replace(order, payload=moved, descriptors=len(own)))
         start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
         with contextlib.suppress(ChannelClosedError):  # the group's channel ends as well, and reports it
-            self._zygote.channel.send(start, [theirs.fileno(), *inherited])
-        theirs.close()
+            self._zygote.channel.send(start, [remote.fileno(), *inherited])
+        remote.close()
         close_all(inherited)
 
     def _open_rank(self, world: _FarWorld, order: Order) -> list[int]:
         """Open this side of a rank; return the rank's descriptors, in the parent half's order."""
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         output, output_writer = os.pipe()
         stacks, stacks_writer = os.pipe()
-        inherited = [os.dup(theirs.fileno()), output_writer, os.dup(output_writer), stacks_writer]
-        theirs.close()
+        inherited = [os.dup(remote.fileno()), output_writer, os.dup(output_writer), stacks_writer]
+        remote.close()
         files: dict[_Stream, Channel | int] = {
-            RankStream.CHANNEL: ours, RankStream.OUTPUT: output, RankStream.STACKS: stacks
+            RankStream.CHANNEL: local, RankStream.OUTPUT: output, RankStream.STACKS: stacks
         }  # fmt: skip
         shared = order.payload.has_page + bool(order.payload.address)
         for number in range(order.descriptors - len(inherited) - shared):
@@ -435,7 +435,7 @@ class FarRanks(Share):
         if isinstance(payload, Receipt):  # host 0 may judge the test on receipt, so the rank's output goes first
             world.ranks[index].drain(RankStream.OUTPUT)
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
-            others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            others = query_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
         self.send(0, world.number, stream, payload, index)
 

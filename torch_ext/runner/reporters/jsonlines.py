@@ -129,7 +129,7 @@ def _rank(outcome: Outcome) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "trace": outcome.receipt.trace if outcome.receipt else "",
         "stacks": outcome.stacks,
-        "waits": [wait.words for wait in outcome.waits],
+        "waits": [wait.description for wait in outcome.waits],
         "output": outcome.output,
         "left_behind": list(outcome.left_behind),
     }
