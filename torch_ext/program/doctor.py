@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: doctor takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
         return 2
     problems = [("PROBLEM", problem) for problem in _problems()]
-    for name, said in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
-        print(f"{name:<14}{said}")
+    for name, text in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
+        print(f"{name:<14}{text}")
     return 1 if problems else 0
 
 
@@ -82,8 +82,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"
     why = "TORCH_EXT_START_METHOD asks for it" if settings.wants_interpreter() else reason_not_to_fork()
     yield "start method", f"interpreter: {why}" if why else "fork: a process that has loaded torch has one thread here"
-    ours = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
-    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in ours) or "none of ours"
+    variables = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
+    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in variables) or "none of ours"
 
 
 def _problems() -> Iterator[str]:

@@ -19,7 +19,7 @@ from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
 from torch_ext.program import autoload, rank
 from torch_ext.program.main_module import Program
-from torch_ext.program.rank import Facts, what_was_never_used
+from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, seconds, typed
@@ -222,7 +222,7 @@ class _Store:
 def _set_environment(options: Options) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
-        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
+        autoload.request(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
         if options.memory_bytes is not None:
@@ -262,7 +262,7 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
         outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
     except KeyboardInterrupt:
         number = interrupts.number
-        _hand_on(world, number)
+        _forward_signal(world, number)
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
     took_s = time.monotonic() - world.started_s
@@ -316,9 +316,9 @@ def _print_report(title: str, options: Options, report: WorldReport) -> None:
 def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdict: Verdict) -> int:
     """Return the exit code of the first rank that failed; 128 plus the number of a signal; 1 if it was stopped."""
     first = next(iter(verdict.culprits or verdict.victims), 0)
-    outcome, told = outcomes[first], facts[first]
+    outcome, reported = outcomes[first], facts[first]
     if outcome.ending is Ending.FAILED:
-        return (told.exit_code if told is not None else 1) or 1
+        return (reported.exit_code if reported is not None else 1) or 1
     if outcome.ending is Ending.KILLED:
         return _BY_SIGNAL - (outcome.exit_code or 0)
     return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
@@ -328,9 +328,9 @@ def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store)
     """See Note [Silent fakes]."""
     if not options.program.simulated:
         return 0
-    unused = what_was_never_used(facts, cuda_as_sim=options.program.cuda_as_sim)
+    unused = find_unused(facts, cuda_as_sim=options.program.cuda_as_sim)
     if unused and not all(each and each.groups for each in facts) and store.was_used():
-        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
+        unused = find_unused(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
@@ -345,7 +345,7 @@ def _facts_of(world: World, number: int) -> Facts | None:
     return None
 
 
-def _hand_on(world: World, number: int) -> None:
+def _forward_signal(world: World, number: int) -> None:
     """Send every rank signal ``number``, and wait for the ranks to end; one more signal ends the wait."""
     end_s = time.monotonic() + _SIGNAL_S
     with contextlib.suppress(KeyboardInterrupt, ZygoteLostError):

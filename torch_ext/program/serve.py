@@ -54,7 +54,7 @@ from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
-__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "socket_name", "tell_loaded", "zygote_for"]
+__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "send_loaded", "socket_name", "zygote_for"]
 
 Key = Mapping[str, object]
 
@@ -218,8 +218,8 @@ def _listen(key: Key) -> Iterator[socket.socket]:
 
 def is_own(connected: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, according to the kernel."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(told)[1]
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid == os.geteuid()
 
 
@@ -331,14 +331,14 @@ def _states(zygote: ZygoteClient) -> dict[str, object]:
     local, remote = channel_pair()
     with contextlib.closing(local):
         with contextlib.closing(remote):
-            child = zygote.start("torch_ext.program.serve:tell_loaded", None, [remote.fileno()], os.environ)
+            child = zygote.start("torch_ext.program.serve:send_loaded", None, [remote.fileno()], os.environ)
         with contextlib.closing(child):
             paths, _ = local.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
     return {path: _state(path) for path in (*paths, *own)}
 
 
-def tell_loaded(payload: None, descriptors: Sequence[int]) -> None:
+def send_loaded(payload: None, descriptors: Sequence[int]) -> None:
     """Target of a child of the zygote: send the paths of all files that it has loaded. Descriptor: a channel."""
     modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:

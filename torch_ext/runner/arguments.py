@@ -135,8 +135,8 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
         given = {field: one.value for field, one in settings.items()}
         places = _places(given) if file is None else _of_file(file, shown, typed)
         options = RunOptions(**{**given, **places, "command": _command()})
-        for flag, wanted in (("--show-output", options.show_output), ("--upstream", options.upstream)):
-            if options.cluster and wanted:
+        for flag, is_set in (("--show-output", options.show_output), ("--upstream", options.upstream)):
+            if options.cluster and is_set:
                 raise SetupError(f"{flag} works on this machine alone; leave --cluster out")
     except SetupError as error:
         raise SetupError(f"{error}; see --help") from None
@@ -230,8 +230,8 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
 def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"typed_root": ""}
     if given.get("cuda_as_sim"):
-        if (asked := given.get("device", SIM)) != SIM:
-            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {SIM}")
+        if (device := given.get("device", SIM)) != SIM:
+            raise SetupError(f"got --cuda-as-sim and the device {device}; leave --device out, or give {SIM}")
         places["device"] = AS_CUDA
     folders = []
     for path in map(Path, upstream):

@@ -25,7 +25,7 @@ from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
-__all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
+__all__ = ["ClassFacts", "ClassRunner", "NextStep", "decide_next"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ClassFacts:
 
 
 @dataclass(frozen=True)
-class Next:
+class NextStep:
     """The consequences of a class process's end."""
 
     test: Problem | None = None  # the failure of the running test, if any
@@ -49,7 +49,7 @@ class Next:
     go_on: bool = False  # another class process runs the remaining tests
 
 
-def what_next(facts: ClassFacts, exited: Died) -> Next:
+def decide_next(facts: ClassFacts, exited: Died) -> NextStep:
     """Decide the consequences of a class process's end.
 
     A process that has not reported its end has failed. A process that has not finished a single test is replaced only
@@ -59,15 +59,15 @@ def what_next(facts: ClassFacts, exited: Died) -> Next:
     """
     left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
     if facts.running:
-        return Next(test=left_by or facts.death or exited, go_on=facts.left > 0)
+        return NextStep(test=left_by or facts.death or exited, go_on=facts.left > 0)
     went_on = facts.left > 0 and facts.ended > 0
     if facts.last is None and facts.lost_zygote and facts.left:
-        return Next(go_on=True)
+        return NextStep(go_on=True)
     if facts.last is None:
-        return Next(cls=facts.death or exited, go_on=went_on)
+        return NextStep(cls=facts.death or exited, go_on=went_on)
     how = "The class was interrupted" if isinstance(facts.last, ClassLeft) else "unittest ended the class"
     unfinished = Remark(f"{how} before {facts.left} of its tests began.") if facts.left and not went_on else None
-    return Next(cls=left_by or facts.death or unfinished, go_on=went_on)
+    return NextStep(cls=left_by or facts.death or unfinished, go_on=went_on)
 
 
 class ClassRunner:
@@ -118,10 +118,10 @@ class ClassRunner:
         self._running, self._last, before = None, None, len(self._left)
         with ClassChild(order, self._zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
-                self._hear(event, process)
+                self._handle(event, process)
             self._process_ended(process, before)
 
-    def _hear(self, event: Any, process: ClassChild) -> None:
+    def _handle(self, event: Any, process: ClassChild) -> None:
         if isinstance(event, TestEnded) and event.result.test == self._class:
             self._report(event.result, process.new_output(event.printed_bytes))
             self._class_is_over = True
@@ -150,16 +150,16 @@ class ClassRunner:
         when = "" if running else " between two tests" if left and ended else " before its first test"
         when = " after its last test" if not left and not running else when
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
-        death = None if process.ended_well else exited
+        death = None if process.exited_cleanly else exited
         facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
-        following = what_next(facts, exited)
-        if following.test is not None:
-            self._fail(running or self._class, following.test, process, _os.monotonic() - self._began_s)
-        if following.cls is not None:
-            self._fail(self._class, following.cls, process)
+        next_step = decide_next(facts, exited)
+        if next_step.test is not None:
+            self._fail(running or self._class, next_step.test, process, _os.monotonic() - self._began_s)
+        if next_step.cls is not None:
+            self._fail(self._class, next_step.cls, process)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
-        if not following.go_on:
+        if not next_step.go_on:
             self._class_is_over = True
 
     def _close_zygote(self) -> None:
@@ -314,15 +314,15 @@ class ClassChild:
             self.lost_zygote = True
             return
         now_s = _os.monotonic()
-        stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
+        stopped = self._find_stopped() if now_s >= self._look_for_stopped_s else ""
         if stopped or (
             now_s >= self._deadline.look_s and self._deadline.is_over(now_s, _os.cpu_time_s(self._child.pid))
         ):
-            yield from self._end(stopped or self._who_is_stopped())
+            yield from self._end(stopped or self._find_stopped())
             return
         yield from self._pump(min(self._deadline.look_s, self._look_for_stopped_s))
 
-    def _who_is_stopped(self) -> str:
+    def _find_stopped(self) -> str:
         self._look_for_stopped_s = float("inf")
         if self._zygote.pid and _os.is_stopped(self._zygote.pid):
             return "its zygote"
@@ -373,7 +373,7 @@ class ClassChild:
         return Died(f"{what} {how}{when}.")
 
     @property
-    def ended_well(self) -> bool:
+    def exited_cleanly(self) -> bool:
         """Whether the process exited by itself, with code 0."""
         ended = self._child.ended
         clean = self._hung is None and not self._broke and not self.lost_zygote

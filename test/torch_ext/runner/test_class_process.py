@@ -15,7 +15,7 @@ import pytest
 
 from torch_ext.results import Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner import class_process
-from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
+from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.world import files, provider
 from torch_ext.world.channel import Channel, channel_pair
@@ -39,7 +39,7 @@ def ending(test: unittest.TestCase) -> TestResult:
     """Run one test as a class process does, and return its result."""
     told = Told()
     result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
-    check_its_calls(test)
+    check_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
         run(test, result)
     result.over()
@@ -193,10 +193,10 @@ def test_a_class_that_runs_a_test_again_has_one_result_which_fails_if_unittest_s
             if number == 1 and oracle.wasSuccessful():
                 xfail = Status.XFAIL if oracle.expectedFailures else Status.PASSED
                 assert ended.status is (Status.SKIPPED if oracle.skipped else xfail), endings
-            said = " ".join(str(problem) for problem in ended.problems)
+            message = " ".join(str(problem) for problem in ended.problems)
             for _, trace in oracle.failures + oracle.errors:
-                assert trace.rstrip().rpartition("\n")[2] in said, endings
-            assert ("ran this test" in said) == (number > 1 and ended.status is Status.FAILED)
+                assert trace.rstrip().rpartition("\n")[2] in message, endings
+            assert ("ran this test" in message) == (number > 1 and ended.status is Status.FAILED)
 
 
 def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_of_its_own() -> None:
@@ -257,5 +257,5 @@ def test_what_unittest_awaits_is_run_and_the_rest_refused() -> None:
 def test_the_method_on_the_instance_stays_what_the_class_made_of_it() -> None:
     test = case()
     before = test.test_a  # type: ignore[attr-defined]
-    check_its_calls(test)
+    check_calls(test)
     assert test.test_a == before  # type: ignore[attr-defined]

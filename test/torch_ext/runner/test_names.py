@@ -15,7 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.names import Collected, NameCache, collect_names, describe, find_test_files, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, describe, environment_key, find_test_files
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 ALL, FIRST = sorted(LAYOUT), ["a/test_a.py"]
@@ -92,7 +92,7 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
             damage(tests=None),
             damage(tests=[["TestA"]]),
             damage(tests=["ab"] * 2 + [[]]),
-            damage(surroundings=None),
+            damage(environment_key=None),
         )
     ),
 ]
@@ -168,19 +168,19 @@ def test_surroundings_tell_the_installed_versions_apart(monkeypatch: pytest.Monk
 
     import torch_ext
 
-    found = surroundings("cpu")
+    found = environment_key("cpu")
     assert found is not None
     assert found["torch"] == metadata.version("torch")
     assert found["torch_ext"] == torch_ext.__version__
     assert found["device"] == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert surroundings("cpu") != found
+    assert environment_key("cpu") != found
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert surroundings("cpu") is None
+    assert environment_key("cpu") is None
 
 
 def test_a_name_belongs_to_the_root_it_was_found_below(run: Runs, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class ClusterExecutor:
         try:
             while self._waiting or self._placed or self._running:
                 self._place_more()
-                self._placed = [job for job in self._placed if not self._begins(job)]
+                self._placed = [job for job in self._placed if not self._start(job)]
                 if self._receive():
                     return
                 self._sink(Tick())
@@ -112,28 +112,28 @@ class ClusterExecutor:
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has enough machines for a class. If not, end the class."""
-        wanted, there, most = job.batch.need.hosts, self._machines.number, self._machines.most
-        if wanted <= max(1, there):
+        wanted, available, most = job.batch.need.hosts, self._machines.number, self._machines.most
+        if wanted <= max(1, available):
             return True
-        has = there if wanted <= most else most
-        lacking = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
+        has = available if wanted <= most else most
+        shortage = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
         if wanted <= most:
-            self._end(job, f"{lacking} left")
+            self._end(job, f"{shortage} left")
             return False
         for test in job.left:
-            reason = f"{lacking}; without --cluster, this machine stands for all of them"
+            reason = f"{shortage}; without --cluster, this machine stands for all of them"
             self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         self._sink(Over(job.cls))
         return False
 
-    def _begins(self, job: _Job) -> bool:
+    def _start(self, job: _Job) -> bool:
         """Start ``job`` if Ray has placed it; return whether it has. Host 0 starts last."""
         job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
-        if strange := [node for node in job.nodes if not self._machines.has(node)]:
+        if unusable := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)
             job.lost += 1
             if job.lost >= _MOST_LOST:
-                raise SetupError(f"Ray places classes on the machine {strange[0][:12]}, which cannot run tests")
+                raise SetupError(f"Ray places classes on the machine {unusable[0][:12]}, which cannot run tests")
             job.place = self._machines.reserve(job.batch.need)
             return False
         for host in range(1, len(job.nodes)) if len(job.nodes) > 1 else range(len(job.nodes)):

@@ -261,10 +261,10 @@ class Spread(Share):
             **numbered,
         }
 
-        def tell(stream: _Stream, payload: Any) -> None:
+        def report(stream: _Stream, payload: Any) -> None:
             self.send(host, world.number, stream, payload, index)
 
-        return _Ends(files, self._callbacks, tell, (RankStream.CHANNEL, *numbered))
+        return _Ends(files, self._callbacks, report, (RankStream.CHANNEL, *numbered))
 
     def _on_group(self, world: _SpreadWorld) -> None:
         try:
@@ -406,8 +406,8 @@ class FarRanks(Share):
         for number in range(order.descriptors - len(inherited) - shared):
             files[number], other = (each.detach() for each in socket.socketpair())
             inherited.append(other)
-        tell = partial(self._on_rank, world, len(world.ranks))
-        world.ranks.append(_Ends(files, self._callbacks, tell, list(files)))
+        report = partial(self._on_rank, world, len(world.ranks))
+        world.ranks.append(_Ends(files, self._callbacks, report, list(files)))
         return inherited
 
     def _moved(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:

@@ -31,13 +31,13 @@ class Node:
     """One machine. Ray calls its methods on several threads concurrently."""
 
     def __init__(self, settings: Settings) -> None:
-        self._channel, theirs = channel_pair()
+        self._channel, remote = channel_pair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(theirs.fileno())]
+        program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(remote.fileno())]
         self._process = subprocess.Popen(
-            program, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            program, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
-        theirs.close()
+        remote.close()
         self._sending = threading.Lock()
         self._channels: dict[int, Channel] = {}  # of the running classes, by number
         self._channel.send(settings)

@@ -22,7 +22,7 @@ from torch_ext.runner.cluster.hosts import FarRanks, Spread
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
-from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
+from torch_ext.runner.places import Machine, Place, count_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -62,7 +62,7 @@ class _Supervisor:
         environment = shared_environment(self._options.environment())
         self._zygotes = RunZygotes(self._options, environment, folder)
         here = TestFile("", Path.cwd(), "", Path.cwd())
-        devices = ask_for_devices(self._zygotes.root(here), environment)
+        devices = count_devices(self._zygotes.root(here), environment)
         self._machine = Machine(folder, environment, devices, self._options.slots)
         self._slots = Slots(self._machine.slots) if devices.number else None
         self._loop = Loop()
@@ -99,7 +99,7 @@ class _Supervisor:
             with contextlib.suppress(ChannelClosedError):  # the actor is gone
                 channel.send(message)
 
-        run = self._obey(order, send)
+        run = self._execute(order, send)
         self._loop.add(run)
         while True:
             while not channel.poll():
@@ -115,7 +115,7 @@ class _Supervisor:
         self._loop.end(run)
         channel.close()
 
-    def _obey(self, order: RunClass, send: Callable[[Event | Line | None], None]) -> Task[None]:
+    def _execute(self, order: RunClass, send: Callable[[Event | Line | None], None]) -> Task[None]:
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
         batch = order.batch._replace(file=file)

@@ -237,10 +237,10 @@ class TextReporter:
             if not result.test.method:
                 verb = "skipped" if result.status is Status.SKIPPED else "failed"
                 whole["class" if result.test.cls else "file", verb] += 1
-        said = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
+        parts = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
         for (kind, verb), number in sorted(whole.items(), reverse=True):
-            said.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
-        return "; ".join(said)
+            parts.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
+        return "; ".join(parts)
 
     def _test_line(self, result: TestResult) -> None:
         reason = f"  {result.reason}" if result.reason else ""
