@@ -37,7 +37,7 @@ from torch_ext.world.wording import own_message, ranks_phrase
 __all__ = ["Options", "main", "parse"]
 
 # Simulated devices have indices below this.
-_MOST_SIMULATED = 64
+_MAX_SIMULATED = 64
 # Seconds that peers get after a rank has failed, and that ranks get after a signal: programs have exit functions, and
 # write checkpoints.
 _GRACE_S, _SIGNAL_S = 3.0, 10.0
@@ -96,8 +96,8 @@ def parse(arguments: Sequence[str]) -> Options:
     ):
         if given and not on_sim:
             parser.error(f"{flag} is for the simulated accelerator, but --device is {found.device}")
-    if on_sim and found.ranks > _MOST_SIMULATED:
-        parser.error(f"-n {found.ranks}: there are at most {_MOST_SIMULATED} simulated devices, one for each rank")
+    if on_sim and found.ranks > _MAX_SIMULATED:
+        parser.error(f"-n {found.ranks}: there are at most {_MAX_SIMULATED} simulated devices, one for each rank")
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file. A module's name goes behind -m")
     program = Program(

@@ -294,14 +294,14 @@ def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
             connected, _ = listening.accept()
             is_stale = is_stale or _has_changed(states)
             line = Channel(connected)
-            if not is_stale and is_own(connected) and _welcome(line, zygote):
+            if not is_stale and is_own(connected) and _accept(line, zygote):
                 lines.append(line)
             else:
                 line.close()
     return True
 
 
-def _welcome(line: Channel, zygote: ZygoteClient) -> bool:
+def _accept(line: Channel, zygote: ZygoteClient) -> bool:
     """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
     descriptor = zygote.add_client()
     try:

@@ -105,7 +105,7 @@ def _exit_code(command: Callable[[], int]) -> int:
         advice = "raise it (ulimit -n, -u or -v), or run fewer classes at once (-j 1)"
         return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {advice}")
     finally:
-        interrupts.give_back()
+        interrupts.restore()
 
 
 def _environment_problem() -> str:

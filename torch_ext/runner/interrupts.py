@@ -19,7 +19,7 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Handles signals, until :meth:`give_back`.
+    """Handles signals, until :meth:`restore`.
 
     Inside :meth:`held`, an interrupt waits for the end of the block, so that the block completes. A signal that the
     process ignores, as under nohup, stays ignored.
@@ -73,7 +73,7 @@ class Interrupts:
                 self._waiting = False
                 self._handle(self.number, None)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the handlers. After a one-shot interrupt, ignore more signals so that we exit with our own code."""
         global _current
         _current = self._outer

@@ -49,12 +49,12 @@ def seconds(text: str) -> float:
     return found_s
 
 
-def count(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least ``least``."""
+def count(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least ``minimum``."""
 
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise ValueError(f"got {text!r}, expected a whole number of at least {least}")
+        if not text.isascii() or not text.isdigit() or int(text) < minimum:
+            raise ValueError(f"got {text!r}, expected a whole number of at least {minimum}")
         return int(text)
 
     return read

@@ -36,7 +36,7 @@ _HEADER = struct.Struct("!III")
 _MAGIC = 0xF57E54C4
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
 # Far above any message of ours: an order carries a test's arguments, a result the output of ranks.
-_MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
+_MAX_BYTES, _MAX_DESCRIPTORS = 1 << 30, 1 << 16
 _GROUP, _PART_BYTES = 200, 1 << 20
 _INT_BYTES = array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
@@ -152,10 +152,10 @@ class Channel:
             ValueError: the message is too long.
         """
         payload = _dumps(message)
-        if len(payload) > _MOST_BYTES or len(descriptors) > _MOST_DESCRIPTORS:
+        if len(payload) > _MAX_BYTES or len(descriptors) > _MAX_DESCRIPTORS:
             raise ValueError(
                 f"a message of {len(payload):,} bytes and {len(descriptors):,} descriptors is too long: at most "
-                f"{_MOST_BYTES:,} bytes and {_MOST_DESCRIPTORS:,} descriptors can be sent to another process"
+                f"{_MAX_BYTES:,} bytes and {_MAX_DESCRIPTORS:,} descriptors can be sent to another process"
             )
         self._check_descriptor()
         header = _HEADER.pack(_MAGIC, len(payload), len(descriptors))
@@ -277,7 +277,7 @@ class Channel:
         if wanted:
             return wanted
         _, length, count = _HEADER.unpack(self._header)
-        if length > _MOST_BYTES or count > _MOST_DESCRIPTORS:
+        if length > _MAX_BYTES or count > _MAX_DESCRIPTORS:
             raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
         return self._groups or length - len(self._payload)
 

@@ -201,7 +201,7 @@ class RankProcess:
     """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
 
     Attributes:
-        host: in words, if the test asked for several; ``is_far``: on another machine, so ``pid`` means nothing here.
+        host: in words, if the test asked for several; ``is_remote``: on another machine, so ``pid`` means nothing here.
     """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
@@ -216,7 +216,7 @@ class RankProcess:
         self._page = page
         self._exit_code: int | None = None
         self.host = ""
-        self.is_far = False
+        self.is_remote = False
 
     @property
     def exitcode(self) -> int | None:

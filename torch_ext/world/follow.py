@@ -141,7 +141,7 @@ class World:
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
             for process, host in zip(self.processes, message.hosts, strict=bool(message.hosts)):
-                process.host, process.is_far = host, True
+                process.host, process.is_remote = host, True
         elif isinstance(message, Ended):
             self._on_end(message)
 
@@ -214,7 +214,7 @@ class World:
     def _pid_here(self, rank: int) -> int:
         """Return the pid of a live rank on this machine; 0 for any other."""
         process = self.processes[rank]
-        return 0 if process.is_far or rank in self._ended else process.pid or 0
+        return 0 if process.is_remote or rank in self._ended else process.pid or 0
 
     def _is_stopped(self, rank: int) -> bool:
         return (pid := self._pid_here(rank)) > 0 and _os.is_stopped(pid)

@@ -275,7 +275,7 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
     has each rank's collectives, oldest first.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
-    found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
+    found = (_mismatch_in({rank: _calls_in(record, group) for rank, record in records.items()}) for group in groups)
     return next((mismatch for mismatch in found if mismatch is not None), None)
 
 
@@ -311,7 +311,7 @@ def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None
     return None
 
 
-def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
+def _calls_in(record: Sequence[Collective], group: str) -> dict[int, Collective]:
     return {each.sequence: each for each in record if each.group == group}
 
 

@@ -29,8 +29,8 @@ from torch_ext.world.child import (
     load,
     load_first_uses,
     preparation_of_this_process,
+    rarely_collected,
     reason_not_to_fork,
-    uncollected,
 )
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
@@ -282,7 +282,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.argv[:] = order.argv
     importing = _os.getpid()
     try:
-        with _stacks_to(descriptors[1]), child.noted(), uncollected():
+        with _stacks_to(descriptors[1]), child.track_environment(), rarely_collected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
             load_first_uses(getattr(sys.modules[order.name], "__file__", None) or "")

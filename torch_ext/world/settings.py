@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 # Larger worlds are started on demand: spares hold memory until the next test.
-_MOST_SPARES = 16
+_MAX_SPARES = 16
 _HANG_AFTER_S = 10.0
 
 
@@ -41,7 +41,7 @@ def wants_interpreter() -> bool:
 
 def spare_count(world_size: int) -> int:
     """Return the number of ranks to fork ahead: the last world's size, or 0 after a large world."""
-    return 0 if os.environ.get("TORCH_EXT_SPARES") == "0" or world_size > _MOST_SPARES else world_size
+    return 0 if os.environ.get("TORCH_EXT_SPARES") == "0" or world_size > _MAX_SPARES else world_size
 
 
 def threads_per_rank(world_size: int) -> int:
@@ -253,7 +253,7 @@ def address() -> str:
     return os.environ.get(ADDRESS_VARIABLE) or _THIS_MACHINE
 
 
-def is_spread() -> bool:
+def is_multi_host() -> bool:
     """Whether this process is a rank of a test on several hosts."""
     return NUMBER_VARIABLE in os.environ
 

@@ -25,7 +25,7 @@ SILENCE_S = 60.0
 _COMPUTES = 0.05
 # Looks until a hang is proven.
 _LOOKS = 8
-_MOST_WORDS = 3
+_MAX_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class HangWatch:
         found = []
         for rank, each in answers.items():
             if not each.blocked:
-                found += [f"{word} of {_phrase([rank])}" for word in each.may_act[:_MOST_WORDS]] or [_phrase([rank])]
+                found += [f"{word} of {_phrase([rank])}" for word in each.may_act[:_MAX_REASONS]] or [_phrase([rank])]
             elif each.until_s < endless_s or each.raises_s < raises_later_s:
                 left_s = max(0.0, min(each.until_s, each.raises_s) - self._looked_s)
                 found.append(f"a wait of {_phrase([rank])}, which ends by itself in {left_s:.0f} s")
@@ -163,8 +163,8 @@ def _phrase(ranks: Sequence[int]) -> str:
 
 def silence_text(reasons: Sequence[str], stacks: Mapping[int, str]) -> str:
     """Return the message about missing progress: why no hang is proven, and the stacks of the ranks."""
-    because = "; ".join(reasons[:_MOST_WORDS]) or "a rank"
-    more = f"; and {len(reasons) - _MOST_WORDS} more" if len(reasons) > _MOST_WORDS else ""
+    because = "; ".join(reasons[:_MAX_REASONS]) or "a rank"
+    more = f"; and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
     lines = [f"no progress for {SILENCE_S:.0f} s; not proven to hang, because these may act: {because}{more}"]
     alike: dict[str, tuple[list[int], str]] = {}
     for rank, text in sorted(stacks.items()):

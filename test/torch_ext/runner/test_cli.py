@@ -202,7 +202,7 @@ def test_files_that_were_asked_for_and_have_no_test_are_told(cli: Cli) -> None:
         assert done.code == 0 and done.err.startswith(f"warning: no test in {RPC}; "), patterns
     assert cli("TestInput").err == "", "it means no file"
     done = cli(RPC)
-    assert done.code == 2 and f"nothing selected: no test in {RPC}; pytest runs functions and classes without a base" in done.err
+    assert done.code == 2 and f"nothing selected: no test in {RPC}; pytest runs functions and classes" in done.err
 
 
 def test_a_broken_file_fails_the_list(broken: Cli) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.hosts import Share
+from torch_ext.runner.cluster.hosts import HostRanks
 from torch_ext.runner.cluster.machines import Machines
 from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.options import RunOptions
@@ -296,7 +296,7 @@ def test_without_ray_the_option_says_what_to_install(monkeypatch: pytest.MonkeyP
         Machines(RunOptions(Path("/root"), cluster="local:2"))
 
 
-class Kept(Share):
+class Recorder(HostRanks):
     """A host that records its messages."""
 
     def __init__(self, host: int, sent: list[Line]) -> None:
@@ -307,14 +307,14 @@ class Kept(Share):
         self.heard.append(line.payload)
 
 
-def test_messages_that_overtake_each_other_are_taken_in_their_order() -> None:
+def test_messages_that_overtake_each_other_are_handled_in_order() -> None:
     sent: list[Line] = []
-    first, second, taker = Kept(1, sent), Kept(2, sent), Kept(0, [])
+    first, second, receiver = Recorder(1, sent), Recorder(2, sent), Recorder(0, [])
     for number in range(3):
         first.send(0, 1, RankStream.OUTPUT, f"first {number}")
         second.send(0, 1, RankStream.OUTPUT, f"second {number}")
     for line in sorted(sent, key=lambda line: (line.source, -line.sequence)):
-        taker.take(line)
-    assert taker.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
-    for each in (first, second, taker):
+        receiver.handle(line)
+    assert receiver.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
+    for each in (first, second, receiver):
         each.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from test.torch_ext.verdict.live_programs import Program, draw, source_of
-from test.torch_ext.world.programs import tells_of_a_hang
+from test.torch_ext.world.programs import reports_hang
 from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 
@@ -46,7 +46,7 @@ def test_no_program_is_ended_while_somebody_may_act(drawn: list[Program], run: R
 
 
 def test_programs_in_which_nobody_acts_are_proven_to_hang(drawn: list[Program], run: Run) -> None:
-    proven = [tells_of_a_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
+    proven = [reports_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
     missed = [
         f"{number}: {program}\n{run.text.get(f'test_dead_{number:03}', '?')}"
         for number, program in enumerate(drawn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from test.torch_ext.world.programs import check_rows, class_of, named_first
+from test.torch_ext.world.programs import check_rows, class_of, ranks_in_first_line
 from test.torch_ext.world.suites import SLOWER
 from torch_ext import cache
 
@@ -145,7 +145,7 @@ def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
     assert not re.search("cut short|came back", texts["test_is_not_cut_short"])
     abort = texts["test_abort_of_gloo"]
     (aborted,) = re.findall(r"^  rank (\d) was killed by SIGABRT", abort, re.MULTILINE)
-    assert named_first(abort) == {int(aborted)}, abort
+    assert ranks_in_first_line(abort) == {int(aborted)}, abort
     assert "terminate called after throwing" in abort and "#2 gloo:all_reduce([" in abort, abort
     crowd = texts["test_computes_in_a_crowd"]
     assert len(re.findall(r"^    waited for a core for [\d.]+ s of these$", crowd, re.MULTILINE)) == 2, crowd

@@ -192,7 +192,7 @@ def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent(p
     with pytest.raises(ChannelBrokenError, match="2,147,483,648 bytes"):
         other.receive()
     with pytest.raises(ValueError, match="too long"):
-        one.send("many", [1] * (channel._MOST_DESCRIPTORS + 1))
+        one.send("many", [1] * (channel._MAX_DESCRIPTORS + 1))
 
 
 @pytest.mark.processes

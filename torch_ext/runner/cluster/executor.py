@@ -38,7 +38,7 @@ _AHEAD = 8
 # Poll and tick interval, in seconds.
 _LOOK_S = 0.25
 # A class fails after losing this many machines.
-_MOST_LOST = 3
+_MAX_LOST = 3
 _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 
@@ -112,12 +112,12 @@ class ClusterExecutor:
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has enough machines for a class. If not, end the class."""
-        wanted, available, most = job.batch.need.hosts, self._machines.number, self._machines.most
-        if wanted <= max(1, available):
+        requested, available, most = job.batch.need.hosts, self._machines.number, self._machines.most
+        if requested <= max(1, available):
             return True
-        has = available if wanted <= most else most
-        shortage = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
-        if wanted <= most:
+        has = available if requested <= most else most
+        shortage = f"the class asks for {requested} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
+        if requested <= most:
             self._end(job, f"{shortage} left")
             return False
         for test in job.left:
@@ -132,7 +132,7 @@ class ClusterExecutor:
         if unusable := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)
             job.lost += 1
-            if job.lost >= _MOST_LOST:
+            if job.lost >= _MAX_LOST:
                 raise SetupError(f"Ray places classes on the machine {unusable[0][:12]}, which cannot run tests")
             job.place = self._machines.reserve(job.batch.need)
             return False
@@ -197,7 +197,7 @@ class ClusterExecutor:
             return
         job.lost += 1
         machine, number = node[:12], len(job.left)
-        if number and job.lost >= _MOST_LOST:
+        if number and job.lost >= _MAX_LOST:
             self._end(job, f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}")
             return
         job.over = True

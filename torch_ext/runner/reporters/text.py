@@ -318,7 +318,7 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
 
 
 # Length limit of a GitHub annotation: a line on stdout that GitHub shows beside the code, ten per step and level.
-_MOST_CHARACTERS = 4000
+_MAX_CHARACTERS = 4000
 
 
 def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
@@ -340,7 +340,7 @@ def annotation(level: str, file: str, title: str, text: str) -> str:
     >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
     '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
     """
-    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MAX_CHARACTERS])}"
 
 
 def _escaped(text: str) -> str:
