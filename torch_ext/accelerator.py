@@ -116,7 +116,7 @@ def _choose() -> str:
     except (ImportError, RuntimeError) as error:
         raise UnknownDeviceError(
             f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} cannot provide "
-            f"this device ({error}). Ask for no device to let the machine decide, or install what provides this one."
+            f"this device ({error}). Ask for no device to let the machine decide, or install the device's package."
         ) from error
     if not available:
         raise UnknownDeviceError(

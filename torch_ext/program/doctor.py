@@ -83,14 +83,14 @@ def _facts() -> Iterator[tuple[str, str]]:
     why = "TORCH_EXT_START_METHOD asks for it" if settings.wants_interpreter() else reason_not_to_fork()
     yield "start method", f"interpreter: {why}" if why else "fork: a process that has loaded torch has one thread here"
     variables = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
-    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in variables) or "none of ours"
+    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in variables) or "no TORCH_EXT_ variable"
 
 
 def _problems() -> Iterator[str]:
     if not sys.platform.startswith("linux"):
         yield f"{platform.system()} is not supported: run on Linux"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield "this torch has no gloo: no rank can talk to another"
+        yield "this torch has no gloo: ranks cannot communicate"
     if build.finished_builds():
         try:
             importlib.import_module("torch_ext.sim")

@@ -257,7 +257,7 @@ def find_unused(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim
         cuda_as_sim: the accelerator was CUDA's device; leave out the hint at ``--cuda-as-sim``.
 
     >>> find_unused([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
-    'no tensor ever lay on the simulated device of rank 1: it computed on the host. If the program chooses a device by \
+    'rank 1 used no simulated device and computed on the host. If the program chooses a device by \
 the name "cuda", run it with --cuda-as-sim.'
     """
     reported = {rank: each for rank, each in enumerate(facts) if each is not None}
@@ -272,10 +272,8 @@ the name "cuda", run it with --cuda-as-sim.'
             sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
     host = [rank for rank, each in reported.items() if not each.uses]
     if host:
-        where = "any simulated device" if len(host) == len(facts) else f"the simulated device of {ranks_phrase(host)}"
-        it = "it" if len(host) == 1 else "all" if len(host) == len(facts) else "they"
         hint = "" if cuda_as_sim else ' If the program chooses a device by the name "cuda", run it with --cuda-as-sim.'
-        sentences.append(f"no tensor ever lay on {where}: {it} computed on the host.{hint}")
+        sentences.append(f"{ranks_phrase(host)} used no simulated device and computed on the host.{hint}")
     return sentences
 
 

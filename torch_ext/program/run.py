@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Options:
     found = parser.parse_args(arguments)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
-        parser.error("which program? Name a script, or a module behind -m")
+        parser.error("no program: name a script, or a module after -m")
     on_sim = found.device == SIM
     for given, flag in (
         (found.cuda_as_sim, "--cuda-as-sim"),
@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> Options:
     if on_sim and found.ranks > _MAX_SIMULATED:
         parser.error(f"-n {found.ranks}: there are at most {_MAX_SIMULATED} simulated devices, one for each rank")
     if not found.module and not os.path.exists(words[0]):
-        parser.error(f"{words[0]}: no such file. A module's name goes behind -m")
+        parser.error(f"{words[0]}: no such file; give a module's name after -m")
     program = Program(
         words[0],
         found.module,
@@ -116,20 +116,20 @@ def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
-    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="how many ranks (4)")
+    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="number of ranks (4)")
     where = f"the ranks' device ({SIM}); each rank has one"
     add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
-    add("--cuda-as-sim", action="store_true", help="the simulated accelerator is CUDA's, its backend NCCL")
-    size = "how much memory each simulated device has, such as 2GiB"
+    add("--cuda-as-sim", action="store_true", help="CUDA and NCCL mean the simulated accelerator")
+    size = "memory of each simulated device, such as 2GiB"
     add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
-    add("--timeout", type=typed(seconds), metavar="S", help="end the program after so many seconds")
-    hang = "report a proven hang, and let the program go on, or end it, too (report)"
+    add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
+    hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
-    shown = "show the output of rank 0 as it is, of all ranks with the rank in front of each line, or none (all)"
+    shown = "show rank 0's output unchanged, all ranks' output with the rank before each line, or none (all)"
     add("--output", choices=tuple(_LIVE), default="all", help=shown)
     add("--strict", action="store_true", help="fail if no rank ever used a device or a process group")
-    add("-m", "--module", action="store_true", help="what follows is the name of a module")
+    add("-m", "--module", action="store_true", help="run a module, given by its name")
     add("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the program and its arguments")
     return parser
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         return _BY_SIGNAL + interrupts.number
     except LoadError as error:
         trace = str(error)
-        message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
+        message = own_message(trace) or f"the modules of the ranks cannot be loaded\n{trace}"
     except ZygoteLostError as error:
         message = str(error)
     except ZygoteDiedError as error:
@@ -256,7 +256,7 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
         _print_report("HUNG", options, WorldReport(tuple(shown), judge(shown), hangs[-1]))
         until = f"--timeout {options.timeout_s:g}" if options.timeout_s else "a time limit in it"
         print(file=sys.stderr)
-        wording.announce(f"it goes on until {until} or Ctrl-C ends it; with --hang end, a hang ends it")
+        wording.announce(f"the program goes on until {until} or Ctrl-C; with --hang end, a hang ends it")
 
     try:
         outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
@@ -278,8 +278,8 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
             wording.announce(f"rank {outcome.rank} {wording.left_behind(command)}")
     if silent:
         wording.announce(
-            f"{ranks_phrase(silent)} left by os._exit(0) or the like, which counts as success; races and unused "
-            "devices were not looked for there"
+            f"{ranks_phrase(silent)} ended by os._exit(0) or similar, which counts as success; races and unused "
+            "devices were not checked there"
         )
     code = _judge_usage(options, facts, store)
     if hangs:

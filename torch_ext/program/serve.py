@@ -186,11 +186,11 @@ def folder() -> Iterator[Path]:
     try:
         opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:  # a file or a link
-        raise PermissionError(f"{wanted} is not a folder of yours alone: remove it") from None
+        raise PermissionError(f"{wanted} is not private to you: remove it") from None
     try:
         found = os.fstat(opened)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{wanted} is not a folder of yours alone: remove it, or chmod 700 it")
+            raise PermissionError(f"{wanted} is not private to you: remove it, or chmod 700 it")
         yield Path(f"/proc/self/fd/{opened}")
     finally:
         os.close(opened)
@@ -206,7 +206,7 @@ def _listen(key: Key) -> Iterator[socket.socket]:
     with folder() as place, socket.socket(socket.AF_UNIX) as listening:
         address = place / socket_name(key)
         if _connected(address):
-            raise FileExistsError("another process serves these runs already")
+            raise FileExistsError("another process already serves these runs")
         address.unlink(missing_ok=True)  # left by a server that was killed
         listening.bind(str(address))
         try:
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--idle", type=typed(seconds), default=900.0, metavar="S", help="end after S idle seconds (900)"
     )
-    parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
+    parser.add_argument("--host", action="store_true", help="serve --device cpu and cuda, without the simulator")
     try:
         options = parser.parse_args(arguments)
     except SystemExit as stop:
@@ -318,7 +318,7 @@ def _has_changed(states: Mapping[str, object]) -> bool:
     """See Note [A stale zygote]."""
     path = next((path for path, state in states.items() if _state(path) != state), "")
     if path:
-        print(f"{wording.PREFIX}{path} has changed: loading anew", flush=True)
+        print(f"{wording.PREFIX}{path} has changed: loading again", flush=True)
     return bool(path)
 
 

@@ -138,7 +138,7 @@ def narrow(
         files = _changed_files(options.root, options.changed)
         affected = {one.file.name for one in collected if _depends(one, files)}
         chosen = [test for test in tests if test.file in affected]
-        why = f"no test's file, nor a module that one imports, differs from {options.changed}"
+        why = f"no test file, nor a module that it imports, differs from {options.changed}"
     if options.last_failed:
         chosen = [test for test in chosen if history.failed(test)]
         why = "none of these tests failed when it last ran"
@@ -201,9 +201,9 @@ def _read_times(path: str) -> dict[str, float]:
                 if event.get("event") == "result" and event["method"] and event["status"] != "skipped":
                     times[event["test"]] = float(event["duration_s"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SelectionError(f"got --times {path}, which is no file that --json wrote: {error}") from None
+        raise SelectionError(f"got --times {path}, which is not a file that --json wrote: {error}") from None
     if not times:
-        raise SelectionError(f"got --times {path}, which holds no result of a test")
+        raise SelectionError(f"got --times {path}, which has no test results")
     return times
 
 
@@ -224,10 +224,10 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except OSError as error:
-        raise SelectionError(f"--changed asks git, which cannot be run: {error}") from error
+        raise SelectionError(f"--changed needs git, which cannot be run: {error}") from error
     if done.returncode:
         requested, message = " ".join(arguments), os.fsdecode(done.stderr).strip()
-        raise SelectionError(f"--changed asks git, which fails in {folder} at 'git {requested}': {message}")
+        raise SelectionError(f"--changed needs git, which fails in {folder} at 'git {requested}': {message}")
     return os.fsdecode(done.stdout)
 
 

@@ -346,7 +346,7 @@ class _ClassResult(unittest.TestResult):
             self._error = escaping[1]
             self._fail(_problem(escaping))
         elif not self._has_ending:
-            self._fail(Remark("unittest ended the test without saying how."))
+            self._fail(Remark("unittest ended the test without a result."))
         try:
             verdict.check()
         except verdict.UnjudgedRanksError as error:
@@ -363,7 +363,7 @@ class _ClassResult(unittest.TestResult):
         if planned is None or status is None:
             return
         if self._runs > 1 and status is Status.FAILED:
-            note = f"The class ran this test {self._runs} times; a failure of any of them counts."
+            note = f"The class ran this test {self._runs} times; any failure counts."
             self._problems.append(Remark(note))
         reasons, ranks = "; ".join(self._reasons), _ranks_of(planned)
         self.send_end(
@@ -469,7 +469,7 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # the parent half's traceback is no help
     if isinstance(error, ZygoteLostError):  # nor is it here
-        way = "A signal of the test to a parent process or a process group may have reached it."
+        way = "A signal that the test sent to a parent process or process group may have killed it."
         return Remark(f"The ranks were lost: {error}. {way}")
     message, trace = wording.read_error(error)
     return Raised(message, trace.rstrip(), where)

@@ -99,7 +99,7 @@ class ClassRunner:
                 except LoadError as error:
                     self._file_failed(raised(str(error)))
                 except ZygoteDiedError as error:
-                    self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+                    self._lost_zygote(Remark(f"{error} before any test of the class began; the class is not retried"))
         finally:
             self._close_zygote()
         self._sink(Over(self._class))
@@ -135,7 +135,7 @@ class ClassRunner:
                 self._sink(Began(event.test))
         elif isinstance(event, (TestEnded, TestStarted)):
             test = event.test if isinstance(event, TestStarted) else event.result.test
-            process.end_broken(f"told of {test.method}(), which it was not to run")
+            process.end_broken(f"reported {test.method}(), which it was not to run")
         elif isinstance(event, Notice):
             self._sink(Stalled(self._running or self._class, event.text))
         elif isinstance(event, (ClassEnded, ClassLeft)):
@@ -281,7 +281,7 @@ class ClassChild:
             event, descriptors = self._events.receive()
             close_all(descriptors)
             if not isinstance(event, _EVENTS):
-                raise self._events.refuse(f"a {type(event).__name__}, which is no message of a test class,")
+                raise self._events.refuse(f"a {type(event).__name__}, which is not a message of a test class,")
         except ChannelClosedError as error:
             self._events.close()
             if isinstance(error, ChannelBrokenError):
@@ -365,7 +365,7 @@ class ClassChild:
                 f"{what} hung{when} until it was killed: {self._stopped} had been stopped by a signal (SIGSTOP)."
             )
         if self._hung is not None:
-            return Died(f"{what} hung{when} until it was killed; it was here:", self._hung)
+            return Died(f"{what} hung{when} until it was killed; its stacks:", self._hung)
         if self.lost_zygote or self._child.ended is None:
             return Died(f"{what} ended{when} because its zygote was killed.")
         code = self._child.ended.exit_code

@@ -103,7 +103,7 @@ def _exit_code(command: Callable[[], int]) -> int:
         if error.errno not in _EXHAUSTED:
             raise
         advice = "raise it (ulimit -n, -u or -v), or run fewer classes at once (-j 1)"
-        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {advice}")
+        return _usage_error(f"the runner reached a limit of this machine or shell: {error}; {advice}")
     finally:
         interrupts.restore()
 
@@ -111,7 +111,7 @@ def _exit_code(command: Callable[[], int]) -> int:
 def _environment_problem() -> str:
     """Return a sentence about why no test can run here; empty if tests can run."""
     if sys.stdout is None:
-        return "stdout is closed, and the report goes there; give one, such as > /dev/null"
+        return "stdout is closed, but the report needs it; redirect it, such as > /dev/null"
     try:
         os.getcwd()
     except OSError:

@@ -56,7 +56,7 @@ class RunExecutor:
             try:
                 self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
             except OSError as error:
-                raise SetupError(f"no folder for short-lived files can be made: {error}; set TMPDIR to one") from error
+                raise SetupError(f"cannot make a temporary folder: {error}; set TMPDIR to a usable one") from error
             self._zygotes = RunZygotes(options, self.environment, self.scratch)
             atexit.register(self.close)
 
@@ -89,7 +89,7 @@ class RunExecutor:
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
             collected = Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
-            collected = Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
+            collected = Collected(file, error=f"{error}. Run the file alone to see why: python {file.path}")
         else:
             tests = tuple(TestName(file.name, cls, method) for cls, method in named.names)
             imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
@@ -116,7 +116,7 @@ class RunExecutor:
                 child.send_signal(STACK_SIGNAL)
                 found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                 text = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
-                raise HungImportError(f"{found}\n\n{text}; above is where it was" if found else text)
+                raise HungImportError(f"{found}\n\n{text}; its stacks are above" if found else text)
             message: TestNames = local.receive()[0]
             return message
         finally:

@@ -99,7 +99,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     eligible = [item for item in ranked if item not in inside]
     if inside:
         first, why = next(iter(inside.items()))
-        warning = f"{len(inside)} distributed tests run in pytest's process, as {first.nodeid}, which {why}"
+        warning = f"{len(inside)} distributed tests run in pytest's process, such as {first.nodeid}, which {why}"
         session.config.issue_config_time_warning(pytest.PytestWarning(warning), stacklevel=2)
     if not eligible:
         return None

@@ -158,7 +158,7 @@ class Slots:
             AssertionError: fewer slots are free.
         """
         if number > len(self._free):
-            raise AssertionError(f"{number} slots are wanted, {len(self._free)} are free")
+            raise AssertionError(f"{number} slots are requested, {len(self._free)} are free")
         acquired, self._free = self._free[:number], self._free[number:]
         return tuple(acquired)
 

@@ -61,7 +61,7 @@ class RunZygotes:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
-            raise SetupError(own_message(trace) or f"the zygote cannot load what it needs\n{trace}") from None
+            raise SetupError(own_message(trace) or f"the zygote cannot load its modules\n{trace}") from None
         return root
 
     def _start_root(self, file: TestFile) -> RootZygote:

@@ -43,7 +43,7 @@ _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
 # Seconds for which a frame may stall. A sender writes a frame at once, unless the process is stopped or starved.
 _FRAME_S = 30.0
 # The end of a message about a broken channel.
-WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
+WRITE_TO_OWN = "Write only to descriptors that you have opened."
 # Bytes of junk to read and count.
 _JUNK_BYTES = 1 << 20
 
@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type):
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a message")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a message")
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,11 @@ class Channel:
         self._begin()
         try:
             if len(descriptors) != count:
-                raise ValueError(f"it came with {len(descriptors)} descriptors and not with {count}")
+                raise ValueError(f"it came with {len(descriptors)} descriptors instead of {count}")
             message = _Unpickler(io.BytesIO(payload)).load()
         except Exception as error:  # a payload that is not ours may raise anything
             close_all(descriptors)
-            self._break(f"a frame of {len(payload)} bytes that is no message ({type(error).__name__}: {error})")
+            self._break(f"a frame of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})")
         else:
             if not isinstance(message, _Refused):
                 return message, descriptors
@@ -255,7 +255,7 @@ class Channel:
         except BlockingIOError:
             if monotonic() < self.deadline_s:
                 return False
-            self._break(f"{len(self._header) + len(self._payload)} bytes that begin a message, and no more of it")
+            self._break(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
         except _NoFrameError as error:
             self._break(str(error))
         except ChannelClosedError as error:
@@ -320,7 +320,7 @@ class Channel:
             while len(found) < _JUNK_BYTES and (part := self._socket.recv(_PART_BYTES, socket.MSG_DONTWAIT)):
                 found += part
         more = " or more" if len(found) >= _JUNK_BYTES else ""
-        return f"{len(found)}{more} bytes that are no message (they begin with {found[:16]!r})"
+        return f"{len(found)}{more} bytes that are not a message (they begin with {found[:16]!r})"
 
     def _break(self, what: str) -> None:
         descriptor = _descriptor_of(self._peer)

@@ -441,7 +441,7 @@ def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
     ):
         if local.poll(_ANSWER_S):
             return tuple(str(each) for each in local.receive()[0])
-    return ("a process that the zygote, which does not answer, may know",)
+    return ("a process of the zygote, which does not answer",)
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None
         if len(sizes) > 1:
             parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
             called = f"#{each.sequence} {each.operation} in group {each.group}"
-            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it wants that", ())
+            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it requires that", ())
     return None
 
 

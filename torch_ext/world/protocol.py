@@ -274,7 +274,7 @@ class RankRequest(Enum):
 
     RELEASE = "you may end"
     COLLECTIVES = "send your last collectives"
-    PROGRESS = "tell what you wait for"
+    PROGRESS = "report your waits"
     STACKS = "write the stacks of your threads"
 
 

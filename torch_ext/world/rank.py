@@ -201,7 +201,7 @@ def _look(between_tests: bool) -> Progress:
     try:
         return observe(between_tests)
     except Exception as error:  # keep the listener alive: no other thread answers the parent half
-        return Progress(False, math.inf, "", may_act=(f"a thread that cannot be looked at ({error})",))
+        return Progress(False, math.inf, "", may_act=(f"a thread that cannot be inspected ({error})",))
 
 
 _current: Rank | None = None

@@ -244,7 +244,7 @@ def ranks_per_host(world_size: int, hosts: int) -> int:
         ValueError: ``world_size`` is no multiple of ``hosts``.
     """
     if world_size % hosts:
-        raise ValueError(f"got {world_size} ranks for {hosts} hosts, expected as many on each: a multiple of {hosts}")
+        raise ValueError(f"got {world_size} ranks for {hosts} hosts, expected a multiple of {hosts}")
     return world_size // hosts
 
 

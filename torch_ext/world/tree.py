@@ -246,7 +246,7 @@ class ModuleZygote(ZygoteClient):
         else:
             self.process.send_signal(STACK_SIGNAL)
             stacks = wording.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
-            text = f"{stacks}\n\n{text}; above is where it was" if stacks else text
+            text = f"{stacks}\n\n{text}; its stacks are above" if stacks else text
         self.kill()
         self._hung = HungImportError(text)
         return True

@@ -229,7 +229,7 @@ def check_ran(returned: object, name: str) -> None:
     ...     check_ran((number for number in range(3)), "test_a")
     ... except TypeError as error:
     ...     print(str(error).partition(". ")[0])
-    test_a() returned a generator, so that its body has not run
+    test_a() returned a generator, so its body has not run
     """
     kind = _kind(returned, _RESULTS).format(type(returned).__name__)
     if not kind:
@@ -237,7 +237,7 @@ def check_ran(returned: object, name: str) -> None:
     if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
         returned.close()  # otherwise Python later warns about a coroutine that was never awaited
     remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
-    raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
+    raise TypeError(f"{name}() returned {kind}, so its body has not run. {remedy}")
 
 
 def check_fixtures(cls: type) -> None:
@@ -252,9 +252,7 @@ def check_fixtures(cls: type) -> None:
             found = vars(base).get(name)
             kind = _kind(getattr(found, "__func__", found), _DEFINITIONS)
             if kind:
-                raise TypeError(
-                    f"{name}() of {base.__name__} is {kind}, so that calling it runs nothing. {_FIXTURE_REMEDY}"
-                )
+                raise TypeError(f"{name}() of {base.__name__} is {kind}, so calling it runs nothing. {_FIXTURE_REMEDY}")
     _sound.add(cls)
 
 
@@ -303,12 +301,10 @@ def render(report: WorldReport) -> str:
     if failed := _failed_sub_tests(outcomes):
         parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
     if any(_delay(outcome, report.took_s) for outcome in outcomes):
-        parts.append(
-            "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
-        )
+        parts.append("This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.")
     if any(outcome.out_of_memory for outcome in outcomes):
         parts.append(
-            "The kernel has killed processes of this machine for want of memory while these ranks ran: use fewer ranks "
+            "The kernel killed processes for lack of memory while these ranks ran: use fewer ranks "
             "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
         )
     parts += _by_rank(outcomes, verdict)
@@ -352,7 +348,7 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
         lines += [f"    was in {wait.description}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
         if delay_s := _delay(outcome, took_s):
-            lines.append(f"    waited for a core for {delay_s:.1f} s of these")
+            lines.append(f"    waited for a core for {delay_s:.1f} s of that time")
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
     return "\n".join(lines)

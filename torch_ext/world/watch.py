@@ -182,8 +182,8 @@ _STARVED_S = 5.0
 class Act(Enum):
     """An action on some ranks."""
 
-    RELEASE = "tell the rank that it may end"
-    LOOK = "ask what the rank waits for"
+    RELEASE = "allow the rank to end"
+    LOOK = "request the waits of the rank"
     REPORT_HANG = "report a hang of ranks that go on"
     REPORT_SILENCE = "report that there is no progress"
     INSPECT = "collect stacks and collectives"

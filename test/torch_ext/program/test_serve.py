@@ -111,7 +111,7 @@ def test_one_command_s_end_is_nothing_to_another(server: _Server, tmp_path: Path
 def test_another_server_is_refused_and_another_command_told_why(
     server: _Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(AssertionError, match="another process serves these runs already"):
+    with pytest.raises(AssertionError, match="another process already serves these runs"):
         with serving("--host", **server.variables):
             pass
     monkeypatch.setenv("XDG_RUNTIME_DIR", server.variables["XDG_RUNTIME_DIR"])
@@ -135,7 +135,7 @@ def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path
         (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
         assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
         assert process.stdout is not None
-        assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading anew\n"
+        assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading again\n"
         assert "serving runs on cpu" in process.stdout.readline()
         (second,) = server.zygotes
         assert second != first
@@ -161,12 +161,12 @@ def test_a_run_does_not_trust_what_others_may_enter(tmp_path: Path, monkeypatch:
         assert place.samefile(tmp_path / "torch_ext")
     place = tmp_path / "torch_ext"
     place.chmod(0o755)
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
         pass
     place.rmdir()
     (tmp_path / "of_others").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "of_others")
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
         pass
 
 

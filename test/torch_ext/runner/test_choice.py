@@ -139,12 +139,12 @@ def repository(tmp_path: Path, root: Path) -> Path:
 
 def test_changed_runs_files_that_differ(repository: Path, cli: Cli) -> None:
     done = cli("--changed", "HEAD")
-    assert done.code == 2 and "no test's file, nor a module that one imports, differs from HEAD" in done.err
+    assert done.code == 2 and "no test file, nor a module that it imports, differs from HEAD" in done.err
     (repository / "suites/b/test_two.py").write_text("# changed\n")
     assert (cli("--changed", "HEAD").code, cli.ran) == (0, [C1, C2, D1])
     for revision in ("TestD", "--cached"):
         done = cli(f"--changed={revision}")
-        assert done.code == 2 and "--changed asks git, which fails in" in done.err and revision in done.err
+        assert done.code == 2 and "--changed needs git, which fails in" in done.err and revision in done.err
     assert (cli("TestD", "--changed", "HEAD").code, cli.ran) == (0, [D1])
     git(repository, "commit", "-qam", "two")
     assert cli("--changed", "HEAD").code == 2
@@ -166,7 +166,7 @@ def test_changed_follows_imports(repository: Path, cli: Cli) -> None:
 
 def test_changed_without_git_is_a_usage_error(cli: Cli) -> None:
     done = cli("--changed", "HEAD")
-    assert done.code == 2 and "--changed asks git, which fails in" in done.err
+    assert done.code == 2 and "--changed needs git, which fails in" in done.err
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_parts_are_balanced_by_the_times_of_a_report(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--shard", "1/2", "--times", "suites/a/test_one.py"], "which is no file that --json wrote"),
+        (["--shard", "1/2", "--times", "suites/a/test_one.py"], "which is not a file that --json wrote"),
         (["TestA", "--shard", "2/2"], "nothing selected: this part has no tests; divide by fewer"),
         *((["--shard", wrong], f"got '{wrong}', expected I/N") for wrong in ("0/2", "3/2", "2", "a/b")),
     ],

@@ -149,7 +149,7 @@ def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
 
     ended = ending(Silent("test_a"))
     assert ended.status is Status.FAILED
-    assert ended.problems == (Remark("unittest ended the test without saying how."),)
+    assert ended.problems == (Remark("unittest ended the test without a result."),)
 
 
 # Bodies of a test, by the word for how they end.

@@ -123,11 +123,11 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
         (["--timeout", "-1"], "got '-1', expected"),
         (["--timeout", "nan"], "got 'nan', expected"),
         (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
-        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
-        (["--cluster", ""], "argument --cluster: got nothing"),
+        (["--junit="], "argument --junit: got an empty value, as from an unset variable"),
+        (["--cluster", ""], "argument --cluster: got an empty value"),
         (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
         (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
-        (["--root", "nowhere"], "nowhere, which is no folder"),
+        (["--root", "nowhere"], "nowhere, which is not a folder"),
         (["--start-method", "spawn"], "invalid choice"),
         (["--no-such-option"], "there is no option --no-such-option; see --help"),
         (["--faifast"], "there is no option --faifast; nearest: --failfast"),
@@ -279,7 +279,7 @@ def run_in(root: Path, *arguments: str, before: str = "", **how: Any) -> subproc
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
 def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, closed: int) -> None:
-    told = "error: stdout is closed, and the report goes there; give one, such as > /dev/null\n"
+    told = "error: stdout is closed, but the report needs it; redirect it, such as > /dev/null\n"
     done = run_in(root, preexec_fn=lambda: os.close(closed))
     assert (done.returncode, done.stderr) == ((2, told) if closed == 1 else (0, ""))
     assert closed == 1 or done.stdout.endswith("1 passed, 0 failed, 0 skipped\n")

@@ -84,8 +84,8 @@ def test_what_is_shown_can_be_typed_and_every_option_is_shown(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("rerun = 1", "has the key 'rerun', which is no option; nearest: reruns"),
-        ("zzz = 1", "has the key 'zzz', which is no option; see --help"),
+        ("rerun = 1", "has the unknown key 'rerun'; nearest: reruns"),
+        ("zzz = 1", "has the unknown key 'zzz'; see --help"),
         ("reruns = -1", "argument --reruns: got '-1', expected a whole number of at least 0"),
         ("reruns = true", "reruns of [tool.torch_ext]: got true, expected a value"),
         ('failfast = "yes"', "failfast of [tool.torch_ext]: got yes, expected true or false"),

@@ -259,7 +259,7 @@ def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_pat
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "cannot be written to file/report: " in done.stderr and "Ran" not in done.stdout
     done = run(tmp_path, f"{flag}=test_a.py")
-    assert done.returncode == 2 and "is no place for a report" in done.stderr
+    assert done.returncode == 2 and "test_a.py, a Python file" in done.stderr
     assert (tmp_path / "test_a.py").read_text() == PASSING
 
 

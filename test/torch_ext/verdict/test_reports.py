@@ -148,7 +148,7 @@ def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
     assert ranks_in_first_line(abort) == {int(aborted)}, abort
     assert "terminate called after throwing" in abort and "#2 gloo:all_reduce([" in abort, abort
     crowd = texts["test_computes_in_a_crowd"]
-    assert len(re.findall(r"^    waited for a core for [\d.]+ s of these$", crowd, re.MULTILINE)) == 2, crowd
+    assert len(re.findall(r"^    waited for a core for [\d.]+ s of that time$", crowd, re.MULTILINE)) == 2, crowd
     assert "run fewer tests at once (-j, --slots), or raise --timeout" in crowd, crowd
 
 

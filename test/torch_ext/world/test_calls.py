@@ -44,9 +44,7 @@ class Awaitable:
 def test_body_that_has_not_run_is_refused_in_words_and_closed(function: Callable[[], Any], kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
-        with pytest.raises(
-            TypeError, match=rf"^test_a\(\) returned {kind}, so that its body has not run\. Write it as"
-        ):
+        with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
             check_ran(function(), "test_a")
         gc.collect()
 

@@ -232,10 +232,10 @@ def test_report_tells_that_ranks_which_timed_out_had_to_wait_for_a_core() -> Non
     late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
     lines = text_of([late, prompt, hung], 120.0).splitlines()
     assert [number for number, line in enumerate(lines) if "waited for a core" in line] == [4]
-    assert lines[3].startswith("  rank 0 timed out") and lines[4] == "    waited for a core for 61.0 s of these"
+    assert lines[3].startswith("  rank 0 timed out") and lines[4] == "    waited for a core for 61.0 s of that time"
     assert lines[7:9] == [
         "",
-        "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout.",
+        "This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.",
     ]
     late.delayed_s = 29.9
     assert "core" not in text_of([late, prompt, hung], 120.0)

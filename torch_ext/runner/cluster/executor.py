@@ -179,7 +179,7 @@ class ClusterExecutor:
         elif isinstance(event, HostFailed) and event.lost:
             self._lost(job, host, event.why)
         elif isinstance(event, HostFailed):
-            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run it: {event.why}")
+            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run the class: {event.why}")
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)

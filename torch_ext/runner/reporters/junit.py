@@ -95,7 +95,7 @@ def _missing(test: TestName, stopped: bool) -> Element:
     if stopped:
         SubElement(case, "skipped", message="not run: the run was stopped before it")
     else:
-        SubElement(case, "error", type="not run", message="it was planned and has no result")
+        SubElement(case, "error", type="not run", message="planned, but has no result")
     return case
 
 

@@ -195,7 +195,7 @@ class ReportFile:
         if path == "-":
             return
         if path.endswith(".py"):
-            raise SetupError(f"{self._failure}, which is no place for a report")
+            raise SetupError(f"{self._failure}, a Python file")
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed with the report

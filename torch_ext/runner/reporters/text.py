@@ -53,7 +53,7 @@ def describe_failure(result: TestResult) -> str:
     """
     parts = [_describe(problem) for problem in result.problems]
     if result.status is Status.UNEXPECTED_SUCCESS:
-        parts.append("The test is marked as an expected failure and passed: take the mark away.")
+        parts.append("The test is marked as an expected failure and passed: remove the mark.")
     if lines := end_of_output(result.output, died=result.died):
         parts.append("\n".join(["Output of the parent half:", *(f"    {line}".rstrip() for line in lines)]))
     return "\n\n".join(part for part in parts if part)
