@@ -358,8 +358,8 @@ _CLEANS_UP = re.compile(
 
 def other_children(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
     """Describe the children of this process that may act, except ``zygotes``, ``ranks`` and ancestors of ``ranks``."""
-    ours = set(zygotes).union(*map(_ancestors, ranks))
-    return tuple(descriptions(pid for pid in children_of(getpid()) if pid not in ours))
+    excluded = set(zygotes).union(*map(_ancestors, ranks))
+    return tuple(descriptions(pid for pid in children_of(getpid()) if pid not in excluded))
 
 
 def identify(pids: Iterable[int]) -> tuple[Process, ...]:

@@ -13,7 +13,7 @@ from torch_ext.runner.messages import ClassEnded, ClassLeft
 EXITED = Died("It exited with code 0.")
 KILLED = Died("It was killed.")
 RAISED = Raised("KeyboardInterrupt", "Traceback ...")
-ENDED, TOLD, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
+ENDED, REPORTED, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
 
 
 UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
@@ -26,11 +26,11 @@ CASES = [
     (ClassFacts(False, 3, 0, ENDED, KILLED), NextStep(cls=KILLED)),
     # A running test fails with the cause of the end, and the tests after it run.
     (ClassFacts(True, 0, 2, None, KILLED), NextStep(test=KILLED, go_on=True)),
-    (ClassFacts(True, 0, 2, TOLD, KILLED), NextStep(test=KILLED, go_on=True)),
+    (ClassFacts(True, 0, 2, REPORTED, KILLED), NextStep(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, LEFT, KILLED), NextStep(test=RAISED, go_on=True)),
     # A test has reported the interrupt, so no other message repeats it.
-    (ClassFacts(False, 1, 2, TOLD), NextStep(go_on=True)),
-    (ClassFacts(False, 1, 0, TOLD), NextStep()),
+    (ClassFacts(False, 1, 2, REPORTED), NextStep(go_on=True)),
+    (ClassFacts(False, 1, 0, REPORTED), NextStep()),
     # Between two tests: the class fails and the rest runs; before the first one, the class ends.
     (ClassFacts(False, 1, 2, LEFT), NextStep(cls=RAISED, go_on=True)),
     (ClassFacts(False, 0, 2, LEFT), NextStep(cls=RAISED)),
@@ -45,15 +45,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("facts", "following"), CASES)
-def test_what_follows_the_end_of_a_class_process(facts: ClassFacts, following: NextStep) -> None:
+def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: NextStep) -> None:
     assert decide_next(facts, facts.death or EXITED) == following
 
 
 @pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("last", [None, ENDED, TOLD, LEFT])
-def test_of_all_that_can_be_known_only_a_clean_end_is_no_failure(
-    running: bool, last: ClassEnded | ClassLeft | None
-) -> None:
+@pytest.mark.parametrize("last", [None, ENDED, REPORTED, LEFT])
+def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | ClassLeft | None) -> None:
     for ended, left, death, lost in itertools.product((0, 1), (0, 1), (None, KILLED), (False, True)):
         if lost and death is None:
             continue

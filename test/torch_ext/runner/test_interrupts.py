@@ -25,7 +25,7 @@ def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_after_the_first_interrupt_the_process_cleans_up_in_peace(before: object) -> None:
+def test_further_interrupts_do_not_disturb_the_cleanup(before: object) -> None:
     interrupts = Interrupts(once=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -51,7 +51,7 @@ def test_ignored_interrupts_stay_ignored(before: object) -> None:
 
 
 @pytest.mark.processes
-def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) -> None:
+def test_supervisor_handles_sigterm_and_children_do_not(before: object) -> None:
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM))
     child = os.fork()
     if not child:
@@ -68,6 +68,6 @@ def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_without_anybody_who_takes_them_interrupts_are_not_held(before: object) -> None:
+def test_interrupts_are_not_held_without_a_handler(before: object) -> None:
     with pytest.raises(KeyboardInterrupt), held():
         signal.raise_signal(signal.SIGINT)

@@ -134,7 +134,7 @@ ERRORS = {
 }
 
 
-def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
+def test_each_report_matches_its_row(tmp_path: Path) -> None:
     texts = check_rows(
         tmp_path, SOURCE + ESCAPES + class_of("TestErrors", "Ranks", ERRORS), "--timeout", str(round(4 * SLOWER))
     ).text
@@ -152,7 +152,7 @@ def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
     assert "run fewer tests at once (-j, --slots), or raise --timeout" in crowd, crowd
 
 
-def test_no_escape_sequence_is_shown_as_it_comes(tmp_path: Path) -> None:
+def test_escape_sequences_are_escaped_in_reports(tmp_path: Path) -> None:
     check_rows(tmp_path, SOURCE.partition("class TestDeaths")[0] + ESCAPES, "--show-output")
 
 
@@ -166,6 +166,6 @@ class TestMemory(Ranks):
 """
 
 
-def test_the_memory_of_each_device_is_what_the_command_line_says(tmp_path: Path) -> None:
+def test_device_memory_is_set_by_the_command_line(tmp_path: Path) -> None:
     extra = {"TORCH_EXT_CACHE": str(cache.folder())}
     check_rows(tmp_path, MEMORY, "--device", "sim", "--memory", "1MiB", extra=extra)

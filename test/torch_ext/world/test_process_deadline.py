@@ -26,21 +26,21 @@ def end_s(deadline: ProcessDeadline, share: float, until_s: float = 1000.0) -> f
         ({"extra_s": 0}, (0, 1), 7),  # no extension
     ],
 )
-def test_a_process_is_given_up_at(how: dict[str, float], shares: tuple[float, ...], expected_s: float) -> None:
+def test_process_counts_as_hung_at(how: dict[str, float], shares: tuple[float, ...], expected_s: float) -> None:
     assert [end_s(ProcessDeadline(7, 0, **how), share) for share in shares] == [expected_s] * len(shares)
 
 
-def test_a_smaller_sum_is_the_end_of_one_of_several_processes_and_so_progress() -> None:
+def test_smaller_cpu_time_after_the_end_of_a_process_is_progress() -> None:
     deadline = ProcessDeadline(7, now_s=0)
     assert [deadline.is_over(now_s, cpu_time_s) for now_s, cpu_time_s in ((7, 5), (8, 2), (9, 2))] == [0, 0, 1]
 
 
-def test_nothing_is_given_up_before_its_limit() -> None:
+def test_no_process_counts_as_hung_before_its_limit() -> None:
     deadline = ProcessDeadline(7, now_s=100)
     assert not any(deadline.is_over(now_s, cpu_time_s=0) for now_s in (100, 103, 106.9))
 
 
-def test_process_that_ends_its_computing_late_is_given_up_then() -> None:
+def test_process_that_stops_computing_counts_as_hung() -> None:
     deadline, cpu_time_s = ProcessDeadline(7, now_s=0), 0.0
     while not deadline.is_over(deadline.look_s, cpu_time_s):
         cpu_time_s = min(deadline.look_s, 20)

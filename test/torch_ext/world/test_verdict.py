@@ -61,7 +61,7 @@ PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by
         (failed(0), "raised ValueError: no"),
     ],
 )
-def test_one_bad_rank_fails_the_world_whichever_it_is(bad: Outcome, words: str, rank: int) -> None:
+def test_any_bad_rank_fails_the_world(bad: Outcome, words: str, rank: int) -> None:
     outcomes = [passed(0), passed(1), passed(2)]
     outcomes[rank] = replace(bad, rank=rank)
     verdict = judge(outcomes)
@@ -153,8 +153,8 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
         "rank 1 destroyed the process group at test_a.py:5, while rank 0 was in all_reduce (test_a.py:7)",
     ),
     *(
-        ([waited(f"DistBackendError: simccl{told}"), failed(1, time_s=2.0)], (1,), (0,), "")
-        for told in (
+        ([waited(f"DistBackendError: simccl{report}"), failed(1, time_s=2.0)], (1,), (0,), "")
+        for report in (
             " on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called",
             " on rank 0: rank 1 (process 7) has ended and sends nothing more for recv",
             " on rank 0: rank 1 (process 7) has ended within all_reduce",
@@ -227,7 +227,7 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
-def test_report_tells_that_ranks_which_timed_out_had_to_wait_for_a_core() -> None:
+def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
     late, prompt, hung = timed_out(0), timed_out(1), Outcome(2, Ending.HUNG)
     late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
     lines = text_of([late, prompt, hung], 120.0).splitlines()
@@ -283,7 +283,7 @@ def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outc
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_of_ranks_that_disagree_the_few_are_to_blame_whoever_raised_first(first: int) -> None:
+def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
     calls = [("all_reduce of 4", 2, "barrier"), ("all_reduce of 4", 2, "barrier"), ("barrier", 0, "all_reduce of 4")]
     outcomes = [disagrees(rank, *call, 1.0 + (rank != first)) for rank, call in enumerate(calls)]
     verdict = judge(outcomes)
