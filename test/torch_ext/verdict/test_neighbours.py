@@ -186,6 +186,6 @@ class TestEnds(Ranks):
 """
 
 
-def test_killed_zygote_or_leftovers_of_a_class_affect_no_other_class(tmp_path: Path) -> None:
+def test_killed_zygote_or_daemon_of_a_class_affects_no_other_class(tmp_path: Path) -> None:
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left" not in run.out, run
