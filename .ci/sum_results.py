@@ -16,8 +16,8 @@ def count(log: str) -> tuple[int, int, int]:
     """Return the numbers of passed, failed (including errors) and skipped tests."""
     passed = failed = skipped = 0
     for line in map(str.strip, ANSI.sub("", log).splitlines()):
-        if ours := OURS.match(line):
-            counts = [int(number) for number in ours.groups()]
+        if match := OURS.match(line):
+            counts = [int(number) for number in match.groups()]
         elif PYTEST.match(line):
             found = {word.rstrip("s"): int(number) for number, word in re.findall(r"(\d+) (\w+)", line)}
             counts = [found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0)]

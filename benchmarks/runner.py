@@ -30,7 +30,7 @@ from simulate import lower_bound, makespan
 
 from torch_ext import cache
 from torch_ext.results import TestName
-from torch_ext.runner.names import NameCache, find_test_files, surroundings
+from torch_ext.runner.names import NameCache, environment_key, find_test_files
 from torch_ext.runner.schedule import Packed, Plan, make_plan, slots_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -84,7 +84,7 @@ def recorded(output: str) -> dict[TestName, float]:
 
 def plan_of(times: Mapping[TestName, float]) -> Plan:
     """Return the plan of the recorded tests, with the needs that the run has cached."""
-    names = NameCache(cache.folder(), surroundings(os.environ.get("TORCH_EXT_DEVICE", "")))
+    names = NameCache(cache.folder(), environment_key(os.environ.get("TORCH_EXT_DEVICE", "")))
     files = [file for file in find_test_files(REPOSITORY / "test") if any(test.file == file.name for test in times)]
     cached = [found for file in files if (found := names.load(file)) is not None]
     needs = {test: need for found in cached for test, need in zip(found.tests, found.needs, strict=True)}

@@ -20,7 +20,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torch_ext.unbuilt import look_there_last
+from torch_ext.unbuilt import demote_unbuilt
 
 if TYPE_CHECKING:
     from torch_ext.runner.steps import Judge, Upstream
@@ -47,7 +47,7 @@ def main() -> int:
 
     ``build`` returns 0; 1 if the simulator cannot be built or loaded; 2 for a usage error.
     """
-    look_there_last()
+    demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
     if command in _PROGRAMS:
         _open_standard_streams()

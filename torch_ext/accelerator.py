@@ -58,7 +58,7 @@ DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 HOST = "cpu"
 
 # Default world size on the host, and its maximum on real devices: beyond it, more ranks only cost time.
-_HOST_RANKS, _MOST_RANKS = 4, 8
+_HOST_RANKS, _MAX_RANKS = 4, 8
 
 # Packages that register a device on import. Torch's own backend autoload is an entry-point group (``torch.backends``)
 # without device types, so this table lists them.
@@ -107,7 +107,7 @@ def device_type() -> str:
 def _choose() -> str:
     requested = os.environ.get(DEVICE_VARIABLE)
     if not requested:
-        return _what_the_machine_has()
+        return _detect()
     try:
         if requested in _PROVIDERS:
             importlib.import_module(_PROVIDERS[requested])
@@ -116,7 +116,7 @@ def _choose() -> str:
     except (ImportError, RuntimeError) as error:
         raise UnknownDeviceError(
             f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} cannot provide "
-            f"this device ({error}). Ask for no device to let the machine decide, or install what provides this one."
+            f"this device ({error}). Ask for no device to let the machine decide, or install the device's package."
         ) from error
     if not available:
         raise UnknownDeviceError(
@@ -126,7 +126,7 @@ def _choose() -> str:
     return requested
 
 
-def _what_the_machine_has() -> str:
+def _detect() -> str:
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None:
         return found.type
@@ -163,9 +163,9 @@ def request_devices(count: int) -> None:
     """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does. Does nothing on other
     device types.
     """
-    ask = _ask_for_devices()
-    if ask is not None:
-        ask(count)
+    request = _device_request()
+    if request is not None:
+        request(count)
 
 
 class RaceCheckOfThreads(Protocol):
@@ -181,20 +181,20 @@ class RaceCheckOfThreads(Protocol):
         """End the check after the threads have ended. Return an error for races that no rank has raised, else None."""
 
 
-def race_check(test: str, tell: Callable[[str], None]) -> AbstractContextManager[None]:
+def race_check(test: str, report: Callable[[str], None]) -> AbstractContextManager[None]:
     """Return a context that checks the body of a test for races, if the device supports it and ``TORCH_EXT_RACES`` does
     not turn the check off. Arguments and errors as in ``torch.sim.races.check_body``.
     """
     races = _races()
-    return nullcontext() if races is None else races.check_body(test, tell)
+    return nullcontext() if races is None else races.check_body(test, report)
 
 
-def race_check_of_threads(tell: Callable[[str], None]) -> RaceCheckOfThreads | None:
+def race_check_of_threads(report: Callable[[str], None]) -> RaceCheckOfThreads | None:
     """Begin a race check of ranks that are threads of this process; None if the device does not support it. See
     ``torch.sim.races.ThreadsCheck``.
     """
     races = _races()
-    return None if races is None else races.ThreadsCheck(tell, around_threaded_collectives)
+    return None if races is None else races.ThreadsCheck(report, around_threaded_collectives)
 
 
 def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:
@@ -207,7 +207,7 @@ def _races() -> ModuleType | None:
     return sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
 
 
-def _ask_for_devices() -> Callable[[int], None] | None:
+def _device_request() -> Callable[[int], None] | None:
     return getattr(device_module(), "request_devices", None) if is_accelerator() else None
 
 
@@ -224,7 +224,7 @@ def default_world_size() -> int:
     """
     if not is_accelerator():
         return _HOST_RANKS
-    return min(device_count(), _MOST_RANKS if _ask_for_devices() is None else _HOST_RANKS)
+    return min(device_count(), _MAX_RANKS if _device_request() is None else _HOST_RANKS)
 
 
 def backend() -> str:

@@ -42,18 +42,18 @@ def share() -> str:
     """
     if not hasattr(os, "memfd_create"):
         return ""
-    asked = os.environ.get(_CAP, "")
-    if asked and not (asked.isascii() and asked.isdigit() and int(asked)):
-        raise ValueError(f"{_CAP}={asked}: expected a number of bytes above 0.")
+    value = os.environ.get(_CAP, "")
+    if value and not (value.isascii() and value.isdigit() and int(value)):
+        raise ValueError(f"{_CAP}={value}: expected a number of bytes above 0.")
     maker, _, rest = os.environ.get(_PAGE, "").partition(":")
     descriptor, _, cap = rest.partition(":")
-    if not asked or asked == cap:
+    if not value or value == cap:
         place = f"/proc/{maker}/fd/{descriptor}"
         with contextlib.suppress(OSError):
             # The maker may have closed the descriptor or ended, and the numbers may be reused.
             if os.readlink(place).startswith(f"/memfd:{_NAME} "):
                 return place
-    cap = asked or str(max(1, int(available_bytes() * _PART / _siblings())))
+    cap = value or str(max(1, int(available_bytes() * _PART / _siblings())))
     page = os.memfd_create(_NAME)
     os.ftruncate(page, _BYTES)
     os.pwrite(page, struct.pack("=Q", int(cap)), 0)

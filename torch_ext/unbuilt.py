@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["has_unbuilt_torch", "look_there_last"]
+__all__ = ["demote_unbuilt", "has_unbuilt_torch"]
 
 
 def has_unbuilt_torch(folder: Path) -> bool:
@@ -18,6 +18,6 @@ def has_unbuilt_torch(folder: Path) -> bool:
     return (package / "__init__.py").is_file() and not any(package.glob("_C.*so"))
 
 
-def look_there_last() -> None:
+def demote_unbuilt() -> None:
     """Move unbuilt checkouts to the end of ``sys.path``, so that this process finds the installed torch first."""
     sys.path.sort(key=lambda entry: has_unbuilt_torch(Path(entry)))

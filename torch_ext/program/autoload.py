@@ -19,7 +19,7 @@ import sys
 
 from torch_ext import personality
 
-__all__ = ["ON", "ON_AS_CUDA", "ask", "hide", "is_strict", "load", "mark_worker"]
+__all__ = ["ON", "ON_AS_CUDA", "hide", "is_strict", "load", "mark_worker", "request"]
 
 # Launchers for ``python -m``, which start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
@@ -45,7 +45,7 @@ def hide() -> None:
         os.environ.pop(name, None)
 
 
-def ask(value: str) -> None:
+def request(value: str) -> None:
     """Set ``TORCH_EXT_SIM`` to ``value`` for the processes that this process starts."""
     os.environ[_SIM] = value
 
@@ -57,12 +57,12 @@ def load() -> None:
         ValueError: ``TORCH_EXT_SIM`` has an unknown value.
         BuildError: the simulator cannot be built.
     """
-    asked = os.environ.get("TORCH_EXT_SIM", "")
-    if asked in ("", "0"):
+    value = os.environ.get("TORCH_EXT_SIM", "")
+    if value in ("", "0"):
         return
-    if asked not in (ON, ON_AS_CUDA):
-        raise ValueError(f"{_SIM}={asked}: expected 1, or cuda to have CUDA mean the simulated accelerator.")
-    as_cuda = asked == ON_AS_CUDA
+    if value not in (ON, ON_AS_CUDA):
+        raise ValueError(f"{_SIM}={value}: expected 1, or cuda to have CUDA mean the simulated accelerator.")
+    as_cuda = value == ON_AS_CUDA
     if as_cuda:
         from torch_ext.cuda_as_sim import visible
 

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: doctor takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
         return 2
     problems = [("PROBLEM", problem) for problem in _problems()]
-    for name, said in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
-        print(f"{name:<14}{said}")
+    for name, text in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
+        print(f"{name:<14}{text}")
     return 1 if problems else 0
 
 
@@ -80,17 +80,17 @@ def _facts() -> Iterator[tuple[str, str]]:
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"
-    why = "TORCH_EXT_START_METHOD asks for it" if settings.interpreter_wanted() else reason_not_to_fork()
+    why = "TORCH_EXT_START_METHOD asks for it" if settings.wants_interpreter() else reason_not_to_fork()
     yield "start method", f"interpreter: {why}" if why else "fork: a process that has loaded torch has one thread here"
-    ours = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
-    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in ours) or "none of ours"
+    variables = (name for name in sorted(os.environ) if name.startswith(("TORCH_EXT_", "OMP_NUM")))
+    yield "variables", " ".join(f"{name}={os.environ[name]}" for name in variables) or "no TORCH_EXT_ variable"
 
 
 def _problems() -> Iterator[str]:
     if not sys.platform.startswith("linux"):
         yield f"{platform.system()} is not supported: run on Linux"
     if not dist.is_available() or not dist.is_gloo_available():
-        yield "this torch has no gloo: no rank can talk to another"
+        yield "this torch has no gloo: ranks cannot communicate"
     if build.finished_builds():
         try:
             importlib.import_module("torch_ext.sim")

@@ -40,11 +40,11 @@ from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import RankStatus, Receipt
 from torch_ext.world.threads import LISTENER
 from torch_ext.world.wording import add_note, ranks_phrase
 
-__all__ = ["STORE_HOST", "Facts", "report_at_end", "run", "serve_store", "what_was_never_used"]
+__all__ = ["STORE_HOST", "Facts", "find_unused", "report_at_end", "run", "serve_store"]
 
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
@@ -60,7 +60,7 @@ _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
 def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
-    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and hand in the rank's receipt.
+    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and submit the rank's receipt.
 
     Raises:
         SystemExit: with the program's exit code.
@@ -82,16 +82,16 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
             facts.close()
     if not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
-            own.hand_in(Receipt(Said.PASSED, time.monotonic()))
+            own.submit(Receipt(RankStatus.PASSED, time.monotonic()))
         finalize(LISTENER)
         sys.exit(0)
-    _tell(error)
+    _print_error(error)
     try:
-        own.hand_in(world_rank.failure(error) if error is not None else Receipt(Said.FAILED, time.monotonic()))
+        own.submit(world_rank.failure(error) if error is not None else Receipt(RankStatus.FAILED, time.monotonic()))
     except OSError:
         if error is not None and not isinstance(error, SystemExit):
             print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
-    with contextlib.suppress(BaseException):  # after a failure, hand_in() has not called them
+    with contextlib.suppress(BaseException):  # after a failure, submit() has not called them
         atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)
@@ -165,7 +165,7 @@ def _cut(race: Any) -> Any:
     return replace(race, earlier=earlier, later=later, **places)
 
 
-def _tell(error: BaseException | None) -> None:
+def _print_error(error: BaseException | None) -> None:
     """Print Python's output for the error without the traceback, which the report shows."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
@@ -248,7 +248,7 @@ def _objects_alone() -> int:
     return moved if types <= _TYPES_OF_OBJECTS else 0
 
 
-def what_was_never_used(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:
+def find_unused(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:
     """Return sentences about devices and groups that ranks have not used; empty for a single rank.
 
     Args:
@@ -256,26 +256,24 @@ def what_was_never_used(facts: Sequence[Facts | None], *, met: bool = False, cud
         met: the ranks used the job's store, as RPC does without a group.
         cuda_as_sim: the accelerator was CUDA's device; leave out the hint at ``--cuda-as-sim``.
 
-    >>> what_was_never_used([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
-    'no tensor ever lay on the simulated device of rank 1: it computed on the host. If the program chooses a device by \
+    >>> find_unused([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
+    'rank 1 used no simulated device and computed on the host. If the program chooses a device by \
 the name "cuda", run it with --cuda-as-sim.'
     """
-    told = {rank: each for rank, each in enumerate(facts) if each is not None}
+    reported = {rank: each for rank, each in enumerate(facts) if each is not None}
     if len(facts) < 2:
         return []
     sentences = []
-    alone = [rank for rank, each in told.items() if not each.groups]
+    alone = [rank for rank, each in reported.items() if not each.groups]
     if alone and not met:
         if len(alone) == len(facts):
             sentences.append(f"none of the {len(facts)} ranks made a process group: each ran by itself.")
         else:
             sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
-    host = [rank for rank, each in told.items() if not each.uses]
+    host = [rank for rank, each in reported.items() if not each.uses]
     if host:
-        where = "any simulated device" if len(host) == len(facts) else f"the simulated device of {ranks_phrase(host)}"
-        it = "it" if len(host) == 1 else "all" if len(host) == len(facts) else "they"
         hint = "" if cuda_as_sim else ' If the program chooses a device by the name "cuda", run it with --cuda-as-sim.'
-        sentences.append(f"no tensor ever lay on {where}: {it} computed on the host.{hint}")
+        sentences.append(f"{ranks_phrase(host)} used no simulated device and computed on the host.{hint}")
     return sentences
 
 
@@ -286,11 +284,11 @@ def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
     """
     if os.getpid() != owner:
         return
-    told = Facts(0, _groups_made(), _uses_of_device())
+    reported = Facts(0, _groups_made(), _uses_of_device())
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     strict = is_strict()
-    facts = [told if number == rank else None for number in range(size)]
-    unused = what_was_never_used(facts, cuda_as_sim=cuda_as_sim)
+    facts = [reported if number == rank else None for number in range(size)]
+    unused = find_unused(facts, cuda_as_sim=cuda_as_sim)
     for sentence in unused:
         print(f"torch_ext: {'error' if strict else 'warning'}: {sentence}", file=sys.stderr, flush=True)
     if unused and strict:

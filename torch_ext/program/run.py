@@ -19,7 +19,7 @@ from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
 from torch_ext.program import autoload, rank
 from torch_ext.program.main_module import Program
-from torch_ext.program.rank import Facts, what_was_never_used
+from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, seconds, typed
@@ -37,7 +37,7 @@ from torch_ext.world.wording import own_message, ranks_phrase
 __all__ = ["Options", "main", "parse"]
 
 # Simulated devices have indices below this.
-_MOST_SIMULATED = 64
+_MAX_SIMULATED = 64
 # Seconds that peers get after a rank has failed, and that ranks get after a signal: programs have exit functions, and
 # write checkpoints.
 _GRACE_S, _SIGNAL_S = 3.0, 10.0
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Options:
     found = parser.parse_args(arguments)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
-        parser.error("which program? Name a script, or a module behind -m")
+        parser.error("no program: name a script, or a module after -m")
     on_sim = found.device == SIM
     for given, flag in (
         (found.cuda_as_sim, "--cuda-as-sim"),
@@ -96,10 +96,10 @@ def parse(arguments: Sequence[str]) -> Options:
     ):
         if given and not on_sim:
             parser.error(f"{flag} is for the simulated accelerator, but --device is {found.device}")
-    if on_sim and found.ranks > _MOST_SIMULATED:
-        parser.error(f"-n {found.ranks}: there are at most {_MOST_SIMULATED} simulated devices, one for each rank")
+    if on_sim and found.ranks > _MAX_SIMULATED:
+        parser.error(f"-n {found.ranks}: there are at most {_MAX_SIMULATED} simulated devices, one for each rank")
     if not found.module and not os.path.exists(words[0]):
-        parser.error(f"{words[0]}: no such file. A module's name goes behind -m")
+        parser.error(f"{words[0]}: no such file; give a module's name after -m")
     program = Program(
         words[0],
         found.module,
@@ -116,20 +116,20 @@ def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
-    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="how many ranks (4)")
+    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="number of ranks (4)")
     where = f"the ranks' device ({SIM}); each rank has one"
     add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
-    add("--cuda-as-sim", action="store_true", help="the simulated accelerator is CUDA's, its backend NCCL")
-    size = "how much memory each simulated device has, such as 2GiB"
+    add("--cuda-as-sim", action="store_true", help="CUDA and NCCL mean the simulated accelerator")
+    size = "memory of each simulated device, such as 2GiB"
     add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
-    add("--timeout", type=typed(seconds), metavar="S", help="end the program after so many seconds")
-    hang = "report a proven hang, and let the program go on, or end it, too (report)"
+    add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
+    hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
-    shown = "show the output of rank 0 as it is, of all ranks with the rank in front of each line, or none (all)"
+    shown = "show rank 0's output unchanged, all ranks' output with the rank before each line, or none (all)"
     add("--output", choices=tuple(_LIVE), default="all", help=shown)
     add("--strict", action="store_true", help="fail if no rank ever used a device or a process group")
-    add("-m", "--module", action="store_true", help="what follows is the name of a module")
+    add("-m", "--module", action="store_true", help="run a module, given by its name")
     add("program", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the program and its arguments")
     return parser
 
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
         return _BY_SIGNAL + interrupts.number
     except LoadError as error:
         trace = str(error)
-        message = own_message(trace) or f"what every rank needs cannot be loaded\n{trace}"
+        message = own_message(trace) or f"the modules of the ranks cannot be loaded\n{trace}"
     except ZygoteLostError as error:
         message = str(error)
     except ZygoteDiedError as error:
@@ -177,7 +177,7 @@ def _run(options: Options, interrupts: Interrupts) -> int:
         world = start_world(
             zygote.channel,
             _tasks(options, path, store.port),
-            interpreter=settings.interpreter_wanted(),
+            interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
             test=options.program.target,
@@ -196,12 +196,12 @@ class _Store:
     """
 
     def __init__(self, zygote: ZygoteClient) -> None:
-        self._channel, theirs = channel_pair()
-        with socket.socket() as listening, contextlib.closing(theirs):
+        self._channel, remote = channel_pair()
+        with socket.socket() as listening, contextlib.closing(remote):
             listening.bind((rank.STORE_HOST, 0))
             listening.listen(_BACKLOG)
             self.port: int = listening.getsockname()[1]
-            descriptors = [theirs.fileno(), listening.fileno()]
+            descriptors = [remote.fileno(), listening.fileno()]
             target = "torch_ext.program.rank:serve_store"
             self._process: Child = zygote.start(target, self.port, descriptors, os.environ)
 
@@ -222,7 +222,7 @@ class _Store:
 def _set_environment(options: Options) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
-        autoload.ask(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
+        autoload.request(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
         if options.memory_bytes is not None:
@@ -256,13 +256,13 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
         _print_report("HUNG", options, WorldReport(tuple(shown), judge(shown), hangs[-1]))
         until = f"--timeout {options.timeout_s:g}" if options.timeout_s else "a time limit in it"
         print(file=sys.stderr)
-        wording.announce(f"it goes on until {until} or Ctrl-C ends it; with --hang end, a hang ends it")
+        wording.announce(f"the program goes on until {until} or Ctrl-C; with --hang end, a hang ends it")
 
     try:
         outcomes = world.wait(limits, expected_exit=0, on_hang=on_hang)
     except KeyboardInterrupt:
         number = interrupts.number
-        _hand_on(world, number)
+        _forward_signal(world, number)
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
     took_s = time.monotonic() - world.started_s
@@ -278,8 +278,8 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
             wording.announce(f"rank {outcome.rank} {wording.left_behind(command)}")
     if silent:
         wording.announce(
-            f"{ranks_phrase(silent)} left by os._exit(0) or the like, which counts as success; races and unused "
-            "devices were not looked for there"
+            f"{ranks_phrase(silent)} ended by os._exit(0) or similar, which counts as success; races and unused "
+            "devices were not checked there"
         )
     code = _judge_usage(options, facts, store)
     if hangs:
@@ -316,9 +316,9 @@ def _print_report(title: str, options: Options, report: WorldReport) -> None:
 def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdict: Verdict) -> int:
     """Return the exit code of the first rank that failed; 128 plus the number of a signal; 1 if it was stopped."""
     first = next(iter(verdict.culprits or verdict.victims), 0)
-    outcome, told = outcomes[first], facts[first]
+    outcome, reported = outcomes[first], facts[first]
     if outcome.ending is Ending.FAILED:
-        return (told.exit_code if told is not None else 1) or 1
+        return (reported.exit_code if reported is not None else 1) or 1
     if outcome.ending is Ending.KILLED:
         return _BY_SIGNAL - (outcome.exit_code or 0)
     return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
@@ -328,9 +328,9 @@ def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store)
     """See Note [Silent fakes]."""
     if not options.program.simulated:
         return 0
-    unused = what_was_never_used(facts, cuda_as_sim=options.program.cuda_as_sim)
+    unused = find_unused(facts, cuda_as_sim=options.program.cuda_as_sim)
     if unused and not all(each and each.groups for each in facts) and store.was_used():
-        unused = what_was_never_used(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
+        unused = find_unused(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
@@ -345,7 +345,7 @@ def _facts_of(world: World, number: int) -> Facts | None:
     return None
 
 
-def _hand_on(world: World, number: int) -> None:
+def _forward_signal(world: World, number: int) -> None:
     """Send every rank signal ``number``, and wait for the ranks to end; one more signal ends the wait."""
     end_s = time.monotonic() + _SIGNAL_S
     with contextlib.suppress(KeyboardInterrupt, ZygoteLostError):

@@ -54,7 +54,7 @@ from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
-__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "socket_name", "tell_loaded", "zygote_for"]
+__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "send_loaded", "socket_name", "zygote_for"]
 
 Key = Mapping[str, object]
 
@@ -186,11 +186,11 @@ def folder() -> Iterator[Path]:
     try:
         opened = os.open(wanted, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except NotADirectoryError:  # a file or a link
-        raise PermissionError(f"{wanted} is not a folder of yours alone: remove it") from None
+        raise PermissionError(f"{wanted} is not private to you: remove it") from None
     try:
         found = os.fstat(opened)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{wanted} is not a folder of yours alone: remove it, or chmod 700 it")
+            raise PermissionError(f"{wanted} is not private to you: remove it, or chmod 700 it")
         yield Path(f"/proc/self/fd/{opened}")
     finally:
         os.close(opened)
@@ -206,7 +206,7 @@ def _listen(key: Key) -> Iterator[socket.socket]:
     with folder() as place, socket.socket(socket.AF_UNIX) as listening:
         address = place / socket_name(key)
         if _connected(address):
-            raise FileExistsError("another process serves these runs already")
+            raise FileExistsError("another process already serves these runs")
         address.unlink(missing_ok=True)  # left by a server that was killed
         listening.bind(str(address))
         try:
@@ -218,8 +218,8 @@ def _listen(key: Key) -> Iterator[socket.socket]:
 
 def is_own(connected: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, according to the kernel."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(told)[1]
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid == os.geteuid()
 
 
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--idle", type=typed(seconds), default=900.0, metavar="S", help="end after S idle seconds (900)"
     )
-    parser.add_argument("--host", action="store_true", help="for runs with --device cpu or cuda, without the simulator")
+    parser.add_argument("--host", action="store_true", help="serve --device cpu and cuda, without the simulator")
     try:
         options = parser.parse_args(arguments)
     except SystemExit as stop:
@@ -294,14 +294,14 @@ def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
             connected, _ = listening.accept()
             is_stale = is_stale or _has_changed(states)
             line = Channel(connected)
-            if not is_stale and is_own(connected) and _welcome(line, zygote):
+            if not is_stale and is_own(connected) and _accept(line, zygote):
                 lines.append(line)
             else:
                 line.close()
     return True
 
 
-def _welcome(line: Channel, zygote: ZygoteClient) -> bool:
+def _accept(line: Channel, zygote: ZygoteClient) -> bool:
     """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
     descriptor = zygote.add_client()
     try:
@@ -318,7 +318,7 @@ def _has_changed(states: Mapping[str, object]) -> bool:
     """See Note [A stale zygote]."""
     path = next((path for path, state in states.items() if _state(path) != state), "")
     if path:
-        print(f"{wording.PREFIX}{path} has changed: loading anew", flush=True)
+        print(f"{wording.PREFIX}{path} has changed: loading again", flush=True)
     return bool(path)
 
 
@@ -328,17 +328,17 @@ def _states(zygote: ZygoteClient) -> dict[str, object]:
     Raises:
         ZygoteDiedError, ChannelClosedError: the zygote is gone.
     """
-    ours, theirs = channel_pair()
-    with contextlib.closing(ours):
-        with contextlib.closing(theirs):
-            child = zygote.start("torch_ext.program.serve:tell_loaded", None, [theirs.fileno()], os.environ)
+    local, remote = channel_pair()
+    with contextlib.closing(local):
+        with contextlib.closing(remote):
+            child = zygote.start("torch_ext.program.serve:send_loaded", None, [remote.fileno()], os.environ)
         with contextlib.closing(child):
-            paths, _ = ours.receive()
+            paths, _ = local.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
     return {path: _state(path) for path in (*paths, *own)}
 
 
-def tell_loaded(payload: None, descriptors: Sequence[int]) -> None:
+def send_loaded(payload: None, descriptors: Sequence[int]) -> None:
     """Target of a child of the zygote: send the paths of all files that it has loaded. Descriptor: a channel."""
     modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:

@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
-        name, text = ("TEST", "TestClass or TestClass.test_name") if alone else ("PATTERN", "what to run; see below")
+        name, text = ("TEST", "TestClass or TestClass.test_name") if alone else ("PATTERN", "tests to run; see below")
         self.add_argument("patterns", nargs="*", metavar=name, default=[], help=text)
         groups: dict[str, argparse._ArgumentGroup] = {}
         either = None
@@ -135,8 +135,8 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
         given = {field: one.value for field, one in settings.items()}
         places = _places(given) if file is None else _of_file(file, shown, typed)
         options = RunOptions(**{**given, **places, "command": _command()})
-        for flag, wanted in (("--show-output", options.show_output), ("--upstream", options.upstream)):
-            if options.cluster and wanted:
+        for flag, is_set in (("--show-output", options.show_output), ("--upstream", options.upstream)):
+            if options.cluster and is_set:
                 raise SetupError(f"{flag} works on this machine alone; leave --cluster out")
     except SetupError as error:
         raise SetupError(f"{error}; see --help") from None
@@ -189,7 +189,7 @@ def _flags_of(path: Path) -> list[str]:
     for key, value in section.items():
         if (row := rows.get(key.replace("_", "-"))) is None:
             near = _instead(key.replace("_", "-"), rows)
-            raise SetupError(f"{path}: {_SECTION} has the key {key!r}, which is no option{near}")
+            raise SetupError(f"{path}: {_SECTION} has the unknown key {key!r}{near}")
         if isinstance(value, bool) == bool(row.metavar):
             expected = "a value" if row.metavar else "true or false"
             raise SetupError(f"{path}: {key} of {_SECTION}: got {str(value).lower()}, expected {expected}")
@@ -216,12 +216,12 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
         return _upstream_places(given, upstream)
     for flag, field in (("--cuda-as-sim", "cuda_as_sim"), ("--differences", "differences")):
         if field in given:
-            raise SetupError(f"{flag} goes with --upstream; our own suites name no device")
+            raise SetupError(f"{flag} needs --upstream; our own suites name no device")
     if root := given.get("typed_root"):
         folder = Path(root).resolve()
         if not folder.is_dir():
             raise SetupError(
-                f"got the root {folder}, which is no folder; give the one that holds the suites with --root DIR"
+                f"got the root {folder}, which is not a folder; give the folder of the suites with --root DIR"
             )
         return {"root": folder}
     return _outside(include) or {"root": default_root()}
@@ -230,13 +230,13 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
 def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[str, Any]:
     places: dict[str, Any] = {"typed_root": ""}
     if given.get("cuda_as_sim"):
-        if (asked := given.get("device", SIM)) != SIM:
-            raise SetupError(f"got --cuda-as-sim and the device {asked}; leave --device out, or give {SIM}")
+        if (device := given.get("device", SIM)) != SIM:
+            raise SetupError(f"got --cuda-as-sim and the device {device}; leave --device out, or give {SIM}")
         places["device"] = AS_CUDA
     folders = []
     for path in map(Path, upstream):
         if not path.is_dir() and (path.suffix != ".py" or "." in path.stem or not path.is_file()):
-            raise SetupError(f"got --upstream {path}, which is no Python module; give test files, or folders of them")
+            raise SetupError(f"got --upstream {path}, which is not a Python module; give test files or folders")
         folders.append((path if path.is_dir() else path.parent).resolve())
     return {**places, "root": Path(os.path.commonpath(folders))}
 

@@ -118,11 +118,11 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
 def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
     """Return a warning about requested files that hold no test, if any."""
     targets = [target.files for target in selection.include if not target.names]
-    asked = [file for file in empty if not selection.include or any(file in files for files in targets)]
-    if not asked:
+    requested = [file for file in empty if not selection.include or any(file in files for files in targets)]
+    if not requested:
         return []
-    more = f" and {len(asked) - 1} more files" if len(asked) > 1 else ""
-    return [f"no test in {asked[0]}{more}; functions and classes without a base are pytest's: python -m pytest FILE"]
+    more = f" and {len(requested) - 1} more files" if len(requested) > 1 else ""
+    return [f"no test in {requested[0]}{more}; pytest runs functions and classes without a base: python -m pytest FILE"]
 
 
 def narrow(
@@ -138,7 +138,7 @@ def narrow(
         files = _changed_files(options.root, options.changed)
         affected = {one.file.name for one in collected if _depends(one, files)}
         chosen = [test for test in tests if test.file in affected]
-        why = f"no test's file, nor a module that one imports, differs from {options.changed}"
+        why = f"no test file, nor a module that it imports, differs from {options.changed}"
     if options.last_failed:
         chosen = [test for test in chosen if history.failed(test)]
         why = "none of these tests failed when it last ran"
@@ -201,9 +201,9 @@ def _read_times(path: str) -> dict[str, float]:
                 if event.get("event") == "result" and event["method"] and event["status"] != "skipped":
                     times[event["test"]] = float(event["duration_s"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SelectionError(f"got --times {path}, which is no file that --json wrote: {error}") from None
+        raise SelectionError(f"got --times {path}, which is not a file that --json wrote: {error}") from None
     if not times:
-        raise SelectionError(f"got --times {path}, which holds no result of a test")
+        raise SelectionError(f"got --times {path}, which has no test results")
     return times
 
 
@@ -224,10 +224,10 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except OSError as error:
-        raise SelectionError(f"--changed asks git, which cannot be run: {error}") from error
+        raise SelectionError(f"--changed needs git, which cannot be run: {error}") from error
     if done.returncode:
-        asked, said = " ".join(arguments), os.fsdecode(done.stderr).strip()
-        raise SelectionError(f"--changed asks git, which fails in {folder} at 'git {asked}': {said}")
+        requested, message = " ".join(arguments), os.fsdecode(done.stderr).strip()
+        raise SelectionError(f"--changed needs git, which fails in {folder} at 'git {requested}': {message}")
     return os.fsdecode(done.stdout)
 
 
@@ -303,7 +303,7 @@ def _record(rounds: Sequence[TestResult], before: _Record | None) -> _Record:
 def _read(path: Path) -> dict[str, _Record]:
     """Return the records at ``path``; empty if the file cannot be read or has another format."""
     try:
-        told: Any = json.loads(path.read_bytes())
-        return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in told["tests"].items()}
+        stored: Any = json.loads(path.read_bytes())
+        return {str(test): _Record(bool(failed), float(took_s)) for test, (failed, took_s) in stored["tests"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}

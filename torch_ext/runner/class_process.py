@@ -146,20 +146,20 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     provider.use(Channel.from_descriptor(zygote), order.scratch)
     disown_exit_functions()
     result = _ClassResult(Channel.from_descriptor(channel), stdout, order.tests, order.failfast)
-    wording.show_by(lambda text: result.tell(Notice(text)))
+    wording.show_by(lambda text: result.send(Notice(text)))
     by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for name in order.tests:
         test = by_name.get((name.cls, name.method))
         if test is None:
             gone = Remark(f"{order.module} no longer defines this test.")
-            result.tell_end(TestResult(name, Status.FAILED, 0.0, (gone,)))
+            result.send_end(TestResult(name, Status.FAILED, 0.0, (gone,)))
         else:
-            check_its_calls(test, result.tell_of_body)
+            check_calls(test, result.report_body)
             suite.addTest(test)
             classes.add(type(test))
     for cls in classes:
-        check_its_fixtures(cls)
+        check_class_fixtures(cls)
     try:
         suite.run(result)
         for where, error in call_exit_functions():
@@ -167,16 +167,16 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     except BaseException as error:
         result.end_fork(error)
         result.over()
-        result.tell(ClassLeft(None if error is result.told else _escaped(error)))
+        result.send(ClassLeft(None if error is result.interrupt else _escaped(error)))
     else:
-        result.tell(ClassEnded())
+        result.send(ClassEnded())
     return 0
 
 
-def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None] = lambda begins: None) -> None:
+def check_calls(test: unittest.TestCase, report_body: Callable[[bool], None] = lambda begins: None) -> None:
     """Make ``setUp``, ``tearDown`` and the test method of ``test`` fail if a call does not run the body.
 
-    Calls ``tell_of_body`` with True before the test method runs, and with False after it. Leaves coroutines to
+    Calls ``report_body`` with True before the test method runs, and with False after it. Leaves coroutines to
     :class:`unittest.IsolatedAsyncioTestCase`, which awaits them. Does not replace the test method itself, since suites
     look it up on the instance.
     """
@@ -186,11 +186,11 @@ def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None
 
     def call_and_check(method: Callable[..., Any]) -> None:
         awaits = isinstance(test, unittest.IsolatedAsyncioTestCase) and inspect.iscoroutinefunction(method)
-        tell_of_body(True)
+        report_body(True)
         try:
             call(method if awaits else _checked(method, test._testMethodName))
         finally:
-            tell_of_body(False)
+            report_body(False)
 
     test._callTestMethod = call_and_check  # type: ignore[attr-defined]
     if not isinstance(test, unittest.IsolatedAsyncioTestCase):
@@ -202,7 +202,7 @@ def check_its_calls(test: unittest.TestCase, tell_of_body: Callable[[bool], None
         test._callCleanup = clean_up_and_check  # type: ignore[attr-defined]
 
 
-def check_its_fixtures(cls: type[unittest.TestCase]) -> None:
+def check_class_fixtures(cls: type[unittest.TestCase]) -> None:
     """Make the fixtures of ``cls`` and of its module fail if a call does not run the body."""
     set_up, add = cls.setUpClass, cls.addClassCleanup
 
@@ -279,7 +279,7 @@ class _ClassResult(unittest.TestResult):
         self._class = TestName(tests[0].file, tests[0].cls)
         self.failfast = failfast
         # The last reported exception that unittest does not catch, such as KeyboardInterrupt
-        self.told: BaseException | None = None
+        self.interrupt: BaseException | None = None
         self._pid = _os.getpid()
         self._channel = channel
         self._output = output  # descriptor of the file behind stdout and stderr, even if a test redirects them
@@ -290,7 +290,7 @@ class _ClassResult(unittest.TestResult):
         self._reset()
 
     def _reset(self) -> None:
-        self._runs, self._said = 0, False
+        self._runs, self._has_ending = 0, False
         self._started_s = self._took_s = 0.0
         self._error: BaseException | None = None  # the first of the current test
         self._status: Status | None = None
@@ -298,20 +298,20 @@ class _ClassResult(unittest.TestResult):
         self._reasons: list[str] = []
 
     @_os.with_room
-    def tell(self, event: Any) -> None:
+    def send(self, event: Any) -> None:
         self.end_fork(self._error)
         with self._interrupts.held():  # an interrupted send would break the channel
             self._channel.send(event)
 
-    def tell_end(self, result: TestResult) -> None:
+    def send_end(self, result: TestResult) -> None:
         """Report the result of a test or, without a method, of the class."""
         self._left.pop(result.test.method, None)
-        self.tell(TestEnded(result, self._printed_bytes()))
+        self.send(TestEnded(result, self._printed_bytes()))
 
-    def tell_of_body(self, begins: bool) -> None:
+    def report_body(self, begins: bool) -> None:
         """Report the begin and end of the body, in which ranks have the whole time limit of the test."""
         if _os.getpid() == self._pid and _has_ranks(self._planned):
-            self.tell(Body(begins))
+            self.send(Body(begins))
 
     def end_fork(self, error: BaseException | None) -> None:
         """End a test's forked child that continues as if it were this process; ``error`` is the child's exception."""
@@ -331,29 +331,29 @@ class _ClassResult(unittest.TestResult):
         planned = self._planned or test
         if not self._runs:
             self._started_s = _os.monotonic()
-        self._runs, self._said = self._runs + 1, False
+        self._runs, self._has_ending = self._runs + 1, False
         try:
             limit_s = timeout_of(planned)
         except ValueError:  # setUp() of a class with ranks raises the error
             limit_s = float(TIMEOUT_DEFAULT)
-        self.tell(TestStarted(self._name(planned), limit_s))
+        self.send(TestStarted(self._name(planned), limit_s))
 
     @_os.with_room
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
-        passing_by = sys.exc_info()
-        if passing_by[1] is not None:  # unittest does not catch it, and runs no further test
-            self._error = passing_by[1]
-            self._fail(_problem(passing_by))
-        elif not self._said:
-            self._fail(Remark("unittest ended the test without saying how."))
+        escaping = sys.exc_info()
+        if escaping[1] is not None:  # unittest does not catch it, and runs no further test
+            self._error = escaping[1]
+            self._fail(_problem(escaping))
+        elif not self._has_ending:
+            self._fail(Remark("unittest ended the test without a result."))
         try:
             verdict.check()
         except verdict.UnjudgedRanksError as error:
             self._fail(Remark(str(error)))
         self._took_s = _os.monotonic() - self._started_s
         self.end_fork(self._error)
-        self.told, self._error = passing_by[1], None
+        self.interrupt, self._error = escaping[1], None
 
     def over(self) -> None:
         """Report the result of the current test, if it ran, now that unittest has finished it."""
@@ -363,10 +363,10 @@ class _ClassResult(unittest.TestResult):
         if planned is None or status is None:
             return
         if self._runs > 1 and status is Status.FAILED:
-            again = f"The class ran this test {self._runs} times; a failure of any of them counts."
-            self._problems.append(Remark(again))
+            note = f"The class ran this test {self._runs} times; any failure counts."
+            self._problems.append(Remark(note))
         reasons, ranks = "; ".join(self._reasons), _ranks_of(planned)
-        self.tell_end(
+        self.send_end(
             TestResult(self._name(planned), status, self._took_s, tuple(self._problems), reasons, ranks=ranks)
         )
 
@@ -379,7 +379,7 @@ class _ClassResult(unittest.TestResult):
         The zygote's channels close before that, and a test that began in between would fail for another test's deed.
         The supervisor runs the test in another process instead.
         """
-        if not self._has_outlived_zygote and provider.given_is_gone():
+        if not self._has_outlived_zygote and provider.given_zygote_ended():
             _os.sleep(_END_S)
             self._has_outlived_zygote = True
 
@@ -394,7 +394,7 @@ class _ClassResult(unittest.TestResult):
     def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
         self._error = self._error or err[1]
         if _is_fixture(test):
-            self.tell_end(TestResult(self._class, Status.FAILED, 0.0, (_problem(err, where=str(test)),)))
+            self.send_end(TestResult(self._class, Status.FAILED, 0.0, (_problem(err, where=str(test)),)))
             return
         self._fail(_problem(err, where="" if test is self._planned else str(test)))
 
@@ -408,7 +408,7 @@ class _ClassResult(unittest.TestResult):
             self._fail(_problem(err, where=str(subtest)))
 
     def _end(self, status: Status) -> None:
-        self._said = True
+        self._has_ending = True
         self._status = min(self._status or status, status, key=_FROM_WORST.index)
 
     def _fail(self, problem: Problem) -> None:
@@ -420,7 +420,7 @@ class _ClassResult(unittest.TestResult):
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         if _is_fixture(test):
             for left in list(self._left.values()):
-                self.tell_end(TestResult(left, Status.SKIPPED, 0.0, reason=reason))
+                self.send_end(TestResult(left, Status.SKIPPED, 0.0, reason=reason))
             return
         self._end(Status.SKIPPED)
         self._reasons.append(reason)
@@ -469,7 +469,7 @@ def _problem(err: _ExcInfo, where: str = "") -> Problem:
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # the parent half's traceback is no help
     if isinstance(error, ZygoteLostError):  # nor is it here
-        way = "A signal of the test to a parent process or a process group may have reached it."
+        way = "A signal that the test sent to a parent process or process group may have killed it."
         return Remark(f"The ranks were lost: {error}. {way}")
-    said, trace = wording.read_error(error)
-    return Raised(said, trace.rstrip(), where)
+    message, trace = wording.read_error(error)
+    return Raised(message, trace.rstrip(), where)

@@ -21,11 +21,11 @@ from torch_ext.world import _os, wording
 from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Notice
-from torch_ext.world.settings import Patience
+from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
-__all__ = ["ClassFacts", "ClassRunner", "Next", "what_next"]
+__all__ = ["ClassFacts", "ClassRunner", "NextStep", "decide_next"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ClassFacts:
 
 
 @dataclass(frozen=True)
-class Next:
+class NextStep:
     """The consequences of a class process's end."""
 
     test: Problem | None = None  # the failure of the running test, if any
@@ -49,7 +49,7 @@ class Next:
     go_on: bool = False  # another class process runs the remaining tests
 
 
-def what_next(facts: ClassFacts, exited: Died) -> Next:
+def decide_next(facts: ClassFacts, exited: Died) -> NextStep:
     """Decide the consequences of a class process's end.
 
     A process that has not reported its end has failed. A process that has not finished a single test is replaced only
@@ -59,15 +59,15 @@ def what_next(facts: ClassFacts, exited: Died) -> Next:
     """
     left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
     if facts.running:
-        return Next(test=left_by or facts.death or exited, go_on=facts.left > 0)
+        return NextStep(test=left_by or facts.death or exited, go_on=facts.left > 0)
     went_on = facts.left > 0 and facts.ended > 0
     if facts.last is None and facts.lost_zygote and facts.left:
-        return Next(go_on=True)
+        return NextStep(go_on=True)
     if facts.last is None:
-        return Next(cls=facts.death or exited, go_on=went_on)
+        return NextStep(cls=facts.death or exited, go_on=went_on)
     how = "The class was interrupted" if isinstance(facts.last, ClassLeft) else "unittest ended the class"
     unfinished = Remark(f"{how} before {facts.left} of its tests began.") if facts.left and not went_on else None
-    return Next(cls=left_by or facts.death or unfinished, go_on=went_on)
+    return NextStep(cls=left_by or facts.death or unfinished, go_on=went_on)
 
 
 class ClassRunner:
@@ -99,7 +99,7 @@ class ClassRunner:
                 except LoadError as error:
                     self._file_failed(raised(str(error)))
                 except ZygoteDiedError as error:
-                    self._lost_zygote(Remark(f"{error} before any test of the class began; it is not tried again"))
+                    self._lost_zygote(Remark(f"{error} before any test of the class began; the class is not retried"))
         finally:
             self._close_zygote()
         self._sink(Over(self._class))
@@ -118,10 +118,10 @@ class ClassRunner:
         self._running, self._last, before = None, None, len(self._left)
         with ClassChild(order, self._zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:
-                self._hear(event, process)
+                self._handle(event, process)
             self._process_ended(process, before)
 
-    def _hear(self, event: Any, process: ClassChild) -> None:
+    def _handle(self, event: Any, process: ClassChild) -> None:
         if isinstance(event, TestEnded) and event.result.test == self._class:
             self._report(event.result, process.new_output(event.printed_bytes))
             self._class_is_over = True
@@ -135,7 +135,7 @@ class ClassRunner:
                 self._sink(Began(event.test))
         elif isinstance(event, (TestEnded, TestStarted)):
             test = event.test if isinstance(event, TestStarted) else event.result.test
-            process.end_broken(f"told of {test.method}(), which it was not to run")
+            process.end_broken(f"reported {test.method}(), which it was not to run")
         elif isinstance(event, Notice):
             self._sink(Stalled(self._running or self._class, event.text))
         elif isinstance(event, (ClassEnded, ClassLeft)):
@@ -150,16 +150,16 @@ class ClassRunner:
         when = "" if running else " between two tests" if left and ended else " before its first test"
         when = " after its last test" if not left and not running else when
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
-        death = None if process.ended_well else exited
+        death = None if process.exited_cleanly else exited
         facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
-        following = what_next(facts, exited)
-        if following.test is not None:
-            self._fail(running or self._class, following.test, process, _os.monotonic() - self._began_s)
-        if following.cls is not None:
-            self._fail(self._class, following.cls, process)
+        next_step = decide_next(facts, exited)
+        if next_step.test is not None:
+            self._fail(running or self._class, next_step.test, process, _os.monotonic() - self._began_s)
+        if next_step.cls is not None:
+            self._fail(self._class, next_step.cls, process)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
-        if not following.go_on:
+        if not next_step.go_on:
             self._class_is_over = True
 
     def _close_zygote(self) -> None:
@@ -227,11 +227,11 @@ class ClassChild:
         self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
-        self._events, theirs = channel_pair()
+        self._events, remote = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self._output = _Output(options.show_output)
-        descriptors = [os.dup(theirs.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
-        theirs.close()
+        descriptors = [os.dup(remote.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
+        remote.close()
         try:
             self._child: Child = zygote.start(
                 "torch_ext.runner.class_process:main", order, descriptors, place.environment
@@ -256,7 +256,7 @@ class ClassChild:
 
     def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
         now_s = _os.monotonic()
-        self._patience: Patience | None = Patience(limit_s, now_s, **more)
+        self._deadline: ProcessDeadline | None = ProcessDeadline(limit_s, now_s, **more)
         self._look_for_stopped_s = now_s + stopped_s
 
     def next_event(self) -> Task[Any]:
@@ -281,7 +281,7 @@ class ClassChild:
             event, descriptors = self._events.receive()
             close_all(descriptors)
             if not isinstance(event, _EVENTS):
-                raise self._events.refuse(f"a {type(event).__name__}, which is no message of a test class,")
+                raise self._events.refuse(f"a {type(event).__name__}, which is not a message of a test class,")
         except ChannelClosedError as error:
             self._events.close()
             if isinstance(error, ChannelBrokenError):
@@ -303,26 +303,26 @@ class ClassChild:
     def _allow_body(self, begins: bool) -> None:
         limit_s = self._test.timeout_s if self._test is not None else self._fixture_s
         if begins:
-            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, more_s=0.0)
+            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, extra_s=0.0)
         else:
             self._allow(limit_s + _ALONE_S)
 
     def _wait(self) -> Task[None]:
-        if self._patience is None:
+        if self._deadline is None:
             # The zygote does not answer: killing it also kills the process.
             self._zygote.kill()
             self.lost_zygote = True
             return
         now_s = _os.monotonic()
-        stopped = self._who_is_stopped() if now_s >= self._look_for_stopped_s else ""
+        stopped = self._find_stopped() if now_s >= self._look_for_stopped_s else ""
         if stopped or (
-            now_s >= self._patience.look_s and self._patience.is_over(now_s, _os.computed_s(self._child.pid))
+            now_s >= self._deadline.look_s and self._deadline.is_over(now_s, _os.cpu_time_s(self._child.pid))
         ):
-            yield from self._end(stopped or self._who_is_stopped())
+            yield from self._end(stopped or self._find_stopped())
             return
-        yield from self._pump(min(self._patience.look_s, self._look_for_stopped_s))
+        yield from self._pump(min(self._deadline.look_s, self._look_for_stopped_s))
 
-    def _who_is_stopped(self) -> str:
+    def _find_stopped(self) -> str:
         self._look_for_stopped_s = float("inf")
         if self._zygote.pid and _os.is_stopped(self._zygote.pid):
             return "its zygote"
@@ -339,7 +339,7 @@ class ClassChild:
         end_s = _os.monotonic() + _KILL_S
         while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
             yield from self._pump(end_s)
-        self._patience = None
+        self._deadline = None
 
     def _pump(self, until_s: float) -> Task[None]:
         if self._output.shows:
@@ -347,7 +347,7 @@ class ClassChild:
         yield Pause((self._child,) if self._events.closed else (self._child, self._events), until_s)
         self._output.show()
         try:
-            self._child.take_in()
+            self._child.receive_one()
         except ZygoteDiedError:
             self.lost_zygote = True
 
@@ -365,7 +365,7 @@ class ClassChild:
                 f"{what} hung{when} until it was killed: {self._stopped} had been stopped by a signal (SIGSTOP)."
             )
         if self._hung is not None:
-            return Died(f"{what} hung{when} until it was killed; it was here:", self._hung)
+            return Died(f"{what} hung{when} until it was killed; its stacks:", self._hung)
         if self.lost_zygote or self._child.ended is None:
             return Died(f"{what} ended{when} because its zygote was killed.")
         code = self._child.ended.exit_code
@@ -373,7 +373,7 @@ class ClassChild:
         return Died(f"{what} {how}{when}.")
 
     @property
-    def ended_well(self) -> bool:
+    def exited_cleanly(self) -> bool:
         """Whether the process exited by itself, with code 0."""
         ended = self._child.ended
         clean = self._hung is None and not self._broke and not self.lost_zygote

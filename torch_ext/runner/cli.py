@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) ->
         upstream: runs files of a PyTorch checkout; None: ``--upstream`` is an error.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    return _exit_code(lambda: _carry_out(parse(arguments), upstream))
+    return _exit_code(lambda: _execute(parse(arguments), upstream))
 
 
 def main_for_file(
@@ -67,16 +67,16 @@ def main_for_file(
             load_device(options.device)
         except RuntimeError as error:
             raise SetupError(str(error)) from error
-        return _carry_out(options)
+        return _execute(options)
 
     return _exit_code(run_file)
 
 
 def _exit_code(command: Callable[[], int]) -> int:
     _fill_standard_streams()
-    if problem := _hostile_surroundings():
+    if problem := _environment_problem():
         return _usage_error(problem)
-    _spell_out_what_cannot_be_encoded()
+    _escape_unencodable()
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def interrupted() -> int:
@@ -90,28 +90,28 @@ def _exit_code(command: Callable[[], int]) -> int:
     except SetupError as error:
         return _usage_error(str(error))
     except KeyboardInterrupt:
-        _complain("interrupted")
+        _print_error("interrupted")
         return interrupted()
     except BrokenPipeError:
         _silence_stdout()
         return INTERRUPTED
     except OutputError as error:
         _silence_stdout()
-        _complain(f"error: {error}")
+        _print_error(f"error: {error}")
         return FAILED
     except OSError as error:
         if error.errno not in _EXHAUSTED:
             raise
         advice = "raise it (ulimit -n, -u or -v), or run fewer classes at once (-j 1)"
-        return _usage_error(f"the runner is at a limit of this machine or shell: {error}; {advice}")
+        return _usage_error(f"the runner reached a limit of this machine or shell: {error}; {advice}")
     finally:
-        interrupts.give_back()
+        interrupts.restore()
 
 
-def _hostile_surroundings() -> str:
+def _environment_problem() -> str:
     """Return a sentence about why no test can run here; empty if tests can run."""
     if sys.stdout is None:
-        return "stdout is closed, and the report goes there; give one, such as > /dev/null"
+        return "stdout is closed, but the report needs it; redirect it, such as > /dev/null"
     try:
         os.getcwd()
     except OSError:
@@ -126,7 +126,7 @@ def _fill_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _spell_out_what_cannot_be_encoded() -> None:
+def _escape_unencodable() -> None:
     """Escape characters that the locale cannot encode, in names and output, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -138,7 +138,7 @@ def _silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print on stderr, unless stderr is closed."""
     if sys.stderr is not None:
         from torch_ext.world.wording import printable  # on use: importing this module must not load the world
@@ -147,11 +147,11 @@ def _complain(text: str) -> None:
 
 
 def _usage_error(text: str) -> int:
-    _complain(f"error: {text}")
+    _print_error(f"error: {text}")
     return USAGE
 
 
-def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
+def _execute(options: RunOptions, upstream: Upstream | None = None) -> int:
     """Execute the steps of a command; see ``steps``."""
     with contextlib.ExitStack() as stack:
 
@@ -175,7 +175,7 @@ def _carry_out(options: RunOptions, upstream: Upstream | None = None) -> int:
 
 def _warn(*sentences: str) -> None:
     for sentence in filter(None, sentences):
-        _complain(f"warning: {sentence}")
+        _print_error(f"warning: {sentence}")
 
 
 def _list(chosen: Chosen) -> int:
@@ -194,7 +194,7 @@ def _list(chosen: Chosen) -> int:
     for failure in chosen.failures:
         from torch_ext.runner.reporters.text import describe_failure  # on use: most lists have no failure to describe
 
-        said = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
-        _complain(f"{failure.test.id}{said}")
-    _complain(f"{len(tests)} test{'s' * (len(tests) != 1)}{chosen.request.names.told(chosen.cached)}")
+        reason = f" cannot be imported:\n{describe_failure(failure)}" if failure.problems else f": {failure.reason}"
+        _print_error(f"{failure.test.id}{reason}")
+    _print_error(f"{len(tests)} test{'s' * (len(tests) != 1)}{chosen.request.names.cache_note(chosen.cached)}")
     return FAILED if any(failure.problems for failure in chosen.failures) else OK

@@ -19,7 +19,7 @@ from torch_ext.runner.loop import Loop, Task, arrives
 from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Machine, ask_for_devices, shared_environment
+from torch_ext.runner.places import Machine, count_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
@@ -39,7 +39,7 @@ from torch_ext.world.tree import (
 __all__ = ["RunExecutor", "open_executor"]
 
 # Seconds without news after which one more import may run concurrently, so that hung imports block no other.
-_NEWS_S = 2.0
+_IDLE_S = 2.0
 # Interval of ticks, in seconds; views update the time with each.
 _TICK_S = 0.25
 
@@ -56,15 +56,15 @@ class RunExecutor:
             try:
                 self.scratch = tempfile.mkdtemp(prefix="torch_ext-")
             except OSError as error:
-                raise SetupError(f"no folder for short-lived files can be made: {error}; set TMPDIR to one") from error
+                raise SetupError(f"cannot make a temporary folder: {error}; set TMPDIR to a usable one") from error
             self._zygotes = RunZygotes(options, self.environment, self.scratch)
             atexit.register(self.close)
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
         """See :class:`Executor`. Imports one file per core concurrently, and more while imports hang."""
-        waiting, at_once, news_s = deque(files), os.cpu_count() or 1, _os.monotonic()
+        waiting, at_once, active_s = deque(files), os.cpu_count() or 1, _os.monotonic()
         found: list[Collected] = []
-        loop = Loop(lambda: None, _NEWS_S)
+        loop = Loop(lambda: None, _IDLE_S)
         try:
             while waiting or loop:
                 while waiting and len(loop) < at_once:
@@ -72,9 +72,9 @@ class RunExecutor:
                 if loop and not found:
                     loop.turn()
                 if found:
-                    news_s = _os.monotonic()
-                elif _os.monotonic() - news_s > _NEWS_S:
-                    at_once, news_s = at_once + 1, _os.monotonic()
+                    active_s = _os.monotonic()
+                elif _os.monotonic() - active_s > _IDLE_S:
+                    at_once, active_s = at_once + 1, _os.monotonic()
                 yield from found
                 found.clear()
         finally:
@@ -84,43 +84,43 @@ class RunExecutor:
         """Task: import ``file`` and add its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
-            told = yield from self._names(zygote, self._zygotes.module_of(file))
+            named = yield from self._names(zygote, self._zygotes.module_of(file))
         except LoadError as error:
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
             collected = Collected(file, error=str(error), left=left)
         except (ZygoteDiedError, ChannelClosedError) as error:
-            collected = Collected(file, error=f"{error}. Run it by itself to see why: python {file.path}")
+            collected = Collected(file, error=f"{error}. Run the file alone to see why: python {file.path}")
         else:
-            tests = tuple(TestName(file.name, cls, method) for cls, method in told.names)
+            tests = tuple(TestName(file.name, cls, method) for cls, method in named.names)
             imported = (zygote.imported if isinstance(zygote, ModuleZygote) else None) or ()
-            collected = Collected(file, tests, imported, needs=told.needs, device=told.device)
+            collected = Collected(file, tests, imported, needs=named.needs, device=named.device)
         if collected.error or self._options.list_only:
             self._zygotes.forget(file)
         found.append(collected)
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Task: have a child of the zygote name its tests; naming may run the project's code too."""
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         stacks, stacks_writer = os.pipe()
-        descriptors = [theirs.fileno(), stacks_writer]
+        descriptors = [remote.fileno(), stacks_writer]
         try:
             child = zygote.start("torch_ext.runner.class_process:collect", module, descriptors, self.environment)
         except BaseException:
             close_all([stacks])
             raise
         finally:
-            theirs.close()
+            remote.close()
             os.close(stacks_writer)
         try:
-            if not (yield from arrives(ours, self._zygotes.limit_s, child.pid)):
+            if not (yield from arrives(local, self._zygotes.limit_s, child.pid)):
                 child.send_signal(STACK_SIGNAL)
                 found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
-                told = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
-                raise HungImportError(f"{found}\n\n{told}; above is where it was" if found else told)
-            message: TestNames = ours.receive()[0]
+                text = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
+                raise HungImportError(f"{found}\n\n{text}; its stacks are above" if found else text)
+            message: TestNames = local.receive()[0]
             return message
         finally:
-            ours.close()
+            local.close()
             child.close()
             os.close(stacks)
 
@@ -158,8 +158,8 @@ class RunExecutor:
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
         place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)
         try:
-            goes_on = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
-            self._stops = self._stops or not goes_on
+            continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
+            self._stops = self._stops or not continues
         finally:
             queue.ended(batch)
             place.leave()
@@ -168,7 +168,7 @@ class RunExecutor:
         devices = Devices(0, "")
         if packs and self._options.slots is None:
             with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
-                devices = ask_for_devices(self._zygotes.root(plan.batches[0].file), self.environment)
+                devices = count_devices(self._zygotes.root(plan.batches[0].file), self.environment)
         return Machine(self.scratch, self.environment, devices, self._options.slots)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Handles signals, until :meth:`give_back`.
+    """Handles signals, until :meth:`restore`.
 
     Inside :meth:`held`, an interrupt waits for the end of the block, so that the block completes. A signal that the
     process ignores, as under nohup, stays ignored.
@@ -39,7 +39,7 @@ class Interrupts:
         with contextlib.suppress(ValueError):  # not on the main thread, where no signal arrives
             for number in signals:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._take)
+                    self._before[number] = signal.signal(number, self._handle)
         global _current
         self._outer, _current = _current, self
 
@@ -51,7 +51,7 @@ class Interrupts:
         if self._outer is not None:
             self._outer.leave_to_parent()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._over:
             return
         self.number = number
@@ -71,9 +71,9 @@ class Interrupts:
             self._held -= 1
             if self._waiting and not self._held:
                 self._waiting = False
-                self._take(self.number, None)
+                self._handle(self.number, None)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the handlers. After a one-shot interrupt, ignore more signals so that we exit with our own code."""
         global _current
         _current = self._outer

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ext.world import _os
 from torch_ext.world.channel import Channel
-from torch_ext.world.settings import Patience
+from torch_ext.world.settings import ProcessDeadline
 
 __all__ = ["Loop", "Pause", "Task", "arrives"]
 
@@ -45,10 +45,10 @@ def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
     """Task: wait for ``channel`` and return whether it is readable. Gives up after ``limit_s`` seconds, unless process
     ``pid``, which writes to the channel, still computes then.
     """
-    patience = Patience(limit_s, _os.monotonic())
+    deadline = ProcessDeadline(limit_s, _os.monotonic())
     while not channel.poll():
-        yield Pause((channel,), patience.look_s)
-        if not channel.poll() and patience.is_over(_os.monotonic(), _os.computed_s(pid)):
+        yield Pause((channel,), deadline.look_s)
+        if not channel.poll() and deadline.is_over(_os.monotonic(), _os.cpu_time_s(pid)):
             return False
     return True
 

@@ -33,7 +33,7 @@ __all__ = [
 # loading its modules.
 wording.hide(r"/runner/class_process\.py", "main", outwards=True)
 wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
-wording.hide(r"/runner/interrupts\.py", "_take")
+wording.hide(r"/runner/interrupts\.py", "_handle")
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ __all__ = [
     "TestFile",
     "collect_names",
     "describe",
+    "environment_key",
     "find_test_files",
     "holds_tests",
-    "surroundings",
 ]
 
 _OURS = ("test_*.py",)
@@ -114,7 +114,7 @@ class Collected:
     device: str = ""  # the device type of the tests, if known
 
 
-def surroundings(device: str) -> dict[str, str] | None:
+def environment_key(device: str) -> dict[str, str] | None:
     """Return the part of the cache key that all files share, for device type ``device`` (empty: the machine decides).
 
     None if the version of torch cannot be found without importing torch; names are then not cached.
@@ -123,8 +123,8 @@ def surroundings(device: str) -> dict[str, str] | None:
         torch_version = metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
-    asked = {name for name in os.environ if name.startswith(_TEST_VARIABLES)}.union(_VISIBLE_DEVICES)
-    visible = {name: os.environ[name] for name in sorted(asked) if name in os.environ}
+    variables = {name for name in os.environ if name.startswith(_TEST_VARIABLES)}.union(_VISIBLE_DEVICES)
+    visible = {name: os.environ[name] for name in sorted(variables) if name in os.environ}
     versions = {"torch": torch_version, "python": platform.python_version(), "torch_ext": torch_ext.__version__}
     return {**versions, "device": device, **visible}
 
@@ -134,14 +134,14 @@ class NameCache:
 
     Args:
         folder: the cache's folder, created on the first write; None: cache nothing.
-        surroundings: the shared part of the key; None: cache nothing.
+        shared_key: the shared part of the key; None: cache nothing.
     """
 
-    def __init__(self, folder: Path | None, surroundings: Mapping[str, str] | None) -> None:
+    def __init__(self, folder: Path | None, shared_key: Mapping[str, str] | None) -> None:
         # A sentence about why the folder is not trusted, with the remedy; empty if it is in use
-        self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and surroundings is not None else ""
-        self._folder = folder if surroundings is not None and not self.refused else None
-        self._surroundings = dict(surroundings or {})
+        self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and shared_key is not None else ""
+        self._folder = folder if shared_key is not None and not self.refused else None
+        self._shared_key = dict(shared_key or {})
         self._digests: dict[str, str | None] = {}
 
     def load(self, file: TestFile) -> Collected | None:
@@ -153,7 +153,7 @@ class NameCache:
             return None
         try:
             entry = json.loads(path.read_bytes())
-            if entry["surroundings"] != self._surroundings or str(file.path) not in entry["digests"]:
+            if entry["environment_key"] != self._shared_key or str(file.path) not in entry["digests"]:
                 return None
             if any(self._digest(path) != digest for path, digest in entry["digests"].items()):
                 return None
@@ -173,21 +173,21 @@ class NameCache:
             if any(os.stat(path).st_mtime_ns >= since_ns for path in code):
                 return
             entry = {
-                "surroundings": self._surroundings,
+                "environment_key": self._shared_key,
                 "digests": {path: self._digest(path) for path in sorted(code)},
                 "tests": [(test.cls, test.method) for test in collected.tests],
                 "needs": [astuple(each) for each in collected.needs],
             }
             cache.write(self._entry_path(self._folder, collected.file), json.dumps(entry))
 
-    def told(self, number: int) -> str:
+    def cache_note(self, number: int) -> str:
         """Return the end of a sentence about a list of tests, for which ``number`` files were not imported."""
         if not number or self._folder is None:
             return ""
         return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / _NAMES}"
 
     def _entry_path(self, folder: Path, file: TestFile) -> Path:
-        place = f"{file.path}\0{file.name}\0{self._surroundings.get('device', '')}"
+        place = f"{file.path}\0{file.name}\0{self._shared_key.get('device', '')}"
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()
         return folder / _NAMES / f"{file.path.stem}-{digest[:16]}.json"
 

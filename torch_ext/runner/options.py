@@ -30,7 +30,7 @@ def typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
     def read_typed(text: str) -> Any:
         try:
             if not text:
-                raise ValueError("got nothing, as from a variable that is not set")
+                raise ValueError("got an empty value, as from an unset variable")
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
@@ -49,12 +49,12 @@ def seconds(text: str) -> float:
     return found_s
 
 
-def count(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least ``least``."""
+def count(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers of at least ``minimum``."""
 
     def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise ValueError(f"got {text!r}, expected a whole number of at least {least}")
+        if not text.isascii() or not text.isdigit() or int(text) < minimum:
+            raise ValueError(f"got {text!r}, expected a whole number of at least {minimum}")
         return int(text)
 
     return read
@@ -152,22 +152,22 @@ class RunOptions:
     exclude: tuple[str, ...] = _typed((), Row(("-x", "--exclude"), _WHICH, "do not run these", "PATTERN", many=True,
         alone=False))
     keywords: tuple[str, ...] = _typed((), Row(("-k", "--keywords"), _WHICH, "of these, run tests whose name fits "
-        "WORDS: a part of it, a glob, or several with and/or/not, whatever their case; given twice, either may fit",
+        "WORDS: a part of it, a glob, or several with and/or/not, ignoring case; given twice, either may fit",
         "WORDS", many=True))
-    last_failed: bool = _typed(False, Row(("--last-failed",), _WHICH, "of these, run what failed last time"))
+    last_failed: bool = _typed(False, Row(("--last-failed",), _WHICH, "of these, run tests that failed last time"))
     changed: str = _typed("", Row(("--changed",), _WHICH, "of these, run tests whose file, or a module that it "
         "imports, differs from REV in git, such as HEAD", "REV", alone=False))
     shard: tuple[int, int] | None = _typed(None, Row(("--shard",), _WHICH,
         "run the I-th of N parts of about equal time", "I/N", _shard))
-    times: str = _typed("", Row(("--times",), _WHICH, "the times by which --shard divides: what --json wrote of an "
-        "earlier run, the same FILE for every part", _FILE))
+    times: str = _typed("", Row(("--times",), _WHICH, "divide --shard by the times that --json wrote in an earlier "
+        "run; the same FILE for every part", _FILE))
     typed_root: str = _typed("", Row(("--root",), _WHICH, "folder of the suites (default: test)", "DIR", alone=False))
     upstream: tuple[str, ...] = _typed((), Row(("--upstream",), _WHICH, "run these unmodified test files, or folders "
         "of them, of a PyTorch checkout on our harness", "PATH", many=True, alone=False))
-    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "the simulated accelerator is CUDA's device in "
+    cuda_as_sim: bool = _typed(False, Row(("--cuda-as-sim",), _WHICH, "CUDA means the simulated accelerator in "
         "these files", alone=False))
     differences: tuple[str, ...] = _typed((), Row(("--differences",), _WHICH, "with --upstream: a list of known "
-        "differences, besides our own", _FILE, many=True, alone=False))
+        "differences, in addition to ours", _FILE, many=True, alone=False))
     device: str = _typed("", Row(("--device",), _HOW, "device type to test, such as cpu (default: the best that this "
         "machine has)", "TYPE", variable="TORCH_EXT_DEVICE"))
     timeout_s: float | None = _typed(None, Row(("--timeout",), _HOW, "time limit of one test, in place of the tests' "
@@ -175,17 +175,17 @@ class RunOptions:
     races: str = _typed("", Row(("--races",), _HOW, "how to treat races between streams on the simulated device "
         "(default: error; off with --upstream)", "WHAT", choices=("error", "report", "off"),
         variable="TORCH_EXT_RACES"))
-    schedule: str = _typed("", Row(("--schedule",), _HOW, "when results on the simulated device are seen by those that "
-        "may not have waited for them: early (default), late, random or random:SEED", "WHEN", _schedule,
+    schedule: str = _typed("", Row(("--schedule",), _HOW, "when streams that may not have waited see results on the "
+        "simulated device: early (default), late, random or random:SEED", "WHEN", _schedule,
         variable="TORCH_EXT_SCHEDULE"))
-    memory_bytes: int | None = _typed(None, Row(("--memory",), _HOW, "how much memory each simulated device has, such "
-        "as 2GiB", "SIZE", bytes_of, variable="TORCH_EXT_SIM_MEMORY"))
+    memory_bytes: int | None = _typed(None, Row(("--memory",), _HOW, "memory of each simulated device, such as "
+        "2GiB", "SIZE", bytes_of, variable="TORCH_EXT_SIM_MEMORY"))
     start_method: str = _typed("fork", Row(("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",
         choices=("fork", "interpreter"), variable="TORCH_EXT_START_METHOD"))
     jobs: int | None = _typed(None, Row(("-j", "--jobs"), _HOW, "run at most N classes at a time (default: as many as "
         "there are slots for, or 1 with --show-output or --upstream)", "N", count(1)))
-    slots: int | None = _typed(None, Row(("--slots",), _HOW, "how many ranks run at a time (default: the accelerator's "
-        "devices, or four for each core)", "N", count(1)))
+    slots: int | None = _typed(None, Row(("--slots",), _HOW, "run at most N ranks at a time (default: the "
+        "accelerator's devices, or four for each core)", "N", count(1)))
     cluster: str = _typed("", Row(("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster "
         "of N on this machine", "ADDRESS", _cluster, alone=False))
     failfast: bool = _typed(False, Row(("-f", "--failfast"), _HOW, "stop after the first failure"))
@@ -198,13 +198,13 @@ class RunOptions:
         Row(("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
         Row(("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
     )
-    show_output: bool = _typed(False, Row(("--show-output",), _SHOWN, "show what ranks print, as it comes",
+    show_output: bool = _typed(False, Row(("--show-output",), _SHOWN, "print the ranks' output as it arrives",
         variable="TORCH_EXT_SHOW_OUTPUT"))
     list_only: bool = _typed(False, Row(("--list",), _SHOWN, "print the ids of the tests and run none"))
-    json: str = _typed("", Row(("--json",), _SHOWN, "write what happens to FILE (- is stdout), one JSON object a line; "
+    json: str = _typed("", Row(("--json",), _SHOWN, "write events to FILE (- is stdout), one JSON object a line; "
         "with --list, the tests and their needs", _FILE))
     junit: str = _typed("", Row(("--junit",), _SHOWN, "write JUnit XML to FILE", _FILE))
-    github: bool = _typed(False, Row(("--github",), _SHOWN, "print each failure as an annotation of GitHub's too"))
+    github: bool = _typed(False, Row(("--github",), _SHOWN, "also print each failure as a GitHub annotation"))
     show_config: bool = _typed(False, Row(("--show-config",), _MORE, "show the value of each option and where it comes "
         "from"))
     # fmt: on

@@ -31,7 +31,7 @@ from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["Machine", "Place", "ask_for_devices", "shared_environment"]
+__all__ = ["Machine", "Place", "count_devices", "shared_environment"]
 
 # Slots per core: more than one, since ranks wait for each other most of the time.
 _SLOTS_PER_CORE = 4
@@ -98,20 +98,20 @@ class Machine:
         return [names[slot] for slot in slots if slot < len(names)]
 
 
-def ask_for_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
+def count_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
     """Have a child of ``zygote`` count the devices that ranks must share; none if the child fails."""
-    ours, theirs = channel_pair()
+    local, remote = channel_pair()
     try:
-        child = zygote.start(_DESCRIBE_DEVICES, None, [theirs.fileno()], environment)
+        child = zygote.start(_DESCRIBE_DEVICES, None, [remote.fileno()], environment)
     finally:
-        theirs.close()
+        remote.close()
     try:
         with suppress(ChannelClosedError):
-            message: Devices = ours.receive()[0]
+            message: Devices = local.receive()[0]
             return message
         return Devices(0, "")
     finally:
-        ours.close()
+        local.close()
         child.close()
 
 

@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Use pytest-xdist's ``-n N`` as the number of concurrent classes, before xdist starts processes."""
-    _asked(config)  # a usage error comes first
+    _slots_value(config)  # a usage error comes first
     processes = config.getoption("numprocesses", None, skip=True) if config.pluginmanager.has_plugin("xdist") else None
     if _is_on(config) and processes:
         config.option.torch_ext_jobs = int(processes)
@@ -72,21 +72,21 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return None
 
 
-def _asked(config: pytest.Config) -> str:
+def _slots_value(config: pytest.Config) -> str:
     """Return ``"off"``, ``"auto"`` or a number.
 
     Raises:
         pytest.UsageError: the value is none of these.
     """
-    asked = str(config.getoption("--slots", "") or config.getini("torch_ext_slots") or _OFF)
-    if asked not in (_OFF, _AUTO) and not (asked.isdecimal() and int(asked)):
-        raise pytest.UsageError(f"got --slots {asked!r}, expected a number above 0, auto or off")
-    return asked
+    value = str(config.getoption("--slots", "") or config.getini("torch_ext_slots") or _OFF)
+    if value not in (_OFF, _AUTO) and not (value.isdecimal() and int(value)):
+        raise pytest.UsageError(f"got --slots {value!r}, expected a number above 0, auto or off")
+    return value
 
 
 def _is_on(config: pytest.Config) -> bool:
     stops = any(config.getoption(name, False) for name in ("usepdb", "trace", "collectonly", "setuponly", "setupplan"))
-    return _asked(config) != _OFF and not stops and not hasattr(config, "workerinput")
+    return _slots_value(config) != _OFF and not stops and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,26 +94,26 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the distributed tests, then the rest of ``session.items`` as pytest does."""
     if not _is_on(session.config) or (session.testsfailed and not session.config.option.continue_on_collection_errors):
         return None  # pytest explains why no test runs
-    ours = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]
-    inside = {item: why for item in ours if (why := _why_inside(item))}
-    mine = [item for item in ours if item not in inside]
+    ranked = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]
+    inside = {item: why for item in ranked if (why := _pytest_feature(item))}
+    eligible = [item for item in ranked if item not in inside]
     if inside:
         first, why = next(iter(inside.items()))
-        told = f"{len(inside)} distributed tests run in pytest's process, as {first.nodeid}, which {why}"
-        session.config.issue_config_time_warning(pytest.PytestWarning(told), stacklevel=2)
-    if not mine:
+        warning = f"{len(inside)} distributed tests run in pytest's process, such as {first.nodeid}, which {why}"
+        session.config.issue_config_time_warning(pytest.PytestWarning(warning), stacklevel=2)
+    if not eligible:
         return None
-    _Run(session, mine).run()
+    _Run(session, eligible).run()
     # pytest's own loop would count the failures so far as collection errors.
-    rest = [item for item in session.items if item not in set(mine)]
+    rest = [item for item in session.items if item not in set(eligible)]
     for number, item in enumerate(rest):
         following = rest[number + 1] if number + 1 < len(rest) else None
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        _stop_if_asked(session)
+        _stop_if_requested(session)
     return True
 
 
-def _stop_if_asked(session: pytest.Session) -> None:
+def _stop_if_requested(session: pytest.Session) -> None:
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
     if session.shouldstop:
@@ -125,7 +125,7 @@ def _runs_in_ranks(item: pytest.Function) -> bool:
     return cls is not None and any(base.__module__.startswith(_BASES) for base in cls.__mro__)
 
 
-def _why_inside(item: pytest.Function) -> str:
+def _pytest_feature(item: pytest.Function) -> str:
     """Describe a feature of pytest that ``item`` needs; empty if none."""
     for mark in _MARKS:
         if item.get_closest_marker(mark) is not None:
@@ -166,10 +166,10 @@ class _Run:
         from torch_ext.runner.options import RunOptions
 
         config = self._session.config
-        asked, jobs = _asked(config), getattr(config.option, "torch_ext_jobs", None)
+        value, jobs = _slots_value(config), getattr(config.option, "torch_ext_jobs", None)
         # With --maxfail=1, a class must stop at its first failure too.
         failfast = config.getoption("maxfail", 0) == 1
-        slots = None if asked == _AUTO else int(asked)
+        slots = None if value == _AUTO else int(value)
         return RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
 
     def run(self) -> None:
@@ -194,7 +194,7 @@ class _Run:
                 ordered(RunEnded())  # release the results of classes that ended out of order
                 raise
             ordered(RunEnded())
-            _stop_if_asked(self._session)
+            _stop_if_requested(self._session)
             self._report_missing()
         finally:
             executor.close()
@@ -216,7 +216,7 @@ class _Run:
             self._report_error(event.test.id, describe_failure(event))
         else:
             self._report(item, event)
-        _stop_if_asked(self._session)
+        _stop_if_requested(self._session)
 
     def _report(self, item: pytest.Function, result: TestResult) -> None:
         hook, now_s = item.ihook, time.time()

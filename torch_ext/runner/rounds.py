@@ -110,7 +110,7 @@ class Rounds:
         """Run every round and return the exit code. An interrupt ends the run, and reporters show it."""
         interrupted = False
         for failure in self._chosen.failures:
-            self._take(failure)
+            self._publish(failure)
         try:
             if self._chosen.plan.batches and not (self._options.failfast and self._has_failed()):
                 try:
@@ -121,7 +121,7 @@ class Rounds:
             interrupted = True
         if self._judge is not None and not interrupted:
             for stale in self._judge.out_of_date(self._chosen.plan.tests, whole=not self._options.narrowed):
-                self._take(stale)
+                self._publish(stale)
         self._chosen.history.save(self._tally.results)
         self._reporters(RunEnded(interrupted))
         flaky = any(result.status is Status.FLAKY for result in self._tally.results)
@@ -131,7 +131,7 @@ class Rounds:
     def _has_failed(self) -> bool:
         return any(one.status.counted is Status.FAILED for one in self._tally.results)
 
-    def _take(self, event: ClassEvent) -> None:
+    def _publish(self, event: ClassEvent) -> None:
         """Pass an event to the reporters; number a result before."""
         if isinstance(event, TestResult):
             event = self._numbered(self._judge.judged(event) if self._judge else event)
@@ -165,19 +165,19 @@ class Rounds:
         judge = self._judge
         reasons = {test: reason for test in self._chosen.plan.tests if judge and (reason := judge.skipped(test))}
         for test, reason in reasons.items():
-            self._take(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+            self._publish(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         plan, left = self._chosen.plan.without(reasons), len(self._chosen.plan.tests) + 1
         keys = {batch.key for batch in plan.batches}
         for batch in self._chosen.plan.batches:
             if batch.key not in keys:
-                self._take(Over(TestName(*batch.key)))  # executors report only classes that they run
+                self._publish(Over(TestName(*batch.key)))  # executors report only classes that they run
         # With failfast, the run goes on if the first failure turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)
-            self._executor().run(plan, self._take)
+            self._executor().run(plan, self._publish)
             while self._again:
                 tests, self._again = self._again, []
-                self._executor().run(self._part(tests), self._take)
+                self._executor().run(self._part(tests), self._publish)
             if not self._options.failfast or self._has_failed():
                 return
             plan = self._part(self._tally.missing())
@@ -191,11 +191,11 @@ def _judge(chosen: Chosen) -> Judge | None:
     request, options = chosen.request, chosen.request.options
     if request.upstream is None:
         return None
-    surroundings = {
+    conditions = {
         "device": "sim" if options.cuda_as_sim else chosen.device,
         "cuda_as_sim": str(options.cuda_as_sim).lower(),
     }
-    judge = request.upstream.judge([file.path for file in request.files], options.differences, surroundings)
-    if judge.told and sys.stderr is not None:
-        print(printable(f"warning: {judge.told}"), file=sys.stderr)
+    judge = request.upstream.judge([file.path for file in request.files], options.differences, conditions)
+    if judge.warning and sys.stderr is not None:
+        print(printable(f"warning: {judge.warning}"), file=sys.stderr)
     return judge

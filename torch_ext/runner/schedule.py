@@ -135,10 +135,10 @@ class Slots:
     """Allocates slots by number, the lowest free ones first. On an accelerator, slot numbers are device numbers.
 
     >>> slots = Slots(4)
-    >>> first, second = slots.take(3), slots.take(1)
+    >>> first, second = slots.acquire(3), slots.acquire(1)
     >>> first, second, slots.free
     ((0, 1, 2), (3,), 0)
-    >>> slots.give_back(first); slots.take(2)
+    >>> slots.release(first); slots.acquire(2)
     (0, 1)
     """
 
@@ -151,20 +151,20 @@ class Slots:
         """The number of free slots."""
         return len(self._free)
 
-    def take(self, number: int) -> tuple[int, ...]:
+    def acquire(self, number: int) -> tuple[int, ...]:
         """Take ``number`` slots.
 
         Raises:
             AssertionError: fewer slots are free.
         """
         if number > len(self._free):
-            raise AssertionError(f"{number} slots are wanted, {len(self._free)} are free")
-        taken, self._free = self._free[:number], self._free[number:]
-        return tuple(taken)
+            raise AssertionError(f"{number} slots are requested, {len(self._free)} are free")
+        acquired, self._free = self._free[:number], self._free[number:]
+        return tuple(acquired)
 
-    def give_back(self, taken: tuple[int, ...]) -> None:
-        """Release the slots that :meth:`take` has returned."""
-        self._free = sorted([*self._free, *taken])
+    def release(self, acquired: tuple[int, ...]) -> None:
+        """Release the slots that :meth:`acquire` has returned."""
+        self._free = sorted([*self._free, *acquired])
 
 
 class Packed:
@@ -241,7 +241,7 @@ class Queue:
         chosen = self._policy.choose(ready, tuple(self.running), self._slots.free, self._slots.number)
         if chosen is not None:
             self._waiting[chosen.file.name].remove(chosen)
-            self.running[chosen] = self._slots.take(slots_of(chosen.need, self._slots.number))
+            self.running[chosen] = self._slots.acquire(slots_of(chosen.need, self._slots.number))
         return chosen
 
     def _may_run(self) -> list[str]:
@@ -251,7 +251,7 @@ class Queue:
 
     def ended(self, batch: Batch) -> None:
         """Release the slots of ``batch``, which has ended."""
-        self._slots.give_back(self.running.pop(batch))
+        self._slots.release(self.running.pop(batch))
 
     def files_done(self) -> list[TestFile]:
         """Return the files whose classes have all ended, each file once."""

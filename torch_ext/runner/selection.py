@@ -242,7 +242,7 @@ def _suspect(file: str, include: Sequence[PatternTarget], tests: Sequence[TestNa
 
 
 def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
-    near = advice(target.text, _names(files, tests)) or "; nothing resembles it, --list shows every test"
+    near = advice(target.text, _names(files, tests)) or "; no name is similar, --list shows every test"
     return SelectionError(f"{target.text!r} matches no folder, module, class or test{near}")
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from torch_ext import cache
 from torch_ext.results import Sink, TestName, TestResult
-from torch_ext.runner.names import Collected, NameCache, TestFile, describe, find_test_files, surroundings
+from torch_ext.runner.names import Collected, NameCache, TestFile, describe, environment_key, find_test_files
 from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.selection import Selection, SelectionError, keyword_filter, select_files
@@ -64,7 +64,7 @@ class Executor(Protocol):
 class Judge(Protocol):
     """Judges the results of files that are not our own."""
 
-    told: str
+    warning: str
 
     def skipped(self, test: TestName) -> str:
         """Return why ``test`` must not run; empty if it may."""
@@ -122,7 +122,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
         found = _upstream_files(options)
     else:
         found = _own_files(options)
-        names = NameCache(cache.folder(), surroundings(options.device))
+        names = NameCache(cache.folder(), environment_key(options.device))
     selection = select_files([file.name for file in found], options.include, options.exclude, _prefixes(options))
     files = [file for file in found if file.name in set(selection.files)]
     fits = keyword_filter(options.keywords)
@@ -136,8 +136,8 @@ def _own_files(options: RunOptions) -> Sequence[TestFile]:
     for pattern in options.include if leave_out else ():
         for place in (Path(pattern.partition("::")[0]), options.root / pattern.partition("::")[0]):
             if place.exists() and place.resolve().is_relative_to(own):
-                told = f"pytest runs: python -m pytest {os.path.relpath(place.resolve())}"
-                raise SelectionError(f"{pattern!r} holds tests of torch_ext itself, which {told}")
+                hint = f"pytest runs: python -m pytest {os.path.relpath(place.resolve())}"
+                raise SelectionError(f"{pattern!r} holds tests of torch_ext itself, which {hint}")
     found = find_test_files(options.root, leave_out)
     if not found:
         raise SelectionError(f"nothing selected: no test_*.py below {options.root}")

@@ -32,7 +32,7 @@ _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 _STAND_IN = "torch_ext.cuda_as_sim.stand_in"
 # Time limit of an import without --timeout, and the least limit with it, in seconds: a limit meant for short tests may
 # be too short for an import on a busy machine, and would cost the file all its tests.
-_IMPORT_S, _LEAST_IMPORT_S = 120.0, 10.0
+_IMPORT_S, _MIN_IMPORT_S = 120.0, 10.0
 
 
 class RunZygotes:
@@ -46,7 +46,7 @@ class RunZygotes:
         self._options = options
         self._environment = dict(environment)
         self._scratch = scratch
-        self.limit_s = max(options.timeout_s or _IMPORT_S, _LEAST_IMPORT_S)  # time limit of an import
+        self.limit_s = max(options.timeout_s or _IMPORT_S, _MIN_IMPORT_S)  # time limit of an import
         self._ahead = (_STAND_IN,) if options.cuda_as_sim else ()
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
@@ -61,7 +61,7 @@ class RunZygotes:
             root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
-            raise SetupError(own_message(trace) or f"the zygote cannot load what it needs\n{trace}") from None
+            raise SetupError(own_message(trace) or f"the zygote cannot load its modules\n{trace}") from None
         return root
 
     def _start_root(self, file: TestFile) -> RootZygote:

@@ -154,7 +154,7 @@ class Judge(Differences):
         self._paths = tuple(paths)
         self._cuda_as_sim = surroundings.get("cuda_as_sim") == "true"
         self._releases = Releases(self._paths, cuda_as_sim=self._cuda_as_sim)
-        self.told = self._releases.told  # a sentence at the beginning of the run; may be empty
+        self.warning = self._releases.told  # a sentence at the beginning of the run; may be empty
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
         except (OSError, ValueError) as error:

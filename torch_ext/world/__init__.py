@@ -8,7 +8,7 @@ and has run nothing, so that it can be forked. Read in this order:
 2. ``follow``: the parent half. Asks for ranks, handles their messages and executes the steps of ``watch``, which also
    detects hangs. ``files`` holds the parent half's ends of each rank.
 3. ``zygote`` forks ranks; ``child`` checks that a fork is safe, and starts a fresh interpreter where it is not.
-4. ``rank`` applies the order, runs the test and hands in its receipt; ``exits`` handles threads and exit functions.
+4. ``rank`` applies the order, runs the test and submits its receipt; ``exits`` handles threads and exit functions.
 5. ``threads`` finds the threads of a process that may go on; ``operations`` names the operation in which a Python frame
    or a device waits.
 6. ``outcome``: how one rank ended, and its collectives. ``verdict`` judges the world and renders the report; ``blame``

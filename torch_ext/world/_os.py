@@ -173,7 +173,7 @@ def start_of(pid: int) -> str:
     return field_of(pid, 19)
 
 
-def computed_s(pid: int) -> float:
+def cpu_time_s(pid: int) -> float:
     """Return the CPU time of ``pid``, its descendants and the processes that they have reaped, plus the time for which
     the first thread of each has waited for a core, in seconds; 0 if unknown.
     """
@@ -183,7 +183,7 @@ def computed_s(pid: int) -> float:
         return 0.0
     ticks = sum(int(field) for field in fields[11:15])
     own_s = ticks / os.sysconf("SC_CLK_TCK") + delayed_s(pid)
-    return own_s + sum(computed_s(child) for child in children_of(pid))
+    return own_s + sum(cpu_time_s(child) for child in children_of(pid))
 
 
 def starved_s(pid: int) -> float:
@@ -356,23 +356,23 @@ _CLEANS_UP = re.compile(
 )
 
 
-def others_of_parent_half(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
+def other_children(ranks: Iterable[int], zygotes: Iterable[int] = ()) -> tuple[str, ...]:
     """Describe the children of this process that may act, except ``zygotes``, ``ranks`` and ancestors of ``ranks``."""
-    ours = set(zygotes).union(*map(_ancestors, ranks))
-    return tuple(words_of(pid for pid in children_of(getpid()) if pid not in ours))
+    excluded = set(zygotes).union(*map(_ancestors, ranks))
+    return tuple(descriptions(pid for pid in children_of(getpid()) if pid not in excluded))
 
 
-def known(pids: Iterable[int]) -> tuple[Process, ...]:
+def identify(pids: Iterable[int]) -> tuple[Process, ...]:
     """Return the processes of ``pids`` that may act, each with its start time, since the kernel reuses pids."""
     return tuple(Process(pid, start) for pid in _live(pids) if (start := start_of(pid)))
 
 
-def still_there(processes: Iterable[Process]) -> Iterator[str]:
+def still_running(processes: Iterable[Process]) -> Iterator[str]:
     """Yield a description of each of ``processes`` that may still act."""
-    return words_of(each.pid for each in processes if start_of(each.pid) == each.start)
+    return descriptions(each.pid for each in processes if start_of(each.pid) == each.start)
 
 
-def words_of(pids: Iterable[int]) -> Iterator[str]:
+def descriptions(pids: Iterable[int]) -> Iterator[str]:
     """Yield a description of each of ``pids`` that may act."""
     return (f"process {pid} ({short_command(command_line(pid)) or '?'})" for pid in _live(pids))
 

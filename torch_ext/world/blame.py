@@ -68,7 +68,7 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
         or _difference(outcomes, records)
         or _waiting(outcomes, records)
         or _last_difference(outcomes, records)
-        or _elsewhere(outcomes, records)
+        or _waits_elsewhere(outcomes, records)
         or _in_rpcs(outcomes)
         or uneven_sizes(records)
     )
@@ -84,24 +84,24 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     Each error has the rank's own call and one that differs from it. Blames the ranks whose body was over, else the
     smaller party.
     """
-    told: dict[int, tuple[str, str]] = {}
+    reported: dict[int, tuple[str, str]] = {}
     for outcome in failed:
         for rank, called, line in disagreement(outcome.reason):
-            told.setdefault(rank, (called, line))
+            reported.setdefault(rank, (called, line))
     parties: dict[str, list[int]] = {}
-    for rank, (call, _) in sorted(told.items()):
+    for rank, (call, _) in sorted(reported.items()):
         parties.setdefault(call, []).append(rank)
     if len(parties) < 2:
         return None
     ranks = minority(parties.values())
     calls = tuple((tuple(party), call) for call, party in parties.items())
-    lines = {rank: line for rank, (_, line) in told.items() if line}
+    lines = {rank: line for rank, (_, line) in reported.items() if line}
     lines |= {o.rank: o.receipt.place for o in failed if o.receipt and o.receipt.place and o.rank not in lines}
-    over = tuple(o.rank for o in failed if o.rank in told and any(wait.over for wait in o.waits))
-    waiting = sorted(told.keys() - set(over))
+    over = tuple(o.rank for o in failed if o.rank in reported and any(wait.over for wait in o.waits))
+    waiting = sorted(reported.keys() - set(over))
     if over and waiting:
-        theirs = told[waiting[0]][0], lines.get(waiting[0], "")
-        return Mismatch("", over, True, calls, _never_called(failed, over, waiting, theirs))
+        waiting_call = reported[waiting[0]][0], lines.get(waiting[0], "")
+        return Mismatch("", over, True, calls, _never_called(failed, over, waiting, waiting_call))
     return Mismatch("", ranks, True, calls, _cause_of_calls(calls, ranks, lines))
 
 
@@ -110,7 +110,7 @@ def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Seq
     call, who = _call_of(waiting[0]) if waiting else ("", ""), [o.rank for o in waiting]
     without_group = [o.rank for o in outcomes if o.rank in ranks and not read_groups(o.collectives)]
     destroyed = _destroyed(outcomes, without_group, who, "", call)
-    return destroyed or Mismatch("", tuple(ranks), cause=_kept(outcomes, ranks, who, call))
+    return destroyed or Mismatch("", tuple(ranks), cause=_blocking(outcomes, ranks, who, call))
 
 
 def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -122,12 +122,12 @@ def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collec
     others = [rank for rank in others if rank in awaited] or others
     wait = next(wait for wait in creating[0].waits if wait.everyone)
     who = [o.rank for o in creating]
-    if destroyed := _destroyed(outcomes, others, who, "", _split(wait.words)):
+    if destroyed := _destroyed(outcomes, others, who, "", _split(wait.description)):
         return destroyed
     return Mismatch(
-        f"{ranks_phrase(who)} waited in {wait.words}, which needs every rank; {ranks_phrase(others)} never came",
+        f"{ranks_phrase(who)} waited in {wait.description}, which needs every rank; {ranks_phrase(others)} never came",
         tuple(others),
-        cause=_never_called(outcomes, others, who, _split(wait.words)),
+        cause=_never_called(outcomes, others, who, _split(wait.description)),
     )
 
 
@@ -141,7 +141,7 @@ def _destroyed(
     ranks, verb = tuple(lines), "was" if len(waiting) == 1 else "were"
     sentence = (
         f"{ranks_phrase(ranks)} destroyed the process group at {lines[ranks[0]]}, while {ranks_phrase(waiting)} {verb} "
-        f"in {_in_words(call)}"
+        f"in {_format_call(call)}"
     )
     return Mismatch(sentence, ranks, cause=sentence)
 
@@ -150,7 +150,7 @@ def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Coll
     found = first_mismatch(records)
     if found is None or not found.differ:
         return None
-    return found if found.ranks else _for_those_that_are_over(found, outcomes, [o.rank for o in outcomes])
+    return found if found.ranks else _blame_finished(found, outcomes, [o.rank for o in outcomes])
 
 
 def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
@@ -160,10 +160,10 @@ def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence
         return found
     waiting = [o.rank for o in outcomes if o.rank not in found.ranks and o.ending is not Ending.PASSED]
     line = next((line for o in outcomes if o.rank in waiting and (line := _call_of(o)[1])), "")
-    return replace(found, cause=_kept(outcomes, found.ranks, waiting, ("a collective", line)))
+    return replace(found, cause=_blocking(outcomes, found.ranks, waiting, ("a collective", line)))
 
 
-def _for_those_that_are_over(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
+def _blame_finished(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
     """Blame the ranks whose body is over while their peers' is not."""
     over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
     if not over or len(over) == len(ranks):
@@ -183,9 +183,9 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
         edges = [edge for edge in edges if edge.came >= len(edge.missing) or edge.waiting not in awaited] or edges
         roots = _roots(edges)
     if roots:
-        return _of_roots(outcomes, edges, roots)
+        return _blame_roots(outcomes, edges, roots)
     found = _cycle(edges) if edges else None
-    return found and _for_those_that_are_over(found, outcomes, found.ranks)
+    return found and _blame_finished(found, outcomes, found.ranks)
 
 
 def _edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> list[_Edge]:
@@ -201,13 +201,13 @@ def _is_over(outcomes: Sequence[Outcome], rank: int) -> bool:
     return any(o.rank == rank and (o.ending is Ending.PASSED or any(wait.over for wait in o.waits)) for o in outcomes)
 
 
-def _of_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
+def _blame_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
     edge = next(edge for edge in edges if set(edge.missing) & set(roots))
     alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
     absent = [rank for rank in edge.missing if rank in roots]
     sentence = f"{ranks_phrase(alike)} called {edge.what}, which {ranks_phrase(absent)} never called"
     if not edge.group:
-        return Mismatch(sentence, roots, cause=_kept(outcomes, roots, alike, edge.call))
+        return Mismatch(sentence, roots, cause=_blocking(outcomes, roots, alike, edge.call))
     return _destroyed(outcomes, absent, alike, _name_of(edge.group), edge.call) or Mismatch(
         sentence, roots, cause=_never_called(outcomes, roots, alike, edge.call)
     )
@@ -269,7 +269,7 @@ def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
         for wait in outcome.waits:
             if wait.peers:
                 peers = tuple(peer for peer in wait.peers if peer != outcome.rank)
-                yield _Edge(outcome.rank, peers, wait.words, _split(wait.words))
+                yield _Edge(outcome.rank, peers, wait.description, _split(wait.description))
 
 
 def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
@@ -291,7 +291,7 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
         parties.setdefault(each.group, []).append(rank)
     odd = minority(parties.values()) if all(each.group for each in after.values()) else ()
     ranks = odd or tuple(sorted(path))
-    waits = [f"rank {rank} in {_in_words(after[rank].call)}" for rank in (*ranks, *(r for r in path if r not in ranks))]
+    waits = [f"rank {r} in {_format_call(after[r].call)}" for r in (*ranks, *(p for p in path if p not in ranks))]
     others = ranks_phrase([rank for rank in after if rank not in odd])
     verb = "waits" if len(odd) == 1 else "wait"
     one = len({_name_of(each.group) for each in after.values()}) == 1
@@ -300,14 +300,14 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
     return Mismatch(sentence, ranks, cause=f"{ranks_phrase(ranks)} {how}: {', '.join(waits)}")
 
 
-def _elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _waits_elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     waiting = [o for o in outcomes if any(wait.transport for wait in o.waits)]
     came = {rank for rank, record in records.items() if not all(each.finished for each in record)}
     others = [o for o in outcomes if o not in waiting and o.rank not in came and o.ending is not Ending.PASSED]
     if not waiting or not others:
         return None
-    where = next(wait.words for wait in waiting[0].waits if wait.transport)
-    doing = "; ".join(f"rank {o.rank} was in {o.waits[0].words}" for o in others if o.waits)
+    where = next(wait.description for wait in waiting[0].waits if wait.transport)
+    doing = "; ".join(f"rank {o.rank} was in {o.waits[0].description}" for o in others if o.waits)
     ranks = [o.rank for o in others]
     sentence = f"{ranks_phrase([o.rank for o in waiting])} waited in {where}, {ranks_phrase(ranks)} did not"
     found = blame_absent(outcomes, ranks, waiting)
@@ -321,7 +321,7 @@ def _in_rpcs(outcomes: Sequence[Outcome]) -> Mismatch | None:
         return None
     ranks = tuple(places)
     verb = "was" if len(ranks) == 1 else "were"
-    kept = _kept([], ranks, [o.rank for o in waiting], _call_of(waiting[0]))
+    kept = _blocking([], ranks, [o.rank for o in waiting], _call_of(waiting[0]))
     return Mismatch("", ranks, cause=f"{kept}; a function that an RPC had called {verb} {places[ranks[0]]}")
 
 
@@ -332,28 +332,28 @@ def _cause_of_calls(
     first = [(ranks, call) for ranks, call in calls if set(ranks) <= set(guilty)]
     others = [(ranks, call) for ranks, call in calls if (ranks, call) not in first]
 
-    def told(ranks: Sequence[int], call: str, place: str) -> str:
+    def phrase(ranks: Sequence[int], call: str, place: str) -> str:
         line = next((lines[rank] for rank in ranks if rank in lines), "")
         return f"{ranks_phrase(ranks)} called {call}{place.format(line) if line else ''}"
 
     if not first:
         everyone = ranks_phrase(sorted(rank for ranks, _ in calls for rank in ranks))
-        return f"{everyone} called different collectives: {'; '.join(told(*each, ' at {}') for each in others)}"
-    theirs = "; ".join(told(*each, " ({})") for each in others)
-    return f"{', '.join(told(*each, ' at {}') for each in first)}, where {theirs}"
+        return f"{everyone} called different collectives: {'; '.join(phrase(*each, ' at {}') for each in others)}"
+    rest = "; ".join(phrase(*each, " ({})") for each in others)
+    return f"{', '.join(phrase(*each, ' at {}') for each in first)}, where {rest}"
 
 
 def _never_called(
     outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]
 ) -> str:
     where = f" ({call[1]})" if call[1] else ""
-    said = f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
-    return said + _whereabouts(outcomes, absent)
+    sentence = f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
+    return sentence + _whereabouts(outcomes, absent)
 
 
-def _kept(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]) -> str:
-    said = f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_in_words(call)}"
-    return said + _whereabouts(outcomes, absent) if outcomes else said
+def _blocking(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]) -> str:
+    sentence = f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_format_call(call)}"
+    return sentence + _whereabouts(outcomes, absent) if outcomes else sentence
 
 
 def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
@@ -362,7 +362,7 @@ def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
     who = "it" if len(absent) == 1 else f"rank {absent[0]}"
     if any(wait.over for wait in outcome.waits) or outcome.ending in (Ending.PASSED, Ending.SKIPPED):
         return f"; its {outcome.task} was over" if len(absent) == 1 else f"; the {outcome.task} of {who} was over"
-    if any("stopped by a signal" in wait.words for wait in outcome.waits):
+    if any("stopped by a signal" in wait.description for wait in outcome.waits):
         return f"; {who} was stopped by a signal"
     if outcome.ending is Ending.FAILED:
         return f"; {who} {outcome.describe()}"
@@ -371,7 +371,7 @@ def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
 
 def _call_of(outcome: Outcome) -> tuple[str, str]:
     """Return the operation that a rank waits in, and its line."""
-    call, line = _split(next((wait.words for wait in outcome.waits if wait.transport and not wait.over), ""))
+    call, line = _split(next((wait.description for wait in outcome.waits if wait.transport and not wait.over), ""))
     return call, line or (outcome.receipt.place if outcome.receipt is not None else "")
 
 
@@ -386,6 +386,6 @@ def _split(words: str) -> tuple[str, str]:
     return _NO_ARGUMENTS.sub(r"\1", call), line
 
 
-def _in_words(call: tuple[str, str]) -> str:
+def _format_call(call: tuple[str, str]) -> str:
     name, line = call
     return f"{name or 'a collective'} ({line})" if line else name or "a collective"

@@ -36,14 +36,14 @@ _HEADER = struct.Struct("!III")
 _MAGIC = 0xF57E54C4
 _MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
 # Far above any message of ours: an order carries a test's arguments, a result the output of ranks.
-_MOST_BYTES, _MOST_DESCRIPTORS = 1 << 30, 1 << 16
+_MAX_BYTES, _MAX_DESCRIPTORS = 1 << 30, 1 << 16
 _GROUP, _PART_BYTES = 200, 1 << 20
 _INT_BYTES = array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
 # Seconds for which a frame may stall. A sender writes a frame at once, unless the process is stopped or starved.
 _FRAME_S = 30.0
 # The end of a message about a broken channel.
-WRITE_TO_OWN = "Write to descriptors that you have opened yourself alone."
+WRITE_TO_OWN = "Write only to descriptors that you have opened."
 # Bytes of junk to read and count.
 _JUNK_BYTES = 1 << 20
 
@@ -89,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type):
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a message")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a message")
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ class Channel:
             ValueError: the message is too long.
         """
         payload = _dumps(message)
-        if len(payload) > _MOST_BYTES or len(descriptors) > _MOST_DESCRIPTORS:
+        if len(payload) > _MAX_BYTES or len(descriptors) > _MAX_DESCRIPTORS:
             raise ValueError(
                 f"a message of {len(payload):,} bytes and {len(descriptors):,} descriptors is too long: at most "
-                f"{_MOST_BYTES:,} bytes and {_MOST_DESCRIPTORS:,} descriptors can be sent to another process"
+                f"{_MAX_BYTES:,} bytes and {_MAX_DESCRIPTORS:,} descriptors can be sent to another process"
             )
         self._check_descriptor()
         header = _HEADER.pack(_MAGIC, len(payload), len(descriptors))
@@ -178,15 +178,15 @@ class Channel:
         Raises:
             ChannelClosedError: as :meth:`send`.
         """
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         try:
-            self.send(message, [theirs.fileno(), *descriptors])
+            self.send(message, [remote.fileno(), *descriptors])
         except BaseException:
-            ours.close()
+            local.close()
             raise
         finally:
-            theirs.close()
-        return ours
+            remote.close()
+        return local
 
     def _owns_descriptor(self) -> bool:
         """Whether the descriptor is still this channel's: a test may close it and reuse its number."""
@@ -229,11 +229,11 @@ class Channel:
         self._begin()
         try:
             if len(descriptors) != count:
-                raise ValueError(f"it came with {len(descriptors)} descriptors and not with {count}")
+                raise ValueError(f"it came with {len(descriptors)} descriptors instead of {count}")
             message = _Unpickler(io.BytesIO(payload)).load()
         except Exception as error:  # a payload that is not ours may raise anything
             close_all(descriptors)
-            self._break(f"a frame of {len(payload)} bytes that is no message ({type(error).__name__}: {error})")
+            self._break(f"a frame of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})")
         else:
             if not isinstance(message, _Refused):
                 return message, descriptors
@@ -251,11 +251,11 @@ class Channel:
         """Read pending bytes of the next frame only. Return whether it is complete or the channel has ended."""
         try:
             while self._ended is None and (missing := self._missing()):
-                self._take(missing)
+                self._read_part(missing)
         except BlockingIOError:
             if monotonic() < self.deadline_s:
                 return False
-            self._break(f"{len(self._header) + len(self._payload)} bytes that begin a message, and no more of it")
+            self._break(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
         except _NoFrameError as error:
             self._break(str(error))
         except ChannelClosedError as error:
@@ -277,11 +277,11 @@ class Channel:
         if wanted:
             return wanted
         _, length, count = _HEADER.unpack(self._header)
-        if length > _MOST_BYTES or count > _MOST_DESCRIPTORS:
+        if length > _MAX_BYTES or count > _MAX_DESCRIPTORS:
             raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
         return self._groups or length - len(self._payload)
 
-    def _take(self, missing: int) -> None:
+    def _read_part(self, missing: int) -> None:
         """Read up to ``missing`` bytes of the next part of a frame.
 
         Raises:
@@ -320,7 +320,7 @@ class Channel:
             while len(found) < _JUNK_BYTES and (part := self._socket.recv(_PART_BYTES, socket.MSG_DONTWAIT)):
                 found += part
         more = " or more" if len(found) >= _JUNK_BYTES else ""
-        return f"{len(found)}{more} bytes that are no message (they begin with {found[:16]!r})"
+        return f"{len(found)}{more} bytes that are not a message (they begin with {found[:16]!r})"
 
     def _break(self, what: str) -> None:
         descriptor = _descriptor_of(self._peer)

@@ -151,7 +151,7 @@ _SELDOM = (200_000, 1000, 1000)
 def load(preparation: Preparation) -> None:
     """Load everything that ``preparation`` names into this process. Propagates any error of an import."""
     sys.path[:] = preparation.path
-    with uncollected(), noted():
+    with rarely_collected(), track_environment():
         for name in preparation.modules:
             importlib.import_module(name)
             compute_on_one_thread()
@@ -169,7 +169,7 @@ def first_uses(*files: str) -> tuple[str, ...]:
 
 def load_first_uses(*files: str) -> None:
     """Import the modules of :func:`first_uses` in a zygote that has loaded torch and these files."""
-    with uncollected(), warnings.catch_warnings():
+    with rarely_collected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a test's filters may turn warnings into errors, which would abort the import
         for name in first_uses(*files) if "torch" in sys.modules else ():
             with contextlib.suppress(Exception):  # a rank that needs the module reports why it cannot be imported
@@ -177,7 +177,7 @@ def load_first_uses(*files: str) -> None:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def rarely_collected() -> Iterator[None]:
     """Context: collect garbage rarely. An import makes almost none, and the search takes a fifth of the time to load
     torch. Keeps thresholds that a module sets inside the context, and a collector that it disables.
     """
@@ -212,7 +212,7 @@ _changed: dict[str, str | None] = {}
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[None]:
+def track_environment() -> Iterator[None]:
     """Context: remember the variables that change inside it; forget earlier changes."""
     before = dict(os.environ)
     yield
@@ -222,7 +222,7 @@ def noted() -> Iterator[None]:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Replace the environment of this process with ``environment`` and the changes that :func:`noted` remembers."""
+    """Replace the environment of this process with ``environment`` and the tracked changes."""
     os.environ.clear()
     os.environ.update(environment)
     for name, value in _changed.items():

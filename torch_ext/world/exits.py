@@ -153,15 +153,15 @@ class ThreadErrors:
         """Return the function that a new thread calls if its ``run()`` raises; it calls the hook."""
         invoke = self._make_hook()
 
-        def invoke_noting(thread: threading.Thread) -> None:
+        def report_and_invoke(thread: threading.Thread) -> None:
             error = sys.exc_info()[1]
             if error is not None and threading.excepthook is _INTERPRETERS_HOOKS[0]:
-                self._tell(thread, f"thread {thread.name!r} ended with an exception", error)
+                self._report(thread, f"thread {thread.name!r} ended with an exception", error)
             invoke(thread)
 
-        return invoke_noting
+        return report_and_invoke
 
-    def _tell(self, thread: threading.Thread | None, text: str, error: BaseException | None) -> None:
+    def _report(self, thread: threading.Thread | None, text: str, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, SystemExit):
             self._note(thread, text, error)
 
@@ -179,7 +179,7 @@ class ThreadErrors:
         if own in self._in_hook:  # recursion: the test's hook calls the previous hook, ours
             return
         if who:
-            self._tell(thread, f"{who} ended with an exception", raised.exc_value)
+            self._report(thread, f"{who} ended with an exception", raised.exc_value)
         self._in_hook.add(own)
         try:
             hook(raised)
@@ -187,7 +187,7 @@ class ThreadErrors:
             self._in_hook.discard(own)
 
 
-class Debts:
+class UnfinishedWork:
     """Threads, exit functions and finalizers of this rank's body. Construct before the body runs."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Debts:
         else:
             self._errors.append((text, error))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Join threads, then call exit functions and finalizers. Blocks while any of them blocks.
 
         Raises:

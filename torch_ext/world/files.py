@@ -21,7 +21,7 @@ from torch_ext.world import _os
 from torch_ext.world._os import monotonic
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.operations import WaitPage
-from torch_ext.world.settings import Patience
+from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.wording import printable
 
 _TAIL_BYTES = 16 << 10
@@ -141,7 +141,7 @@ class _Scratch:
 _scratch = _Scratch()
 
 
-def _mine() -> _Scratch:
+def _own_scratch() -> _Scratch:
     global _scratch
     if _scratch.owner != _os.getpid():
         _scratch = _Scratch()
@@ -150,13 +150,13 @@ def _mine() -> _Scratch:
 
 def use(path: str) -> None:
     """Use the folder ``path``, which another process made and removes."""
-    scratch = _mine()
+    scratch = _own_scratch()
     scratch.path, scratch.temporary = path, tempfile.gettempdir()
 
 
 def restore() -> None:
     """Recreate the folders for short-lived files if a test has removed them."""
-    scratch = _mine()
+    scratch = _own_scratch()
     for path in (scratch.temporary, scratch.path):
         if path and not os.path.isdir(path):
             with contextlib.suppress(OSError):  # the next use of the folder reports the error
@@ -165,7 +165,7 @@ def restore() -> None:
 
 def folder() -> str:
     """Return the folder. The first use makes it; it disappears with the process, however the process ends."""
-    scratch = _mine()
+    scratch = _own_scratch()
     restore()  # a zygote removes it at its end, and so does the next one
     if not scratch.path:
         scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
@@ -174,9 +174,9 @@ def folder() -> str:
     return scratch.path
 
 
-def give_up() -> None:
+def remove_own() -> None:
     """Remove the folder if this process made it; the next use makes another. An ending zygote removes its own, too."""
-    scratch = _mine()
+    scratch = _own_scratch()
     _remove(scratch)
     if scratch.made_here:
         scratch.path, scratch.made_here = "", False
@@ -189,7 +189,7 @@ def _remove(scratch: _Scratch) -> None:
 
 # Seconds for a rank to write its stacks; seconds of silence after which its pipe counts as done; extra seconds for a
 # rank that waits for a core.
-_STACKS_S, _QUIET_S, _MORE_S = 3.0, 0.2, 10.0
+_STACKS_S, _QUIET_S, _EXTRA_S = 3.0, 0.2, 10.0
 
 
 class _World(Protocol):
@@ -201,7 +201,7 @@ class RankProcess:
     """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
 
     Attributes:
-        host: in words, if the test asked for several; ``is_far``: on another machine, so ``pid`` means nothing here.
+        host: in words, if the test asked for several; ``is_remote``: on another machine, so ``pid`` means nothing here.
     """
 
     def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
@@ -216,7 +216,7 @@ class RankProcess:
         self._page = page
         self._exit_code: int | None = None
         self.host = ""
-        self.is_far = False
+        self.is_remote = False
 
     @property
     def exitcode(self) -> int | None:
@@ -244,7 +244,7 @@ class RankProcess:
     def close(self) -> None:
         """Do nothing: the world closes all ranks together."""
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close every descriptor that connects this process with the rank. Idempotent."""
         self._channel.close()
         self._capture.close()
@@ -266,22 +266,22 @@ def written_at_end(pipe: int) -> str:
 
 
 def read_stacks(
-    pipes: Mapping[int, int], most_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
+    pipes: Mapping[int, int], max_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
 ) -> dict[int, str]:
-    """Read faulthandler's output from each pipe until all are quiet for a moment, at most ``most_s`` seconds.
+    """Read faulthandler's output from each pipe until all are quiet for a moment, at most ``max_s`` seconds.
 
     ``starved_s`` returns the seconds for which a rank has waited for a core; silent ranks that starve get more time.
     """
     texts = dict.fromkeys(pipes, b"")
-    patience = Patience(most_s, monotonic(), _MORE_S if starved_s else 0.0)
+    deadline = ProcessDeadline(max_s, monotonic(), _EXTRA_S if starved_s else 0.0)
     with selectors.DefaultSelector() as ready:
         for rank, pipe in pipes.items():
             ready.register(pipe, selectors.EVENT_READ, rank)
         while ready.get_map():
             silent = [rank for rank, text in texts.items() if not text]
-            if patience.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
+            if deadline.is_over(monotonic(), sum(map(starved_s, silent)) if starved_s else 0.0):
                 break
-            left = max(0.0, patience.look_s - monotonic())
+            left = max(0.0, deadline.look_s - monotonic())
             events = ready.select(left if silent else min(left, _QUIET_S))
             if not events and not silent:
                 break
@@ -302,13 +302,13 @@ def open_rank(
     descriptor that reserves the world's address; -1: none.
     """
     page = WaitPage()  # first: a test that has closed its standard streams may still write to their numbers
-    channel, theirs = channel_pair()
+    channel, remote = channel_pair()
     stacks, stacks_writer = os.pipe()
     capture, output = open_capture(rank, show)
     process = RankProcess(rank, name, channel, capture, stacks, page)
     shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
-    inherited = [os.dup(theirs.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
-    theirs.close()
+    inherited = [os.dup(remote.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
+    remote.close()
     for _ in range(connections):
         own, other = Pipe()
         process.connections.append(own)

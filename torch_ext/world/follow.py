@@ -30,30 +30,30 @@ from torch_ext.world.files import Live, RankProcess, open_rank, read_stacks, wri
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
-    Ask,
-    AskOthers,
     Collectives,
     Ended,
-    Farewell,
+    Exiting,
     LeftBehind,
     Notice,
     Order,
     Phase,
     Progress,
+    QueryProcesses,
     RankOrder,
+    RankRequest,
+    RankStatus,
     Receipt,
-    Said,
     Signal,
     Start,
     Started,
     Ticket,
     Wait,
 )
-from torch_ext.world.settings import Limits, Patience
+from torch_ext.world.settings import Limits, ProcessDeadline
 from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
 # Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
-_ANSWER_S, _MORE_S = 1.0, 10.0
+_ANSWER_S, _EXTRA_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
@@ -92,7 +92,7 @@ class World:
         self._callbacks.watch(group, self._on_group)
         for process in self.processes:
             self._add(process)
-        verdict.started(self, len(self.processes))
+        verdict.record_started(self, len(self.processes))
 
     def _add(self, process: RankProcess) -> None:
         process._world = self
@@ -141,7 +141,7 @@ class World:
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
             for process, host in zip(self.processes, message.hosts, strict=bool(message.hosts)):
-                process.host, process.is_far = host, True
+                process.host, process.is_remote = host, True
         elif isinstance(message, Ended):
             self._on_end(message)
 
@@ -170,42 +170,42 @@ class World:
             self._callbacks.unwatch(process._channel)
             process._channel.close()
             if isinstance(error, ChannelBrokenError):
-                self._take_broken(process, error)
+                self._handle_broken(process, error)
             return
         close_all(descriptors)
         if process.rank not in self._interrupted:  # otherwise the message is a consequence of our signal
-            self._take_message(process, message)
+            self._handle_message(process, message)
 
-    def _take_message(self, process: RankProcess, message: object) -> None:
+    def _handle_message(self, process: RankProcess, message: object) -> None:
         if isinstance(message, Receipt):
-            self._take_receipt(process.rank, message)
+            self._record_receipt(process.rank, message)
         elif isinstance(message, Progress):
-            self._take_progress(process.rank, message)
+            self._record_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
         elif isinstance(message, Phase):
             self._phases[process.rank] = message
-        elif isinstance(message, Farewell):
+        elif isinstance(message, Exiting):
             self._left.add(process.rank)
             for watch in self._listeners:
                 watch.left(process.rank)
         elif isinstance(message, Notice):
             wording.announce(message.text)
 
-    def _take_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
+    def _handle_broken(self, process: RankProcess, error: ChannelBrokenError) -> None:
         """Fail a rank whose channel is broken. See Note [Broken channels]."""
         who = f"the parent half of the test, at the end of rank {process.rank}," if error.own else "this rank"
         reason = f"{who} {error}"
-        trace, pid = f"{reason}. {WRITE_TO_OWN}\n", process.pid or 0
-        self._take_receipt(process.rank, Receipt(Said.FAILED, monotonic(), reason, trace, ticket=self.ticket, pid=pid))
+        failed, pid = (RankStatus.FAILED, monotonic(), reason, f"{reason}. {WRITE_TO_OWN}\n"), process.pid or 0
+        self._record_receipt(process.rank, Receipt(*failed, ticket=self.ticket, pid=pid))
 
-    def _take_receipt(self, rank: int, receipt: Receipt) -> None:
+    def _record_receipt(self, rank: int, receipt: Receipt) -> None:
         self._receipts.append((rank, receipt))
         self._waits.pop(rank, None)  # sampled during the body, out of date now
         for watch in self._listeners:
             watch.received(rank, receipt)
 
-    def _take_progress(self, rank: int, progress: Progress) -> None:
+    def _record_progress(self, rank: int, progress: Progress) -> None:
         self._waits[rank] = progress.waits
         self._looked.discard(rank)
         for watch in self._listeners:
@@ -214,7 +214,7 @@ class World:
     def _pid_here(self, rank: int) -> int:
         """Return the pid of a live rank on this machine; 0 for any other."""
         process = self.processes[rank]
-        return 0 if process.is_far or rank in self._ended else process.pid or 0
+        return 0 if process.is_remote or rank in self._ended else process.pid or 0
 
     def _is_stopped(self, rank: int) -> bool:
         return (pid := self._pid_here(rank)) > 0 and _os.is_stopped(pid)
@@ -230,7 +230,7 @@ class World:
         """Begin another test on the same ranks: earlier receipts no longer count. Sends each rank ``order`` with the
         ticket that its receipt must carry; see ``receipts.next_order``.
         """
-        verdict.started(self, len(self.processes))
+        verdict.record_started(self, len(self.processes))
         self.started_s = monotonic()
         self.ticket = Ticket(test, self.ticket.attempt + 1)
         self._receipts.clear()
@@ -253,15 +253,15 @@ class World:
     ) -> list[Outcome]:
         """Wait until every rank has ended, killing ranks that hang or wait for a dead peer; return all outcomes.
 
-        With ``keep``, wait only until each has handed in a receipt or ended. If ranks hang but go on, call ``on_hang``
+        With ``keep``, wait only until each has submitted a receipt or ended. If ranks hang but go on, call ``on_hang``
         with the outcomes so far. The other arguments are :class:`Watch`'s.
 
         Raises:
             ZygoteLostError: the zygote died during the wait.
         """
-        verdict.asked(self)
+        verdict.record_judged(self)
         pids = [process.pid or 0 for process in self.processes]
-        measures = Measures(self._computed_s, self._starved_s, self._others)
+        measures = Measures(self._cpu_time_s, self._starved_s, self._other_processes)
         how: dict[str, Any] = {
             "expected_exit": expected_exit,
             "any_exit": any_exit,
@@ -283,11 +283,11 @@ class World:
                     self._catch_up()
                 for step in watch.advance(monotonic()):
                     if step.act is Act.REPORT_HANG:
-                        on_hang(self._hung(watch, step.ranks))
+                        on_hang(self._hung_outcomes(watch, step.ranks))
                     elif step.act is Act.REPORT_SILENCE:
                         wording.show(silence_text(watch.hangs.reasons, self._stacks_of(step.ranks)))
                     else:
-                        self._take(step.act, step.ranks, stacks)
+                        self._execute(step.act, step.ranks, stacks)
                 if not watch.done:
                     left = watch.deadline_s - monotonic()
                     self.pump(None if left == float("inf") else max(0.0, left))
@@ -302,8 +302,8 @@ class World:
         while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
             self._on_group()
 
-    def _computed_s(self, rank: int) -> float:
-        return self._measured(rank, _os.computed_s)
+    def _cpu_time_s(self, rank: int) -> float:
+        return self._measured(rank, _os.cpu_time_s)
 
     def _starved_s(self, rank: int) -> float:
         return self._measured(rank, _os.starved_s)
@@ -312,18 +312,18 @@ class World:
         pid = self._pid_here(rank)
         return measure(pid) if pid else 0.0
 
-    def _take(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
-        if act is Act.RELEASE and any(receipt.said is Said.FAILED for _, receipt in self._receipts):
+    def _execute(self, act: Act, ranks: Sequence[int], stacks: dict[int, str]) -> None:
+        if act is Act.RELEASE and any(receipt.status is RankStatus.FAILED for _, receipt in self._receipts):
             # A rank that passed may have kept the failed one waiting; collect its record before releasing it.
-            self._tell(ranks, Ask.COLLECTIVES)
+            self._send(ranks, RankRequest.COLLECTIVES)
             self._await_collectives(ranks)
         for rank in ranks:
             if act is Act.RELEASE:
-                self._tell([rank], Ask.RELEASE)
+                self._send([rank], RankRequest.RELEASE)
             elif act is Act.STOP:
                 self.send_signal(rank, signal.SIGKILL)
             elif act is Act.LOOK:
-                self._look_at(rank)
+                self._request_progress(rank)
         if act is Act.LOOK:
             own = threads.observe()
             for watch in self._listeners:
@@ -331,16 +331,16 @@ class World:
         if act is Act.INSPECT:
             self._inspect(ranks, stacks)
 
-    def _others(self) -> tuple[str, ...]:
+    def _other_processes(self) -> tuple[str, ...]:
         """Describe the processes that may act besides the ranks. See Note [Who else may act]."""
         ranks = [pid for each in self.processes if (pid := self._pid_here(each.rank))]
-        return (*_os.others_of_parent_half(ranks), *ask_zygote(self.zygote, ranks))
+        return (*_os.other_children(ranks), *query_zygote(self.zygote, ranks))
 
-    def _hung(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
+    def _hung_outcomes(self, watch: Watch, ranks: Sequence[int]) -> list[Outcome]:
         """Return the outcomes so far; ``ranks`` hang and are not stopped."""
         stacks = self._stacks_of(ranks)
         self._collectives.clear()
-        self._tell(ranks, Ask.COLLECTIVES)
+        self._send(ranks, RankRequest.COLLECTIVES)
         self._await_collectives(ranks)
         outcomes = watch.outcomes()
         for rank in ranks:
@@ -349,59 +349,59 @@ class World:
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stacks of live ranks; empty for a rank that cannot answer."""
-        self._tell(ranks, Ask.STACKS)
+        self._send(ranks, RankRequest.STACKS)
         return {rank: wording.trim_stacks(text) for rank, text in self._read_stacks(ranks).items()}
 
     def _read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         return read_stacks({rank: self.processes[rank]._stacks for rank in ranks}, _ANSWER_S, self._starved_s)
 
-    def _look_at(self, rank: int) -> None:
+    def _request_progress(self, rank: int) -> None:
         """Ask a rank for its progress; answer on behalf of a rank that a signal has stopped."""
         if self._is_stopped(rank):
-            self._take_progress(
+            self._record_progress(
                 rank,
                 Progress(True, float("inf"), "stopped", (Wait("a stop: it was stopped by a signal, as by SIGSTOP"),)),
             )
         elif rank not in self._looked:
             self._looked.add(rank)
-            self._tell([rank], Ask.PROGRESS)
+            self._send([rank], RankRequest.PROGRESS)
 
     def _inspect(self, ranks: Sequence[int], stacks: dict[int, str]) -> None:
         for rank in ranks:
-            self._tell([rank], Ask.STACKS)
-            self._look_at(rank)
-            self._tell([rank], Ask.COLLECTIVES)
+            self._send([rank], RankRequest.STACKS)
+            self._request_progress(rank)
+            self._send([rank], RankRequest.COLLECTIVES)
             delayed_s = self._measured(rank, _os.delayed_s)
             self._delayed_s[rank] = delayed_s - self._delayed_before_s.get(rank, 0.0)
-        able = [rank for rank in ranks if not self._is_stopped(rank)]
-        stacks.update(self._read_stacks(able))
-        self._await_collectives([rank for rank in able if stacks[rank]])
+        responsive = [rank for rank in ranks if not self._is_stopped(rank)]
+        stacks.update(self._read_stacks(responsive))
+        self._await_collectives([rank for rank in responsive if stacks[rank]])
         # Send signals last, and only to ranks that cannot answer, such as one that holds the GIL. A signal interrupts
         # system calls, so the rank may go on, and faulthandler crashes if a thread runs while it reads the frames.
-        silent = [rank for rank in able if not stacks[rank]]
+        silent = [rank for rank in responsive if not stacks[rank]]
         self._interrupted.update(silent)
         for rank in silent:
             self.send_signal(rank, STACK_SIGNAL)
         stacks.update(read_stacks({rank: self.processes[rank]._stacks for rank in silent}) if silent else {})
 
     def _await_collectives(self, ranks: Sequence[int]) -> None:
-        patience = Patience(_ANSWER_S, monotonic(), _MORE_S)
+        deadline = ProcessDeadline(_ANSWER_S, monotonic(), _EXTRA_S)
         while missing := [rank for rank in ranks if rank not in self._collectives and rank not in self._ended]:
-            if patience.is_over(monotonic(), sum(map(self._starved_s, missing))):
+            if deadline.is_over(monotonic(), sum(map(self._starved_s, missing))):
                 return
-            self.pump(max(0.0, patience.look_s - monotonic()))
+            self.pump(max(0.0, deadline.look_s - monotonic()))
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         text = stacks.get(outcome.rank, "")
         if not text and outcome.receipt is None and outcome.rank in self._ended:
             text = written_at_end(self.processes[outcome.rank]._stacks)
         outcome.stacks = wording.trim_stacks(text)
-        told = outcome.receipt.waits if outcome.receipt else ()
+        waits = outcome.receipt.waits if outcome.receipt else ()
         # If the rank ended by itself, its last answer is out of date.
-        outcome.waits = told or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
+        outcome.waits = waits or (self._waits.get(outcome.rank, ()) if outcome.was_stopped else ())
         if not outcome.receipt:
-            told = self.processes[outcome.rank]._page.waits()
-            outcome.waits += tuple(wait for wait in told if wait not in outcome.waits)
+            waits = self.processes[outcome.rank]._page.waits()
+            outcome.waits += tuple(wait for wait in waits if wait not in outcome.waits)
         outcome.delayed_s = self._delayed_s.get(outcome.rank, 0.0)
         outcome.phase = self._phases.get(outcome.rank)
         outcome.host = self.processes[outcome.rank].host
@@ -412,7 +412,7 @@ class World:
         outcome.left_behind = [left.command for left in self._left_behind if left.index == outcome.rank]
         return outcome
 
-    def _tell(self, ranks: Sequence[int], message: Ask) -> None:
+    def _send(self, ranks: Sequence[int], message: RankRequest) -> None:
         for channel in (self.processes[rank]._channel for rank in ranks):
             with contextlib.suppress(ChannelClosedError, OSError):
                 if not channel.closed:
@@ -430,18 +430,18 @@ class World:
         self._group.close()
         self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
-            process.let_go()
+            process.detach()
 
 
-def ask_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
+def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
     """Ask a zygote for the processes that may act besides ``ranks`` (pids). No answer counts as one such process."""
     with (
         contextlib.suppress(ChannelClosedError, OSError),
-        contextlib.closing(zygote.connect(AskOthers(tuple(ranks)))) as ours,
+        contextlib.closing(zygote.connect(QueryProcesses(tuple(ranks)))) as local,
     ):
-        if ours.poll(_ANSWER_S):
-            return tuple(str(each) for each in ours.receive()[0])
-    return ("a process that the zygote, which does not answer, may know",)
+        if local.poll(_ANSWER_S):
+            return tuple(str(each) for each in local.receive()[0])
+    return ("a process of the zygote, which does not answer",)
 
 
 @dataclass(frozen=True)
@@ -491,28 +491,28 @@ def start_world(
             inherited.append(descriptors)
     except OSError as error:
         for process in processes:
-            process.let_go()
+            process.detach()
         for descriptors in inherited:
             close_all(descriptors)
         more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
         raise OSError(
             error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
         ) from None
-    group, theirs = channel_pair()
+    group, remote = channel_pair()
     world = World(zygote, group, processes, Ticket(test))
     own = inherited[-len(tasks) :] if tasks else []
     try:
         orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in own])
         request = Start(orders, dict(os.environ), interpreter, spares)
-        zygote.send(request, [theirs.fileno(), *(each for descriptors in own for each in descriptors)])
+        zygote.send(request, [remote.fileno(), *(each for descriptors in own for each in descriptors)])
     except ChannelClosedError as error:
         world.close()
-        raise ZygoteLostError(f"{_why_gone(zygote)}: no ranks can be started") from error
+        raise ZygoteLostError(f"{_end_reason(zygote)}: no ranks can be started") from error
     except BaseException:
         world.close()
         raise
     finally:
-        theirs.close()
+        remote.close()
         for descriptors in inherited:
             close_all(descriptors)
     while processes and processes[0].pid is None:
@@ -520,7 +520,7 @@ def start_world(
     return world
 
 
-def _why_gone(zygote: Channel) -> str:
+def _end_reason(zygote: Channel) -> str:
     try:
         while zygote.poll():  # a zygote that refuses a message sends the reason
             zygote.receive()

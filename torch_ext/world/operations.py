@@ -88,7 +88,7 @@ _SERVER_S = 300.0
 # torch.distributed.rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
 _RPC_TIMEOUT_S = 60.0
 # Maximal length of a call in a report, in characters.
-_MOST_OF_CALL = 80
+_MAX_CALL = 80
 
 _AFTER_BODY = "the barrier after its body, which is over"
 
@@ -136,7 +136,7 @@ def operation_of(frame: FrameType) -> Operation:
         return Operation(Wait(_place(frame)), None, position)
     # Another call of the same line may be running, and arguments may limit the wait: then only the kernel knows.
     limit_s = math.inf if line.count("(") == 1 and not call["arguments"] else None
-    return Operation(Wait(f"{call[0][:_MOST_OF_CALL]} in {_place(frame)}", transport=True), limit_s, position)
+    return Operation(Wait(f"{call[0][:_MAX_CALL]} in {_place(frame)}", transport=True), limit_s, position)
 
 
 def watch_stores(makes_transport: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -179,7 +179,7 @@ def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
     method, called = frame.f_locals.get("method"), "TCPStore()"
     if method is not None:
         call = re.search(rf"[\w.()\[\]]+\.{method.__name__}\(.*\)", _line(caller))
-        called = call[0][:_MOST_OF_CALL] if call is not None else f"{method.__name__}() of a store"
+        called = call[0][:_MAX_CALL] if call is not None else f"{method.__name__}() of a store"
     return Operation(Wait(f"{called} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
 
 
@@ -218,7 +218,7 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
         return Operation(Wait(_place(outer or frame)), None, position)
     if outer is not None and outer.f_code is after_body.__code__:
         return Operation(Wait(_AFTER_BODY, transport=True, over=True), _began_s + limit_s, position)
-    peers = peers_waited_for(frame)
+    peers = awaited_peers(frame)
     everyone = not _NEEDS_EVERYONE.isdisjoint(names)
     public = next((name for name in reversed(names) if not name.startswith(("_", "wrapper"))), names[0])
     words = f"{public}({f'peer {peers[0]}' if peers else ''}) in {_place(outer or inner)}"
@@ -231,7 +231,7 @@ def _is_of_c10d(operator: Any) -> bool:
     return any(isinstance(name, str) and "c10d" in name for name in names)
 
 
-def peers_waited_for(frame: FrameType) -> tuple[int, ...]:
+def awaited_peers(frame: FrameType) -> tuple[int, ...]:
     """Return the ranks that torch's point-to-point call in ``frame`` waits for; empty for any other frame."""
     if not frame.f_code.co_filename.endswith(_WAITING_FILES[0]):
         return ()

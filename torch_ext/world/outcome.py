@@ -5,7 +5,7 @@ Glossary
 - *world*: the set of ranks of one test. *World size*: their number.
 - *rank*: one of these processes (or threads), and its number.
 - *task*: the function that a rank runs. *Body*: the test method that it calls.
-- *receipt*: the rank's statement about its body, handed in before the rank ends.
+- *receipt*: the rank's statement about its body, submitted before the rank ends.
 - *ending*: how the rank ended, by its receipt and its process.
 - *outcome*: everything known about one rank. *Verdict*: the judgement over all outcomes of a world.
 - *supervisor*: the process that the user started. It loads no torch. *Zygote*: a process that has loaded the modules
@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Any
 
 from torch_ext.world._os import signal_name
-from torch_ext.world.protocol import Phase, Receipt, Said, Wait
+from torch_ext.world.protocol import Phase, RankStatus, Receipt, Wait
 from torch_ext.world.wording import place_in, ranks_phrase
 
 
@@ -84,10 +84,10 @@ class Outcome:
         return tuple(part.sub_test for part in self.receipt.parts if part.sub_test) if self.receipt else ()
 
     @property
-    def who(self) -> str:
+    def label(self) -> str:
         """The rank in words, with its host if there are several.
 
-        >>> Outcome(2, Ending.PASSED).who, Outcome(2, Ending.PASSED, host="host 1").who
+        >>> Outcome(2, Ending.PASSED).label, Outcome(2, Ending.PASSED, host="host 1").label
         ('rank 2', 'rank 2 on host 1')
         """
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
@@ -103,7 +103,7 @@ class Outcome:
     @property
     def place(self) -> str:
         """The user's line where the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
-        if self.receipt is not None and self.receipt.said is Said.FAILED:
+        if self.receipt is not None and self.receipt.status is RankStatus.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
         fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
         return self.died_at or place_in(self.stacks) or place_in(fatal)
@@ -115,8 +115,8 @@ class Outcome:
         'was killed by SIGSEGV'
         >>> Outcome(0, Ending.EXITED, exit_code=3).describe()
         'exited with code 3 before its test was over'
-        >>> Outcome(0, Ending.FAILED, receipt=Receipt(Said.FAILED, 1.0, "ValueError: no", place="a.py:7")).describe()
-        'raised ValueError at a.py:7: no'
+        >>> Outcome(0, Ending.FAILED, receipt=Receipt(RankStatus.FAILED, 1.0, "ValueError: no", place="a:7")).describe()
+        'raised ValueError at a:7: no'
         """
         if self.ending is Ending.PASSED:
             return "passed"
@@ -150,7 +150,7 @@ class Outcome:
     def _when(self, otherwise: str) -> str:
         """Describe the progress of the test, after a space."""
         if self.receipt is not None:
-            return f" after its {self.task} had {self.receipt.said.value}"
+            return f" after its {self.task} had {self.receipt.status.value}"
         if self.phase is Phase.SETTLING:
             return f" after its {self.task} had ended, in a thread or an exit function that it had left"
         return f" {otherwise}" if otherwise else ""
@@ -216,7 +216,7 @@ class Collective:
         return _PUBLIC.get(name, name)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.name}({self.shapes})"
 
     @property
@@ -275,7 +275,7 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
     has each rank's collectives, oldest first.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
-    found = (_mismatch_in({rank: _of(record, group) for rank, record in records.items()}) for group in groups)
+    found = (_mismatch_in({rank: _calls_in(record, group) for rank, record in records.items()}) for group in groups)
     return next((mismatch for mismatch in found if mismatch is not None), None)
 
 
@@ -307,11 +307,11 @@ def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None
         if len(sizes) > 1:
             parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
             called = f"#{each.sequence} {each.operation} in group {each.group}"
-            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it wants that", ())
+            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it requires that", ())
     return None
 
 
-def _of(record: Sequence[Collective], group: str) -> dict[int, Collective]:
+def _calls_in(record: Sequence[Collective], group: str) -> dict[int, Collective]:
     return {each.sequence: each for each in record if each.group == group}
 
 
@@ -331,7 +331,7 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
                 f"{ranks_phrase(ranks)} called {shown[kind].operation}({shown[kind].shapes})"
                 for kind, ranks in kinds.items()
             ]
-            calls = tuple((tuple(ranks), shown[kind].words) for kind, ranks in kinds.items())
+            calls = tuple((tuple(ranks), shown[kind].description) for kind, ranks in kinds.items())
             sentence = f"the ranks differ in collective #{sequence}: {', '.join(parts)}"
             return Mismatch(sentence, minority(kinds.values()), differ=True, calls=calls)
         if missing:

@@ -14,17 +14,17 @@ one :class:`Order` and calls the order's target. A *spare* is a child that was f
 ==================  =======================================================================================
 from -> to          messages
 ==================  =======================================================================================
-client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`, :class:`AskOthers`;
+client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`, :class:`QueryProcesses`;
                     on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
 client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
 root -> module      :class:`ModuleOrder` as the payload of an :class:`Order`, answered likewise
 zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answered by :class:`Loaded`
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
-parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`Ask`
+parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`RankRequest`
 child -> supervisor :class:`Devices`, on request
 rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
-                    :class:`Farewell`
+                    :class:`Exiting`
 ==================  =======================================================================================
 """
 
@@ -71,7 +71,7 @@ class AddClient:
 
 
 @dataclass(frozen=True)
-class AskOthers:
+class QueryProcesses:
     """Ask for the processes that may act besides the harness and ``ranks`` (pids); see Note [Who else may act].
     Descriptor: the channel for the answer, a tuple of descriptions.
     """
@@ -225,7 +225,7 @@ class NotLoaded:
 class Wait:
     """The wait of one thread."""
 
-    words: str  # the operation and the line of the test, such as "barrier() in test_a (test_x.py:12)"
+    description: str  # the operation and the line of the test, such as "barrier() in test_a (test_x.py:12)"
     peers: tuple[int, ...] = ()  # ranks that the call names
     everyone: bool = False  # needs all ranks, as the creation of a process group does
     transport: bool = False  # an operation of a process group, a store or RPC
@@ -269,12 +269,12 @@ class RankOrder:
     address: str = ""  # the world's, if any; see Note [An address for each world]
 
 
-class Ask(Enum):
+class RankRequest(Enum):
     """A request of the parent half to a running rank."""
 
     RELEASE = "you may end"
     COLLECTIVES = "send your last collectives"
-    PROGRESS = "tell what you wait for"
+    PROGRESS = "report your waits"
     STACKS = "write the stacks of your threads"
 
 
@@ -286,7 +286,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Farewell:
+class Exiting:
     """The last message of a rank that the harness ends. If a process ends with code 0 and without this message, other
     code has ended it.
     """
@@ -320,7 +320,7 @@ class Progress:
     raises_s: float = float("inf")  # earliest time limit of torch's operations, which raise then
 
 
-class Said(Enum):
+class RankStatus(Enum):
     """The statement of a receipt."""
 
     PASSED = "passed"
@@ -342,7 +342,7 @@ class Part:
 class Receipt:
     """A rank's statement about its body. :class:`~torch_ext.world.rank.Rank` sets ``ticket`` and ``pid``."""
 
-    said: Said
+    status: RankStatus
     time_s: float  # of the statement, by `time.monotonic`, which all processes of a machine share
     reason: str = ""  # of a skip, or the first line of a failure ("ValueError: no")
     trace: str = ""  # the traceback of a failure, without the harness's own frames
@@ -356,4 +356,4 @@ class Receipt:
     @property
     def is_expected(self) -> bool:
         """Whether the body failed, and an expected failure may fail like this."""
-        return self.said is Said.FAILED and bool(self.parts) and all(part.expectable for part in self.parts)
+        return self.status is RankStatus.FAILED and bool(self.parts) and all(part.expectable for part in self.parts)

@@ -29,8 +29,8 @@ from torch_ext.world.child import (
     load,
     load_first_uses,
     preparation_of_this_process,
+    rarely_collected,
     reason_not_to_fork,
-    uncollected,
 )
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
 from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
@@ -55,7 +55,7 @@ class _Zygotes:
 _zygotes = _Zygotes()
 
 
-def _mine() -> _Zygotes:
+def _own_zygotes() -> _Zygotes:
     global _zygotes
     if _zygotes.owner != _os.getpid():
         _zygotes = _Zygotes()
@@ -64,25 +64,25 @@ def _mine() -> _Zygotes:
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote behind ``channel`` serve this process for every module."""
-    own = _mine()
+    own = _own_zygotes()
     own.given, own.lost_given = channel, False
     files.use(scratch_folder)
 
 
-def given_is_gone() -> bool:
+def given_zygote_ended() -> bool:
     """Whether the zygote of :func:`use` has ended."""
-    own = _mine()
+    own = _own_zygotes()
     return own.lost_given or (own.given is not None and own.given.poll())  # zygotes send nothing here: readable = ended
 
 
 def never_start_ranks() -> None:
     """Have :func:`prepare` do nothing in this process, which collects tests and runs none."""
-    _mine().starts_none = True
+    _own_zygotes().starts_none = True
 
 
 def zygote_for(module: str) -> Channel:
     """Return a command channel to a zygote that has loaded ``module``; start a zygote if necessary."""
-    own = _mine()
+    own = _own_zygotes()
     if own.given is not None:
         return own.given
     if own.forked is not None and module in own.forked[1] and _alive(own):
@@ -106,7 +106,7 @@ def zygote_for(module: str) -> Channel:
 
 def pid_behind(channel: Channel) -> int:
     """Return the pid of the zygote behind a channel of :func:`zygote_for`; 0 if another process started it."""
-    own = _mine()
+    own = _own_zygotes()
     if own.forked is not None and own.forked[0] is channel:
         return own.forked[2]
     return next((zygote.pid for zygote in own.loaded.values() if zygote.channel is channel), 0)
@@ -114,12 +114,12 @@ def pid_behind(channel: Channel) -> int:
 
 def zygote_of_this_process() -> Channel | None:
     """Return a command channel to the zygote that adopts this process's orphans; None if this process adopts them."""
-    return _mine().given
+    return _own_zygotes().given
 
 
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
-    own = _mine()
+    own = _own_zygotes()
     forked = (own.forked[2],) if own.forked is not None else ()
     return (*forked, own.root.process.pid) if own.root is not None else forked
 
@@ -128,7 +128,7 @@ def watch_this_process() -> None:
     """Adopt this process's orphans and track the threads of its transports, unless a zygote does so. See Note [Who else
     may act]. Call it before a test's file can start processes, and again in each process.
     """
-    own = _mine()
+    own = _own_zygotes()
     if own.given is None and not own.starts_none and not own.is_watched and not child.is_of_zygote:
         own.is_watched = True
         _os.adopt_orphans()
@@ -137,7 +137,7 @@ def watch_this_process() -> None:
 
 def prepare(module: str) -> None:
     """Fork the zygote of ``module`` now if a fork is safe, before this process makes forks unsafe."""
-    own = _mine()
+    own = _own_zygotes()
     watch_this_process()
     is_loaded = (own.forked is not None and module in own.forked[1]) or module in own.loaded
     if not own.starts_none and own.given is None and not is_loaded and not reason_not_to_fork():
@@ -146,7 +146,7 @@ def prepare(module: str) -> None:
 
 def forget(channel: Channel) -> None:
     """Forget the zygote behind ``channel``, which is gone; the next request starts another."""
-    own = _mine()
+    own = _own_zygotes()
     channel.close()
     if own.forked is not None and own.forked[0] is channel:
         with contextlib.suppress(ChildProcessError):
@@ -159,31 +159,31 @@ def forget(channel: Channel) -> None:
 
 
 def _fork(own: _Zygotes) -> Channel:
-    others = _os.known(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
+    others = _os.identify(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
     if own.forked is not None:
         own.forked[0].close()
-        files.give_up()
-    ours, theirs = channel_pair()
+        files.remove_own()
+    local, remote = channel_pair()
     modules = frozenset(sys.modules)
     folder = files.folder()
     _os.flush_output()
     pid = _os.fork()
     if pid == 0:
         try:
-            ours.close()
+            local.close()
             _os.lead_process_group()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             loadable = tuple(name for name in modules if _is_loadable(name))
             load_first_uses(*(getattr(sys.modules.get(name), "__file__", None) or "" for name in loadable))
             compute_on_one_thread()
             preparation = preparation_of_this_process(loadable)
-            Zygote(theirs, "the zygote of this program", preparation, folder, others=others).serve()
+            Zygote(remote, "the zygote of this program", preparation, folder, others=others).serve()
         finally:
             os._exit(1)
-    theirs.close()
-    own.forked = (ours, modules, pid)
-    atexit.register(_end_fork, own, ours, pid)
-    return ours
+    remote.close()
+    own.forked = (local, modules, pid)
+    atexit.register(_end_fork, own, local, pid)
+    return local
 
 
 def _is_loadable(name: str) -> bool:
@@ -282,14 +282,14 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.argv[:] = order.argv
     importing = _os.getpid()
     try:
-        with _stacks_to(descriptors[1]), child.noted(), uncollected():
+        with _stacks_to(descriptors[1]), child.track_environment(), rarely_collected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
             load_first_uses(getattr(sys.modules[order.name], "__file__", None) or "")
     except BaseException as error:
         if _os.getpid() != importing:
             end_fork(error, _trace_of_import())
-        command.send(NotLoaded(_trace_of_import(), _leave(error)))
+        command.send(NotLoaded(_trace_of_import(), _exit_reason(error)))
         os._exit(1)
     if _os.getpid() != importing:
         end_fork(None)
@@ -317,10 +317,10 @@ def _stacks_to(pipe: int) -> Iterator[None]:
         os.close(pipe)
 
 
-def _leave(error: BaseException) -> str:
+def _exit_reason(error: BaseException) -> str:
     """Return the reason why a module skipped itself or ended the program by ``error``; empty for a failure.
 
-    >>> _leave(SystemExit(0)), _leave(SystemExit(1)), _leave(unittest.SkipTest("no C++ compiler"))
+    >>> _exit_reason(SystemExit(0)), _exit_reason(SystemExit(1)), _exit_reason(unittest.SkipTest("no C++ compiler"))
     ('the file ends the program while it is imported: sys.exit(0)', '', 'no C++ compiler')
     """
     if isinstance(error, unittest.SkipTest):

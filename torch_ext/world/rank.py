@@ -1,11 +1,11 @@
-"""A rank: applies its order, runs its task, answers its parent half and hands in its receipt. Touches torch only if it
+"""A rank: applies its order, runs its task, answers its parent half and submits its receipt. Touches torch only if it
 is loaded.
 
 Note [Life of a rank]
 ~~~~~~~~~~~~~~~~~~~~~
 A rank first applies its order: the environment, working directory, umask and ``sys.argv``, which the test may have
 changed just before. The task runs inside multiprocessing's bootstrap, so that multiprocessing's hooks (coverage,
-finalizers, logs) see an ordinary process. After the body, its threads and its exit functions, the rank hands in a
+finalizers, logs) see an ordinary process. After the body, its threads and its exit functions, the rank submits a
 receipt.
 
 A rank that passed waits a moment for its peers, which may still use its connections, and then ends without destroying
@@ -31,22 +31,22 @@ from typing import Any
 from torch_ext.world import _os, exits, operations, threads, wording
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, redirect
-from torch_ext.world.exits import Debts, UnfinishedWorkError
+from torch_ext.world.exits import UnfinishedWork, UnfinishedWorkError
 from torch_ext.world.operations import VARIABLE as WAIT_PAGE
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
-    Ask,
     Collectives,
-    Farewell,
+    Exiting,
     Inherited,
     Notice,
     Part,
     Phase,
     Progress,
     RankOrder,
+    RankRequest,
+    RankStatus,
     Receipt,
-    Said,
     Ticket,
 )
 from torch_ext.world.settings import NUMBER_VARIABLE
@@ -81,62 +81,62 @@ class Rank:
         self._stacks = stacks
         self._channel = channel
         self._sending = threading.Lock()
-        self._handed_in = False
+        self._submitted = False
         self._is_between_tests = False
         self._released = threading.Event()
-        self._debts = Debts()
+        self._unfinished_work = UnfinishedWork()
         operations.test_began()
         threading.Thread(target=self._listen, name=LISTENER, daemon=True).start()
 
     def begin(self, ticket: Ticket) -> None:
         """Begin another run of a test; later receipts carry ``ticket``."""
         self._ticket, self._is_between_tests = ticket, False
-        self._debts.watch(ticket.test)
+        self._unfinished_work.watch(ticket.test)
         operations.test_began()
 
     @_os.with_room
-    def hand_in(self, receipt: Receipt) -> bool:
-        """Hand in the receipt, once. First finish the body's threads and exit functions, except after an unexpected
+    def submit(self, receipt: Receipt) -> bool:
+        """Submit the receipt, once. First finish the body's threads and exit functions, except after an unexpected
         failure. Then wait for the peers, except after any failure. Return whether every rank is done, so that this
         process may end without teardown.
         """
         self._end_fork(receipt)
-        if self._handed_in:
-            raise AssertionError(f"rank {self.rank} has handed in a receipt already")
-        if receipt.said is not Said.FAILED or receipt.is_expected:
-            self.say(Phase.SETTLING)
-            receipt = self._unless(self._debts.settle, receipt)
-        self._handed_in = True
+        if self._submitted:
+            raise AssertionError(f"rank {self.rank} has submitted a receipt already")
+        if receipt.status is not RankStatus.FAILED or receipt.is_expected:
+            self.try_send(Phase.SETTLING)
+            receipt = self._receipt_after(self._unfinished_work.finish, receipt)
+        self._submitted = True
         self._send(self._stamped(receipt))
-        if receipt.said is not Said.FAILED and self._released.wait(_RELEASE_WAIT_S):
+        if receipt.status is not RankStatus.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
         self._send(Collectives(operations.own_record()))  # a peer may be waiting for this rank in a collective
         return False
 
     @_os.with_room
     def report(self, receipt: Receipt) -> Receipt:
-        """Hand in the receipt of one test without ending the rank; return the receipt."""
+        """Submit the receipt of one test without ending the rank; return the receipt."""
         self._end_fork(receipt)
-        if receipt.said is not Said.FAILED or receipt.is_expected:
-            receipt = self._unless(self._debts.check, receipt)
+        if receipt.status is not RankStatus.FAILED or receipt.is_expected:
+            receipt = self._receipt_after(self._unfinished_work.check, receipt)
         self._is_between_tests = True
         self._send(self._stamped(receipt))
-        if receipt.said is Said.FAILED:
+        if receipt.status is RankStatus.FAILED:
             self._send(Collectives(operations.own_record()))
         return receipt
 
-    def tell(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Show ``text`` to the user, once for all ranks."""
         self._send(Notice(text))
 
-    def tell_of_globals(self, module: str) -> None:
+    def warn_of_globals(self, module: str) -> None:
         """Warn the user about globals of ``module`` with a ``__del__`` of that module, which a rank never calls."""
         found = sys.modules.get(module)
         values = list(vars(found).items()) if found is not None else []
         names = [name for name, each in values if type(each).__module__ == module and hasattr(type(each), "__del__")]
         if names:
             which = f"{', '.join(names)} of {module}"
-            self.tell(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
+            self.notify(f"ranks end without finalizing globals: __del__ of {which} does not run in them")
 
     @property
     def test(self) -> str:
@@ -144,19 +144,19 @@ class Rank:
         return self._ticket.test
 
     @property
-    def handed_in(self) -> bool:
-        return self._handed_in
+    def submitted(self) -> bool:
+        return self._submitted
 
     def _end_fork(self, receipt: Receipt) -> None:
         """Exit if this process is a child that the test has forked and that continues as if it were the rank. Its
         parent judges it by the exit code.
         """
         if _os.getpid() != self._pid:
-            end_fork(AssertionError(receipt.reason) if receipt.said is Said.FAILED else None, receipt.trace)
+            end_fork(AssertionError(receipt.reason) if receipt.status is RankStatus.FAILED else None, receipt.trace)
 
-    def _unless(self, unfinished: Callable[[], None], receipt: Receipt) -> Receipt:
+    def _receipt_after(self, check: Callable[[], None], receipt: Receipt) -> Receipt:
         try:
-            unfinished()
+            check()
         except UnfinishedWorkError as error:
             return failure(error)
         return receipt
@@ -164,11 +164,11 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, time_s=_os.monotonic(), ticket=self._ticket, pid=self._pid)
 
-    def tell_place(self, error: BaseException) -> None:
+    def report_place(self, error: BaseException) -> None:
         """Write the place at which ``error`` ends this process, for the parent half."""
         exits.write_text(self._stacks, wording.read_error(error)[1])
 
-    def say(self, message: Phase | Farewell) -> None:
+    def try_send(self, message: Phase | Exiting) -> None:
         """Send ``message``; no error if the parent half is gone."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
@@ -184,13 +184,13 @@ class Rank:
         try:
             while True:
                 message, _ = self._channel.receive()
-                if message is Ask.RELEASE:
+                if message is RankRequest.RELEASE:
                     self._released.set()
-                elif message is Ask.COLLECTIVES:
+                elif message is RankRequest.COLLECTIVES:
                     self._send(Collectives(operations.own_record()))
-                elif message is Ask.PROGRESS:
+                elif message is RankRequest.PROGRESS:
                     self._send(_look(self._is_between_tests))
-                elif message is Ask.STACKS:
+                elif message is RankRequest.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
         except (ChannelClosedError, OSError):
             self._released.set()  # the parent half is gone
@@ -201,7 +201,7 @@ def _look(between_tests: bool) -> Progress:
     try:
         return observe(between_tests)
     except Exception as error:  # keep the listener alive: no other thread answers the parent half
-        return Progress(False, math.inf, "", may_act=(f"a thread that cannot be looked at ({error})",))
+        return Progress(False, math.inf, "", may_act=(f"a thread that cannot be inspected ({error})",))
 
 
 _current: Rank | None = None
@@ -270,7 +270,7 @@ def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[
     code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
     end_writing()
     if _current is not None:
-        _current.say(Farewell())
+        _current.try_send(Exiting())
     return code
 
 
@@ -281,18 +281,18 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         function, args, kwargs = pickle.loads(order.task)
         threads.prepare()
         threads.belong_to(order.address)
-        rank.say(Phase.RUNNING)
+        rank.try_send(Phase.RUNNING)
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit as left:
-        if not rank.handed_in:
-            rank.tell_place(left)
+        if not rank.submitted:
+            rank.report_place(left)
         raise
     except BaseException as error:
-        if not rank.handed_in:
-            rank.hand_in(failure(error))
+        if not rank.submitted:
+            rank.submit(failure(error))
         raise
-    if not rank.handed_in:
-        rank.hand_in(Receipt(Said.PASSED, _os.monotonic()))
+    if not rank.submitted:
+        rank.submit(Receipt(RankStatus.PASSED, _os.monotonic()))
 
 
 @_os.with_room
@@ -303,4 +303,4 @@ def failure(error: BaseException) -> Receipt:
     waits = operations.waits_of_error(error) if transport else ()
     place = wording.place_of(error)
     parts = (Part("", expectable=False),) if isinstance(error, UnfinishedWorkError) else ()
-    return Receipt(Said.FAILED, _os.monotonic(), reason, trace, transport, waits, place, parts=parts)
+    return Receipt(RankStatus.FAILED, _os.monotonic(), reason, trace, transport, waits, place, parts=parts)

@@ -30,24 +30,24 @@ from datetime import timedelta
 from typing import Any
 
 # Larger worlds are started on demand: spares hold memory until the next test.
-_MOST_SPARES = 16
+_MAX_SPARES = 16
 _HANG_AFTER_S = 10.0
 
 
-def interpreter_wanted() -> bool:
+def wants_interpreter() -> bool:
     """Whether every rank gets a fresh interpreter."""
     return os.environ.get("TORCH_EXT_START_METHOD") == "interpreter"
 
 
-def spares_wanted(world_size: int) -> int:
+def spare_count(world_size: int) -> int:
     """Return the number of ranks to fork ahead: the last world's size, or 0 after a large world."""
-    return 0 if os.environ.get("TORCH_EXT_SPARES") == "0" or world_size > _MOST_SPARES else world_size
+    return 0 if os.environ.get("TORCH_EXT_SPARES") == "0" or world_size > _MAX_SPARES else world_size
 
 
 def threads_per_rank(world_size: int) -> int:
     """Return the number of intra-op threads of each rank: an equal share of the cores, at least 1."""
-    asked = os.environ.get("TORCH_EXT_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) else max(1, len(os.sched_getaffinity(0)) // max(1, world_size))
+    value = os.environ.get("TORCH_EXT_THREADS", "")
+    return int(value) if value.isdigit() and int(value) else max(1, len(os.sched_getaffinity(0)) // max(1, world_size))
 
 
 def show_output() -> bool:
@@ -66,10 +66,10 @@ def time_limit_s() -> float | None:
     Raises:
         ValueError: ``TORCH_EXT_TIMEOUT`` is no finite time above 0.
     """
-    asked = os.environ.get("TORCH_EXT_TIMEOUT", "")
-    if asked and not 0 < _number(asked) < math.inf:
-        raise ValueError(f"TORCH_EXT_TIMEOUT is {asked!r}; expected a finite number of seconds above 0")
-    return float(asked) if asked else None
+    value = os.environ.get("TORCH_EXT_TIMEOUT", "")
+    if value and not 0 < _number(value) < math.inf:
+        raise ValueError(f"TORCH_EXT_TIMEOUT is {value!r}; expected a finite number of seconds above 0")
+    return float(value) if value else None
 
 
 def hang_after_s() -> float:
@@ -78,10 +78,10 @@ def hang_after_s() -> float:
     Raises:
         ValueError: ``TORCH_EXT_HANG_AFTER`` is no finite time.
     """
-    asked = os.environ.get("TORCH_EXT_HANG_AFTER", "")
-    if asked and not 0 <= _number(asked) < math.inf:
-        raise ValueError(f"TORCH_EXT_HANG_AFTER is {asked!r}; expected a finite number of seconds, or 0: never")
-    return float(asked) if asked else _HANG_AFTER_S
+    value = os.environ.get("TORCH_EXT_HANG_AFTER", "")
+    if value and not 0 <= _number(value) < math.inf:
+        raise ValueError(f"TORCH_EXT_HANG_AFTER is {value!r}; expected a finite number of seconds, or 0: never")
+    return float(value) if value else _HANG_AFTER_S
 
 
 def trial_fork() -> bool:
@@ -91,13 +91,13 @@ def trial_fork() -> bool:
 
 def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the prefixes of variables that libraries read when they load: ``known`` ones and the user's."""
-    asked = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")
-    return () if asked == "0" else (*known, *(prefix for prefix in asked.split(",") if prefix))
+    value = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")
+    return () if value == "0" else (*known, *(prefix for prefix in value.split(",") if prefix))
 
 
-def _number(asked: str) -> float:
+def _number(value: str) -> float:
     try:
-        return float(asked)
+        return float(value)
     except ValueError:
         return math.nan
 
@@ -118,7 +118,7 @@ class Limits:
 
     Peers of a rank that has failed or died may fail by themselves within ``grace_s`` and report why; peers that wait
     for a core get a little more. Ranks that still compute ``exit_s`` after the last receipt get more; see
-    :class:`Patience`.
+    :class:`ProcessDeadline`.
     """
 
     test_s: float  # from the start until every rank has ended
@@ -145,9 +145,9 @@ def timeout_of(case: Any) -> float:
     Raises:
         ValueError: the limit is no finite time above 0.
     """
-    asked = time_limit_s()
-    if asked is not None:
-        return asked
+    value = time_limit_s()
+    if value is not None:
+        return value
     test_id = case.id()
     name = getattr(case, "_testMethodName", test_id.rpartition(".")[2])  # the name itself may have dots
     own = getattr(getattr(type(case), name, None), LIMIT_ATTRIBUTE, None)
@@ -179,40 +179,40 @@ def seconds_of(limit: Any, what: str) -> float:
 # one of several processes has ended, which is progress too.
 _LOOK_S, _COMPUTES_S = 1.0, 0.05
 # Extra seconds for a process that still computes at its limit, on a busy machine.
-MORE_S = 30.0
+EXTRA_S = 30.0
 
 
-class Patience:
+class ProcessDeadline:
     """The time limit of one process.
 
     Args:
         limit_s: the limit in seconds.
         now_s: the start of the limit.
-        more_s: extra seconds for a process that computes.
-        computed_s: the CPU time at the start. If given, give up at the limit when there was no CPU use since; otherwise
+        extra_s: extra seconds for a process that computes.
+        cpu_time_s: the CPU time at the start. If given, give up at the limit when there was no CPU use since; otherwise
             sample twice from then on.
 
     Attributes:
         look_s: call :meth:`is_over` at this time, by the clock of ``now_s``.
 
-    >>> patience = Patience(limit_s=5, now_s=100)
-    >>> patience.look_s, patience.is_over(105, computed_s=3.0), patience.look_s
+    >>> deadline = ProcessDeadline(limit_s=5, now_s=100)
+    >>> deadline.look_s, deadline.is_over(105, cpu_time_s=3.0), deadline.look_s
     (105, False, 106.0)
-    >>> patience.is_over(106, computed_s=3.9), patience.is_over(107, computed_s=3.9)
+    >>> deadline.is_over(106, cpu_time_s=3.9), deadline.is_over(107, cpu_time_s=3.9)
     (False, True)
     """
 
-    def __init__(self, limit_s: float, now_s: float, more_s: float = MORE_S, computed_s: float | None = None) -> None:
+    def __init__(self, limit_s: float, now_s: float, extra_s: float = EXTRA_S, cpu_time_s: float | None = None) -> None:
         self.look_s = now_s + limit_s
-        self._end_s = now_s + limit_s + more_s
-        self._computed_s = computed_s
+        self._end_s = now_s + limit_s + extra_s
+        self._cpu_time_s = cpu_time_s
 
-    def is_over(self, now_s: float, computed_s: float) -> bool:
+    def is_over(self, now_s: float, cpu_time_s: float) -> bool:
         """Whether the process, with this CPU time in seconds, counts as hung."""
         if now_s < self.look_s:
             return False
-        before, self._computed_s = self._computed_s, computed_s
-        if now_s >= self._end_s or (before is not None and abs(computed_s - before) < _COMPUTES_S):
+        before, self._cpu_time_s = self._cpu_time_s, cpu_time_s
+        if now_s >= self._end_s or (before is not None and abs(cpu_time_s - before) < _COMPUTES_S):
             return True
         self.look_s = now_s + _LOOK_S
         return False
@@ -233,8 +233,8 @@ def hosts_of(case: object) -> int:
     >>> hosts_of(type("TestA", (), {"hosts": 2})), hosts_of(type("TestB", (), {"hosts": ["a", "b"]}))
     (2, 1)
     """
-    asked = getattr(case, "hosts", 1)
-    return asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 1 else 1
+    value = getattr(case, "hosts", 1)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else 1
 
 
 def ranks_per_host(world_size: int, hosts: int) -> int:
@@ -244,7 +244,7 @@ def ranks_per_host(world_size: int, hosts: int) -> int:
         ValueError: ``world_size`` is no multiple of ``hosts``.
     """
     if world_size % hosts:
-        raise ValueError(f"got {world_size} ranks for {hosts} hosts, expected as many on each: a multiple of {hosts}")
+        raise ValueError(f"got {world_size} ranks for {hosts} hosts, expected a multiple of {hosts}")
     return world_size // hosts
 
 
@@ -253,7 +253,7 @@ def address() -> str:
     return os.environ.get(ADDRESS_VARIABLE) or _THIS_MACHINE
 
 
-def is_spread() -> bool:
+def is_multi_host() -> bool:
     """Whether this process is a rank of a test on several hosts."""
     return NUMBER_VARIABLE in os.environ
 

@@ -84,12 +84,12 @@ _TIMESPEC = struct.Struct("@qq")
 # An operation that polls wakes at least this often, in seconds.
 _SLICE_S = 2.0
 
-# Threads by number and start time, a unique pair: `_made` appeared while a transport was made, `_ours` are the
-# harness's.
+# Threads by number and start time, a unique pair: `_made` appeared while a transport was made, `_harness`
+# are ours.
 _made: set[tuple[int, str]] = set()
 _before_making: list[set[int]] = []  # the threads before each transport that is being made now
 _making = threading.local()  # has ``transport`` while this thread makes one
-_ours: set[tuple[int, str]] = set()
+_harness: set[tuple[int, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class ThreadState:
         return self.operation.position if self.operation is not None and self.sliced else str(self.switches)
 
     @property
-    def words(self) -> str:
-        where = f" in {self.operation.wait.words}" if self.operation is not None else ""
+    def description(self) -> str:
+        where = f" in {self.operation.wait.description}" if self.operation is not None else ""
         doing = {"sleep": "sleeps", "poll": "waits for a file or socket", "shared": "waits for a lock in shared memory"}
         return f"{self.name} {doing.get(self.doing, 'runs, or is in a system call that may end')}{where}"
 
@@ -159,7 +159,7 @@ def leave_out(*, others: bool = False) -> None:
     """
     own = {threading.get_native_id()}
     tids = _tids() - own if others else own
-    _ours.update((tid, _os.start_of(tid)) for tid in tids)
+    _harness.update((tid, _os.start_of(tid)) for tid in tids)
 
 
 def observe(between_tests: bool = False) -> Progress:
@@ -179,7 +179,7 @@ def observe(between_tests: bool = False) -> Progress:
 def judge_threads(threads: list[ThreadState], record: str) -> Progress:
     """Judge one sample of all threads but the sampling one. ``record`` changes when a collective begins or ends."""
     own = sorted((each for each in threads if not (each.serves and each.doing in _SERVES)), key=lambda each: each.tid)
-    able = tuple(each.words for each in own if each.limit_s is None)
+    may_act = tuple(each.description for each in own if each.limit_s is None)
     # An operation raises at its limit. Gloo's threads wait with their group's limit.
     limits = [(each.is_in_operation or each.of_transport, each.limit_s) for each in own]
     until_s = min((limit for raises, limit in limits if limit is not None and not raises), default=math.inf)
@@ -187,7 +187,7 @@ def judge_threads(threads: list[ThreadState], record: str) -> Progress:
     waits = tuple(each.operation.wait for each in own if each.operation is not None)
     seen = ";".join(f"{each.tid}:{each.schedule}" for each in own)
     in_memory = [each.on_page for each in own if each.on_page or each.doing != "lock" or each.is_in_operation]
-    return Progress(not able, until_s, seen, waits, record, able, bool(in_memory) and all(in_memory), raises_s)
+    return Progress(not may_act, until_s, seen, waits, record, may_act, bool(in_memory) and all(in_memory), raises_s)
 
 
 def _tids() -> set[int]:
@@ -224,7 +224,7 @@ def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | No
         lines = _os.lines_of(f"{folder}/status")
         switches = sum(int(line.split()[-1]) for line in lines if "ctxt_switches" in line)
         identity = tid, _os.start_of(tid)
-        if identity in _ours:
+        if identity in _harness:
             return None
         operation = operation_of(frame) if frame is not None else None
         call = _call_of(tid)

@@ -38,7 +38,7 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
-from torch_ext.world.settings import Patience
+from torch_ext.world.settings import ProcessDeadline
 
 _PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
@@ -99,7 +99,7 @@ class Child:
                 stopped = True
                 _os.end_process(self._zygote_pid)
         try:
-            self.take_in()
+            self.receive_one()
         except ZygoteDiedError:
             if stopped:
                 raise ZygoteDiedError("the zygote was stopped by a signal (SIGSTOP), and so was ended,") from None
@@ -108,7 +108,7 @@ class Child:
     def fileno(self) -> int:
         return self._group.fileno()
 
-    def take_in(self) -> None:
+    def receive_one(self) -> None:
         """Receive one pending message of the zygote about this child, if any.
 
         Raises:
@@ -185,22 +185,22 @@ class ZygoteClient:
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
-        ours = _connect(self.channel, AddClient())
-        descriptor = os.dup(ours.fileno())
-        ours.close()
+        local = _connect(self.channel, AddClient())
+        descriptor = os.dup(local.fileno())
+        local.close()
         return descriptor
 
 
 def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) -> tuple[Channel, Child]:
     """Start a zygote below ``zygote``; return its command channel. ``more``: additional descriptors for it."""
-    ours, theirs = channel_pair()
+    local, remote = channel_pair()
     try:
-        return ours, Child(zygote, request, [theirs.fileno(), *more], pid)
+        return local, Child(zygote, request, [remote.fileno(), *more], pid)
     except BaseException:
-        ours.close()
+        local.close()
         raise
     finally:
-        theirs.close()
+        remote.close()
 
 
 class ModuleZygote(ZygoteClient):
@@ -226,29 +226,29 @@ class ModuleZygote(ZygoteClient):
         super().__init__(channel, process.pid, process)
         self._limit_s = limit_s
         self._hung: HungImportError | None = None
-        self._patience = Patience(limit_s, _os.monotonic())
+        self._deadline = ProcessDeadline(limit_s, _os.monotonic())
 
     @property
     def look_s(self) -> float:
         """Call :meth:`check` at this time (``time.monotonic``) while the module loads."""
-        return self._patience.look_s
+        return self._deadline.look_s
 
     def check(self) -> bool:
         """Kill the import if it hangs; return whether :meth:`wait_loaded` now returns or raises at once."""
         if self.imported is not None or self._hung is not None:
             return True
-        if not self._patience.is_over(_os.monotonic(), _os.computed_s(self.pid)):
+        if not self._deadline.is_over(_os.monotonic(), _os.cpu_time_s(self.pid)):
             return False
         name = self.order.name
-        told = f"the import of {name} took longer than its limit of {self._limit_s:g} s, and was ended"
+        text = f"the import of {name} took longer than its limit of {self._limit_s:g} s, and was ended"
         if _os.is_stopped(self.pid):
-            told += ": it had been stopped by a signal (SIGSTOP)"
+            text += ": it had been stopped by a signal (SIGSTOP)"
         else:
             self.process.send_signal(STACK_SIGNAL)
             stacks = wording.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
-            told = f"{stacks}\n\n{told}; above is where it was" if stacks else told
+            text = f"{stacks}\n\n{text}; its stacks are above" if stacks else text
         self.kill()
-        self._hung = HungImportError(told)
+        self._hung = HungImportError(text)
         return True
 
     def wait_loaded(self) -> None:
@@ -318,14 +318,14 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
     the folder ``scratch``. Its environment is ``environment`` plus :data:`ZYGOTE_ENVIRONMENT`.
     """
     _os.require_supported()
-    ours, theirs = channel_pair()
+    local, remote = channel_pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno())]
+    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(remote.fileno())]
     environment = {**environment, **ZYGOTE_ENVIRONMENT}
-    process = subprocess.Popen(arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
-    theirs.close()
-    ours.send(RootOrder(preparation, scratch))
-    return RootZygote(ours, process)
+    process = subprocess.Popen(arguments, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
+    remote.close()
+    local.send(RootOrder(preparation, scratch))
+    return RootZygote(local, process)
 
 
 class RootZygote:
@@ -348,8 +348,8 @@ class RootZygote:
         try:
             message, _ = self.channel.receive()
         except ChannelClosedError as error:
-            told = f"the root zygote ended with code {self.process.wait()} while it loaded torch"
-            raise ZygoteDiedError(told) from error
+            text = f"the root zygote ended with code {self.process.wait()} while it loaded torch"
+            raise ZygoteDiedError(text) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
         if not isinstance(message, Loaded):

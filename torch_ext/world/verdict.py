@@ -3,9 +3,9 @@
 Note [Judged once]
 ~~~~~~~~~~~~~~~~~~
 A test can end without waiting for its ranks in many ways: a second start drops the first ranks, a replaced method runs
-beside them, a skip ends the test while they run. So :func:`started` records every start of ranks, or of a test on ranks
-that live on, until a caller takes their outcomes; a test that ends before that has failed. The cleanup of each base
-class calls :func:`check`, and so does the runner with each result.
+beside them, a skip ends the test while they run. So :func:`record_started` records each start of ranks, or of a test on
+ranks that live on, until a caller takes their outcomes; a test that ends before that has failed. The cleanup of each
+base class calls :func:`check`, and so does the runner with each result.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     if acted and acted[0] in disagree:
         cause = find_disagreement(disagree)
     elif not acted:
-        cause = _named_by_transport(outcomes, own or bad) or found or _for_those_that_did_not_wait(outcomes, own)
+        cause = _blame_by_transport(outcomes, own or bad) or found or _blame_nonwaiting(outcomes, own)
     detail = found.sentence if found is not None else ""
     if cause is not None and cause.cause:
         guilty = cause.ranks or tuple(sorted(rank for ranks, _ in cause.calls for rank in ranks))
@@ -149,7 +149,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     return Verdict(Judgement.FAILED, summary, culprits, tuple(o.rank for o in bad if o.rank not in culprits), detail)
 
 
-def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
+def _blame_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) -> Mismatch | None:
     """Blame the ranks that the transport names as the cause of the failures of ``waited``; None if it names none."""
     for outcome in waited:
         found = _BARRIER.search(outcome.reason)
@@ -162,7 +162,7 @@ def _named_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
     return None
 
 
-def _for_those_that_did_not_wait(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
+def _blame_nonwaiting(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
     """Blame all ranks that did not wait, if all ranks in ``own`` waited for unknown ranks."""
     waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
@@ -173,35 +173,35 @@ def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verd
     reason = skipped[0].reason
     what = "".join(f" sub-test {name}" for name in skipped[0].sub_tests)
     first, rest = [o.rank for o in skipped], [o.rank for o in others]
-    said = f"{ranks_phrase(first)} skipped{what} ({reason}), and {ranks_phrase(rest)} did not"
+    text = f"{ranks_phrase(first)} skipped{what} ({reason}), and {ranks_phrase(rest)} did not"
     if len(rest) < len(first):
         first, rest = rest, first
-        said = f"{ranks_phrase(first)} did not skip{what}, and {ranks_phrase(rest)} did ({reason})"
-    return Verdict(Judgement.FAILED, f"{said}: make the condition the same on every rank", tuple(first))
+        text = f"{ranks_phrase(first)} did not skip{what}, and {ranks_phrase(rest)} did ({reason})"
+    return Verdict(Judgement.FAILED, f"{text}: make the condition the same on every rank", tuple(first))
 
 
-_started: dict[int, tuple[object, int]] = {}  # by the identity of the owner, which stays alive with this
+_unjudged: dict[int, tuple[object, int]] = {}  # by the identity of the owner, which stays alive with this
 
 
 class UnjudgedRanksError(AssertionError):
     """A test has ended, and no caller has taken the outcomes of its ranks."""
 
 
-def started(owner: object, ranks: int) -> None:
+def record_started(owner: object, ranks: int) -> None:
     """Record that ``owner``, such as a world, has started a test on ``ranks`` ranks."""
     if ranks:
-        _started[id(owner)] = owner, ranks
+        _unjudged[id(owner)] = owner, ranks
 
 
-def asked(owner: object) -> None:
+def record_judged(owner: object) -> None:
     """Record that a caller takes the outcomes of the ranks of ``owner``."""
-    _started.pop(id(owner), None)
+    _unjudged.pop(id(owner), None)
 
 
 def check() -> None:
     """Raise UnjudgedRanksError if no caller has taken the outcomes of some ranks; forget these ranks."""
-    left = [ranks for _, ranks in _started.values()]
-    _started.clear()
+    left = [ranks for _, ranks in _unjudged.values()]
+    _unjudged.clear()
     if left:
         raise UnjudgedRanksError(
             f"{ranks_phrase(range(max(left)))} ran and this test ended without waiting for them, so it has not passed. "
@@ -229,7 +229,7 @@ def check_ran(returned: object, name: str) -> None:
     ...     check_ran((number for number in range(3)), "test_a")
     ... except TypeError as error:
     ...     print(str(error).partition(". ")[0])
-    test_a() returned a generator, so that its body has not run
+    test_a() returned a generator, so its body has not run
     """
     kind = _kind(returned, _RESULTS).format(type(returned).__name__)
     if not kind:
@@ -237,7 +237,7 @@ def check_ran(returned: object, name: str) -> None:
     if inspect.iscoroutine(returned) or inspect.isgenerator(returned):
         returned.close()  # otherwise Python later warns about a coroutine that was never awaited
     remedy = _FIXTURE_REMEDY if name.startswith(("setUp", "tearDown")) else _REMEDY
-    raise TypeError(f"{name}() returned {kind}, so that its body has not run. {remedy}")
+    raise TypeError(f"{name}() returned {kind}, so its body has not run. {remedy}")
 
 
 def check_fixtures(cls: type) -> None:
@@ -252,9 +252,7 @@ def check_fixtures(cls: type) -> None:
             found = vars(base).get(name)
             kind = _kind(getattr(found, "__func__", found), _DEFINITIONS)
             if kind:
-                raise TypeError(
-                    f"{name}() of {base.__name__} is {kind}, so that calling it runs nothing. {_FIXTURE_REMEDY}"
-                )
+                raise TypeError(f"{name}() of {base.__name__} is {kind}, so calling it runs nothing. {_FIXTURE_REMEDY}")
     _sound.add(cls)
 
 
@@ -303,12 +301,10 @@ def render(report: WorldReport) -> str:
     if failed := _failed_sub_tests(outcomes):
         parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
     if any(_delay(outcome, report.took_s) for outcome in outcomes):
-        parts.append(
-            "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout."
-        )
+        parts.append("This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.")
     if any(outcome.out_of_memory for outcome in outcomes):
         parts.append(
-            "The kernel has killed processes of this machine for want of memory while these ranks ran: use fewer ranks "
+            "The kernel killed processes for lack of memory while these ranks ran: use fewer ranks "
             "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
         )
     parts += _by_rank(outcomes, verdict)
@@ -348,11 +344,11 @@ def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> st
     for outcome in outcomes:
         role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
         because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
-        lines.append(f"  {outcome.who} {outcome.describe()}{role}{because}")
+        lines.append(f"  {outcome.label} {outcome.describe()}{role}{because}")
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]
-        lines += [f"    was in {wait.words}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
+        lines += [f"    was in {wait.description}" for wait in outcome.waits if outcome.ending is not Ending.FAILED]
         if delay_s := _delay(outcome, took_s):
-            lines.append(f"    waited for a core for {delay_s:.1f} s of these")
+            lines.append(f"    waited for a core for {delay_s:.1f} s of that time")
         record = read_record(outcome.collectives)
         lines += [f"    {'called' if each.finished else 'was in'} {each}" for each in record[-_COLLECTIVES:]]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from enum import Enum
 from signal import SIGABRT
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import NO_TICKET, Progress, Receipt, Said, Ticket
-from torch_ext.world.settings import MORE_S, Limits, Patience
+from torch_ext.world.protocol import NO_TICKET, Progress, RankStatus, Receipt, Ticket
+from torch_ext.world.settings import EXTRA_S, Limits, ProcessDeadline
 from torch_ext.world.wording import ranks_phrase, without_ranks
 
 # The parent half among ranks.
@@ -25,7 +25,7 @@ SILENCE_S = 60.0
 _COMPUTES = 0.05
 # Looks until a hang is proven.
 _LOOKS = 8
-_MOST_WORDS = 3
+_MAX_REASONS = 3
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Measures:
     seconds, and descriptions of other processes and threads that may act: neither ranks nor the parent half's threads.
     """
 
-    computed_s: Callable[[int], float] = lambda rank: 0.0
+    cpu_time_s: Callable[[int], float] = lambda rank: 0.0
     starved_s: Callable[[int], float] = lambda rank: 0.0
     others: Callable[[], Sequence[str]] = tuple
 
@@ -58,19 +58,19 @@ class HangWatch:
         self._measures = measures
         self.next_s = started_s + self._every_s  # time of the next look
         self.reasons: tuple[str, ...] = ()  # why the last look proves nothing, in words
-        self._asked: dict[int, Progress | None] = {}
+        self._answers: dict[int, Progress | None] = {}
         self._before: Mapping[int, Progress | None] = {}
         self._looked_s = started_s
         self._since_s: float | None = None  # time of the first of the consecutive looks at which all were blocked
         self._progress_s = started_s
         self._moved = False
         self._is_judged = False
-        self._told_hang = self._told_silence = False  # reset when the hang or silence ends
+        self._reported_hang = self._reported_silence = False  # reset when the hang or silence ends
         self._used_s: dict[int, float] = {}
 
     def forget(self) -> None:
         """Discard earlier looks after an event, since ranks may react to it."""
-        self._moved, self._since_s, self._asked, self._before = True, None, {}, {}
+        self._moved, self._since_s, self._answers, self._before = True, None, {}, {}
 
     def look(self, ranks: Collection[int], now_s: float) -> bool:
         """Begin a look at ``ranks``; pass each rank's answer to :meth:`observed`. Return False while the last look
@@ -81,42 +81,42 @@ class HangWatch:
         self.next_s = now_s + self._every_s
         if not self._is_complete():
             return False
-        self._before, self._asked = self._asked, dict.fromkeys((*ranks, PARENT_HALF))
+        self._before, self._answers = self._answers, dict.fromkeys((*ranks, PARENT_HALF))
         self._looked_s, self._is_judged = now_s, False
         return True
 
     def observed(self, rank: int, progress: Progress) -> None:
         """Record the answer of ``rank``."""
-        if rank in self._asked:
-            self._asked[rank] = progress
+        if rank in self._answers:
+            self._answers[rank] = progress
 
     def judge(self, now_s: float) -> Finding | None:
         """Return a new finding of the looks so far; None if there is none, or it was already returned."""
-        if not self._asked or self._moved:
+        if not self._answers or self._moved:
             return None
         is_complete = self._is_complete()
         if not is_complete:
-            silent = [rank for rank, progress in self._asked.items() if progress is None]
-            self.reasons = (f"{_who(silent)}, which cannot answer",)
+            silent = [rank for rank, progress in self._answers.items() if progress is None]
+            self.reasons = (f"{_phrase(silent)}, which cannot answer",)
         elif not self._is_judged:
-            self._take_in(now_s)
+            self._evaluate(now_s)
         if self._since_s is None:
-            self._told_hang = False
+            self._reported_hang = False
         # A look without all answers proves nothing, however long ago the last one found all ranks blocked.
         if is_complete and self._since_s is not None:
-            if self._looked_s - self._since_s >= self._limits.hang_s and not self._told_hang:
-                self._told_hang = True
+            if self._looked_s - self._since_s >= self._limits.hang_s and not self._reported_hang:
+                self._reported_hang = True
                 return Finding.HUNG
-        elif now_s - self._progress_s >= SILENCE_S and not self._told_silence:
-            self._told_silence = True
+        elif now_s - self._progress_s >= SILENCE_S and not self._reported_silence:
+            self._reported_silence = True
             return Finding.SILENT
         return None
 
     def _is_complete(self) -> bool:
-        return all(progress is not None for progress in self._asked.values())
+        return all(progress is not None for progress in self._answers.values())
 
-    def _take_in(self, now_s: float) -> None:
-        answers = {rank: progress for rank, progress in self._asked.items() if progress is not None}
+    def _evaluate(self, now_s: float) -> None:
+        answers = {rank: progress for rank, progress in self._answers.items() if progress is not None}
         before = {rank: progress for rank, progress in self._before.items() if progress is not None}
         if any(rank in before and before[rank].record != each.record for rank, each in answers.items()):
             self._note_progress(now_s)
@@ -125,7 +125,7 @@ class HangWatch:
         if self.reasons:
             self._since_s = None
         elif ran or self._since_s is None:
-            self._since_s, self._told_hang = now_s, False
+            self._since_s, self._reported_hang = now_s, False
         self._is_judged = True
 
     def _reasons(self, answers: Mapping[int, Progress]) -> list[str]:
@@ -136,26 +136,26 @@ class HangWatch:
         found = []
         for rank, each in answers.items():
             if not each.blocked:
-                found += [f"{word} of {_who([rank])}" for word in each.may_act[:_MOST_WORDS]] or [_who([rank])]
+                found += [f"{word} of {_phrase([rank])}" for word in each.may_act[:_MAX_REASONS]] or [_phrase([rank])]
             elif each.until_s < endless_s or each.raises_s < raises_later_s:
                 left_s = max(0.0, min(each.until_s, each.raises_s) - self._looked_s)
-                found.append(f"a wait of {_who([rank])}, which ends by itself in {left_s:.0f} s")
+                found.append(f"a wait of {_phrase([rank])}, which ends by itself in {left_s:.0f} s")
         ranks = [each for rank, each in answers.items() if rank != PARENT_HALF]
         if not found and not all(each.among_ranks for each in ranks):
             found += list(self._measures.others())
         return found
 
     def _computes(self, ranks: Collection[int], time_s: float) -> bool:
-        used_s = {rank: self._measures.computed_s(rank) for rank in ranks}
-        more_s = [abs(used_s[rank] - self._used_s[rank]) for rank in ranks if rank in self._used_s]
+        used_s = {rank: self._measures.cpu_time_s(rank) for rank in ranks}
+        change_s = [abs(used_s[rank] - self._used_s[rank]) for rank in ranks if rank in self._used_s]
         self._used_s = used_s
-        return any(each > _COMPUTES * time_s for each in more_s)
+        return any(each > _COMPUTES * time_s for each in change_s)
 
     def _note_progress(self, now_s: float) -> None:
-        self._progress_s, self._moved, self._told_silence = now_s, False, False
+        self._progress_s, self._moved, self._reported_silence = now_s, False, False
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _phrase(ranks: Sequence[int]) -> str:
     of_world = sorted(rank for rank in ranks if rank != PARENT_HALF)
     words = [ranks_phrase(of_world)] if of_world else []
     return " and ".join(words + ["the parent half"] * (PARENT_HALF in ranks))
@@ -163,8 +163,8 @@ def _who(ranks: Sequence[int]) -> str:
 
 def silence_text(reasons: Sequence[str], stacks: Mapping[int, str]) -> str:
     """Return the message about missing progress: why no hang is proven, and the stacks of the ranks."""
-    because = "; ".join(reasons[:_MOST_WORDS]) or "a rank"
-    more = f"; and {len(reasons) - _MOST_WORDS} more" if len(reasons) > _MOST_WORDS else ""
+    because = "; ".join(reasons[:_MAX_REASONS]) or "a rank"
+    more = f"; and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
     lines = [f"no progress for {SILENCE_S:.0f} s; not proven to hang, because these may act: {because}{more}"]
     alike: dict[str, tuple[list[int], str]] = {}
     for rank, text in sorted(stacks.items()):
@@ -182,8 +182,8 @@ _STARVED_S = 5.0
 class Act(Enum):
     """An action on some ranks."""
 
-    RELEASE = "tell the rank that it may end"
-    LOOK = "ask what the rank waits for"
+    RELEASE = "allow the rank to end"
+    LOOK = "request the waits of the rank"
     REPORT_HANG = "report a hang of ranks that go on"
     REPORT_SILENCE = "report that there is no progress"
     INSPECT = "collect stacks and collectives"
@@ -208,7 +208,7 @@ class Watch:
         *,
         expected_exit: int | None = None,  # a rank without a receipt may end with this exit code
         any_exit: bool = False,  # a rank without a receipt may end in any way
-        keep: bool = False,  # ranks survive this test, which is over when each has handed in a receipt or ended
+        keep: bool = False,  # ranks survive this test, which is over when each has submitted a receipt or ended
         ticket: Ticket = NO_TICKET,  # the run of the test; receipts with other tickets do not count
         pids: Sequence[int] = (),  # the process of each rank; receipts of other processes do not count
     ) -> None:
@@ -225,8 +225,8 @@ class Watch:
         self._stopped: dict[int, Ending] = {}
         self._released = False
         self._measures = measures
-        self._leaving: Patience | None = None  # set when all ranks are released
-        self._grace: Patience | None = None  # set when a rank has failed
+        self._exit_deadline: ProcessDeadline | None = None  # set when all ranks are released
+        self._grace_deadline: ProcessDeadline | None = None  # set when a rank has failed
         self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
         self._test_deadline_s = self._deadline_s
         self.hangs = HangWatch(limits, started_s, measures)
@@ -262,25 +262,25 @@ class Watch:
         steps = []
         if not self._keep and not self._released and self._all_settled():
             self._released = True
-            waiting = tuple(rank for rank in self._alive() if self._receipts[rank].said is not Said.FAILED)
+            waiting = tuple(rank for rank in self._alive() if self._receipts[rank].status is not RankStatus.FAILED)
             if waiting:
                 steps.append(Step(Act.RELEASE, waiting))
             self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
             # The supervisor kills the class process soon after the test's limit.
-            more_s = min(MORE_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
-            self._leaving = Patience(self._deadline_s - now_s, now_s, more_s)
-        if self._trouble():
+            extra_s = min(EXTRA_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
+            self._exit_deadline = ProcessDeadline(self._deadline_s - now_s, now_s, extra_s)
+        if self._has_failure():
             self._begin_grace(now_s)
         unsettled = self._unsettled()
         # After a failure or death, peers wait for that rank: the grace ends them, not hang detection.
-        found = self.hangs.judge(now_s) if unsettled and not self._trouble() else None
+        found = self.hangs.judge(now_s) if unsettled and not self._has_failure() else None
         if found is Finding.HUNG and self._limits.end_hangs:
             self._bring_forward(now_s, Ending.HUNG)
         elif found is not None:
             act = Act.REPORT_HANG if found is Finding.HUNG else Act.REPORT_SILENCE
             steps.append(Step(act, unsettled))
-        if now_s >= self._deadline_s and not self.done and not self._may_go_on_ending(now_s):
-            steps += self._stop_the_living()
+        if now_s >= self._deadline_s and not self.done and not self._is_slow_to_end(now_s):
+            steps += self._stop_alive()
             self._deadline_s = self.hangs.next_s = float("inf")
         elif unsettled and now_s >= self.hangs.next_s:
             # Include ranks whose test is over: their threads may act.
@@ -290,23 +290,23 @@ class Watch:
         return steps
 
     def _begin_grace(self, now_s: float) -> None:
-        if self._leaving is not None and self._deadline_ending is Ending.TIMED_OUT:
-            self._leaving, self._deadline_s = None, float("inf")  # no rank is merely slow
+        if self._exit_deadline is not None and self._deadline_ending is Ending.TIMED_OUT:
+            self._exit_deadline, self._deadline_s = None, float("inf")  # no rank is merely slow
         if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
             starved_s = sum(map(self._measures.starved_s, self._alive()))
-            self._grace = Patience(self._limits.grace_s, now_s, _STARVED_S, starved_s)
+            self._grace_deadline = ProcessDeadline(self._limits.grace_s, now_s, _STARVED_S, starved_s)
 
-    def _may_go_on_ending(self, now_s: float) -> bool:
+    def _is_slow_to_end(self, now_s: float) -> bool:
         """Whether the ranks that have missed the deadline are slow rather than hung."""
         alive = self._alive()
-        patience, computed_s = None, 0.0
-        if self._deadline_ending is Ending.TIMED_OUT and self._leaving is not None:
-            patience, computed_s = self._leaving, sum(map(self._measures.computed_s, alive))
-        elif self._deadline_ending is Ending.STOPPED and self._grace is not None:
-            patience, computed_s = self._grace, sum(map(self._measures.starved_s, alive))
-        if patience is None or patience.is_over(now_s, computed_s):
+        deadline, cpu_time_s = None, 0.0
+        if self._deadline_ending is Ending.TIMED_OUT and self._exit_deadline is not None:
+            deadline, cpu_time_s = self._exit_deadline, sum(map(self._measures.cpu_time_s, alive))
+        elif self._deadline_ending is Ending.STOPPED and self._grace_deadline is not None:
+            deadline, cpu_time_s = self._grace_deadline, sum(map(self._measures.starved_s, alive))
+        if deadline is None or deadline.is_over(now_s, cpu_time_s):
             return False
-        self._deadline_s = patience.look_s
+        self._deadline_s = deadline.look_s
         return True
 
     def _unsettled(self) -> tuple[int, ...]:
@@ -329,12 +329,12 @@ class Watch:
     def _all_settled(self) -> bool:
         return all(rank in self._receipts for rank in self._alive())
 
-    def _trouble(self) -> bool:
+    def _has_failure(self) -> bool:
         """Whether some rank failed or died, so that its peers may wait for it forever.
 
         An expected failure is no trouble: the peers' endings decide whether the test may pass.
         """
-        if any(receipt.said is Said.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
+        if any(receipt.status is RankStatus.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
             return True
         return any(not self._expected(rank, code) for rank, (code, _) in self._ended.items())
 
@@ -346,7 +346,7 @@ class Watch:
             or code == self._expected_exit
         )
 
-    def _stop_the_living(self) -> list[Step]:
+    def _stop_alive(self) -> list[Step]:
         alive = tuple(
             rank for rank in self._alive() if rank not in self._stopped and not (self._keep and rank in self._receipts)
         )
@@ -364,7 +364,7 @@ class Watch:
         )
 
     def _ending(self, rank: int, code: int, receipt: Receipt | None) -> Ending:
-        if receipt is not None and receipt.said is Said.FAILED:
+        if receipt is not None and receipt.status is RankStatus.FAILED:
             return Ending.FAILED
         # A rank that exited cleanly before our SIGKILL counts as passed.
         left = code == 0 and receipt is not None and rank in self._left and rank in self._ended
@@ -376,7 +376,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        # With `keep`, a rank must not end; without, a rank that ends through the harness sends a farewell first.
+        # With `keep`, a rank must not end; without, a rank that ends through the harness sends :class:`Exiting` first.
         if rank in self._ended and (self._keep or rank not in self._left):
             return Ending.EXITED
-        return Ending.PASSED if receipt.said is Said.PASSED else Ending.SKIPPED
+        return Ending.PASSED if receipt.status is RankStatus.PASSED else Ending.SKIPPED

@@ -155,7 +155,7 @@ _WRAPPERS = re.compile(r"wrapper|decorate_context|inner|__call__|_fn|<lambda>")
 _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 
 # Maximal number of chained exceptions in a report, counted from the last.
-_MOST_LINKS = 20
+_MAX_LINKS = 20
 
 _hidden: dict[HiddenFrames, None] = {}
 
@@ -193,8 +193,8 @@ def read_error(error: BaseException) -> tuple[str, str]:
     'ValueError: -- Process 1 failed:'
     """
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
-    cut = _links(error) - _MOST_LINKS
-    _trim(shown, _MOST_LINKS)
+    cut = _links(error) - _MAX_LINKS
+    _trim(shown, _MAX_LINKS)
     more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
     return _in_one_line(error, shown), more + "".join(shown.format())
 
@@ -203,7 +203,7 @@ def place_of(error: BaseException) -> str:
     """Return the user's line that raised ``error``, such as ``"test_a.py:31"``; empty if unknown."""
     stack = traceback.extract_tb(error.__traceback__)
     found = _place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
-    if found is None and error.__cause__ is not None and _links(error) <= _MOST_LINKS:
+    if found is None and error.__cause__ is not None and _links(error) <= _MAX_LINKS:
         return place_of(error.__cause__)
     return found[1] if found else ""
 
@@ -229,7 +229,7 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
-    return next((place for text in threads if (place := _in_words(_frames(text)))), "")
+    return next((place for text in threads if (place := _format_frames(_frames(text)))), "")
 
 
 def place_in_rpc(stacks: str) -> str:
@@ -241,7 +241,7 @@ def place_in_rpc(stacks: str) -> str:
     'at test_a.py:31'
     """
     for text in _THREAD.split(stacks):
-        if _HANDLER in text and _CALLER not in text and (place := _in_words(_frames(text))):
+        if _HANDLER in text and _CALLER not in text and (place := _format_frames(_frames(text))):
             return place
     return ""
 
@@ -252,7 +252,7 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
     return [frame[:3] for frame in (read[::-1] if read and read[0][3] else read)]
 
 
-def _in_words(frames: Sequence[tuple[str, int, str]]) -> str:
+def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
     found = _place(frames)
     if not found:
         return ""

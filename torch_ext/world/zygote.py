@@ -45,7 +45,6 @@ from torch_ext.world.exits import disown_exit_functions
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     AddClient,
-    AskOthers,
     Copy,
     CopyOrder,
     Ended,
@@ -53,6 +52,7 @@ from torch_ext.world.protocol import (
     Order,
     Preparation,
     Process,
+    QueryProcesses,
     Signal,
     Start,
     Started,
@@ -116,11 +116,11 @@ class Leftovers:
         self._helpers: set[int] = set()  # adopted, and known to end by themselves
         self._of_import: frozenset[Process] = frozenset()
 
-    def keep_those_of_import(self) -> None:
+    def keep_import_processes(self) -> None:
         """Count the processes that run now as started by the import of the test's file."""
-        self._of_import = frozenset(_os.known(_os.descendants_of(_os.getpid())))
+        self._of_import = frozenset(_os.identify(_os.descendants_of(_os.getpid())))
 
-    def end_those_of(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
+    def end_leftovers(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
         """Kill the processes that ended children have left behind; return those that were still running.
 
         ``indices``: the index of each ended child of the group, by pid; ``living``: the pids of running children;
@@ -156,14 +156,14 @@ def _owner(pid: int) -> int:
 
 def end_everything() -> None:
     """Kill and reap every child of this process; allow helpers that end by themselves :data:`_CLEANUP_S` seconds."""
-    patience_end_s = _os.monotonic() + _CLEANUP_S
+    deadline_s = _os.monotonic() + _CLEANUP_S
     while True:
-        patient = _os.monotonic() < patience_end_s
+        before_deadline = _os.monotonic() < deadline_s
         for pid in _os.children_of(_os.getpid()):
-            if not (patient and ends_by_itself(_os.command_line(pid))):
+            if not (before_deadline and ends_by_itself(_os.command_line(pid))):
                 _os.end_process(pid)
         try:
-            if not _os.waitpid(-1, os.WNOHANG if patient else 0)[0]:
+            if not _os.waitpid(-1, os.WNOHANG if before_deadline else 0)[0]:
                 _os.sleep(0.005)
         except ChildProcessError:
             return
@@ -176,7 +176,7 @@ class _ChildGroup:
     members: dict[int, int] = field(default_factory=dict)  # pid -> index, all of them
     ranks: bool = False
 
-    def tell(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         with contextlib.suppress(ChannelClosedError, OSError):
             self.channel.send(message)
 
@@ -221,7 +221,7 @@ class Zygote:
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
         _os.adopt_orphans()
-        self._leftovers.keep_those_of_import()
+        self._leftovers.keep_import_processes()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor ends the run
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the module's must not reap our children
         _read_sources()
@@ -254,10 +254,10 @@ class Zygote:
             self._copy(descriptors)
         elif isinstance(message, AddClient):
             self._watch(Channel.from_descriptor(descriptors[0]), self._on_command)
-        elif isinstance(message, AskOthers):
+        elif isinstance(message, QueryProcesses):
             answer = Channel.from_descriptor(descriptors[0])
             with contextlib.suppress(ChannelClosedError, OSError):
-                answer.send(self._others_than(message.ranks))
+                answer.send(self._processes_besides(message.ranks))
             answer.close()
         else:
             close_all(descriptors)
@@ -266,7 +266,7 @@ class Zygote:
             channel.close()
 
     def _copy(self, descriptors: list[int]) -> None:
-        others = (*self._others, *_os.known(self._adopted()))
+        others = (*self._others, *_os.identify(self._adopted()))
         if self._copies:
             self._move_heap()
         self._copies += 1
@@ -295,7 +295,7 @@ class Zygote:
         self._in_transit = []
         self._groups[group.channel.fileno()] = group
         self._watch(group.channel, self._on_group)
-        group.tell(Started(tuple(group.indices), why))
+        group.send(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
             self._prepare_next(request.spares)
 
@@ -313,13 +313,13 @@ class Zygote:
 
     # See Note [Who else may act].
 
-    def _others_than(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    def _processes_besides(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         worlds = {pid for pid, group in self._owners.items() if group.ranks}
         found = [
-            *_os.words_of(child for pid in worlds for child in _os.children_of(pid)),
-            *_os.words_of(worlds.difference(ranks)),
-            *_os.words_of(self._adopted()),
-            *_os.still_there(self._others),
+            *_os.descriptions(child for pid in worlds for child in _os.children_of(pid)),
+            *_os.descriptions(worlds.difference(ranks)),
+            *_os.descriptions(self._adopted()),
+            *_os.still_running(self._others),
             *(f"{word} of the zygote" for word in threads.observe().may_act),
         ]
         if self._original and _os.tasks(self._original) > 1:
@@ -335,18 +335,18 @@ class Zygote:
     # Children
 
     def _fork(self) -> _Child:
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         _os.flush_output()
         zygote = _os.getpid()
         pid = _os.fork()
         if pid == 0:
             self._forget()
-            ours.close()
+            local.close()
             signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
-            child_main(theirs, zygote)
-        theirs.close()
+            child_main(remote, zygote)
+        remote.close()
         self._forks += 1
-        return self._adopt(pid, ours)
+        return self._adopt(pid, local)
 
     def _forget(self) -> None:
         """In a child: close the descriptors of the zygote and of other children, so that each closes with its owner."""
@@ -361,12 +361,12 @@ class Zygote:
         self._callbacks.close()
 
     def _execute(self, environment: dict[str, str]) -> _Child:
-        ours, theirs = channel_pair()
-        pid = start_interpreter(theirs.fileno(), environment)
-        theirs.close()
+        local, remote = channel_pair()
+        pid = start_interpreter(remote.fileno(), environment)
+        remote.close()
         with contextlib.suppress(ChannelClosedError):  # the child died at once; Ended reports it
-            ours.send(self._preparation)
-        return self._adopt(pid, ours)
+            local.send(self._preparation)
+        return self._adopt(pid, local)
 
     def _adopt(self, pid: int, order_channel: Channel) -> _Child:
         child = _Child(pid, order_channel, _os.watch_exit(pid))
@@ -421,8 +421,8 @@ class Zygote:
         left_behind: tuple[LeftBehind, ...] = ()
         if not group.indices:  # until then a peer may still use another's leftovers
             living = {*self._owners, *(spare.pid for spare in self._spares)}
-            left_behind = self._leftovers.end_those_of(group.members, living, index)
-        group.tell(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
+            left_behind = self._leftovers.end_leftovers(group.members, living, index)
+        group.send(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
 
     def _end(self) -> NoReturn:
         for pid in [*self._owners, *(spare.pid for spare in self._spares)]:

@@ -111,7 +111,7 @@ def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path)
 
 
 def test_other_devices_and_our_own_suites_are_refused(tmp_path: Path) -> None:
-    assert "--cuda-as-sim goes with --upstream" in run("--cuda-as-sim").stderr
+    assert "--cuda-as-sim needs --upstream" in run("--cuda-as-sim").stderr
     done = run("--cuda-as-sim", "--upstream", str(tmp_path), "--device", "cpu")
     assert done.returncode == 2
     assert "got --cuda-as-sim and the device cpu" in done.stderr

@@ -36,13 +36,13 @@ def messages_drawn(page: str) -> set[str]:
     return {name for label in labels for name in re.findall(r"\b[A-Z]\w+", label)}
 
 
-def test_every_message_is_drawn() -> None:
+def test_architecture_draws_every_message() -> None:
     assert {"Start", "Receipt", "TestEnded"} <= messages()
     assert messages_drawn(TEXT) == messages()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     broken = [link for link in LINK.findall(text) if not _leads_somewhere(page, link, headings)]
@@ -60,7 +60,7 @@ def _leads_somewhere(page: Path, link: str, headings: set[str]) -> bool:
     return "://" in link or (page.parent / link.partition("#")[0]).exists()
 
 
-def test_files_that_are_mentioned_exist() -> None:
+def test_mentioned_files_exist() -> None:
     files = [*PAGES, CHECKOUT / "run_test.py", *CODE]
     files += [path for folder in ("test", "benchmarks", "docs") for path in python_files(folder)]
     known = [f"/{shown(path)}" for path in files]
@@ -69,7 +69,7 @@ def test_files_that_are_mentioned_exist() -> None:
     assert sorted(name for name in mentioned if not any(path.endswith(f"/{name}") for path in known)) == []
 
 
-def test_names_that_are_mentioned_exist() -> None:
+def test_mentioned_names_exist() -> None:
     words = {word for path in CODE for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     outside_code = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     mentioned = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_][\w.]*)`", outside_code)}

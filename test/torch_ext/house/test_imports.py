@@ -99,7 +99,7 @@ def test_every_part_of_the_package_has_its_layer() -> None:
     assert {name for name in parts if layer_of(name) == "torch_ext"} == {"torch_ext"}
 
 
-def test_arrows_point_down() -> None:
+def test_imports_point_down() -> None:
     assert [problem for path in FILES for problem in wrong_imports(path)] == []
 
 
@@ -118,7 +118,7 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
 
 
 @pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
-def test_the_runner_and_what_is_upstreams_know_nothing_of_each_other(package: str, other: str) -> None:
+def test_runner_and_upstream_do_not_import_each_other(package: str, other: str) -> None:
     """Neither imports nor names the other: ``torch_ext/__main__.py`` combines them."""
     sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
@@ -160,7 +160,7 @@ def test_an_import_of_a_private_helper_is_found(line: str, allowed: bool, tmp_pa
     assert (private_helpers(file) == []) is allowed
 
 
-def test_the_files_are_all_there() -> None:
+def test_expected_files_exist() -> None:
     names = {shown(path) for path in FILES}
     assert {"torch_ext/world/tree.py", "testing/_internal/common_utils.py", "setup.py", shown(Path(__file__))} <= names
     assert not any(name.startswith("torch_ext/testing/") for name in names)
@@ -176,7 +176,7 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["torch_ext.world", "torch_ext.runner", "torch_ext.sim", "torch_ext.compat"])
-def test_no_room_imports_itself_in_a_circle(package: str) -> None:
+def test_no_package_imports_in_a_circle(package: str) -> None:
     """A cycle, lazy imports included, means that two modules are one or that a third is missing."""
     graph = {
         module_name(path): {each for each in rooms_imported(path) if path.name != "__init__.py"}
@@ -196,12 +196,12 @@ def _imports_torch(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("package", ["torch_ext/runner", "torch_ext/world"])
-def test_no_room_names_torch_in_an_import(package: str) -> None:
+def test_no_package_imports_torch_by_name(package: str) -> None:
     assert [shown(path) for path in python_files(package) if _imports_torch(path)] == []
 
 
 @pytest.mark.parametrize("file", ["setup.py", "run_test.py", "torch_ext/__init__.py", "torch_ext/__main__.py"])
-def test_the_front_doors_name_no_torch(file: str) -> None:
+def test_front_modules_do_not_import_torch(file: str) -> None:
     assert not _imports_torch(CHECKOUT / file)
 
 

@@ -31,9 +31,7 @@ assert len(AREAS) > 4
 
 
 @pytest.mark.parametrize(("module", "names"), [(common_distributed, DISTRIBUTED), (common_utils, UTILS)])
-def test_upstreams_names_are_defined_here_and_all_that_is_promised_is_there(
-    module: ModuleType, names: list[str]
-) -> None:
+def test_upstream_names_and_all_exported_names_are_defined(module: ModuleType, names: list[str]) -> None:
     assert sorted(set(names) - vars(module).keys() & set(module.__all__)) == []
     assert sorted(set(module.__all__) - vars(module).keys()) == []
 
@@ -50,12 +48,12 @@ def test_upstreams_names_are_defined_here_and_all_that_is_promised_is_there(
         ("distributed.rpc_utils", "generate_tests"),
     ],
 )
-def test_upstreams_modules_are_where_upstream_has_them(module: str, name: str) -> None:
+def test_upstream_modules_have_their_upstream_paths(module: str, name: str) -> None:
     assert importlib.util.find_spec(f"torch.testing._internal.{module}") is not None
     assert name in vars(importlib.import_module(f"torch_ext.testing._internal.{module}"))
 
 
-def test_classes_are_ours_and_a_name_that_is_not_defined_here_is_torchs() -> None:
+def test_classes_are_ours_and_other_names_are_torchs() -> None:
     from torch.testing._internal import common_distributed as upstream
 
     for name in ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase"):
@@ -67,7 +65,7 @@ def test_classes_are_ours_and_a_name_that_is_not_defined_here_is_torchs() -> Non
 
 
 @pytest.mark.parametrize("module", [common_distributed, common_utils])
-def test_a_name_that_nobody_defines_is_no_attribute(module: ModuleType) -> None:
+def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         module.no_such_name  # noqa: B018
     assert not hasattr(module, "no_such_name")
@@ -109,7 +107,7 @@ def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_compat_promises_what_it_can_look_up_and_shows_it_to_type_checkers(area: str) -> None:
+def test_compat_exports_resolve_and_are_visible_to_type_checkers(area: str) -> None:
     module, places = importlib.import_module(area), places_of(area)
     assert all(place.startswith("torch") and place.count(":") == 1 for known in places.values() for place in known)
     promised = set(getattr(module, "__all__", places))

@@ -27,27 +27,27 @@ print(json.dumps({"version": told.get_version(), "requires": told.install_requir
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def metadata() -> dict[str, Any]:
     pytest.importorskip("setuptools")
     found: dict[str, Any] = json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
     return found
 
 
-def test_metadata_needs_no_torch_and_has_one_version(told: dict[str, Any]) -> None:
-    assert told["version"] == torch_ext.__version__
+def test_metadata_needs_no_torch_and_has_one_version(metadata: dict[str, Any]) -> None:
+    assert metadata["version"] == torch_ext.__version__
 
 
-def test_any_torch_from_2_11_on_satisfies_the_package(told: dict[str, Any]) -> None:
+def test_package_accepts_any_torch_from_2_11(metadata: dict[str, Any]) -> None:
     """With an upper bound, pip would replace a nightly or a source build."""
-    assert [each for each in told["requires"] if re.match(r"torch\b", each)] == ["torch>=2.13"]
+    assert [each for each in metadata["requires"] if re.match(r"torch\b", each)] == ["torch>=2.13"]
 
 
-def test_every_package_is_found(told: dict[str, Any]) -> None:
+def test_every_package_is_found(metadata: dict[str, Any]) -> None:
     folders = {path.parent for path in python_files("torch_ext")}
     expected = {shown(folder).replace("/", ".") for folder in folders}
     expected |= {f"torch_ext.{shown(path.parent).replace('/', '.')}" for path in python_files("testing")}
-    assert expected <= set(told["packages"])
-    assert not any(name.split(".")[0] != "torch_ext" for name in told["packages"])
+    assert expected <= set(metadata["packages"])
+    assert not any(name.split(".")[0] != "torch_ext" for name in metadata["packages"])
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_the_wheel_holds_both_halves_as_files_what_is_compiled_later_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_both_packages_and_native_sources_only(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     files = {shown(path): path for path in python_files("torch_ext")}
     files |= {f"torch_ext/{shown(path)}": path for path in python_files("testing")}

@@ -32,7 +32,7 @@ def test_devices_are_chosen_by_accelerator_alone() -> None:
     assert found == [], "ask torch_ext.accelerator instead"
 
 
-def test_native_sources_name_no_path_of_one_machine() -> None:
+def test_native_sources_contain_no_local_paths() -> None:
     sources = [path for path in (CHECKOUT / "torch_ext/sim/csrc").rglob("*") if path.suffix in (".cpp", ".h")]
     assert sources
     found = [shown(path) for path in sources if '#include "/' in path.read_text(encoding="utf-8")]
@@ -52,11 +52,11 @@ def test_testing_is_reached_through_a_link() -> None:
 
 
 @pytest.mark.parametrize("module", ["torch_ext.world.tree", "torch_ext.testing.common", "test.a.test_b"])
-def test_a_warning_of_ours_is_an_error(module: str) -> None:
+def test_our_warnings_are_errors(module: str) -> None:
     with pytest.raises(FutureWarning, match="something new"):
         warnings.warn_explicit("something new", FutureWarning, "file.py", 1, module=module)
 
 
-def test_a_warning_of_torchs_is_none() -> None:
+def test_torch_warnings_are_no_errors() -> None:
     with pytest.warns(FutureWarning, match="something new"):
         warnings.warn_explicit("something new", FutureWarning, "file.py", 1, module="torch.nn")

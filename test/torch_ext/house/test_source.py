@@ -32,7 +32,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("statement", PRIVATE + PUBLIC)
-def test_private_names_of_torch_are_seen_and_no_others(statement: str) -> None:
+def test_private_torch_names_are_recognized(statement: str) -> None:
     assert bool(private_torch_names(ast.parse(statement))) == (statement in PRIVATE)
 
 
@@ -59,11 +59,11 @@ NO_CHOICES = [
 
 
 @pytest.mark.parametrize("statement", CHOICES + NO_CHOICES)
-def test_choices_by_literal_device_are_seen_and_no_others(statement: str) -> None:
+def test_literal_device_choices_are_recognized(statement: str) -> None:
     assert bool(device_literals(ast.parse(statement))) == (statement in CHOICES)
 
 
-def test_imports_are_absolute_and_know_whether_they_wait() -> None:
+def test_imports_are_absolute_and_marked_if_deferred() -> None:
     tree = ast.parse("import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import i")
     assert imports(tree, "p.q") == [
         Import("a.b", 1, False),
@@ -74,7 +74,7 @@ def test_imports_are_absolute_and_know_whether_they_wait() -> None:
     ]
 
 
-def test_below_keeps_to_whole_names() -> None:
+def test_below_matches_whole_names() -> None:
     assert below("torch_ext.world", ["torch_ext.world"])
     assert below("torch_ext.world.tree", ["torch_ext.world"])
     assert not below("torch_ext.worlds", ["torch_ext.world"])

@@ -67,7 +67,7 @@ def _read_in(files: list[Path]) -> set[str]:
     return {name for path in files for name in (read_by if path.suffix == ".py" else read_natively)(_text(path))}
 
 
-def test_every_variable_that_is_read_is_documented() -> None:
+def test_variables_read_are_documented() -> None:
     read = _read_in([*PACKAGE, *NATIVE])
     assert {"TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT", "TORCH_EXT_SIM_DEVICES", "TORCH_EXT_SIM_SANITIZE"} <= read
     documents = map(_text, [*PAGES, *DOCUMENTED_IN])
@@ -81,7 +81,7 @@ def _only_set() -> set[str]:
     return {name for line in lines for name in NAME.findall(line)}
 
 
-def test_every_variable_that_is_mentioned_is_read() -> None:
+def test_mentioned_variables_are_read() -> None:
     read = _read_in([*PACKAGE, *NATIVE, *OTHERS]) | _only_set()
     mentioned = {(name, shown(path)) for path in [*PAGES, *PACKAGE, *NATIVE] for name in NAME.findall(_text(path))}
     assert sorted((name, path) for name, path in mentioned if name not in read) == []
@@ -100,5 +100,5 @@ OTHERS_THAN_READERS = [
 
 
 @pytest.mark.parametrize("source", READERS + OTHERS_THAN_READERS)
-def test_readers_are_seen_and_no_others(source: str) -> None:
+def test_variable_readers_are_recognized(source: str) -> None:
     assert read_by(source) == ({"TORCH_EXT_X"} if source in READERS else set())

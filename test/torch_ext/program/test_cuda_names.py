@@ -152,7 +152,7 @@ if __name__ == "__main__":
 """
 
 
-def test_what_training_code_asks_of_cuda_is_answered(tmp_path: Path) -> None:
+def test_cuda_queries_of_training_code_are_answered(tmp_path: Path) -> None:
     ended = run("-n 2 --cuda-as-sim --strict", NAMES, folder=tmp_path)
     assert ended.code == 0, ended.err
     assert "NCCL support" not in ended.out + ended.err and "CUDA is not available" not in ended.out + ended.err
@@ -161,5 +161,5 @@ def test_what_training_code_asks_of_cuda_is_answered(tmp_path: Path) -> None:
 def test_children_that_are_spawned_use_the_simulated_device(tmp_path: Path) -> None:
     ended = run("-n 1 --cuda-as-sim", SPAWNING, folder=tmp_path, TORCH_EXT_SIM_DEVICES="2")
     assert ended.code == 0, ended.err
-    told = sorted(line.partition("child ")[2] for line in ended.out.splitlines() if "child " in line)
-    assert told == ["0 [2.0, 2.0] cuda:0", "1 [2.0, 2.0] cuda:1"]
+    outputs = sorted(line.partition("child ")[2] for line in ended.out.splitlines() if "child " in line)
+    assert outputs == ["0 [2.0, 2.0] cuda:0", "1 [2.0, 2.0] cuda:1"]

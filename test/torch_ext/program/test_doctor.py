@@ -9,7 +9,7 @@ import torch
 from test.torch_ext.interpreter import python
 
 
-def test_doctor_says_what_is_there(tmp_path: Path) -> None:
+def test_doctor_reports_machine_features(tmp_path: Path) -> None:
     done = python("-m", "torch_ext", "doctor")
     assert f"torch         {torch.__version__}" in done.stdout
     assert "start method  fork" in done.stdout
@@ -17,7 +17,7 @@ def test_doctor_says_what_is_there(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_doctor_fails_where_no_device_can_be_had(tmp_path: Path) -> None:
+def test_doctor_fails_without_a_device(tmp_path: Path) -> None:
     done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert "simulator     not built for this torch yet" in done.stdout
     assert "PROBLEM       no C++ compiler" in done.stdout
@@ -25,7 +25,7 @@ def test_doctor_fails_where_no_device_can_be_had(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it builds nothing"
 
 
-def test_output_that_cannot_be_written_is_said_in_a_sentence() -> None:
+def test_unwritable_output_is_reported_in_one_sentence() -> None:
     with open("/dev/full", "w") as full:
         done = python("-m", "torch_ext", "doctor", stdout=full.fileno())
     assert done.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"

@@ -72,7 +72,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
         assert process.wait(timeout=_LIMIT_S) == 0
 
 
-def test_ranks_are_those_of_their_own_command(server: _Server, tmp_path: Path) -> None:
+def test_ranks_run_their_own_command(server: _Server, tmp_path: Path) -> None:
     (zygote,) = server.zygotes
     assert stat.S_IMODE(server.folder().stat().st_mode) == 0o700
     for mask, zone, hour in ((0o027, "Asia/Tokyo", 9), (0o022, "UTC", 0)):
@@ -89,7 +89,7 @@ def test_ranks_are_those_of_their_own_command(server: _Server, tmp_path: Path) -
     assert server.zygotes == [zygote]
 
 
-def test_one_command_s_end_is_nothing_to_another(server: _Server, tmp_path: Path) -> None:
+def test_end_of_one_command_does_not_affect_another(server: _Server, tmp_path: Path) -> None:
     zygotes = server.zygotes
     with server.start(_WAITS, tmp_path / "one") as one, server.start(_WAITS, tmp_path / "two") as two:
         pids = {
@@ -108,10 +108,10 @@ def test_one_command_s_end_is_nothing_to_another(server: _Server, tmp_path: Path
     assert server.zygotes == zygotes
 
 
-def test_another_server_is_refused_and_another_command_told_why(
+def test_second_server_is_refused_and_mismatched_command_warned(
     server: _Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(AssertionError, match="another process serves these runs already"):
+    with pytest.raises(AssertionError, match="another process already serves these runs"):
         with serving("--host", **server.variables):
             pass
     monkeypatch.setenv("XDG_RUNTIME_DIR", server.variables["XDG_RUNTIME_DIR"])
@@ -122,7 +122,7 @@ def test_another_server_is_refused_and_another_command_told_why(
     assert "`torch_ext serve` is not used: its interpreter, search path or environment" in capfd.readouterr().err
 
 
-def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path: Path) -> None:
+def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path: Path) -> None:
     loaded = tmp_path / "loaded"
     loaded.mkdir()
     (loaded / "sitecustomize.py").write_text("VALUE = 'old'")
@@ -135,7 +135,7 @@ def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path
         (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
         assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
         assert process.stdout is not None
-        assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading anew\n"
+        assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading again\n"
         assert "serving runs on cpu" in process.stdout.readline()
         (second,) = server.zygotes
         assert second != first
@@ -149,28 +149,28 @@ def test_a_changed_file_has_it_load_anew_and_a_zygote_that_dies_ends_it(tmp_path
         assert list(server.folder().iterdir()) == []
 
 
-def test_it_ends_by_itself_when_nothing_has_run_for_a_while(tmp_path: Path) -> None:
+def test_idle_server_ends(tmp_path: Path) -> None:
     with serving("--host", "--idle", "0.1", XDG_RUNTIME_DIR=str(tmp_path)) as process:
         assert process.wait(timeout=_LIMIT_S) == 0
     assert list((tmp_path / "torch_ext").iterdir()) == []
 
 
-def test_a_run_does_not_trust_what_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_rejects_a_folder_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with serve.folder() as place:
         assert place.samefile(tmp_path / "torch_ext")
     place = tmp_path / "torch_ext"
     place.chmod(0o755)
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
         pass
     place.rmdir()
     (tmp_path / "of_others").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "of_others")
-    with pytest.raises(PermissionError, match="not a folder of yours alone"), serve.folder():
+    with pytest.raises(PermissionError, match="is not private to you"), serve.folder():
         pass
 
 
-def test_the_kernel_is_asked_whose_process_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_of_the_peer_comes_from_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert serve.is_own(ours)

@@ -52,7 +52,7 @@ def test_a_program_shows_each_rank_its_own_device(outside: dict[str, str], tmp_p
 
 
 @pytest.mark.parametrize("outside", ["", "0", "1"])
-def test_a_value_that_was_there_hides_nothing(outside: str, tmp_path: Path) -> None:
+def test_previous_value_hides_no_device(outside: str, tmp_path: Path) -> None:
     ended = run(
         "-n 2 --cuda-as-sim",
         """
@@ -71,7 +71,7 @@ def test_a_value_that_was_there_hides_nothing(outside: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
-def test_torchrun_s_workers_choose_too(outside: dict[str, str], tmp_path: Path) -> None:
+def test_torchrun_workers_choose_devices(outside: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=_BY_PROGRAM))
     ended = torchrun("--nproc-per-node", "2", "program.py", folder=tmp_path, TORCH_EXT_SIM="cuda", **outside)
     _passed(ended, 2)
@@ -104,7 +104,7 @@ sys.exit(max(rank.wait() for rank in ranks))
     _passed(launched("start", folder=tmp_path), 2)
 
 
-def test_what_names_no_device_is_read_as_cuda_reads_it(tmp_path: Path) -> None:
+def test_invalid_device_entries_are_read_as_cuda_reads_them(tmp_path: Path) -> None:
     ended = run(
         "-n 1 --cuda-as-sim",
         """

@@ -39,9 +39,9 @@ def test_folder_that_others_may_write_is_refused_with_the_remedy(folder: Path, m
     loose = [folder, *folder.parents][level]
     loose.chmod(mode)
     for asked in (folder, folder / "names"):
-        told = cache.why_not_trusted(asked)
-        assert f"others may write {loose} (mode {mode:04o})" in told
-        assert "chmod go-w" in told and "TORCH_EXT_CACHE" in told and "\n" not in told
+        message = cache.why_not_trusted(asked)
+        assert f"others may write {loose} (mode {mode:04o})" in message
+        assert "chmod go-w" in message and "TORCH_EXT_CACHE" in message and "\n" not in message
 
 
 def test_file_that_others_may_write_is_refused(folder: Path) -> None:
@@ -63,9 +63,9 @@ def test_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.Mon
         os.chown(folder, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-    told = cache.why_not_trusted(folder / "names")
+    message = cache.why_not_trusted(folder / "names")
     owner = folder.stat().st_uid
-    assert f"{folder} belongs to user {owner}, not you (user {os.geteuid()})" in told and "chown" in told
+    assert f"{folder} belongs to user {owner}, not you (user {os.geteuid()})" in message and "chown" in message
 
 
 def test_link_is_judged_at_both_ends(folder: Path, tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def test_patterns_need_no_flag(cli: Cli, arguments: list[str]) -> None:
     assert (cli(*arguments).code, cli.ran) == (0, [A1, A2, B1])
 
 
-def test_a_path_outside_the_root_brings_its_own(cli: Cli, root: Path) -> None:
+def test_path_outside_the_root_sets_the_root(cli: Cli, root: Path) -> None:
     assert cli.main(str(root / "a")).code == 1  # the fake names no tests of such a file
     assert cli.asked == ["test_one.py"]
 
 
-def test_a_folder_here_that_holds_tests_is_a_path_and_another_is_a_name(cli: Cli, tmp_path: Path) -> None:
+def test_folder_with_tests_is_a_path_and_other_folders_are_names(cli: Cli, tmp_path: Path) -> None:
     for name in ("my_tests/deep/test_one.py", "data/readme"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
@@ -93,7 +93,7 @@ def test_a_folder_here_that_holds_tests_is_a_path_and_another_is_a_name(cli: Cli
 # --- what failed ------------------------------------------------------------------------------------------------------
 
 
-def test_last_failed_runs_what_failed_when_it_last_ran(cli: Cli) -> None:
+def test_last_failed_selects_tests_that_failed_in_their_last_run(cli: Cli) -> None:
     done = cli("--last-failed")
     assert done.code == 2 and "nothing selected: none of these tests failed when it last ran" in done.err
     cli.executor.endings = {A2: ending(A2), D1: ending(D1)}
@@ -113,7 +113,7 @@ def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests(cli: Cli) -> N
     assert cli("--last-failed").code == 2
 
 
-def test_what_failed_in_one_round_failed_last_time(cli: Cli, use: Use) -> None:
+def test_failure_in_any_round_counts_as_last_failed(cli: Cli, use: Use) -> None:
     use(Flaky(A2=1))  # in the first round
     assert cli("--repeat", "3", "TestA").code == 1
     assert (cli("--last-failed").code, cli.ran) == (0, [A2])
@@ -139,12 +139,12 @@ def repository(tmp_path: Path, root: Path) -> Path:
 
 def test_changed_runs_files_that_differ(repository: Path, cli: Cli) -> None:
     done = cli("--changed", "HEAD")
-    assert done.code == 2 and "no test's file, nor a module that one imports, differs from HEAD" in done.err
+    assert done.code == 2 and "no test file, nor a module that it imports, differs from HEAD" in done.err
     (repository / "suites/b/test_two.py").write_text("# changed\n")
     assert (cli("--changed", "HEAD").code, cli.ran) == (0, [C1, C2, D1])
     for revision in ("TestD", "--cached"):
         done = cli(f"--changed={revision}")
-        assert done.code == 2 and "--changed asks git, which fails in" in done.err and revision in done.err
+        assert done.code == 2 and "--changed needs git, which fails in" in done.err and revision in done.err
     assert (cli("TestD", "--changed", "HEAD").code, cli.ran) == (0, [D1])
     git(repository, "commit", "-qam", "two")
     assert cli("--changed", "HEAD").code == 2
@@ -166,13 +166,13 @@ def test_changed_follows_imports(repository: Path, cli: Cli) -> None:
 
 def test_changed_without_git_is_a_usage_error(cli: Cli) -> None:
     done = cli("--changed", "HEAD")
-    assert done.code == 2 and "--changed asks git, which fails in" in done.err
+    assert done.code == 2 and "--changed needs git, which fails in" in done.err
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_everything_once_whatever_this_machine_remembers(cli: Cli) -> None:
+def test_parts_cover_every_test_once_regardless_of_history(cli: Cli) -> None:
     parts = []
     for time_s in (0.25, 500.0):
         cli.executor.endings = {A1: ending(A1, Status.PASSED, time_s)}
@@ -184,24 +184,24 @@ def test_parts_are_everything_once_whatever_this_machine_remembers(cli: Cli) -> 
 def test_parts_are_balanced_by_the_times_of_a_report(cli: Cli) -> None:
     cli.executor.endings = {A1: ending(A1, Status.PASSED, 100.0)}
     cli("--json", "times.jsonl")
-    said = cli("--shard", "1/2", "--times", "times.jsonl").out.splitlines()[0]
+    line = cli("--shard", "1/2", "--times", "times.jsonl").out.splitlines()[0]
     assert cli.ran == [A1, A2]
-    assert re.fullmatch(r"Part 1 of 2: 2 of 6 tests, 100 of 101 s, of plan [0-9a-f]{8}\.", said)
-    assert said[-9:] == cli("--shard", "2/2", "--times", "times.jsonl").out.splitlines()[0][-9:]
+    assert re.fullmatch(r"Part 1 of 2: 2 of 6 tests, 100 of 101 s, of plan [0-9a-f]{8}\.", line)
+    assert line[-9:] == cli("--shard", "2/2", "--times", "times.jsonl").out.splitlines()[0][-9:]
     assert cli.ran == [B1, C1, C2, D1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["--shard", "1/2", "--times", "suites/a/test_one.py"], "which is no file that --json wrote"),
+        (["--shard", "1/2", "--times", "suites/a/test_one.py"], "which is not a file that --json wrote"),
         (["TestA", "--shard", "2/2"], "nothing selected: this part has no tests; divide by fewer"),
         *((["--shard", wrong], f"got '{wrong}', expected I/N") for wrong in ("0/2", "3/2", "2", "a/b")),
     ],
 )
-def test_a_part_that_is_none_is_a_usage_error(cli: Cli, arguments: list[str], told: str) -> None:
+def test_empty_part_is_a_usage_error(cli: Cli, arguments: list[str], message: str) -> None:
     done = cli(*arguments)
-    assert done.code == 2 and told in done.err
+    assert done.code == 2 and message in done.err
 
 
 def test_parts_are_even() -> None:
@@ -222,7 +222,7 @@ def test_a_pass_on_rerun_is_flaky_and_never_passed(cli: Cli, use: Use) -> None:
     assert f"Flaky:\n  {A2}\nFailed:\n  {C1}\n" in done.out and f"FAILED {C1}  0.10 s  attempt 3 of 3\n" in done.out
 
 
-def test_a_flake_fails_the_command_only_if_asked(cli: Cli, use: Use) -> None:
+def test_flake_fails_the_command_only_on_request(cli: Cli, use: Use) -> None:
     for more, code in (([], 0), (["--fail-on-flaky"], 1)):
         use(Flaky(A2=1))
         assert cli("--reruns", "1", *more).code == code
@@ -262,7 +262,7 @@ def test_repeat_runs_everything_and_counts_every_round(cli: Cli, use: Use) -> No
     assert done.out.splitlines()[-1] == "5 passed, 1 failed, 0 skipped"
 
 
-def test_every_report_misses_what_a_later_round_did_not_run(cli: Cli, use: Use) -> None:
+def test_reports_list_tests_missing_from_a_later_round(cli: Cli, use: Use) -> None:
     use(Flaky(lambda executor: vars(executor).update(interrupt_at=A2 if len(executor.ran) >= 3 else "")))
     done = cli("a", "--repeat", "3", "--json", "events", "--junit", "junit.xml")
     assert done.code == 130 and f"Not run: 2 tests, the first of them {A2}" in done.out
@@ -274,7 +274,7 @@ def test_every_report_misses_what_a_later_round_did_not_run(cli: Cli, use: Use) 
 # --- list and history -------------------------------------------------------------------------------------------------
 
 
-def test_a_list_for_machines_has_the_address_of_each_test(cli: Cli) -> None:
+def test_json_list_has_the_address_of_each_test(cli: Cli) -> None:
     (line,) = cli("--list", "TestD", "--json", "-").out.splitlines()
     assert json.loads(line) == {"test": D1, "file": "b/test_two.py", "class": "TestD", "method": "test_1"}
     assert cli("--list", "--json", "list.jsonl").code == 0
@@ -298,7 +298,7 @@ def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {test.split("::")[-1]: took_s for test, (_, took_s) in kept.items()} == {"always": 5.0, "t4": 1.0, "t5": 1.0}
 
 
-def test_a_test_is_expected_to_take_as_long_as_when_it_ran_last(tmp_path: Path) -> None:
+def test_expected_duration_is_the_last_duration(tmp_path: Path) -> None:
     saved(history(tmp_path), ("t", 1.0))
     saved(history(tmp_path), ("t", 1.2))
     saved(history(tmp_path), ("t", 0.0), status=Status.SKIPPED)
@@ -319,7 +319,7 @@ for number in range(40):
 """
 
 
-def test_runners_side_by_side_lose_nothing_of_each_others_history(tmp_path: Path) -> None:
+def test_concurrent_runners_keep_each_others_history(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_RUNNERS, str(tmp_path)]
     runners = [subprocess.Popen([*command, name]) for name in ("A", "B", "C")]
     assert [runner.wait(timeout=100) for runner in runners] == [0, 0, 0]
@@ -328,7 +328,7 @@ def test_runners_side_by_side_lose_nothing_of_each_others_history(tmp_path: Path
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_history_that_is_none_is_no_error(cli: Cli, tmp_path: Path) -> None:
+def test_invalid_history_is_no_error(cli: Cli, tmp_path: Path) -> None:
     assert cli().code == 0
     (path,) = (tmp_path / "cache/history").glob("*.json")
     for text in ("{", "[]", '{"tests": {"a": [[1]]}}', '{"tests": 3}'):

@@ -7,57 +7,55 @@ import itertools
 import pytest
 
 from torch_ext.results import Died, Raised, Remark
-from torch_ext.runner.class_runner import ClassFacts, Next, what_next
+from torch_ext.runner.class_runner import ClassFacts, NextStep, decide_next
 from torch_ext.runner.messages import ClassEnded, ClassLeft
 
 EXITED = Died("It exited with code 0.")
 KILLED = Died("It was killed.")
 RAISED = Raised("KeyboardInterrupt", "Traceback ...")
-ENDED, TOLD, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
+ENDED, REPORTED, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
 
 
 UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
 # Whether a test runs, how many have ended and are left, the last word, and how the process died; then the result.
 CASES = [
-    (ClassFacts(False, 3, 0, ENDED), Next()),
+    (ClassFacts(False, 3, 0, ENDED), NextStep()),
     # A process that never said that it ended fails the class whatever its exit code.
-    (ClassFacts(False, 3, 0, None), Next(cls=EXITED)),
-    (ClassFacts(False, 3, 0, None, KILLED), Next(cls=KILLED)),
-    (ClassFacts(False, 3, 0, ENDED, KILLED), Next(cls=KILLED)),
+    (ClassFacts(False, 3, 0, None), NextStep(cls=EXITED)),
+    (ClassFacts(False, 3, 0, None, KILLED), NextStep(cls=KILLED)),
+    (ClassFacts(False, 3, 0, ENDED, KILLED), NextStep(cls=KILLED)),
     # A running test fails with the cause of the end, and the tests after it run.
-    (ClassFacts(True, 0, 2, None, KILLED), Next(test=KILLED, go_on=True)),
-    (ClassFacts(True, 0, 2, TOLD, KILLED), Next(test=KILLED, go_on=True)),
-    (ClassFacts(True, 0, 2, LEFT, KILLED), Next(test=RAISED, go_on=True)),
+    (ClassFacts(True, 0, 2, None, KILLED), NextStep(test=KILLED, go_on=True)),
+    (ClassFacts(True, 0, 2, REPORTED, KILLED), NextStep(test=KILLED, go_on=True)),
+    (ClassFacts(True, 0, 2, LEFT, KILLED), NextStep(test=RAISED, go_on=True)),
     # A test has reported the interrupt, so no other message repeats it.
-    (ClassFacts(False, 1, 2, TOLD), Next(go_on=True)),
-    (ClassFacts(False, 1, 0, TOLD), Next()),
+    (ClassFacts(False, 1, 2, REPORTED), NextStep(go_on=True)),
+    (ClassFacts(False, 1, 0, REPORTED), NextStep()),
     # Between two tests: the class fails and the rest runs; before the first one, the class ends.
-    (ClassFacts(False, 1, 2, LEFT), Next(cls=RAISED, go_on=True)),
-    (ClassFacts(False, 0, 2, LEFT), Next(cls=RAISED)),
-    (ClassFacts(False, 1, 2, None, KILLED), Next(cls=KILLED, go_on=True)),
-    (ClassFacts(False, 0, 2, None, KILLED), Next(cls=KILLED)),
-    (ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), Next(go_on=True)),
-    (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), Next(cls=KILLED)),
+    (ClassFacts(False, 1, 2, LEFT), NextStep(cls=RAISED, go_on=True)),
+    (ClassFacts(False, 0, 2, LEFT), NextStep(cls=RAISED)),
+    (ClassFacts(False, 1, 2, None, KILLED), NextStep(cls=KILLED, go_on=True)),
+    (ClassFacts(False, 0, 2, None, KILLED), NextStep(cls=KILLED)),
+    (ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), NextStep(go_on=True)),
+    (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), NextStep(cls=KILLED)),
     # Tests that unittest leaves out are missed.
-    (ClassFacts(False, 0, 2, ENDED), Next(cls=UNBEGUN)),
-    (ClassFacts(False, 1, 2, ENDED), Next(go_on=True)),
+    (ClassFacts(False, 0, 2, ENDED), NextStep(cls=UNBEGUN)),
+    (ClassFacts(False, 1, 2, ENDED), NextStep(go_on=True)),
 ]
 
 
 @pytest.mark.parametrize(("facts", "following"), CASES)
-def test_what_follows_the_end_of_a_class_process(facts: ClassFacts, following: Next) -> None:
-    assert what_next(facts, facts.death or EXITED) == following
+def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: NextStep) -> None:
+    assert decide_next(facts, facts.death or EXITED) == following
 
 
 @pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("last", [None, ENDED, TOLD, LEFT])
-def test_of_all_that_can_be_known_only_a_clean_end_is_no_failure(
-    running: bool, last: ClassEnded | ClassLeft | None
-) -> None:
+@pytest.mark.parametrize("last", [None, ENDED, REPORTED, LEFT])
+def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | ClassLeft | None) -> None:
     for ended, left, death, lost in itertools.product((0, 1), (0, 1), (None, KILLED), (False, True)):
         if lost and death is None:
             continue
-        found = what_next(ClassFacts(running, ended, left, last, death, lost), death or EXITED)
+        found = decide_next(ClassFacts(running, ended, left, last, death, lost), death or EXITED)
         assert (found.test is not None) == running
         progress = ended or running or lost
         assert not found.go_on or (left and progress)

@@ -15,7 +15,7 @@ import pytest
 
 from torch_ext.results import Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner import class_process
-from torch_ext.runner.class_process import _ClassResult, _Suite, check_its_calls
+from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.messages import TestEnded, TestStarted
 from torch_ext.world import files, provider
 from torch_ext.world.channel import Channel, channel_pair
@@ -24,7 +24,7 @@ from torch_ext.world.follow import ZygoteLostError
 pytestmark = pytest.mark.usefixtures("before")
 
 
-class Told:
+class FakeChannel:
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
@@ -37,13 +37,13 @@ TESTS = [TestName("test_a.py", "TestA", f"test_{letter}") for letter in "ab"]
 
 def ending(test: unittest.TestCase) -> TestResult:
     """Run one test as a class process does, and return its result."""
-    told = Told()
-    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
-    check_its_calls(test)
+    channel = FakeChannel()
+    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
+    check_calls(test)
     with contextlib.suppress(KeyboardInterrupt):
         run(test, result)
     result.over()
-    (ended,) = (message.result for message in told.messages if isinstance(message, TestEnded))
+    (ended,) = (message.result for message in channel.messages if isinstance(message, TestEnded))
     return ended
 
 
@@ -53,7 +53,7 @@ def run(test: unittest.TestCase, result: _ClassResult) -> None:
     suite.run(result)
 
 
-def test_lost_ranks_are_told_in_one_sentence() -> None:
+def test_lost_ranks_are_reported_in_one_sentence() -> None:
     """A rank of the test may kill the zygote; a traceback of the harness would say nothing about that."""
 
     def lose(self: unittest.TestCase) -> None:
@@ -75,13 +75,13 @@ def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     monkeypatch.setattr(provider, "_zygotes", provider._Zygotes())
     monkeypatch.setattr(files, "use", lambda folder: None)
     waits: list[int] = []
-    told = Told()
-    monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(told.messages)))
-    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
+    channel = FakeChannel()
+    monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(channel.messages)))
+    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
     ours, zygote = channel_pair()
     provider.use(ours, str(tmp_path))
     run(case(), result)
-    assert waits == [] and [type(message) for message in told.messages] == [TestStarted, TestEnded]
+    assert waits == [] and [type(message) for message in channel.messages] == [TestStarted, TestEnded]
     zygote.close()
     if is_forgotten:  # as after a world that lost its zygote
         provider.forget(ours)
@@ -138,7 +138,7 @@ def test_interrupt_is_a_failure_wherever_it_comes(methods: dict[str, Callable[..
     assert ending(case(**methods)).status is Status.FAILED
 
 
-def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
+def test_test_without_a_result_from_unittest_is_a_failure() -> None:
     class Silent(unittest.TestCase):
         def run(self, result: Any = None) -> Any:
             result.startTest(self)
@@ -149,7 +149,7 @@ def test_test_that_unittest_ends_without_a_word_is_a_failure() -> None:
 
     ended = ending(Silent("test_a"))
     assert ended.status is Status.FAILED
-    assert ended.problems == (Remark("unittest ended the test without saying how."),)
+    assert ended.problems == (Remark("unittest ended the test without a result."),)
 
 
 # Bodies of a test, by the word for how they end.
@@ -169,9 +169,7 @@ def fail_in_a_part(self: unittest.TestCase) -> None:
 
 @pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("inner", ["run", "__call__"])
-def test_a_class_that_runs_a_test_again_has_one_result_which_fails_if_unittest_says_so(
-    expected: bool, inner: str
-) -> None:
+def test_class_that_repeats_a_test_has_one_merged_result(expected: bool, inner: str) -> None:
     for number in (1, 2, 3):
         for endings in itertools.product(ENDINGS, repeat=number):
             tests = []
@@ -193,13 +191,13 @@ def test_a_class_that_runs_a_test_again_has_one_result_which_fails_if_unittest_s
             if number == 1 and oracle.wasSuccessful():
                 xfail = Status.XFAIL if oracle.expectedFailures else Status.PASSED
                 assert ended.status is (Status.SKIPPED if oracle.skipped else xfail), endings
-            said = " ".join(str(problem) for problem in ended.problems)
+            message = " ".join(str(problem) for problem in ended.problems)
             for _, trace in oracle.failures + oracle.errors:
-                assert trace.rstrip().rpartition("\n")[2] in said, endings
-            assert ("ran this test" in said) == (number > 1 and ended.status is Status.FAILED)
+                assert trace.rstrip().rpartition("\n")[2] in message, endings
+            assert ("ran this test" in message) == (number > 1 and ended.status is Status.FAILED)
 
 
-def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_of_its_own() -> None:
+def test_test_run_by_another_test_has_a_separate_result() -> None:
     class Beside(unittest.TestCase):
         def run(self, result: Any = None) -> Any:
             super().run(result)
@@ -212,12 +210,12 @@ def test_a_test_that_another_runs_beside_itself_fails_that_one_and_has_a_result_
         def test_b(self) -> None:
             self.fail("b fails")
 
-    told = Told()
-    result = _ClassResult(cast(Channel, told), 2, TESTS, failfast=False)
+    channel = FakeChannel()
+    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
     suite = _Suite(result)
     suite.addTests([Beside("test_a"), Beside("test_b")])
     suite.run(result)
-    ended = [message.result for message in told.messages if isinstance(message, TestEnded)]
+    ended = [message.result for message in channel.messages if isinstance(message, TestEnded)]
     assert [(each.test.method, each.status) for each in ended] == [("test_a", Status.FAILED), ("test_b", Status.FAILED)]
     assert isinstance(ended[0].problems[0], Raised) and "test_b" in ended[0].problems[0].where
 
@@ -240,7 +238,7 @@ def test_method_whose_call_runs_nothing_is_refused(where: str, method: Callable[
     assert isinstance(problem, Raised) and problem.error.startswith(f"TypeError: {where}() returned a ")
 
 
-def test_what_unittest_awaits_is_run_and_the_rest_refused() -> None:
+def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
     class Asynchronous(unittest.IsolatedAsyncioTestCase):
         async def test_runs(self) -> None:
             self.fail("it ran")
@@ -254,8 +252,8 @@ def test_what_unittest_awaits_is_run_and_the_rest_refused() -> None:
     assert isinstance(problem, Raised) and "returned a generator" in problem.error
 
 
-def test_the_method_on_the_instance_stays_what_the_class_made_of_it() -> None:
+def test_method_on_the_instance_is_unchanged() -> None:
     test = case()
     before = test.test_a  # type: ignore[attr-defined]
-    check_its_calls(test)
+    check_calls(test)
     assert test.test_a == before  # type: ignore[attr-defined]

@@ -88,7 +88,7 @@ def test_rerun_lines_start_the_runner_as_it_was_started(
     assert cli.executor.options[-1].command == shown
 
 
-def test_a_list_runs_nothing_and_a_warm_one_needs_no_executor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_runs_nothing_and_cached_list_starts_no_executor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     done = cli("--list", "-i", "distributed/fsdp")
     assert (done.code, done.out.splitlines(), done.err) == (0, [DICT, TUPLE, ONE], "3 tests\n")
     assert cli.executor.plans == []
@@ -100,7 +100,7 @@ def test_a_list_runs_nothing_and_a_warm_one_needs_no_executor(cli: Cli, monkeypa
     assert cli("--list").err == f"4 tests; names of 2 files from the cache in {folder / 'names'}\n"
 
 
-def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_cached_for_each_device(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("--list", "--device", "cpu")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
     cli("--list")
@@ -110,7 +110,7 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reason"),
     [
         (["-i", "distributed/fspd"], "'distributed/fspd' matches no folder, module, class or test; nearest: "),
         (["-x", "TestRcp"], "nearest: TestRpc"),
@@ -123,11 +123,11 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
         (["--timeout", "-1"], "got '-1', expected"),
         (["--timeout", "nan"], "got 'nan', expected"),
         (["--schedule", "soon"], "got 'soon', expected one of early, late, random, random:SEED"),
-        (["--junit="], "argument --junit: got nothing, as from a variable that is not set"),
-        (["--cluster", ""], "argument --cluster: got nothing"),
+        (["--junit="], "argument --junit: got an empty value, as from an unset variable"),
+        (["--cluster", ""], "argument --cluster: got an empty value"),
         (["--cluster", "local:0"], "got '0', expected a whole number of at least 1"),
         (["--cluster", "local:x"], "got 'x', expected a whole number of at least 1"),
-        (["--root", "nowhere"], "nowhere, which is no folder"),
+        (["--root", "nowhere"], "nowhere, which is not a folder"),
         (["--start-method", "spawn"], "invalid choice"),
         (["--no-such-option"], "there is no option --no-such-option; see --help"),
         (["--faifast"], "there is no option --faifast; nearest: --failfast"),
@@ -138,10 +138,10 @@ def test_names_are_remembered_for_each_device(cli: Cli, monkeypatch: pytest.Monk
         (["-i"], "expected at least one argument"),
     ],
 )
-def test_a_usage_error_is_exit_code_2_and_says_what_to_type(cli: Cli, arguments: list[str], said: str) -> None:
+def test_usage_error_exits_with_2_and_a_remedy(cli: Cli, arguments: list[str], reason: str) -> None:
     done = cli(*arguments)
     assert (done.code, done.out, cli.executor.plans) == (2, "", [])
-    assert said in done.err
+    assert reason in done.err
 
 
 def test_a_root_without_tests_selects_nothing(cli: Cli, root: Path) -> None:
@@ -195,14 +195,14 @@ def test_a_broken_file_fails_a_run_that_asks_for_it(broken: Cli, arguments: list
     assert bool(broken.executor.plans) == (code == 0)
 
 
-def test_files_that_were_asked_for_and_have_no_test_are_told(cli: Cli) -> None:
+def test_requested_files_without_tests_are_reported(cli: Cli) -> None:
     cli.executor.fake_collector.layout = {**LAYOUT, RPC: []}
     for patterns in ((), ("distributed",), (RPC, INPUT)):
         done = cli(*patterns)
         assert done.code == 0 and done.err.startswith(f"warning: no test in {RPC}; "), patterns
     assert cli("TestInput").err == "", "it means no file"
     done = cli(RPC)
-    assert done.code == 2 and f"nothing selected: no test in {RPC}; functions and classes without a base" in done.err
+    assert done.code == 2 and f"nothing selected: no test in {RPC}; pytest runs functions and classes" in done.err
 
 
 def test_a_broken_file_fails_the_list(broken: Cli) -> None:
@@ -218,7 +218,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_prints_what_is_known(cli: Cli) -> None:
+def test_interrupt_prints_the_results_so_far(cli: Cli) -> None:
     cli.executor.interrupt_at = ONE
     done = cli()
     assert done.code == 130 and "Interrupted.\nNot run: 2 tests" in done.out
@@ -230,7 +230,7 @@ def test_an_interrupt_prints_what_is_known(cli: Cli) -> None:
 # --- names that were cached -------------------------------------------------------------------------------------------
 
 
-def test_a_run_imports_its_files_and_runs_what_they_hold_whatever_was_cached(cli: Cli) -> None:
+def test_run_uses_imported_names_instead_of_cached_ones(cli: Cli) -> None:
     cli("--list")
     collector = cli.executor.fake_collector
     collector.layout = {**LAYOUT, INPUT: ["TestInput.test_dict", "TestInput.test_more", "TestNew.test_n"]}
@@ -243,7 +243,7 @@ def test_a_run_imports_its_files_and_runs_what_they_hold_whatever_was_cached(cli
     assert (done.code, cli.ran) == (1, [CALL]) and "ImportError: gone" in done.out
 
 
-def test_parts_are_divided_by_what_files_hold(cli: Cli) -> None:
+def test_parts_are_divided_by_imported_names(cli: Cli) -> None:
     """Machines must agree on the parts, whatever each has cached."""
     cli("--list")
     cli.executor.fake_collector.layout = {**LAYOUT, RPC: ["TestRpc.test_call", "TestMany.test_1", "TestMany.test_2"]}
@@ -278,15 +278,15 @@ def run_in(root: Path, *arguments: str, before: str = "", **how: Any) -> subproc
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
-def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, closed: int) -> None:
-    told = "error: stdout is closed, and the report goes there; give one, such as > /dev/null\n"
+def test_closed_stdout_is_one_sentence_and_other_closed_streams_are_harmless(root: Path, closed: int) -> None:
+    message = "error: stdout is closed, but the report needs it; redirect it, such as > /dev/null\n"
     done = run_in(root, preexec_fn=lambda: os.close(closed))
-    assert (done.returncode, done.stderr) == ((2, told) if closed == 1 else (0, ""))
+    assert (done.returncode, done.stderr) == ((2, message) if closed == 1 else (0, ""))
     assert closed == 1 or done.stdout.endswith("1 passed, 0 failed, 0 skipped\n")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "error: the report cannot be written: "),
         (["--show-config"], "error: the list of options cannot be written to stdout: "),
@@ -296,12 +296,12 @@ def test_a_closed_stdout_is_one_sentence_and_the_others_do_no_harm(root: Path, c
         (["--junit", "/dev/full"], "error: the JUnit report cannot be written to /dev/full: "),
     ],
 )
-def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], told: str) -> None:
+def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], message: str) -> None:
     with open(os.devnull if "/dev/full" in arguments else "/dev/full", "w") as stdout:
         done = run_in(root, *arguments, stdout=stdout.fileno())
     assert done.returncode == 1
-    (said,) = done.stderr.splitlines()
-    assert said.startswith(told) and "No space left" in said
+    (reason,) = done.stderr.splitlines()
+    assert reason.startswith(message) and "No space left" in reason
 
 
 def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: 
     assert done.stderr == "error: the working directory is gone; change to one that exists\n"
 
 
-def test_what_the_locale_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None:
+def test_characters_outside_the_locale_are_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "é"
     folder.mkdir()
     (folder / "test_ü.py").write_text(
@@ -322,18 +322,18 @@ def test_what_the_locale_has_no_letters_for_is_spelt_out(tmp_path: Path) -> None
         assert done.returncode == 0 and "\\x" in done.stdout, done
 
 
-def test_a_cache_of_others_is_one_sentence_and_costs_only_time(cli: Cli, root: Path) -> None:
+def test_untrusted_cache_is_one_sentence_and_is_not_used(cli: Cli, root: Path) -> None:
     (root.parent / "cache").mkdir()
     (root.parent / "cache").chmod(0o777)
     for _ in range(2):
         done = cli()
-        (told,) = done.err.splitlines()
-        assert done.code == 0 and told.startswith("warning: the cache is not used because others may write ")
+        (message,) = done.err.splitlines()
+        assert done.code == 0 and message.startswith("warning: the cache is not used because others may write ")
         assert cli.asked == sorted(LAYOUT)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--list"]])
-def test_a_reader_that_leaves_is_an_interrupt_without_a_traceback(root: Path, arguments: list[str]) -> None:
+def test_closed_pipe_is_an_interrupt_without_a_traceback(root: Path, arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = run_in(root, *arguments, stdout=writer)
@@ -360,7 +360,7 @@ def alone(cli: Cli) -> Cli:
         (["-k", "tuple", "-k", "one"], [TUPLE, ONE]),
     ],
 )
-def test_a_file_by_itself_takes_the_spellings_of_unittest_and_is_always_asked_anew(
+def test_single_file_accepts_unittest_names_and_ignores_the_cache(
     alone: Cli, root: Path, arguments: list[str], expected: list[str]
 ) -> None:
     for _ in range(2):
@@ -369,7 +369,7 @@ def test_a_file_by_itself_takes_the_spellings_of_unittest_and_is_always_asked_an
         assert alone.asked == ["test_input.py"]
 
 
-def test_a_file_by_itself_reruns_by_itself(alone: Cli, root: Path) -> None:
+def test_single_file_has_its_own_rerun_command(alone: Cli, root: Path) -> None:
     alone.executor.endings = {name: ending(name) for name in ["test_input.py::TestMore::test_one"]}
     done = alone.of_file(root / INPUT, "-f", "--device", "cpu")
     assert done.code == 1 and f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in done.out
@@ -377,18 +377,18 @@ def test_a_file_by_itself_reruns_by_itself(alone: Cli, root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--changed", "HEAD"], "there is no option --changed"),
         (["TestInptu"], "'TestInptu' matches no folder, module, class or test; nearest: TestInput"),
         (["--root", "elsewhere"], ""),
     ],
 )
-def test_a_file_by_itself_refuses_options_of_the_runner_and_what_it_does_not_hold(
-    alone: Cli, root: Path, flags: list[str], told: str
+def test_single_file_refuses_runner_options_and_foreign_tests(
+    alone: Cli, root: Path, flags: list[str], message: str
 ) -> None:
     done = alone.of_file(root / INPUT, *flags)
-    assert done.code == 2 and told in done.err
+    assert done.code == 2 and message in done.err
 
 
 def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(cli: Cli) -> None:

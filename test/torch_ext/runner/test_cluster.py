@@ -20,7 +20,7 @@ import pytest
 
 from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.hosts import Share
+from torch_ext.runner.cluster.hosts import HostRanks
 from torch_ext.runner.cluster.machines import Machines
 from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.options import RunOptions
@@ -184,7 +184,7 @@ def address() -> Iterator[str]:
 
 
 @needs_ray
-def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, address: str) -> None:
+def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: str) -> None:
     notes, suite = tmp_path / "notes", tmp_path / "suite"
     notes.mkdir()
     suite.mkdir()
@@ -209,11 +209,11 @@ def test_what_a_lost_machine_took_along_runs_again_elsewhere(tmp_path: Path, add
             runner.kill()
             raise
     assert runner.returncode == 1, (out, err)
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    ended: dict[str, Any] = {one["test"]: one["status"] for one in told if one["event"] == "result"}
+    recorded = [json.loads(line) for line in events.read_text().splitlines()]
+    ended: dict[str, Any] = {one["test"]: one["status"] for one in recorded if one["event"] == "result"}
     assert Counter(ended.values()) == {"passed": 6, "failed": 1}, (out, err)
     assert ended["test_all.py::TestOne::test_fails"] == "failed" and "look at" not in err
-    assert len([one for one in told if one["event"] == "result"]) == 7, "each test has one result"
+    assert len([one for one in recorded if one["event"] == "result"]) == 7, "each test has one result"
     assert "is lost (" in err and "2 tests of test_all.py::TestLost run again elsewhere" in err
     lost = (notes / "TestLost.test_2_lost").read_text().splitlines()
     assert len(lost) == 2 and len({line.split()[0] for line in lost}) == 2, "it ran again on the other machine"
@@ -247,8 +247,8 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Pa
             runner.kill()
             raise
     _await_end(Path(folder))
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    results = {one["test"].removeprefix("test_hosts.py::"): one for one in told if one["event"] == "result"}
+    recorded = [json.loads(line) for line in events.read_text().splitlines()]
+    results = {one["test"].removeprefix("test_hosts.py::"): one for one in recorded if one["event"] == "result"}
     ended = {name: one["status"] for name, one in results.items()}
     assert ended == {
         "TestPair::test_passes": "passed",
@@ -290,13 +290,13 @@ def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str
     return note.read_text()
 
 
-def test_without_ray_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="--cluster needs Ray, which is not installed here; install it with: pip inst"):
         Machines(RunOptions(Path("/root"), cluster="local:2"))
 
 
-class Kept(Share):
+class Recorder(HostRanks):
     """A host that records its messages."""
 
     def __init__(self, host: int, sent: list[Line]) -> None:
@@ -307,14 +307,14 @@ class Kept(Share):
         self.heard.append(line.payload)
 
 
-def test_messages_that_overtake_each_other_are_taken_in_their_order() -> None:
+def test_messages_that_overtake_each_other_are_handled_in_order() -> None:
     sent: list[Line] = []
-    first, second, taker = Kept(1, sent), Kept(2, sent), Kept(0, [])
+    first, second, receiver = Recorder(1, sent), Recorder(2, sent), Recorder(0, [])
     for number in range(3):
         first.send(0, 1, RankStream.OUTPUT, f"first {number}")
         second.send(0, 1, RankStream.OUTPUT, f"second {number}")
     for line in sorted(sent, key=lambda line: (line.source, -line.sequence)):
-        taker.take(line)
-    assert taker.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
-    for each in (first, second, taker):
+        receiver.handle(line)
+    assert receiver.heard == [f"{name} {number}" for name in ("first", "second") for number in range(3)]
+    for each in (first, second, receiver):
         each.close()

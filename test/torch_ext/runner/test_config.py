@@ -71,9 +71,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert found["verbosity"] == ("1", file)
 
 
-def test_what_is_shown_can_be_typed_and_every_option_is_shown(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shown_configuration_lists_every_option_as_typed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["-j", "2", "--shard", "2/3", "--root", str(project), "--show-config"])
     found = shown(capsys)
@@ -82,10 +80,10 @@ def test_what_is_shown_can_be_typed_and_every_option_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
-        ("rerun = 1", "has the key 'rerun', which is no option; nearest: reruns"),
-        ("zzz = 1", "has the key 'zzz', which is no option; see --help"),
+        ("rerun = 1", "has the unknown key 'rerun'; nearest: reruns"),
+        ("zzz = 1", "has the unknown key 'zzz'; see --help"),
         ("reruns = -1", "argument --reruns: got '-1', expected a whole number of at least 0"),
         ("reruns = true", "reruns of [tool.torch_ext]: got true, expected a value"),
         ('failfast = "yes"', "failfast of [tool.torch_ext]: got yes, expected true or false"),
@@ -93,14 +91,14 @@ def test_what_is_shown_can_be_typed_and_every_option_is_shown(
         ("reruns = ", "cannot be read: "),
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(project: Path, text: str, said: str) -> None:
+def test_invalid_configuration_is_refused(project: Path, text: str, sentence: str) -> None:
     write(project, text)
     line = refused()
-    assert said in line and str(project / "pyproject.toml") in line
+    assert sentence in line and str(project / "pyproject.toml") in line
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "said"),
+    ("variable", "text", "sentence"),
     [
         ("TORCH_EXT_OPTIONS", "--rerun 1", "TORCH_EXT_OPTIONS: there is no option --rerun; nearest: --reruns"),
         ("TORCH_EXT_OPTIONS", "'", "TORCH_EXT_OPTIONS: No closing quotation"),
@@ -115,10 +113,10 @@ def test_a_configuration_that_makes_no_sense_is_refused(project: Path, text: str
     ],
 )
 def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
-    project: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, said: str
+    project: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, sentence: str
 ) -> None:
     monkeypatch.setenv(variable, text)
-    assert said in refused()
+    assert sentence in refused()
 
 
 def test_a_file_without_our_section_is_passed_over(project: Path) -> None:
@@ -127,7 +125,7 @@ def test_a_file_without_our_section_is_passed_over(project: Path) -> None:
     assert parse(["--root", str(project)]).reruns == 1
 
 
-def test_patterns_of_the_file_give_way_to_those_that_are_typed(project: Path) -> None:
+def test_typed_patterns_replace_configured_patterns(project: Path) -> None:
     write(project, 'root = "suites"\ninclude = ["a"]\nexclude = "slow"')
     assert parse([]).include == ("a",) and parse([]).exclude == ("slow",)
     assert parse(["b"]).include == ("b",)
@@ -213,11 +211,11 @@ def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> No
         ("run_test.py distributed/fsdp/test_fsdp_inp", "distributed/fsdp/test_fsdp_input.py "),
     ],
 )
-def test_the_command_answers_a_shell(tmp_path: Path, line: str, found: str) -> None:
-    told = tmp_path / "told"
+def test_command_completes_for_a_shell(tmp_path: Path, line: str, found: str) -> None:
+    completions = tmp_path / "told"
     asked = {
-        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(told),
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions),
         "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n",
     }  # fmt: skip
     done = python(RUN_TEST, **asked)
-    assert done.returncode == 0 and sorted(told.read_text().split()) == found.split(), done
+    assert done.returncode == 0 and sorted(completions.read_text().split()) == found.split(), done

@@ -75,8 +75,8 @@ class TestOdd(DistributedTestBase):
 def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path: Path) -> None:
     (tmp_path / "test_hosts.py").write_text(SUITE)
     done = python(RUN_TEST, "--root", tmp_path, "--device", "cpu", "--json", "-", folder=tmp_path)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    results = {one["method"]: one for one in told if one["event"] == "result"}
+    recorded = [json.loads(line) for line in done.stdout.splitlines()]
+    results = {one["method"]: one for one in recorded if one["event"] == "result"}
     assert {name: one["status"] for name, one in results.items()} == {
         "test_passes": "passed",
         "test_fails_on_host_1": "failed",
@@ -88,13 +88,13 @@ def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(
     assert re.search(r"^rank 2 raised ValueError at \S+: only here", failure["text"], re.M)
     assert re.search(r"^  rank 2 on host 1 raised ValueError at \S+: only here  <- first", failure["text"], re.M)
     assert [one["host"] for one in failure["problems"][0]["ranks"]] == ["host 0", "host 0", "host 1", "host 1"]
-    assert "got 3 ranks for 2 hosts, expected as many on each" in results["test_cannot_be_divided"]["text"]
-    (plan,) = (one for one in told if one["event"] == "plan")
+    assert "got 3 ranks for 2 hosts, expected a multiple of 2" in results["test_cannot_be_divided"]["text"]
+    (plan,) = (one for one in recorded if one["event"] == "plan")
     assert {one["class"]: one["hosts"] for one in plan["tests"]} == {"TestPair": 2, "TestKept": 2, "TestOdd": 2}
 
 
 @pytest.mark.parametrize(("asked", "number"), [(2, 2), (1, 1), (0, 1), (-3, 1), (True, 1), ("2", 1), (["a", "b"], 1)])
-def test_only_a_number_asks_for_hosts(asked: object, number: int) -> None:
+def test_hosts_must_be_a_number(asked: object, number: int) -> None:
     assert settings.hosts_of(type("TestA", (), {"hosts": asked})) == number
 
 

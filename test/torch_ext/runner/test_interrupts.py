@@ -21,17 +21,17 @@ def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> N
             done.append("outer")
         done.append("never")
     assert done == ["inner", "outer"]
-    interrupts.give_back()
+    interrupts.restore()
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_after_the_first_interrupt_the_process_cleans_up_in_peace(before: object) -> None:
+def test_further_interrupts_do_not_disturb_the_cleanup(before: object) -> None:
     interrupts = Interrupts(once=True)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     for _ in range(3):
         signal.raise_signal(signal.SIGINT)
-    interrupts.give_back()
+    interrupts.restore()
 
 
 def test_each_interrupts_a_class_process(before: object) -> None:
@@ -39,19 +39,19 @@ def test_each_interrupts_a_class_process(before: object) -> None:
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    interrupts.give_back()
+    interrupts.restore()
 
 
 def test_ignored_interrupts_stay_ignored(before: object) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts = Interrupts()
     signal.raise_signal(signal.SIGINT)
-    interrupts.give_back()
+    interrupts.restore()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 @pytest.mark.processes
-def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) -> None:
+def test_supervisor_handles_sigterm_and_children_do_not(before: object) -> None:
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM))
     child = os.fork()
     if not child:
@@ -63,11 +63,11 @@ def test_a_supervisor_takes_sigterm_too_and_its_children_do_not(before: object) 
         signal.raise_signal(signal.SIGTERM)
     assert interrupts.number == signal.SIGTERM
     signal.raise_signal(signal.SIGINT)
-    interrupts.give_back()
+    interrupts.restore()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it is about to leave with its own exit code"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_without_anybody_who_takes_them_interrupts_are_not_held(before: object) -> None:
+def test_interrupts_are_not_held_without_a_handler(before: object) -> None:
     with pytest.raises(KeyboardInterrupt), held():
         signal.raise_signal(signal.SIGINT)

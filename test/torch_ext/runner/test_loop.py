@@ -10,14 +10,14 @@ import pytest
 from torch_ext.runner.loop import Loop, Pause, Task
 
 
-def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
+def test_task_continues_when_its_file_is_readable() -> None:
     pipes = [os.pipe() for _ in range(2)]
-    said: list[str] = []
+    log: list[str] = []
 
     def task(name: str, reader: int) -> Task[None]:
-        said.append(f"{name} waits")
+        log.append(f"{name} waits")
         yield Pause((reader,), time.monotonic() + 60)
-        said.append(f"{name} reads {os.read(reader, 1).decode()}")
+        log.append(f"{name} reads {os.read(reader, 1).decode()}")
 
     loop = Loop()
     for name, (reader, _) in zip("ab", pipes, strict=True):
@@ -25,7 +25,7 @@ def test_each_task_goes_on_when_what_it_waits_for_has_come() -> None:
     for number in (1, 0):
         os.write(pipes[number][1], b"x")
         loop.turn()
-    assert said == ["a waits", "b waits", "b reads x", "a reads x"] and not loop
+    assert log == ["a waits", "b waits", "b reads x", "a reads x"] and not loop
     for pipe in pipes:
         for descriptor in pipe:
             os.close(descriptor)
@@ -66,7 +66,7 @@ def test_tasks_that_are_not_done_clean_up_when_the_loop_closes() -> None:
     assert sorted(cleaned) == [0, 1, 2] and not loop
 
 
-def test_a_tick_comes_while_all_wait() -> None:
+def test_loop_ticks_while_all_tasks_wait() -> None:
     ticks: list[int] = []
 
     def task() -> Task[None]:
@@ -81,7 +81,7 @@ def test_a_tick_comes_while_all_wait() -> None:
     loop.close()
 
 
-def test_what_a_task_raises_leaves_the_loop() -> None:
+def test_exception_of_a_task_leaves_the_loop() -> None:
     def task() -> Task[None]:
         yield Pause((), 0.0)
         raise ValueError("no")

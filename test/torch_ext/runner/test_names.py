@@ -15,7 +15,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.names import Collected, NameCache, collect_names, describe, find_test_files, surroundings
+from torch_ext.runner.names import Collected, NameCache, collect_names, describe, environment_key, find_test_files
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 ALL, FIRST = sorted(LAYOUT), ["a/test_a.py"]
@@ -92,14 +92,14 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
             damage(tests=None),
             damage(tests=[["TestA"]]),
             damage(tests=["ab"] * 2 + [[]]),
-            damage(surroundings=None),
+            damage(environment_key=None),
         )
     ),
 ]
 
 
 @pytest.mark.parametrize(("between", "asked"), BETWEEN)
-def test_a_second_run_imports_what_has_changed_or_cannot_be_trusted(
+def test_second_run_imports_changed_and_untrusted_files(
     run: Runs, between: Callable[[Runs], object], asked: list[str]
 ) -> None:
     assert run() == (EXPECTED, ALL)
@@ -115,7 +115,7 @@ def test_a_changed_test_file_is_imported_for_its_new_names(run: Runs) -> None:
     assert run() == ([["a/test_a.py::TestA::test_3"], []], FIRST)
 
 
-def test_other_surroundings_make_names_stale_but_two_devices_do_not_displace_each_other(run: Runs) -> None:
+def test_changed_environment_makes_names_stale_and_devices_have_separate_entries(run: Runs) -> None:
     for other in ({}, {"device": "sim"}):
         assert run({**AROUND, **other})[1] == ALL
     assert run()[1] == run({**AROUND, "device": "sim"})[1] == []
@@ -163,24 +163,24 @@ def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
-def test_surroundings_tell_the_installed_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_key_differs_by_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
     import torch_ext
 
-    found = surroundings("cpu")
+    found = environment_key("cpu")
     assert found is not None
     assert found["torch"] == metadata.version("torch")
     assert found["torch_ext"] == torch_ext.__version__
     assert found["device"] == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-    assert surroundings("cpu") != found
+    assert environment_key("cpu") != found
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert surroundings("cpu") is None
+    assert environment_key("cpu") is None
 
 
 def test_a_name_belongs_to_the_root_it_was_found_below(run: Runs, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
     assert [file.name for file in find_test_files(tmp_path)] == sorted(names)
 
 
-def test_files_may_be_called_otherwise(tmp_path: Path) -> None:
+def test_files_of_other_patterns_are_found(tmp_path: Path) -> None:
     write_suite(tmp_path, dict.fromkeys(["a/api_test.py", "a/test_api.py", "a/contest.py"], ()))
     assert [file.name for file in find_test_files(tmp_path, like=("test_*.py", "*_test.py"))] == [
         "a/api_test.py",
@@ -237,7 +237,7 @@ def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: P
     }
 
 
-def test_this_file_is_called_what_pytest_calls_it() -> None:
+def test_module_name_matches_pytest() -> None:
     path = Path(__file__).resolve()
     file = describe(path, path.parents[2])
     assert (file.name, file.module) == ("torch_ext/runner/test_names.py", __name__)

@@ -24,7 +24,7 @@ def event(word: str) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("happens", "told"),
+    ("happens", "expected"),
     [
         ("C1 C. +A1 B1 A1", "+A1 A1"),
         ("C1 C. B1 A1 A.", "A1 A. B1"),
@@ -34,9 +34,9 @@ def event(word: str) -> Event:
         ("C1 A. round B1 C1 A1", "A. C1 round A1"),  # B waits for A again
     ],
 )
-def test_the_first_class_passes_through_and_the_rest_waits(happens: str, told: str) -> None:
+def test_the_first_class_passes_through_and_the_rest_waits(happens: str, expected: str) -> None:
     handed_on: list[Event] = []
     ordered = InOrder(PLAN, handed_on.append)
     for word in happens.split():
         ordered(event(word))
-    assert handed_on == [event(word) for word in told.split()]
+    assert handed_on == [event(word) for word in expected.split()]

@@ -89,19 +89,19 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (("--slots", "8", "-n", "2"), 0, "-n 2 runs at most 2 classes at a time on slots"),
         (("-n", "1"), 0, "-n starts processes that know nothing of each other's ranks; --slots auto shares the cores"),
         (("--slots", "none"), 4, "got --slots 'none', expected a number above 0, auto or off"),
     ],
 )
-def test_how_many_run_at_once_is_slots_or_pytest_says_why_not(
-    tmp_path: Path, arguments: tuple[str, ...], code: int, told: str
+def test_concurrency_follows_slots_or_pytest_explains(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_pytest(*PLUGIN, *arguments, "-k", "test_function")
-        assert told in run.out + run.err and run.code == code, run
+        assert message in run.out + run.err and run.code == code, run
         assert ("[gw" in run.out) == (arguments[0] == "-n"), run
 
 
@@ -157,7 +157,7 @@ execute.RunExecutor.run = interrupted
 """
 
 
-def test_an_interrupt_reports_what_has_ended_before_its_turn_has_come(tmp_path: Path) -> None:
+def test_interrupt_reports_finished_tests_out_of_order(tmp_path: Path) -> None:
     with suite_of(tmp_path, INTERRUPTED) as suite:
         (tmp_path / "conftest.py").write_text(CTRL_C)
         run = suite.run_pytest(*PLUGIN, "--slots", "8")

@@ -141,7 +141,7 @@ def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_the_stream_cannot_encode_is_escaped(terminal: bool) -> None:
+def test_unencodable_characters_are_escaped(terminal: bool) -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     stream.isatty = lambda: terminal  # type: ignore[method-assign]
@@ -167,19 +167,19 @@ def test_reasons_and_warnings_are_grouped_and_the_frequent_come_first() -> None:
     assert "Skipped:\n     2  often\n     1  rare\n     1  no reason given\nWarnings:\n     2  old torch\n" in text
 
 
-def test_a_process_that_is_left_behind_is_told_with_its_test() -> None:
-    told = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
-    text = report([TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", told))])
-    assert text.startswith(f"LEAK {ONE.id}: {told}\n")
+def test_leftover_process_is_reported_with_its_test() -> None:
+    reported = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
+    text = report([TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", reported))])
+    assert text.startswith(f"LEAK {ONE.id}: {reported}\n")
 
 
-def test_a_run_of_skips_only_is_said_to_have_run_nothing() -> None:
-    said = "Nothing ran: every test was skipped."
-    assert said in report([skipped(ONE), skipped(TWO)])
-    assert said not in report([skipped(ONE), passed(TWO)])
+def test_run_of_skips_only_reports_that_nothing_ran() -> None:
+    sentence = "Nothing ran: every test was skipped."
+    assert sentence in report([skipped(ONE), skipped(TWO)])
+    assert sentence not in report([skipped(ONE), passed(TWO)])
 
 
-def test_a_planned_test_without_a_result_is_shown_and_is_no_pass() -> None:
+def test_planned_test_without_a_result_is_reported_and_fails_the_run() -> None:
     text = report([passed(ONE)], [ONE, TWO, THREE])
     assert "fsdp/test_a.py::TestA  1 passed, 2 not run  1.50 s\n" in text
     assert f"Not run: 2 tests, the first of them {TWO.id}\n" in text

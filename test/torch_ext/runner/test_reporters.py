@@ -133,7 +133,7 @@ def tags(case: ElementTree.Element) -> list[str]:
     return [child.tag for child in case]
 
 
-def test_a_file_that_skips_as_a_whole_is_not_said_to_have_failed(tmp_path: Path) -> None:
+def test_file_that_skips_as_a_whole_has_not_failed(tmp_path: Path) -> None:
     case = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n"
     (tmp_path / "test_a.py").write_text(case)
     (tmp_path / "test_b.py").write_text(f"{case}raise unittest.SkipTest('no cluster')\n")
@@ -175,16 +175,16 @@ def test_junit_has_every_ending(ran: Ran, name: str, found: Sequence[str]) -> No
     assert tags(ran.cases[name]) == found
 
 
-def test_junit_counts_what_it_holds(ran: Ran) -> None:
+def test_junit_counts_match_its_cases(ran: Ran) -> None:
     for suite in (ran.suites, *ran.suites):
         for name, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             if name in suite.attrib:
                 assert int(suite.attrib[name]) == len(list(suite.iter(tag))), (suite.attrib, tag)
 
 
-def test_junit_says_what_became_of_each_rank(ran: Ran) -> None:
-    (told,) = ran.cases["test_passes"].findall("system-out")
-    assert told.text == "rank 0 passed\nrank 1 passed"
+def test_junit_reports_the_ending_of_each_rank(ran: Ran) -> None:
+    (output,) = ran.cases["test_passes"].findall("system-out")
+    assert output.text == "rank 0 passed\nrank 1 passed"
     case = ran.cases["test_crashes"]
     zero, one = (each.text or "" for each in case.findall("system-out"))
     assert zero.startswith("rank 0 was stopped") and "last words of 0" in zero
@@ -197,7 +197,7 @@ def test_junit_says_what_became_of_each_rank(ran: Ran) -> None:
     assert hung is not None and "rank 1" in hung.attrib["message"]
 
 
-def test_junit_spells_out_what_xml_cannot_hold(ran: Ran) -> None:
+def test_junit_escapes_characters_invalid_in_xml(ran: Ran) -> None:
     text = "".join(each.text or "" for each in ran.cases["test_fails"].findall("system-out"))
     assert r"\x1b[31mred\x1b[0m \x00 ]]> <&> \ufffe" in text
     failure = ran.cases["test_fails"].find("failure")
@@ -213,7 +213,7 @@ def test_json_lines_begin_and_end(ran: Ran) -> None:
     assert end["not_run"] == ["test_all.py::TestSetUp::test_never"] and not end["interrupted"]
 
 
-def test_json_lines_tell_every_attempt_at_a_test_between_its_beginning_and_the_next(ran: Ran) -> None:
+def test_json_lines_report_every_attempt_in_order(ran: Ran) -> None:
     first, second = ran.results("test_flakes")
     assert (first["status"], first["attempt"], first["again"]) == ("failed", 1, True)
     assert (second["status"], second["attempt"], second["again"]) == ("flaky", 2, False)
@@ -231,7 +231,7 @@ def test_json_lines_hold_each_rank(ran: Ran) -> None:
     assert ran.results("test_dies")[0]["problems"][0]["summary"].endswith("exited with code 3.")
 
 
-def test_all_reports_tell_the_same(ran: Ran) -> None:
+def test_all_reports_agree(ran: Ran) -> None:
     last = {one["method"]: one["counts_as"] for one in ran.events if one["event"] == "result" and one["method"]}
     words = {"failure": "failed", "error": "failed", "flakyFailure": "flaky", "skipped": "skipped"}
     for method, counted in last.items():
@@ -259,7 +259,7 @@ def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_pat
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "cannot be written to file/report: " in done.stderr and "Ran" not in done.stdout
     done = run(tmp_path, f"{flag}=test_a.py")
-    assert done.returncode == 2 and "is no place for a report" in done.stderr
+    assert done.returncode == 2 and "test_a.py, a Python file" in done.stderr
     assert (tmp_path / "test_a.py").read_text() == PASSING
 
 

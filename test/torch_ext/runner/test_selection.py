@@ -75,7 +75,7 @@ def test_no_pattern_selects_everything() -> None:
         ("TestTop.test_top", (6,)),
     ],
 )
-def test_every_spelling_selects_what_it_names(pattern: str, numbers: tuple[int, ...]) -> None:
+def test_every_spelling_selects_its_tests(pattern: str, numbers: tuple[int, ...]) -> None:
     assert choose([pattern])[1] == ids(*numbers)
     rest = [number for number in range(len(TESTS)) if number not in numbers]
     assert choose(exclude=[pattern])[1] == ids(*rest)
@@ -117,8 +117,8 @@ def test_a_mistyped_pattern_is_named_with_what_comes_nearest(pattern: str, near:
     for include, exclude in (([pattern], []), ([TOP, pattern], []), ([], [pattern])):
         with pytest.raises(SelectionError) as raised:
             choose(include, exclude)
-        said, _, nearest = str(raised.value).partition("; nearest: ")
-        assert repr(pattern) in said
+        message, _, nearest = str(raised.value).partition("; nearest: ")
+        assert repr(pattern) in message
         assert near in nearest.split(", ")
 
 
@@ -156,7 +156,7 @@ def test_including_names_of_excluded_files_selects_nothing_quietly() -> None:
         ([INPUT], False),
     ],
 )
-def test_a_broken_file_counts_only_where_it_could_hold_what_was_asked_for(include: list[str], suspected: bool) -> None:
+def test_broken_file_counts_only_if_it_may_hold_selected_tests(include: list[str], suspected: bool) -> None:
     selection = select_files(FILES, include, (), PREFIXES)
     known = [test for test in TESTS if test.file in selection.files and test.file != RPC]
     assert select_tests(selection, known, [RPC]).broken == ((RPC,) if suspected else ())

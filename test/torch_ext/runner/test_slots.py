@@ -75,11 +75,11 @@ def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it() -> 
     assert makespan(recorded, Packed(1, strict=True), 64) == pytest.approx(sum(batch.expected_s for batch in recorded))
 
 
-def test_no_more_classes_run_at_once_than_asked_for() -> None:
+def test_concurrent_classes_stay_below_the_limit() -> None:
     assert most_at_once(simulate(plan(RECORDED), Packed(3), 64)) == 3
 
 
-def test_the_longest_goes_first_and_what_does_not_fit_waits() -> None:
+def test_longest_class_starts_first_and_oversized_class_waits() -> None:
     spans = simulate(plan([(1, 2, 0), (5, 3, 0), (4, 2, 0), (2, 1, 0)]), Packed(9), 4)
     assert [(span.batch.cls, span.begun_s) for span in spans] == [
         ("C1_0", 0), ("C3_0", 0), ("C2_0", 5), ("C0_0", 5)

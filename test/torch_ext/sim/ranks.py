@@ -27,7 +27,7 @@ from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.follow import RankTask, start_world
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Farewell, Receipt, Said
+from torch_ext.world.protocol import Exiting, RankStatus, Receipt
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
@@ -81,7 +81,7 @@ def run(
         of_body = (body.__module__, body.__name__)
         tasks = [RankTask(_in_group, (rank, world_size, folder, of_body, args, options)) for rank in range(world_size)]
         zygote = provider.zygote_for(body.__module__)
-        with start_world(zygote, tasks, spares=settings.spares_wanted(world_size)) as world:
+        with start_world(zygote, tasks, spares=settings.spare_count(world_size)) as world:
             death = None if killed is None else -by
             outcomes = world.wait(Limits(test_s=DEADLINE_S), expected_exit=death)
             _check(outcomes, killed, death, time.monotonic() - world.started_s)
@@ -107,8 +107,8 @@ def leave() -> None:
     """End this rank with success and without leaving its group, which is broken or already gone."""
     rank = world_rank.current()
     assert rank is not None
-    rank.report(Receipt(Said.PASSED, time.monotonic()))
-    rank.say(Farewell())
+    rank.report(Receipt(RankStatus.PASSED, time.monotonic()))
+    rank.try_send(Exiting())
     os._exit(0)
 
 

@@ -227,7 +227,7 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
         assert reading.is_alive()
     (told,) = entries.values()
     words = rf"#1 all_reduce in group {c10d._get_default_group().group_name}, called at {re.escape(__file__)}:\d+"
-    assert re.fullmatch(words, told.wait.words) and told.wait.peers == (1,) and told.tid == reading.native_id
+    assert re.fullmatch(words, told.wait.description) and told.wait.peers == (1,) and told.tid == reading.native_id
     assert 0 < told.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
     # Its frame is in x.tolist(), which is not an operation.
     (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)

@@ -93,7 +93,7 @@ def test_a_refused_wish_names_torch_and_a_way_out_and_is_no_answer(monkeypatch: 
         f"got the device abacus (--device or {REQUESTED}): torch {torch.__version__} cannot provide this device ("
     )
     assert "device type" in text.partition("(")[2]  # the words of torch itself
-    assert text.endswith("Ask for no device to let the machine decide, or install what provides this one.")
+    assert text.endswith("Ask for no device to let the machine decide, or install the device's package.")
     monkeypatch.setenv(REQUESTED, "cpu")
     assert accelerator.device_type() == "cpu"
 

@@ -11,7 +11,7 @@ from torch_ext.results import Raised, RanksFailed, SetupError, Status, TestName,
 from torch_ext.upstream.judge import BUILT_IN, Difference, Differences, Judge, read
 from torch_ext.upstream.reasons import Releases
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import RankStatus, Receipt
 from torch_ext.world.verdict import WorldReport, judge
 
 TEST = TestName("fsdp/test_a.py", "TestA", "test_b")
@@ -199,7 +199,7 @@ def test_what_this_build_or_device_lacks_is_a_skip_with_its_reason(error: str, c
 
 def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
     outcomes = tuple(
-        Outcome(rank, Ending.FAILED, 10, receipt=Receipt(Said.FAILED, 0.0, error, transport=transport))
+        Outcome(rank, Ending.FAILED, 10, receipt=Receipt(RankStatus.FAILED, 0.0, error, transport=transport))
         for rank, (error, transport) in enumerate(errors)
     )
     return replace(FAILED, problems=(RanksFailed(WorldReport(outcomes, judge(outcomes), 0.1)),))

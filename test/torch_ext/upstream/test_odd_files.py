@@ -33,11 +33,11 @@ def upstream() -> Upstream:
 @pytest.mark.parametrize(
     "case",
     [
-        ("", "argument --upstream: got nothing, as from a variable that is not set"),
-        ("nowhere.py", "nowhere.py, which is no Python module; give test files, or folders of them"),
-        ("README.md", "README.md, which is no Python module"),
-        ("/dev/null", "/dev/null, which is no Python module"),
-        ("test_a.b.py", "test_a.b.py, which is no Python module"),
+        ("", "argument --upstream: got an empty value, as from an unset variable"),
+        ("nowhere.py", "nowhere.py, which is not a Python module; give test files or folders"),
+        ("README.md", "README.md, which is not a Python module"),
+        ("/dev/null", "/dev/null, which is not a Python module"),
+        ("test_a.b.py", "test_a.b.py, which is not a Python module"),
     ],
 )
 def test_a_path_that_cannot_be_run(

@@ -143,25 +143,25 @@ class _Record(unittest.TestResult):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, BaseException | None]] = []
+        self.endings: list[tuple[str, BaseException | None]] = []
 
     def addError(self, test: Any, err: Any) -> None:
-        self.told.append(("failed", err[1]))
+        self.endings.append(("failed", err[1]))
 
     addFailure = addError
 
     def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
         if err is not None:
-            self.told.append(("failed", err[1]))
+            self.endings.append(("failed", err[1]))
 
     def addSkip(self, test: Any, reason: str) -> None:
-        self.told.append(("skipped", None))
+        self.endings.append(("skipped", None))
 
     def addExpectedFailure(self, test: Any, err: Any) -> None:
-        self.told.append(("expected failure", err[1]))
+        self.endings.append(("expected failure", err[1]))
 
     def addUnexpectedSuccess(self, test: Any) -> None:
-        self.told.append(("unexpected success", None))
+        self.endings.append(("unexpected success", None))
 
 
 def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
@@ -173,7 +173,7 @@ def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
             return "failed"
         record = _Record()
         plain(name).run(record)
-        words = {_as_in_the_table(word, error, base) for word, error in record.told}
+        words = {_as_in_the_table(word, error, base) for word, error in record.endings}
         order = ("failed", "unexpected success", "expected failure", "skipped")
         return next((word for word in order if word in words), "passed")
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from test.torch_ext.world.programs import first_line, named_first
+from test.torch_ext.world.programs import first_line, ranks_in_first_line
 from test.torch_ext.world.suites import PREAMBLE
 
 __all__ = ["FAULTS", "Program", "draw", "judge_report", "source_of"]
@@ -211,7 +211,7 @@ def source_of(chance: random.Random, kind: str, number: int) -> tuple[str, list[
 def judge_report(program: Program, report: str) -> str:
     """Return what is wrong with the first line of a report; empty if it names the guilty rank and its line."""
     line = first_line(report)
-    named = named_first(report)
+    named = ranks_in_first_line(report)
     if program.guilty not in named or (len(named) > 1 and not program.symmetric):
         return f"it names {sorted(named)}"
     first = re.search(r"^  rank (\d+) .*<- first$", report, re.MULTILINE)

@@ -286,12 +286,12 @@ def source() -> str:
     return text
 
 
-def test_each_body_ends_as_its_row_says(tmp_path: Path) -> None:
+def test_each_body_ends_as_its_row_states(tmp_path: Path) -> None:
     files = {"test_suite.py": source(), "test_module.py": MODULE}
     check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
 
 
-def test_unittest_and_pytest_pass_none_of_them_either(tmp_path: Path) -> None:
+def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
     killed = "TestExpected.test_is_killed"  # no test may expect a kill, and no runner judges again
     with suite_of(tmp_path, source()) as suite:

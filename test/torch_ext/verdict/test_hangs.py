@@ -169,7 +169,7 @@ REPLACES = {
 }
 
 
-def test_each_wait_ends_as_its_row_says(tmp_path: Path) -> None:
+def test_each_wait_ends_as_its_row_states(tmp_path: Path) -> None:
     source = SOURCE + class_of("TestMeeting", "RanksWithAddress", MEETING, on="self.rank == 0")
     for name, (base, act) in REPLACES.items():
         source += class_of(f"TestReplaces_{name}", base, {name: ("passed", act)})
@@ -179,7 +179,7 @@ def test_each_wait_ends_as_its_row_says(tmp_path: Path) -> None:
     check_rows(tmp_path, source, *options, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
 
 
-def test_a_shorter_loop_is_told_with_the_line_of_the_suites_last_barrier(tmp_path: Path) -> None:
+def test_shorter_loop_is_reported_with_the_line_of_the_last_barrier(tmp_path: Path) -> None:
     """Simccl compares the calls: its message has the caller of the barrier, and no line of the harness."""
     row = {"loop": ("failed by 1: called barrier at...cases.py:", "dist.all_reduce(torch.ones(3, device='sim'))")}
     source = "\nfrom torch_ext.testing._internal.common_fsdp import FSDPTest\n"

@@ -67,7 +67,7 @@ LATER = {
 }
 
 
-def test_what_a_class_changes_in_its_process_fails_no_test(tmp_path: Path) -> None:
+def test_changes_of_a_class_to_its_process_fail_no_test(tmp_path: Path) -> None:
     with suite_of(tmp_path, CHANGES) as suite:
         source = CHANGES
         for where, (code, names) in LATER.items():
@@ -148,8 +148,8 @@ def spoil_and_run(suite: Suite, seed: int, places: int) -> None:
     assert len(dict(results)) == len(results), (seed, run)
     neighbours = [status for name, status in results if name.startswith("test_z.py")]
     assert neighbours == ["passed"] * 2, (seed, run)
-    told = re.findall(r"into its connection with the harness(?:, descriptor \d+)?", run.out)
-    assert told or "closed" in run.out, (seed, run)
+    refusals = re.findall(r"into its connection with the harness(?:, descriptor \d+)?", run.out)
+    assert refusals or "closed" in run.out, (seed, run)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(range(2, 60), marks=pytest.mark.long)], ids=["one", "many"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from test.torch_ext.verdict.live_programs import Program, draw, source_of
-from test.torch_ext.world.programs import tells_of_a_hang
+from test.torch_ext.world.programs import reports_hang
 from test.torch_ext.world.suites import Run, suite_of
 from torch_ext import cache
 
@@ -36,7 +36,7 @@ def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield suite.finish(started, deadline_s=60 + 12 * len(drawn))
 
 
-def test_no_program_is_ended_while_somebody_may_act(drawn: list[Program], run: Run) -> None:
+def test_program_with_a_thread_that_may_act_is_not_ended(drawn: list[Program], run: Run) -> None:
     ended = {
         f"{number}: {program}": run.text.get(f"test_live_{number:03}", str(run)[-3000:])
         for number, program in enumerate(drawn)
@@ -45,8 +45,8 @@ def test_no_program_is_ended_while_somebody_may_act(drawn: list[Program], run: R
     assert not ended, "\n\n".join(f"{program}\n{text}" for program, text in ended.items())
 
 
-def test_programs_in_which_nobody_acts_are_proven_to_hang(drawn: list[Program], run: Run) -> None:
-    proven = [tells_of_a_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
+def test_program_without_a_thread_that_may_act_is_proven_to_hang(drawn: list[Program], run: Run) -> None:
+    proven = [reports_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
     missed = [
         f"{number}: {program}\n{run.text.get(f'test_dead_{number:03}', '?')}"
         for number, program in enumerate(drawn)

@@ -107,7 +107,7 @@ class TestImports(Ranks):
 """
 
 
-def test_ranks_with_interpreters_of_their_own_listen_there_too_and_are_told_apart_from_their_import(
+def test_ranks_in_fresh_interpreters_listen_at_the_address_of_their_world_alone(
     tmp_path: Path,
 ) -> None:
     files = {"test_suite.py": ADDRESSES.partition("    def test_second")[0], "test_imports.py": IMPORTS}
@@ -186,6 +186,6 @@ class TestEnds(Ranks):
 """
 
 
-def test_what_a_class_does_to_its_zygote_or_leaves_behind_costs_no_class_beside_it(tmp_path: Path) -> None:
+def test_killed_zygote_or_daemon_of_a_class_affects_no_other_class(tmp_path: Path) -> None:
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left" not in run.out, run

@@ -32,24 +32,24 @@ def load(path: Path) -> ModuleType:
 
 def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], str]:
     """Run the suite of ``way``; return how each test ended, by class and method."""
-    file, told = f"test_way{way}.py", suite.folder / f"way{way}.jsonl"
+    file, output = f"test_way{way}.py", suite.folder / f"way{way}.jsonl"
     if WAYS[way] == "pytest":
         command = ["-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider", file]
         out = suite.finish(suite.start(command, OUTSIDE), deadline_s=limit_s).out
         lines = re.findall(r"^\S+::(\w+)::(\w+) (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)\b", out, re.MULTILINE)
         return {(cls, method): IN_PYTEST.get(word, "failed") for cls, method, word in lines}
     if WAYS[way] == "run_test.py":
-        process = suite.start_runner("-i", file, "--json", str(told), extra=OUTSIDE)
+        process = suite.start_runner("-i", file, "--json", str(output), extra=OUTSIDE)
     else:
-        process = suite.start([file, "-q", "--json", str(told)], OUTSIDE)
+        process = suite.start([file, "-q", "--json", str(output)], OUTSIDE)
     run = suite.finish(process, deadline_s=limit_s)
-    assert told.exists(), run
-    events = [json.loads(line) for line in told.read_text().splitlines()]
+    assert output.exists(), run
+    events = [json.loads(line) for line in output.read_text().splitlines()]
     return {(each["class"], each["method"]): each["status"] for each in events if each["event"] == "result"}
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
-def test_ranks_that_do_the_same_end_as_unittest_says(tmp_path: Path, request: pytest.FixtureRequest, way: int) -> None:
+def test_identical_ranks_end_as_unittest_reports(tmp_path: Path, request: pytest.FixtureRequest, way: int) -> None:
     number = 2000 if request.config.getoption("--long") else 100
     with suite_of(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
         (suite.folder / "bodies.py").write_text(module_of_bodies(number, SEED))

@@ -84,7 +84,7 @@ class TestAgain(Ranks):
     def test_again(self):
         self.check()
 
-    def test_fails_once(self):  # failed by 1: the first time...The class ran this test 2 times; a failure of any
+    def test_fails_once(self):  # failed by 1: the first time...The class ran this test 2 times; any failure counts
         if self.rank == 1:
             assert os.path.exists(os.path.join(HERE, self._testMethodName)), "the first time"
 
@@ -164,7 +164,7 @@ def module(name: str) -> str:
     return MODULE.format(fixture=fixture, statement=statement, words=words, end=end, name=name)
 
 
-def test_each_class_and_file_ends_as_its_row_says(tmp_path: Path) -> None:
+def test_each_class_and_file_ends_as_its_row_states(tmp_path: Path) -> None:
     interrupts = INTERRUPTS
     for base, acts in INTERRUPTED.items():
         rows = {name: ("failed: KeyboardInterrupt|SIGINT", act) for name, act in acts.items()}
@@ -188,7 +188,7 @@ def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
         assert run.code == 1
 
 
-def test_death_at_the_end_is_told_by_the_file_itself(tmp_path: Path) -> None:
+def test_death_after_the_last_test_is_reported_by_the_file(tmp_path: Path) -> None:
     with suite_of(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
         run = suite.finish(suite.start([str(suite.file)]))
         assert run.code == 1 and "SIGKILL" in run.out, run

@@ -198,7 +198,7 @@ CHANNELS = {
 }
 
 
-def test_each_rank_ends_as_its_row_says(tmp_path: Path) -> None:
+def test_each_rank_ends_as_its_row_states(tmp_path: Path) -> None:
     source = HELPERS + THREADS
     source += class_of("TestForked", "Ranks", FORKED) + class_of("TestEnds", "Ranks", ENDS)
     source += class_of("TestPlain", "unittest.TestCase", PLAIN, on="True")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from test.torch_ext.world.programs import check_rows, class_of, named_first
+from test.torch_ext.world.programs import check_rows, class_of, ranks_in_first_line
 from test.torch_ext.world.suites import SLOWER
 from torch_ext import cache
 
@@ -134,7 +134,7 @@ ERRORS = {
 }
 
 
-def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
+def test_each_report_matches_its_row(tmp_path: Path) -> None:
     texts = check_rows(
         tmp_path, SOURCE + ESCAPES + class_of("TestErrors", "Ranks", ERRORS), "--timeout", str(round(4 * SLOWER))
     ).text
@@ -145,14 +145,14 @@ def test_each_report_says_what_its_row_says(tmp_path: Path) -> None:
     assert not re.search("cut short|came back", texts["test_is_not_cut_short"])
     abort = texts["test_abort_of_gloo"]
     (aborted,) = re.findall(r"^  rank (\d) was killed by SIGABRT", abort, re.MULTILINE)
-    assert named_first(abort) == {int(aborted)}, abort
+    assert ranks_in_first_line(abort) == {int(aborted)}, abort
     assert "terminate called after throwing" in abort and "#2 gloo:all_reduce([" in abort, abort
     crowd = texts["test_computes_in_a_crowd"]
-    assert len(re.findall(r"^    waited for a core for [\d.]+ s of these$", crowd, re.MULTILINE)) == 2, crowd
+    assert len(re.findall(r"^    waited for a core for [\d.]+ s of that time$", crowd, re.MULTILINE)) == 2, crowd
     assert "run fewer tests at once (-j, --slots), or raise --timeout" in crowd, crowd
 
 
-def test_no_escape_sequence_is_shown_as_it_comes(tmp_path: Path) -> None:
+def test_escape_sequences_are_escaped_in_reports(tmp_path: Path) -> None:
     check_rows(tmp_path, SOURCE.partition("class TestDeaths")[0] + ESCAPES, "--show-output")
 
 
@@ -166,6 +166,6 @@ class TestMemory(Ranks):
 """
 
 
-def test_the_memory_of_each_device_is_what_the_command_line_says(tmp_path: Path) -> None:
+def test_device_memory_is_set_by_the_command_line(tmp_path: Path) -> None:
     extra = {"TORCH_EXT_CACHE": str(cache.folder())}
     check_rows(tmp_path, MEMORY, "--device", "sim", "--memory", "1MiB", extra=extra)

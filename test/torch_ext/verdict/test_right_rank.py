@@ -134,7 +134,7 @@ class TestLateStanding(Standing):  # failed: rank 1 failed at...test_1_leaves_a_
 """
 
 
-def test_the_rank_that_did_not_come_or_failed_first_is_named(tmp_path: Path) -> None:
+def test_absent_or_first_failed_rank_is_named(tmp_path: Path) -> None:
     limit = str(round(8 * (1 + SLOWER) / 2))  # some rows take all of it
     check_rows(tmp_path, {"test_silent.py": silent_rows(), "test_late.py": LATE}, "--timeout", limit, "--slots", "32")
 

@@ -130,7 +130,7 @@ class TestStands(Kills, Standing):
 """
 
 
-def test_what_ranks_start_and_whom_they_signal_costs_no_other_test(tmp_path: Path) -> None:
+def test_started_processes_and_signals_of_ranks_fail_no_other_test(tmp_path: Path) -> None:
     segment = f"te{uuid.uuid4().hex[:8]}"
     files = {"test_started.py": STARTED, "test_signals.py": SIGNALLED, "test_between.py": BETWEEN}
     limit = str(round(4 * SLOWER))
@@ -148,7 +148,7 @@ def test_what_ranks_start_and_whom_they_signal_costs_no_other_test(tmp_path: Pat
     assert left == []
 
 
-def test_other_runners_survive_them_too(tmp_path: Path) -> None:
+def test_other_runners_survive_such_ranks(tmp_path: Path) -> None:
     with suite_of(tmp_path, SIGNALLED) as suite:
         extra = {"TORCH_EXT_TIMEOUT": "4"}
         for run in (
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, moment: str, times: int) -
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_ctrl_c_while_a_file_imports_itself_is_told_in_a_word(tmp_path: Path, times: int) -> None:
+def test_ctrl_c_during_an_import_is_reported_in_one_word(tmp_path: Path, times: int) -> None:
     with suite_of(tmp_path, SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
         process = suite.start([str(suite.file)])
         suite.await_note("imported", process)
@@ -214,7 +214,7 @@ PLAIN = class_of("TestPlain", "unittest.TestCase", NEXT)
 
 
 @pytest.mark.parametrize("number", [8, 14])
-def test_limit_of_open_files_is_told_in_a_sentence(tmp_path: Path, number: int) -> None:
+def test_limit_of_open_files_is_reported_in_one_sentence(tmp_path: Path, number: int) -> None:
     """Too few for the runner itself; a shortage that only a test meets is that test's failure."""
     few = (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with suite_of(tmp_path, PLAIN) as suite:
@@ -223,7 +223,7 @@ def test_limit_of_open_files_is_told_in_a_sentence(tmp_path: Path, number: int) 
         assert "Too many open files" in run.err and "ulimit -n" in run.err, run
 
 
-def test_library_that_somebody_else_could_have_written_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_library_writable_by_others_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with suite_of(tmp_path, PLAIN) as suite:
         cache = suite.folder / "cache"
         (cache / "sim").mkdir(parents=True)
@@ -234,5 +234,5 @@ def test_library_that_somebody_else_could_have_written_is_refused_in_a_sentence(
         compiler.write_text("#!/bin/sh\necho fake; case $1 in --version) exit 0;; esac\nexit 1\n")
         compiler.chmod(0o755)
         run = suite.run("--device", "sim", extra={"CXX": str(compiler)})
-        (told,) = (line for line in run.err.splitlines() if line.strip())
-        assert run.code in (1, 2) and str(cache) in told and len(re.sub(r"/\S+", "PATH", told)) < 400, run
+        (message,) = (line for line in run.err.splitlines() if line.strip())
+        assert run.code in (1, 2) and str(cache) in message and len(re.sub(r"/\S+", "PATH", message)) < 400, run

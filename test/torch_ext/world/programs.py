@@ -10,7 +10,7 @@ from typing import Any
 
 from test.torch_ext.world.suites import WORDS, Run, endings, suite_of
 
-__all__ = ["check_rows", "class_of", "first_line", "named_first", "tells_of_a_hang"]
+__all__ = ["check_rows", "class_of", "first_line", "ranks_in_first_line", "reports_hang"]
 
 
 def class_of(
@@ -49,9 +49,9 @@ def _wrong_in(expected: str, status: str, text: str) -> str:
     first = re.search(r"^  rank (\d+) .*<- first$", text, re.MULTILINE)
     if status != wanted[1].replace("hangs", "failed"):
         return f"it {status}"
-    if wanted[1] == "hangs" and not tells_of_a_hang(text):
+    if wanted[1] == "hangs" and not reports_hang(text):
         return "it tells of no hang"
-    if ranks and (named_first(text) != ranks or (first and int(first[1]) not in ranks)):
+    if ranks and (ranks_in_first_line(text) != ranks or (first and int(first[1]) not in ranks)):
         return "it blames other ranks"
     words = wanted[3] or ""
     text = first_line(text) if words.startswith("^") else text
@@ -105,12 +105,12 @@ def first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def named_first(text: str) -> set[int]:
+def ranks_in_first_line(text: str) -> set[int]:
     """Return the ranks that a report blames, which are the ranks in its first line.
 
-    >>> named_first("rank 1 never called barrier, which ranks 0, 2 waited in (test_a.py:7)")
+    >>> ranks_in_first_line("rank 1 never called barrier, which ranks 0, 2 waited in (test_a.py:7)")
     {1}
-    >>> named_first("ranks 0-2, 4 raised ValueError; rank 3 failed in another way") == {0, 1, 2, 4}
+    >>> ranks_in_first_line("ranks 0-2, 4 raised ValueError; rank 3 failed in another way") == {0, 1, 2, 4}
     True
     """
     line = first_line(text)
@@ -123,6 +123,6 @@ def named_first(text: str) -> set[int]:
     return ranks
 
 
-def tells_of_a_hang(text: str) -> bool:
+def reports_hang(text: str) -> bool:
     """Whether a report says that the ranks hang, and not that a time limit passed."""
     return bool(re.search(r"\bhang|\bhung\b|deadlock", text)) and "timed out" not in first_line(text)

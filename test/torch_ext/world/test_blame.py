@@ -10,7 +10,7 @@ import pytest
 
 from torch_ext.world.blame import find_blame
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.protocol import RankStatus, Receipt, Wait
 
 
 def entry(group: str, number: int, name: str = "all_reduce", over: bool = False, size: int = 3) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def silent(rank: int, ending: Ending = Ending.HUNG, **more: Any) -> Outcome:
 
 def out_of_time(rank: int, waits: tuple[Wait, ...], **more: Any) -> Outcome:
     """A rank whose collective ran out of time. The record marks the collective as over a moment after the error."""
-    failure = Receipt(Said.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
+    failure = Receipt(RankStatus.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
     return replace(hung(rank, entry("0", 1, "scatter", **more), waits=waits), ending=Ending.FAILED, receipt=failure)
 
 
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
             replace(
                 hung(0, entry("0", 1, over=True), entry("0", 2, over=True)),
                 ending=Ending.FAILED,
-                receipt=Receipt(Said.FAILED, 2.0, "closed by peer", transport=True, place="test_a.py:9"),
+                receipt=Receipt(RankStatus.FAILED, 2.0, "closed by peer", transport=True, place="test_a.py:9"),
             ),
             replace(hung(1, entry("0", 1, over=True)), ending=Ending.PASSED),
         ],
@@ -171,10 +171,10 @@ CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_to_blame_is(case: str) -> None:
-    outcomes, ranks, words = CASES[case]
+    outcomes, ranks, phrase = CASES[case]
     blame = find_blame(outcomes)
     assert blame is not None and tuple(sorted(blame.ranks)) == ranks
-    assert words in f"{blame.cause}\n{blame.sentence}\n"
+    assert phrase in f"{blame.cause}\n{blame.sentence}\n"
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,16 @@ class Awaitable:
         (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
-def test_body_that_has_not_run_is_refused_in_words_and_closed(function: Callable[[], Any], kind: str) -> None:
+def test_body_that_has_not_run_is_refused_and_closed(function: Callable[[], Any], kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
-        with pytest.raises(
-            TypeError, match=rf"^test_a\(\) returned {kind}, so that its body has not run\. Write it as"
-        ):
+        with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
             check_ran(function(), "test_a")
         gc.collect()
 
 
 @pytest.mark.parametrize("returned", [None, True, 3, [], [1].__iter__(), "text", object()])
-def test_anything_else_that_is_returned_has_run(returned: object) -> None:
+def test_other_return_values_are_accepted(returned: object) -> None:
     check_ran(returned, "test_a")
 
 

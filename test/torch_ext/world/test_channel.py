@@ -70,7 +70,7 @@ def test_any_number_of_descriptors_arrives_and_means_the_same_files(pair: Pair, 
     close_all([*given_ends, *received, reader, writer])
 
 
-def test_closed_peer_is_told_on_both_ways_after_its_last_words(pair: Pair) -> None:
+def test_closed_peer_is_reported_after_its_last_message(pair: Pair) -> None:
     one, other = pair
     copy = Channel.from_descriptor(os.dup(one.fileno()))
     for end in (one, copy):
@@ -114,7 +114,7 @@ JUNK = st.one_of(st.binary(max_size=40), st.integers(1, 5000).map(bytes))
 
 @settings(deadline=None)
 @given(MESSAGES, JUNK, st.integers(0, 40), st.booleans(), st.data())
-def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_waits(
+def test_junk_is_refused_after_earlier_messages_without_a_wait(
     messages: list[object], junk: bytes, keep: int, begins_well: bool, data: st.DataObject
 ) -> None:
     """The model: whole frames are taken off the front; bytes that cannot begin a frame are refused at once."""
@@ -140,14 +140,14 @@ def test_whatever_is_written_reading_returns_the_messages_before_it_and_never_wa
             assert bool(refused) >= (rest[:4] != channel._MAGIC_BYTES[: len(rest)])
         if refused:
             assert re.match(r"wrote [\d,]+ (or more )?bytes that|wrote a frame of", refused)
-            with pytest.raises(ChannelBrokenError) as told:
+            with pytest.raises(ChannelBrokenError) as caught:
                 one.receive()
-            assert told.value.own and str(told.value) == refused
+            assert caught.value.own and str(caught.value) == refused
         else:
             assert other.deadline_s < float("inf") or not rest
 
 
-def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_frame_is_refused_at_its_deadline(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = pair
     now_s = 100.0
     monkeypatch.setattr(channel, "monotonic", lambda: now_s)
@@ -163,7 +163,7 @@ def test_half_a_frame_is_waited_for_for_a_while_and_then_refused(pair: Pair, mon
     assert not other.poll()
     now_s += 30
     assert other.poll()
-    with pytest.raises(ChannelBrokenError, match=r"wrote 20 bytes that begin a message, and no more of it into"):
+    with pytest.raises(ChannelBrokenError, match=r"wrote 20 bytes of an incomplete message into"):
         other.receive()
 
 
@@ -179,7 +179,7 @@ def test_nothing_but_plain_data_and_our_classes_is_unpickled(
     monkeypatch.chdir(tmp_path)
     one, other = pair
     one.send(message, [1])
-    with pytest.raises(ChannelBrokenError, match=r"a frame of .* that is no message .*is no part of a message"):
+    with pytest.raises(ChannelBrokenError, match=r"a frame of .* that is not a message .*is not allowed in a message"):
         other.receive()
     one.close()
     other.close()
@@ -192,11 +192,11 @@ def test_a_frame_longer_than_any_message_is_refused_at_its_header_and_not_sent(p
     with pytest.raises(ChannelBrokenError, match="2,147,483,648 bytes"):
         other.receive()
     with pytest.raises(ValueError, match="too long"):
-        one.send("many", [1] * (channel._MOST_DESCRIPTORS + 1))
+        one.send("many", [1] * (channel._MAX_DESCRIPTORS + 1))
 
 
 @pytest.mark.processes
-def test_the_writer_of_junk_is_named_by_its_descriptor(pair: Pair) -> None:
+def test_refusal_names_the_descriptor_of_the_writer(pair: Pair) -> None:
     one, other = pair
     peer = os.fork()
     if peer == 0:
@@ -231,7 +231,7 @@ def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
     other.close()
 
 
-def test_a_channel_whose_number_another_file_has_got_leaves_that_file_alone(pair: Pair) -> None:
+def test_channel_does_not_touch_a_file_that_reuses_its_descriptor(pair: Pair) -> None:
     one, other = pair
     number = one.fileno()
     reader, writer = os.pipe()

@@ -36,7 +36,7 @@ def test_record_of_a_torch_that_writes_less_is_read_too() -> None:
     assert read_record("[{}]") == [Collective("?", 0, "?", "", False)]
 
 
-def test_one_that_stayed_behind_is_guilty() -> None:
+def test_rank_that_stayed_behind_is_guilty() -> None:
     mismatch = first_mismatch({0: [call(1), call(2, over=False)], 1: [call(1)], 2: [call(1), call(2, over=False)]})
     assert mismatch is not None
     assert mismatch.ranks == (1,)

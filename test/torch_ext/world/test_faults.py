@@ -77,7 +77,7 @@ BOTH = {
 }
 
 
-def test_each_fault_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_each_fault_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     rows = dict(BOTH)
     for name, (end, act) in FAULTS.items():
         for rank in (0, 1):

@@ -24,7 +24,7 @@ from torch_ext.world.files import Capture, RankProcess, read_stacks
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
-from torch_ext.world.protocol import Ask, Collectives, Ended, Farewell, Phase, Receipt, Said, Ticket
+from torch_ext.world.protocol import Collectives, Ended, Exiting, Phase, RankRequest, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import WorldReport, judge, render
 
@@ -116,7 +116,7 @@ def pipes(count: int) -> Iterator[tuple[dict[int, int], list[int]]]:
                 os.close(descriptor)
 
 
-def test_channel_that_outlives_its_rank_holds_nobody_up() -> None:
+def test_channel_that_outlives_its_rank_delays_no_result() -> None:
     """The rank's end and last message arrive in one round, and a process that it left behind keeps the channel."""
     with scripted_world(1) as (world, zygote, (ranks,)):
         zygote.send(Ended(0, 0, 1.0))
@@ -132,15 +132,15 @@ def test_channel_that_outlives_its_rank_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("what", ["ends", "receipts of ranks that live on", "deaths"])
-def test_what_was_told_before_the_limit_counts_however_late_it_is_heard(what: str) -> None:
+def test_receipt_sent_before_the_limit_counts_even_if_read_late(what: str) -> None:
     """The waiting process may itself have waited for a core until the ranks' limit was over."""
     with scripted_world(2) as (world, zygote, ranks):
         for rank, line in enumerate(ranks):
             if what != "deaths":
                 line.send(Phase.RUNNING)
-                line.send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
+                line.send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
             if what == "ends":
-                line.send(Farewell())
+                line.send(Exiting())
             if what != "receipts of ranks that live on":
                 zygote.send(Ended(rank, 0 if what == "ends" else -signal.SIGSEGV, 0.6))
         world.started_s = time.monotonic() - 1000
@@ -149,9 +149,7 @@ def test_what_was_told_before_the_limit_counts_however_late_it_is_heard(what: st
 
 
 @pytest.mark.parametrize(("number", "later", "named"), [(9, 5, True), (9, 4, False), (11, 5, False)])
-def test_a_kill_for_want_of_memory_is_named(
-    number: int, later: int, named: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_kill_is_named(number: int, later: int, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_ext.machine_memory.kills", lambda: 4)
     with scripted_world(1) as (world, zygote, _ranks):
         zygote.send(Ended(0, -number, 0.5))
@@ -162,17 +160,17 @@ def test_a_kill_for_want_of_memory_is_named(
     assert ("--memory, which bounds each simulated device" in text) is named
 
 
-def test_what_was_not_told_is_not_made_up_when_the_limit_is_over(clock: Clock) -> None:
+def test_missing_receipt_is_not_invented_at_the_limit(clock: Clock) -> None:
     with scripted_world(2) as (world, zygote, ranks):
-        ranks[0].send(Receipt(Said.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
-        ranks[0].send(Farewell())
+        ranks[0].send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
+        ranks[0].send(Exiting())
         zygote.send(Ended(0, 0, 0.6))
         ranks[1].send(Phase.RUNNING)
         clock.now_s = 1000
         assert [outcome.ending for outcome in world.wait(Limits(test_s=5))] == [Ending.PASSED, Ending.TIMED_OUT]
 
 
-def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
+def test_zygote_lost_before_the_limit_is_reported_as_lost() -> None:
     with scripted_world(1) as (world, zygote, _ranks):
         zygote.close()
         world.started_s = time.monotonic() - 1000
@@ -190,7 +188,7 @@ def test_zygote_that_was_lost_before_the_limit_is_told_as_lost() -> None:
         ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts
     ],
 )
-def test_stacks_are_waited_for_while_a_silent_rank_waits_for_a_core(
+def test_stacks_are_awaited_while_a_silent_rank_waits_for_a_core(
     clock: Clock, written_s: list[float | None], shares: list[float] | None, found: list[str], end_s: float | None
 ) -> None:
     with pipes(len(written_s)) as (readers, writers):
@@ -202,7 +200,7 @@ def test_stacks_are_waited_for_while_a_silent_rank_waits_for_a_core(
     assert end_s is None or clock.now_s == end_s
 
 
-def test_stacks_are_read_to_their_end_and_then_no_longer_waited_for(clock: Clock) -> None:
+def test_stacks_are_read_to_their_end_without_a_further_wait(clock: Clock) -> None:
     with pipes(1) as (readers, (write,)):
         for tenths, part in enumerate((b"a", b"b", b"c")):
             clock.at(tenths / 10, lambda part=part: os.write(write, part))  # type: ignore[misc]
@@ -227,7 +225,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("tells_s", "shares", "ends_s", "told", "end_s"),
+    ("reports_s", "shares", "ends_s", "expected", "end_s"),
     [
         ((0.25, 0.5), (0.0, 0.0), None, [0, 1], 0.5),
         ((0.0, 7.5), (0.0, 0.5), None, [0, 1], 7.5),  # the second rank waits for a core
@@ -236,40 +234,40 @@ def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
         ((0.0, None), (0.0, 1.0), 0.25, [0], 0.25),
     ],
 )
-def test_collectives_are_waited_for_until_all_have_told_or_a_silent_one_has_a_core(
+def test_collectives_are_awaited_unless_a_silent_rank_has_had_a_core(
     clock: Clock,
     asked: Any,
-    tells_s: tuple[float | None, ...],
+    reports_s: tuple[float | None, ...],
     shares: tuple[float, ...],
     ends_s: float | None,
-    told: list[int],
+    expected: list[int],
     end_s: float,
 ) -> None:
     world, zygote, ranks, starved = asked
     starved.update(enumerate(shares))
-    for line, tell_s in zip(ranks, tells_s, strict=True):
+    for line, tell_s in zip(ranks, reports_s, strict=True):
         if tell_s is not None:
             clock.at(tell_s, lambda line=line: line.send(COLLECTIVES))
     if ends_s is not None:
         clock.at(ends_s, lambda: zygote.send(Ended(1, -9, ends_s)))
     world._await_collectives([0, 1])
-    assert (sorted(world._collectives), clock.now_s) == (told, end_s)
+    assert (sorted(world._collectives), clock.now_s) == (expected, end_s)
     expected_s = [0.0 if ends_s is not None and rank == 1 else end_s * share for rank, share in enumerate(shares)]
     assert [world._starved_s(rank) for rank in (0, 1)] == expected_s, "the pid of one that has ended is another's"
 
 
-def test_collectives_are_asked_for_before_ranks_that_passed_are_let_go(asked: Any) -> None:
+def test_collectives_are_requested_before_ranks_are_released(asked: Any) -> None:
     world, _, ranks, _ = asked
     world._receipts = [
-        (rank, Receipt(said, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
-        for rank, said in enumerate((Said.FAILED, Said.PASSED))
+        (rank, Receipt(status, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
+        for rank, status in enumerate((RankStatus.FAILED, RankStatus.PASSED))
     ]
     ranks[1].send(COLLECTIVES)
-    world._take(follow.Act.RELEASE, [1], {})
-    told = []
+    world._execute(follow.Act.RELEASE, [1], {})
+    requests = []
     while ranks[1].poll():
-        told.append(ranks[1].receive()[0])
-    assert told == [Ask.COLLECTIVES, Ask.RELEASE]
+        requests.append(ranks[1].receive()[0])
+    assert requests == [RankRequest.COLLECTIVES, RankRequest.RELEASE]
     assert sorted(world._collectives) == [1]
 
 

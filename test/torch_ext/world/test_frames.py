@@ -33,7 +33,7 @@ def test_stacks_lose_the_world_and_keep_the_test() -> None:
 
 
 def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown() -> None:
-    stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in hand_in\n'
+    stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in submit\n'
     assert wording.trim_stacks(stacks) == stacks
 
 
@@ -62,8 +62,8 @@ def error_of(function: object) -> BaseException:
 
 def test_a_traceback_loses_the_functions_that_are_named() -> None:
     wording.hide(re.escape(__file__), "calls")
-    said, trace = wording.read_error(error_of(calls))
-    assert said == "ValueError: no"
+    reason, trace = wording.read_error(error_of(calls))
+    assert reason == "ValueError: no"
     assert "in raises" in trace and "in calls" not in trace and "in error_of" in trace
 
 
@@ -81,10 +81,10 @@ def test_causes_are_trimmed_too() -> None:
     assert "ValueError: no" in wording.read_error(outer)[1]
 
 
-def test_what_one_process_registers_serves_in_another() -> None:
+def test_hidden_frames_can_be_sent_to_another_process() -> None:
     wording.hide(r"/layer\.py", "call", outwards=True)
-    told = wording.hidden()
+    frames = wording.hidden()
     wording._hidden.clear()
-    wording.add(told)
+    wording.add(frames)
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/main.py", line 1 in <module>\n'
     assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME

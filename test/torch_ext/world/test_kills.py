@@ -82,7 +82,7 @@ def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["the runner", "unittest"])
-def test_killed_supervisor_takes_everything_along(tmp_path: Path, how: str) -> None:
+def test_killed_supervisor_leaves_no_process(tmp_path: Path, how: str) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
         if how == "unittest":
             process, target = suite.start(["-m", "unittest", "-k", "case_killed", "test_suite"]), "case"
@@ -102,7 +102,7 @@ def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path: 
         *_, rank = await_pids(suite, "zygote", process)
         os.kill(int(_os.stat_of(rank)[1]), signal.SIGKILL)
         run = suite.finish(process, parse_unittest)
-        told = "the process that had started the ranks was killed while they ran, and they ended with it"
-        assert told in run.text["test_zygote_killed"], run
+        message = "the process that had started the ranks was killed while they ran, and they ended with it"
+        assert message in run.text["test_zygote_killed"], run
         ended = {"test_zygote_killed": "failed", "test_1_zygote_killed": "failed"}
         assert run.status == {**ended, "test_zygote_killed_next": "passed", "test_2_following": "passed"}, run

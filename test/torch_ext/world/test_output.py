@@ -44,7 +44,7 @@ def test_lines_are_passed_on_whole_with_their_rank(capsys: pytest.CaptureFixture
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_what_is_printed_is_passed_on_byte_for_byte_and_never_held_for_ever(
+def test_output_is_passed_on_byte_for_byte_without_delay(
     capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_LINE_BYTES", 50_000)
@@ -66,7 +66,7 @@ def test_what_is_printed_is_passed_on_byte_for_byte_and_never_held_for_ever(
     capture.close()
 
 
-def test_a_rank_that_never_stops_printing_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_never_stops_printing_does_not_starve_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_TURN_BYTES", 2 * files._PART_BYTES)
     capture, writer = open_capture(0, Live(verbatim=True))
     reads: list[int] = []

@@ -12,7 +12,7 @@ from torch_ext.world.child import preparation_of_this_process
 
 
 @pytest.mark.parametrize(
-    ("switch", "changed", "told"),
+    ("switch", "changed", "message"),
     [
         (None, {"OMP_NUM_THREADS": "7"}, "OMP_NUM_THREADS changed"),
         (None, {"MYLIB_MODE": "7"}, ""),
@@ -22,7 +22,7 @@ from torch_ext.world.child import preparation_of_this_process
     ],
 )
 def test_variables_read_at_load_force_a_fresh_interpreter(
-    monkeypatch: pytest.MonkeyPatch, switch: str | None, changed: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, switch: str | None, changed: dict[str, str], message: str
 ) -> None:
     if switch is not None:
         monkeypatch.setenv("TORCH_EXT_READ_AT_LOAD", switch)
@@ -32,7 +32,7 @@ def test_variables_read_at_load_force_a_fresh_interpreter(
     why = made._why_interpreter({**made._environment, **changed})
     for end in ends:
         end.close()
-    assert (told in why) if told else why == ""
+    assert (message in why) if message else why == ""
 
 
 @pytest.mark.parametrize(("switch", "forks"), [(None, 1), ("0", 0)])

@@ -50,7 +50,7 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (ThreadState(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
     ],
 )
-def test_what_nobody_can_end_is_blocked(task: ThreadState, until_s: float) -> None:
+def test_wait_without_a_limit_is_blocked(task: ThreadState, until_s: float) -> None:
     progress = judge_threads([task], "")
     limits = (INF, until_s) if task.operation is IN_BARRIER or task.of_transport else (until_s, INF)
     assert (progress.blocked, progress.until_s, progress.raises_s) == (True, *limits)
@@ -72,7 +72,7 @@ def test_what_nobody_can_end_is_blocked(task: ThreadState, until_s: float) -> No
         ThreadState(1, "native", "running", INF, 5),
     ],
 )
-def test_one_thread_that_may_go_on_is_enough(task: ThreadState) -> None:
+def test_one_runnable_thread_is_enough(task: ThreadState) -> None:
     blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
     assert judge_threads([blocked], "").blocked
     assert not judge_threads([blocked, task], "").blocked
@@ -95,12 +95,12 @@ def test_a_thread_that_has_run_shows_unless_it_is_a_transports() -> None:
     ids=["no Python code", "a kernel", "a nearer limit", "an operation"],
 )
 def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operation | None, until_s: float) -> None:
-    told = ThreadWait(5, Wait("#9 all_reduce in group 2", (1,), transport=True), 7, 90.0)
-    of_page = threads._on_page(operation, told)
+    own_entry = ThreadWait(5, Wait("#9 all_reduce in group 2", (1,), transport=True), 7, 90.0)
+    of_page = threads._on_page(operation, own_entry)
     progress = judge_threads([ThreadState(7, "python", "shared", 0.2, 5, of_page, sliced=True)], "")
     assert (progress.blocked, progress.until_s, progress.raises_s) == (True, INF, until_s)
-    assert progress.waits == (operation.wait if operation is not None else told.wait,)
-    again = threads._on_page(operation, told._replace(since_ns=6))
+    assert progress.waits == (operation.wait if operation is not None else own_entry.wait,)
+    again = threads._on_page(operation, own_entry._replace(since_ns=6))
     assert again.position != of_page.position
 
 
@@ -139,7 +139,7 @@ def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object
 
     keyed = task_of(daemon(waits_for_a_key))
     assert keyed.operation is not None and keyed.operation.wait.transport
-    assert 'store.get("nobody sets this")' in keyed.operation.wait.words
+    assert 'store.get("nobody sets this")' in keyed.operation.wait.description
     assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 5000, abs=5)
 
     def waits_a_little() -> None:
@@ -177,7 +177,7 @@ def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> 
     lock.release()
 
 
-def test_only_threads_that_appear_while_a_transport_is_made_are_its_own(tmp_path: Path) -> None:
+def test_threads_of_a_transport_are_those_that_appear_during_its_construction(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made: list[int] = []
 
@@ -198,9 +198,7 @@ def test_only_threads_that_appear_while_a_transport_is_made_are_its_own(tmp_path
 
 
 @pytest.mark.parametrize("operation", [IN_BARRIER, IN_TEST])
-def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
-    monkeypatch: pytest.MonkeyPatch, operation: Operation
-) -> None:
+def test_polling_operation_is_found_at_its_wait(monkeypatch: pytest.MonkeyPatch, operation: Operation) -> None:
     nanosleep, calls = "35" if platform.machine() == "x86_64" else "101", ["running"] * 3
     monkeypatch.setattr(threads, "operation_of", lambda frame: operation)
     monkeypatch.setattr(threads, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
@@ -211,7 +209,7 @@ def test_operation_that_looks_again_and_again_is_seen_where_it_waits(
     assert task is not None and task.doing == "running"  # the thread computes
 
 
-def test_wait_for_a_store_stays_the_same_wherever_it_is_seen(tmp_path: Path) -> None:
+def test_store_wait_has_the_same_description_at_every_frame(tmp_path: Path) -> None:
     seen: list[Operation] = []
     make = operations._watched_server(lambda *_, **__: seen.append(operations.operation_of(sys._getframe(1))))
     make(object(), "host", 0, 2, True)
@@ -232,7 +230,7 @@ def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.Monkey
     assert threads.observe().blocked
 
 
-def test_an_operator_is_known_by_what_it_has_of_its_name_so_far() -> None:
+def test_partly_constructed_operator_is_recognized() -> None:
     """``__init__`` of an operator is in the same file as waits for collectives, too."""
     names: dict[str, Any] = {}
     exec(compile("def call(self): return sys._getframe()", "/x/torch/_ops.py", "exec"), {"sys": sys}, names)
@@ -293,12 +291,12 @@ def test_a_wait_for_an_object_of_torch_is_one_for_peers(
     """A limit among the arguments of the call is not read; with two calls in a line, either may be the waiting one."""
     found = operations.operation_of(function(_Work()))
     assert (found.wait.transport, found.limit_s) == (True, limit_s)
-    assert found.wait.words.startswith(f"{call} in {function.__name__} (test_threads.py:")
+    assert found.wait.description.startswith(f"{call} in {function.__name__} (test_threads.py:")
     assert not operations.operation_of(function(_Other())).wait.transport
 
 
 @pytest.mark.parametrize("between", ["", "sim/races/_threads.py", "compat/testing.py", "compat/c10d.py"])
-def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> None:
+def test_frames_between_test_and_torch_hide_no_operation(between: str) -> None:
     """Functions of ours between the test and torch, in either direction, are left out."""
     names: dict[str, Any] = {"sys": sys}
 
@@ -312,7 +310,7 @@ def test_what_lies_between_a_test_and_torch_hides_no_operation(between: str) -> 
     function("all_reduce", "outer_join", "/x/torch/distributed/distributed_c10d.py")
     function("test_body", "all_reduce", "/x/test_a.py")
     wait = operations.operation_of(names["test_body"]()).wait
-    assert (wait.words, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
+    assert (wait.description, wait.transport) == ("all_reduce() in test_body (test_a.py:1)", True)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +335,7 @@ def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
     make(object(), *args, **kwargs)
     limit_s = found[0].limit_s
     assert limit_s is not None and found[0].wait.transport
-    assert "TCPStore() in test_only_a_server" in found[0].wait.words
+    assert "TCPStore() in test_only_a_server" in found[0].wait.description
     assert limit_s == (0.0 if seconds is None else pytest.approx(began_s + seconds, abs=5))
 
 
@@ -352,7 +350,7 @@ class _Kept:
     """An object in a variable of a test."""
 
 
-def test_a_look_keeps_nothing_of_the_test_alive() -> None:
+def test_observation_keeps_no_object_of_the_test_alive() -> None:
     inside, over = threading.Event(), threading.Event()
     kept: list[weakref.ref[_Kept]] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.protocol import RankStatus, Receipt, Wait
 from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, judge
 
 
@@ -18,15 +18,15 @@ def text_of(outcomes: list[Outcome], took_s: float) -> str:
 
 
 def passed(rank: int) -> Outcome:
-    return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(Said.PASSED, 1.0))
+    return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(RankStatus.PASSED, 1.0))
 
 
 def skipped(rank: int, reason: str = "no device") -> Outcome:
-    return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(Said.SKIPPED, 1.0, reason))
+    return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(RankStatus.SKIPPED, 1.0, reason))
 
 
 def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
-    receipt = Receipt(Said.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
+    receipt = Receipt(RankStatus.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
     return Outcome(rank, Ending.FAILED, 10, time_s, receipt)
 
 
@@ -61,7 +61,7 @@ PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by
         (failed(0), "raised ValueError: no"),
     ],
 )
-def test_one_bad_rank_fails_the_world_whichever_it_is(bad: Outcome, words: str, rank: int) -> None:
+def test_any_bad_rank_fails_the_world(bad: Outcome, words: str, rank: int) -> None:
     outcomes = [passed(0), passed(1), passed(2)]
     outcomes[rank] = replace(bad, rank=rank)
     verdict = judge(outcomes)
@@ -92,9 +92,9 @@ def of_two(*entries: dict[str, Any], **more: Any) -> str:
     return json.dumps({"entries": entries, "groups": {"0": [0, 1]}, **more})
 
 
-def waited(said: str, *, transport: bool = True, **more: Any) -> Outcome:
-    """Rank 0, whose collective failed with the error ``said``."""
-    receipt = Receipt(Said.FAILED, 1.0, said, said, transport=transport, waits=more.get("waits", ()))
+def waited(message: str, *, transport: bool = True, **more: Any) -> Outcome:
+    """Rank 0, whose collective failed with the error ``message``."""
+    receipt = Receipt(RankStatus.FAILED, 1.0, message, message, transport=transport, waits=more.get("waits", ()))
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
 
 
@@ -167,8 +167,8 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
         "rank 2 kept rank 0 waiting in all_reduce (test_a.py:7); its test was over",
     ),
     *(
-        ([waited(f"DistBackendError: simccl{told}"), failed(1, time_s=2.0)], (1,), (0,), "")
-        for told in (
+        ([waited(f"DistBackendError: simccl{report}"), failed(1, time_s=2.0)], (1,), (0,), "")
+        for report in (
             " on rank 0: rank 1 (process 7) has ended and takes no part in what rank 0 called",
             " on rank 0: rank 1 (process 7) has ended and sends nothing more for recv",
             " on rank 0: rank 1 (process 7) has ended within all_reduce",
@@ -241,15 +241,15 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
-def test_report_tells_that_ranks_which_timed_out_had_to_wait_for_a_core() -> None:
+def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
     late, prompt, hung = timed_out(0), timed_out(1), Outcome(2, Ending.HUNG)
     late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
     lines = text_of([late, prompt, hung], 120.0).splitlines()
     assert [number for number, line in enumerate(lines) if "waited for a core" in line] == [4]
-    assert lines[3].startswith("  rank 0 timed out") and lines[4] == "    waited for a core for 61.0 s of these"
+    assert lines[3].startswith("  rank 0 timed out") and lines[4] == "    waited for a core for 61.0 s of that time"
     assert lines[7:9] == [
         "",
-        "This machine had more to do than it has cores: run fewer tests at once (-j, --slots), or raise --timeout.",
+        "This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.",
     ]
     late.delayed_s = 29.9
     assert "core" not in text_of([late, prompt, hung], 120.0)
@@ -287,18 +287,17 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
 
 
 def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outcome:
-    said = (
+    message = (
         f"DistBackendError: simccl on rank {rank}: collective 2 of group 0: ranks disagree in the operation: "
         f"rank {rank} called {own} at /home/u/test_a.py:{10 + rank}; "
         f"rank {peer} called {other} at /home/u/test_a.py:{10 + peer}."
     )
-    return Outcome(
-        rank, Ending.FAILED, 1, time_s, Receipt(Said.FAILED, time_s, said, said, transport=True, place="test_a.py:99")
-    )
+    receipt = Receipt(RankStatus.FAILED, time_s, message, message, transport=True, place="test_a.py:99")
+    return Outcome(rank, Ending.FAILED, 1, time_s, receipt)
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_of_ranks_that_disagree_the_few_are_to_blame_whoever_raised_first(first: int) -> None:
+def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
     calls = [("all_reduce of 4", 2, "barrier"), ("all_reduce of 4", 2, "barrier"), ("barrier", 0, "all_reduce of 4")]
     outcomes = [disagrees(rank, *call, 1.0 + (rank != first)) for rank, call in enumerate(calls)]
     verdict = judge(outcomes)

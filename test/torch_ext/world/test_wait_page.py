@@ -77,7 +77,7 @@ def test_a_process_reads_its_own_page_by_thread(
     assert waits_of_threads() == {43: (5, page[0].waits()[0], 43, 7.5)}
 
 
-def test_what_is_no_page_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_files_that_are_no_pages_are_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A program may close the page and open another file under its number."""
     monkeypatch.delenv("TORCH_EXT_WAIT_PAGE", raising=False)
     assert waits_of_threads() == {}
@@ -89,7 +89,7 @@ def test_what_is_no_page_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             assert waits_of_threads() == {}
 
 
-def test_what_a_rank_wrote_is_in_the_report_though_it_cannot_answer(tmp_path: Path) -> None:
+def test_report_has_the_waits_of_a_rank_that_cannot_answer(tmp_path: Path) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run()
     assert run.status == {"test_page": "failed"}, run

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ext.world.outcome import Ending
-from torch_ext.world.protocol import Progress, Receipt, Said, Ticket
+from torch_ext.world.protocol import Progress, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, judge
 from torch_ext.world.watch import Act, Measures, Step, Watch, silence_text
@@ -23,8 +23,8 @@ INF = float("inf")
 LIMITS = Limits(test_s=60.0, grace_s=1.0, exit_s=15.0)
 
 
-def receipt(said: Said = Said.PASSED, time_s: float = 0.0, reason: str = "") -> Receipt:
-    return Receipt(said, time_s, reason)
+def receipt(status: RankStatus = RankStatus.PASSED, time_s: float = 0.0, reason: str = "") -> Receipt:
+    return Receipt(status, time_s, reason)
 
 
 def endings(watch: Watch) -> list[Ending]:
@@ -57,7 +57,7 @@ OF_OTHERS: list[tuple[dict[str, Any], str]] = [
     ({"keep": True}, "p0 open s1 @0.1 . done PASSED SKIPPED"),
     ({"keep": True}, "p0 @60 X1"),
 ]
-SAYS = {"p": Said.PASSED, "f": Said.FAILED, "s": Said.SKIPPED}
+SAYS = {"p": RankStatus.PASSED, "f": RankStatus.FAILED, "s": RankStatus.SKIPPED}
 
 
 @pytest.mark.parametrize(("how", "script"), [({}, script) for script in SCRIPTS.values()] + OF_OTHERS)
@@ -88,7 +88,7 @@ def test_a_watch_follows_its_script(how: dict[str, Any], script: str) -> None:
     assert not ended or [ending.name for ending in endings(watch)] == ended, script
 
 
-def test_an_end_after_the_receipt_is_told_with_it() -> None:
+def test_exit_after_the_receipt_is_reported_with_it() -> None:
     for code, words in ((-11, "was killed by SIGSEGV"), (0, "exited with code 0")):
         watch = Watch(1, LIMITS, 0.0)
         watch.received(0, receipt())
@@ -115,7 +115,7 @@ def leave(computed: Callable[[int, float], float], released_s: float = 1.0, ends
             return now_s
 
 
-def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> None:
+def test_computing_rank_is_not_stopped_at_the_exit_limit() -> None:
     assert leave(lambda rank, now_s: 0.0) == 17.0
     assert leave(lambda rank, now_s: 0.1 * now_s * rank) == 46.0
     assert leave(lambda rank, now_s: 0.1 * min(now_s, 21.0)) == 22.0
@@ -124,7 +124,7 @@ def test_rank_that_still_computes_is_not_stopped_at_the_limit_for_leaving() -> N
         assert leave(lambda rank, now_s: now_s, released_s) == LIMITS.test_s + LIMITS.exit_s
 
 
-def test_trouble_while_leaving_ends_patience() -> None:
+def test_failure_while_ranks_exit_ends_the_extension() -> None:
     watch = Watch(2, LIMITS, 0.0, Measures(lambda rank: now_s))
     for rank in (0, 1):
         watch.received(rank, receipt())
@@ -162,8 +162,8 @@ def test_peer_that_waits_for_a_core_has_more_time_to_fail_by_itself(share: float
 class Script:
     """The acts of a rank that is not stopped: its receipt, its exit code, and the seconds at which they come."""
 
-    said: Said | None
-    says_s: float
+    status: RankStatus | None
+    reports_s: float
     ends: bool
     code: int
     ends_s: float
@@ -172,8 +172,8 @@ class Script:
 TIMES = st.floats(0.0, 100.0, allow_nan=False)
 SCRIPTS = st.builds(
     Script,
-    said=st.sampled_from([None, *Said]),
-    says_s=TIMES,
+    status=st.sampled_from([None, *RankStatus]),
+    reports_s=TIMES,
     ends=st.booleans(),
     code=st.sampled_from([0, 0, 0, 1, 3, 10, -9, -11, -6]),
     ends_s=TIMES,
@@ -183,8 +183,8 @@ SCRIPTS = st.builds(
 def play(scripts: list[Script], seed: int) -> Watch:
     """Drive a watch with the scripts as a world would; the clock jumps from event to event."""
     watch = Watch(len(scripts), LIMITS, 0.0)
-    events = [(s.says_s, rank, "says") for rank, s in enumerate(scripts) if s.said is not None]
-    events += [(s.says_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
+    events = [(s.reports_s, rank, "says") for rank, s in enumerate(scripts) if s.status is not None]
+    events += [(s.reports_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
     random.Random(seed).shuffle(events)
     events.sort(key=lambda event: event[0])
     gone: set[int] = set()
@@ -202,9 +202,9 @@ def play(scripts: list[Script], seed: int) -> Watch:
             script = scripts[rank]
             if rank in gone:
                 continue
-            if what == "says" and script.said is not None:
+            if what == "says" and script.status is not None:
                 watch.received(
-                    rank, Receipt(script.said, now_s, reason="its own" if script.said != Said.PASSED else "")
+                    rank, Receipt(script.status, now_s, reason="its own" if script.status != RankStatus.PASSED else "")
                 )
             else:
                 gone.add(rank)
@@ -225,8 +225,8 @@ def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every
     assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
     assert all(outcome.exit_code is not None for outcome in outcomes)
     verdict = judge(outcomes)
-    for said, judgement in ((Said.PASSED, Judgement.PASSED), (Said.SKIPPED, Judgement.SKIPPED)):
-        clean = all(o.receipt is not None and o.receipt.said is said and o.exit_code == 0 for o in outcomes)
+    for status, judgement in ((RankStatus.PASSED, Judgement.PASSED), (RankStatus.SKIPPED, Judgement.SKIPPED)):
+        clean = all(o.receipt is not None and o.receipt.status is status and o.exit_code == 0 for o in outcomes)
         assert (verdict.judgement is judgement) == clean
     if verdict.judgement is not Judgement.FAILED:
         return
@@ -253,24 +253,24 @@ def ranks_named(summary: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
-def test_ranks_are_read_back_from_the_words_for_them(ranks: list[int]) -> None:
+def test_ranks_phrase_can_be_parsed_back(ranks: list[int]) -> None:
     assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
 
 
 @pytest.mark.parametrize(
     "foreign",
     [
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 0), pid=7),
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_b", 1), pid=7),
-        Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=8),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 0), pid=7),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_b", 1), pid=7),
+        Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=8),
     ],
     ids=["of an earlier attempt", "of another test", "of another process"],
 )
-def test_a_receipt_about_something_else_counts_for_nothing(foreign: Receipt) -> None:
+def test_receipt_of_another_run_is_ignored(foreign: Receipt) -> None:
     watch = Watch(1, LIMITS, 0.0, ticket=Ticket("test_a", 1), pids=[7])
     watch.received(0, foreign)
     assert watch.advance(0.2) == []
-    watch.received(0, Receipt(Said.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
+    watch.received(0, Receipt(RankStatus.PASSED, 0.1, ticket=Ticket("test_a", 1), pid=7))
     assert watch.advance(0.3) == [Step(Act.RELEASE, (0,))]
 
 
@@ -288,8 +288,8 @@ class Looks:
     ) -> None:
         self.now_s = 0.0
         self.others: tuple[str, ...] = ()
-        self.computed_s = 0.0
-        measures = Measures(lambda rank: rank * self.computed_s, starved_s, lambda: self.others)
+        self.cpu_time_s = 0.0
+        measures = Measures(lambda rank: rank * self.cpu_time_s, starved_s, lambda: self.others)
         self.watch = Watch(2, limits, 0.0, measures, **how)
         self.answers: dict[int, Progress | None] = {0: BLOCKED, 1: BLOCKED, -1: Progress(True, INF, "")}
 
@@ -309,7 +309,7 @@ class Looks:
         return []
 
 
-def test_a_hang_is_found_when_every_look_of_some_seconds_shows_all_ranks_blocked_in_the_same() -> None:
+def test_hang_is_found_when_all_looks_show_the_same_blocked_waits() -> None:
     looks = Looks()
     assert looks.until(8.0) == []
     assert looks.until(9.0) == STOPS  # from the first look on, in the first second
@@ -324,7 +324,7 @@ def test_a_hang_is_found_when_every_look_of_some_seconds_shows_all_ranks_blocked
     [FREE, Progress(True, INF, "1:3"), Progress(True, 900.0, "1:2")],
     ids=["one thread may go on", "a thread has run", "its own limit ends before the test's"],
 )
-def test_one_look_at_which_one_may_go_on_puts_the_proof_off(once: Progress, who: int) -> None:
+def test_look_with_a_runnable_rank_delays_the_proof(once: Progress, who: int) -> None:
     looks = Looks()
     assert looks.until(4.0) == []
     before = looks.answers[who]
@@ -335,7 +335,7 @@ def test_one_look_at_which_one_may_go_on_puts_the_proof_off(once: Progress, who:
     assert looks.until(14.0) == STOPS
 
 
-def test_while_one_does_not_answer_nothing_is_proven_and_no_other_look_begins() -> None:
+def test_unanswered_look_proves_nothing_and_blocks_the_next() -> None:
     looks = Looks()
     looks.answers[1] = None
     assert looks.until(30.0) == []
@@ -356,7 +356,7 @@ def test_a_look_that_begins_late_proves_nothing_before_it_is_answered() -> None:
     assert looks.until(59.0) == []
 
 
-def test_while_somebody_else_may_act_nothing_is_proven_unless_ranks_wait_in_memory_of_their_own() -> None:
+def test_other_process_that_may_act_prevents_the_proof_except_in_ranks_memory() -> None:
     looks = Looks()
     looks.others = ("process 7 (sleep 100)",)
     assert looks.until(20.0) == []
@@ -365,7 +365,7 @@ def test_while_somebody_else_may_act_nothing_is_proven_unless_ranks_wait_in_memo
     assert looks.until(40.0) == STOPS
 
 
-def test_what_happens_starts_the_proof_again() -> None:
+def test_event_restarts_the_proof() -> None:
     """Rank 1 passes, which may be the event that rank 0 waited for."""
     looks = Looks(keep=True)
     assert looks.until(6.0) == []
@@ -374,7 +374,7 @@ def test_what_happens_starts_the_proof_again() -> None:
     assert looks.until(15.0) == [Step(Act.INSPECT, (0,)), Step(Act.STOP, (0,))]
 
 
-def test_a_thread_that_a_rank_has_left_whose_test_is_over_may_act() -> None:
+def test_thread_left_by_a_finished_rank_may_act() -> None:
     looks = Looks(keep=True)
     looks.watch.received(1, receipt())
     looks.answers[1] = FREE
@@ -384,7 +384,7 @@ def test_a_thread_that_a_rank_has_left_whose_test_is_over_may_act() -> None:
 @pytest.mark.parametrize(
     ("lock_s", "raises_s", "hangs"), [(90.0, INF, True), (40.0, INF, False), (INF, 15.0, True), (INF, 12.0, False)]
 )
-def test_where_nothing_else_ends_it_a_long_wait_counts_as_endless(lock_s: float, raises_s: float, hangs: bool) -> None:
+def test_long_wait_counts_as_endless(lock_s: float, raises_s: float, hangs: bool) -> None:
     """An operation, which raises at its limit, is distinguished from a lock."""
     looks = Looks(Limits(test_s=INF, hang_s=8.0, endless_s=60.0, raises_later_s=5.0))
     looks.answers[1] = Progress(True, lock_s, "1:2", raises_s=raises_s)
@@ -400,7 +400,7 @@ def test_a_hang_that_is_reported_ends_nothing_and_is_reported_once() -> None:
     assert looks.until(209.0) == [Step(Act.REPORT_HANG, (0, 1))], "they went on, and hang elsewhere"
 
 
-def test_a_silence_is_told_once_for_as_long_as_it_lasts() -> None:
+def test_silence_is_reported_once() -> None:
     looks = Looks()
     looks.answers[0] = FREE
     assert looks.until(60.0) == [Step(Act.REPORT_SILENCE, (0, 1))]
@@ -411,7 +411,7 @@ def test_a_silence_is_told_once_for_as_long_as_it_lasts() -> None:
     assert looks.until(261.0) == [Step(Act.REPORT_SILENCE, (0, 1))]
 
 
-def test_a_silence_is_told_with_those_that_may_act_and_each_stack_once() -> None:
+def test_silence_report_names_who_may_act_and_each_stack_once() -> None:
     reasons = [f"thread {number}" for number in range(5)]
     text = silence_text(reasons, {0: "in wait of rank 0", 1: "in wait of rank 1", 2: ""})
     assert text.splitlines() == [
@@ -423,11 +423,11 @@ def test_a_silence_is_told_with_those_that_may_act_and_each_stack_once() -> None
     ]
 
 
-def test_a_rank_that_computes_or_has_handed_in_a_receipt_is_progress() -> None:
+def test_computing_rank_or_receipt_is_progress() -> None:
     looks = Looks(keep=True)
     looks.answers[0] = FREE
     for _ in range(100):
-        looks.computed_s += 0.2
+        looks.cpu_time_s += 0.2
         assert looks.until(looks.now_s + 1.0) == []
     assert looks.until(130.0) == []
     looks.watch.received(1, receipt())

@@ -28,8 +28,8 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, Said
-from torch_ext.world.settings import HostFile, Limits, hosts_of, is_spread, timeout_of
+from torch_ext.world.protocol import Inherited, RankStatus
+from torch_ext.world.settings import HostFile, Limits, hosts_of, is_multi_host, timeout_of
 
 __unittest = True
 
@@ -223,7 +223,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
-        if not is_spread():
+        if not is_multi_host():
             os.environ["LOCAL_RANK"] = str(rank)  # as a launcher would, so that init_device_mesh() knows the device
         c10d.init_process_group(
             cls.backend_str(),
@@ -263,7 +263,7 @@ class MultiProcContinuousTest(RanksTestCase):
                     raise no_group
             else:
                 receipt = receipts.run_test(cls._run_test_given_id, me.test)
-            if me.report(receipts.after_expected_failure(receipt, cls)).said is Said.FAILED:
+            if me.report(receipts.after_expected_failure(receipt, cls)).status is RankStatus.FAILED:
                 run_class_cleanups(cls)
                 return
         if no_group is None:

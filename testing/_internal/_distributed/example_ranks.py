@@ -20,7 +20,7 @@ from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.methods import run_method
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import rank as world_rank
-from torch_ext.world.protocol import Receipt, Said
+from torch_ext.world.protocol import RankStatus, Receipt
 
 __unittest = True
 
@@ -49,7 +49,7 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
     while example := receipts.next_order(examples):
-        if rank.report(_run(case, body, example)).said is Said.FAILED:
+        if rank.report(_run(case, body, example)).status is RankStatus.FAILED:
             sys.exit(receipts.TEST_ERROR_EXIT_CODE)
 
 
@@ -81,7 +81,7 @@ def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Rec
         return receipts.skipped(REJECTED)
     except (Exception, SystemExit) as error:
         receipt = receipts.receipt_of(error)
-        if receipt is None or receipt.said is Said.FAILED:
+        if receipt is None or receipt.status is RankStatus.FAILED:
             raise
         return receipt
     return receipts.passed()

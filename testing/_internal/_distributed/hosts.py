@@ -59,4 +59,4 @@ def _folder_of(host: int) -> dict[str, str]:
 
 def meeting_point(file_name: str, world_size: int) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` that say where the ranks of a test meet."""
-    return {"init_method": "env://"} if settings.is_spread() else {"store": c10d.FileStore(file_name, world_size)}
+    return {"init_method": "env://"} if settings.is_multi_host() else {"store": c10d.FileStore(file_name, world_size)}

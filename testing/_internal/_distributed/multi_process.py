@@ -26,7 +26,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, Said
+from torch_ext.world.protocol import Inherited, RankStatus
 from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host, timeout_of
 from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 from torch_ext.world.wording import left_behind
@@ -60,8 +60,8 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
             world = start_world(
                 zygote,
                 ranks,
-                interpreter=settings.interpreter_wanted(),
-                spares=settings.spares_wanted(len(ranks)),
+                interpreter=settings.wants_interpreter(),
+                spares=settings.spare_count(len(ranks)),
                 show=settings.show_output(),
                 test=test,
                 own_address=not any(rank.host for rank in ranks) or ADDRESS_VARIABLE not in os.environ,
@@ -97,7 +97,7 @@ def raise_verdict(
 
 def _send_trace(pipe: Connection, trace: str) -> None:
     """Send a traceback through the pipe, as upstream does, cut to the pipe's capacity: a rank that blocked here would
-    never hand in its receipt. Reports take the traceback from the receipt.
+    never submit its receipt. Reports take the traceback from the receipt.
     """
     with contextlib.suppress(OSError):
         pipe.send(trace[-_MOST_IN_PIPE:])
@@ -248,10 +248,10 @@ class MultiProcessTestCase(RanksTestCase):
             getattr(self, test_name)()
         except BaseException as error:
             rank, receipt = world_rank.current(), receipts.receipt_of(error)
-            if receipt is None or rank is None or receipt.said is not Said.FAILED:
+            if receipt is None or rank is None or receipt.status is not RankStatus.FAILED:
                 raise
             _send_trace(parent_pipe, receipt.trace)
-            rank.hand_in(receipts.after_expected_failure(receipt, type(self)))
+            rank.submit(receipts.after_expected_failure(receipt, type(self)))
             sys.exit(self.TEST_ERROR_EXIT_CODE)
         finally:
             parent_pipe.close()

@@ -20,7 +20,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.exits import ThreadErrors, UnfinishedWorkError
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Receipt, Said, Wait
+from torch_ext.world.protocol import RankStatus, Receipt, Wait
 from torch_ext.world.settings import Limits
 from torch_ext.world.threads import observe
 from torch_ext.world.watch import PARENT_HALF, Finding, HangWatch, Measures, silence_text
@@ -31,7 +31,7 @@ _STARTER = "_torch_ext_rank"
 
 _current_world: ThreadedWorld | None = None
 
-_ENDING_OF = {Said.PASSED: Ending.PASSED, Said.FAILED: Ending.FAILED, Said.SKIPPED: Ending.SKIPPED}
+_ENDING_OF = {RankStatus.PASSED: Ending.PASSED, RankStatus.FAILED: Ending.FAILED, RankStatus.SKIPPED: Ending.SKIPPED}
 
 
 class _Escapes:
@@ -148,7 +148,7 @@ def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
     threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
     operations.test_began()
     escapes = _Escapes()
-    verdict.started(threads[0] if threads else None, len(threads))
+    verdict.record_started(threads[0] if threads else None, len(threads))
     for thread in threads:
         thread.escapes = escapes
         thread.start()
@@ -161,7 +161,7 @@ def wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     An exception that ended a thread fails the rank that started the thread. A race that no rank was charged with fails
     the first rank that has passed.
     """
-    verdict.asked(threads[0] if threads else None)
+    verdict.record_judged(threads[0] if threads else None)
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
@@ -193,7 +193,7 @@ def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None 
 def _wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     began_s = monotonic()
     deadline_s = began_s + timeout_s
-    measures = Measures(computed_s=lambda rank: process_time(), others=_others)
+    measures = Measures(cpu_time_s=lambda rank: process_time(), others=_others)
     watch = HangWatch(Limits(timeout_s, hang_s=settings.hang_after_s()), began_s, measures)
     while (alive := [thread for thread in threads if thread.is_alive()]) and monotonic() < deadline_s:
         alive[0].join(max(0.0, min(deadline_s, watch.next_s) - monotonic()))
@@ -212,8 +212,8 @@ def _wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
 def _others() -> tuple[str, ...]:
     """See Note [Who else may act]. The ranks are threads of this process."""
     zygote = provider.zygote_of_this_process()
-    own = _os.others_of_parent_half((), zygotes=provider.zygotes())
-    return (*own, *follow.ask_zygote(zygote, ())) if zygote is not None else own
+    own = _os.other_children((), zygotes=provider.zygotes())
+    return (*own, *follow.query_zygote(zygote, ())) if zygote is not None else own
 
 
 def _outcome(thread: RankThread, while_alive: Ending) -> Outcome:
@@ -224,7 +224,7 @@ def _outcome(thread: RankThread, while_alive: Ending) -> Outcome:
         return Outcome(rank, while_alive, stacks=_stacks_of(thread), waits=_waits_of(thread), collectives=called)
     if receipt is None:
         return Outcome(rank, Ending.SILENT)
-    return Outcome(rank, _ENDING_OF[receipt.said], time_s=receipt.time_s, receipt=receipt, collectives=called)
+    return Outcome(rank, _ENDING_OF[receipt.status], time_s=receipt.time_s, receipt=receipt, collectives=called)
 
 
 def _waits_of(thread: threading.Thread) -> tuple[Wait, ...]:

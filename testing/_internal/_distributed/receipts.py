@@ -19,7 +19,7 @@ from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings, wording
 from torch_ext.world._os import monotonic
-from torch_ext.world.protocol import Part, Receipt, Said
+from torch_ext.world.protocol import Part, RankStatus, Receipt
 
 __unittest = True
 
@@ -31,11 +31,11 @@ _body_has_passed = False
 
 
 def passed() -> Receipt:
-    return Receipt(Said.PASSED, monotonic())
+    return Receipt(RankStatus.PASSED, monotonic())
 
 
 def skipped(reason: str) -> Receipt:
-    return Receipt(Said.SKIPPED, monotonic(), reason=reason)
+    return Receipt(RankStatus.SKIPPED, monotonic(), reason=reason)
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
@@ -92,13 +92,13 @@ def race_check() -> AbstractContextManager[None]:
     rank = world_rank.current()
     if rank is None:
         return accelerator.race_check("", wording.announce)
-    return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.tell)
+    return accelerator.race_check(rank.test if rank.rank == 0 else "", rank.notify)
 
 
 def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
     """Begin the check of a test whose ranks are threads; return None if the device has no checker."""
     rank = world_rank.current()
-    return accelerator.race_check_of_threads(wording.announce if rank is None else rank.tell)
+    return accelerator.race_check_of_threads(wording.announce if rank is None else rank.notify)
 
 
 def next_order(orders: Connection) -> Any:
@@ -119,7 +119,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
-        BaseException: whatever ``run`` raised after the receipt was handed in.
+        BaseException: whatever ``run`` raised after the receipt was submitted.
     """
     global _body_has_passed
     rank = world_rank.this_rank()
@@ -129,7 +129,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
         with race_check():
             return _receipt_of_call(rank, run, *args, **kwargs)
     except Exception as error:  # raised by the check
-        if rank.handed_in:
+        if rank.submitted:
             raise
         return world_rank.failure(error)
 
@@ -138,7 +138,7 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
     try:
         run(*args, **kwargs)
     except BaseException as error:
-        if rank.handed_in:
+        if rank.submitted:
             raise
         if not (_body_has_passed and isinstance(error, SystemExit) and error.code in (0, None)):
             receipt = receipt_of(error)
@@ -147,13 +147,13 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
             return receipt
     if not body_has_ended():
         unrun = f"{run.__name__}() of the class returned, but the test method has not run to its end in this rank"
-        return Receipt(Said.FAILED, monotonic(), unrun, unrun)
+        return Receipt(RankStatus.FAILED, monotonic(), unrun, unrun)
     return passed()
 
 
 def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
     """The body of a rank of ``cls`` that needs so many devices: call ``cls._run`` and the class and module cleanups
-    that it registers, and hand in a receipt.
+    that it registers, and submit a receipt.
 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.
@@ -165,18 +165,18 @@ def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
         receipt = run_test(cls._run, *args, **kwargs)
     finally:
         failed = run_class_cleanups(cls)
-    if rank.handed_in:
+    if rank.submitted:
         return
-    if failed and receipt.said is not Said.FAILED:
+    if failed and receipt.status is not RankStatus.FAILED:
         receipt = world_rank.failure(failed[0])
-    if receipt.said is not Said.PASSED:
-        rank.hand_in(receipt)
-        sys.exit(TEST_ERROR_EXIT_CODE if receipt.said is Said.FAILED else 0)
-    rank.tell_of_globals(cls.__module__)
+    if receipt.status is not RankStatus.PASSED:
+        rank.submit(receipt)
+        sys.exit(TEST_ERROR_EXIT_CODE if receipt.status is RankStatus.FAILED else 0)
+    rank.warn_of_globals(cls.__module__)
     if settings.full_teardown():
         end_group()
-        rank.hand_in(passed())
-    elif not rank.hand_in(passed()):
+        rank.submit(passed())
+    elif not rank.submit(passed()):
         end_group()
 
 

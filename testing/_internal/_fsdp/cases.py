@@ -32,7 +32,7 @@ from torch_ext.testing._internal.common_distributed import (
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
 from torch_ext.world import wording
 from torch_ext.world.operations import after_body
-from torch_ext.world.settings import hosts_of, is_spread
+from torch_ext.world.settings import hosts_of, is_multi_host
 
 __all__ = [
     "DDPTest",
@@ -183,7 +183,7 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
     @property
     def init_method(self) -> str:
-        return "env://" if is_spread() else f"{FILE_SCHEMA}{self.file_name}"
+        return "env://" if is_multi_host() else f"{FILE_SCHEMA}{self.file_name}"
 
     def shared_folder(self) -> str:
         """Return an empty folder of the run, the same on all ranks. Collective."""

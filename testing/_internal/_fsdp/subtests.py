@@ -83,7 +83,7 @@ class SubtestMixin(_TestCase):
         if self.rank == 0:
             # The output of a rank is shown only if the test fails.
             process = world_rank.current()
-            announce = process.tell if process else wording.announce
+            announce = process.notify if process else wording.announce
             announce(f"{self.id()}: {summary}")
 
 

@@ -38,7 +38,7 @@ _AHEAD = 8
 # Poll and tick interval, in seconds.
 _LOOK_S = 0.25
 # A class fails after losing this many machines.
-_MOST_LOST = 3
+_MAX_LOST = 3
 _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 
@@ -90,7 +90,7 @@ class ClusterExecutor:
         try:
             while self._waiting or self._placed or self._running:
                 self._place_more()
-                self._placed = [job for job in self._placed if not self._begins(job)]
+                self._placed = [job for job in self._placed if not self._start(job)]
                 if self._receive():
                     return
                 self._sink(Tick())
@@ -112,28 +112,28 @@ class ClusterExecutor:
 
     def _has_machines_for(self, job: _Job) -> bool:
         """Return whether the cluster has enough machines for a class. If not, end the class."""
-        wanted, there, most = job.batch.need.hosts, self._machines.number, self._machines.most
-        if wanted <= max(1, there):
+        requested, available, most = job.batch.need.hosts, self._machines.number, self._machines.most
+        if requested <= max(1, available):
             return True
-        has = there if wanted <= most else most
-        lacking = f"the class asks for {wanted} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
-        if wanted <= most:
-            self._end(job, f"{lacking} left")
+        has = available if requested <= most else most
+        shortage = f"the class asks for {requested} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
+        if requested <= most:
+            self._end(job, f"{shortage} left")
             return False
         for test in job.left:
-            reason = f"{lacking}; without --cluster, this machine stands for all of them"
+            reason = f"{shortage}; without --cluster, this machine stands for all of them"
             self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         self._sink(Over(job.cls))
         return False
 
-    def _begins(self, job: _Job) -> bool:
+    def _start(self, job: _Job) -> bool:
         """Start ``job`` if Ray has placed it; return whether it has. Host 0 starts last."""
         job.nodes = self._machines.nodes(job.place, job.batch.need.hosts)
-        if strange := [node for node in job.nodes if not self._machines.has(node)]:
+        if unusable := [node for node in job.nodes if not self._machines.has(node)]:
             self._leave(job)
             job.lost += 1
-            if job.lost >= _MOST_LOST:
-                raise SetupError(f"Ray places classes on the machine {strange[0][:12]}, which cannot run tests")
+            if job.lost >= _MAX_LOST:
+                raise SetupError(f"Ray places classes on the machine {unusable[0][:12]}, which cannot run tests")
             job.place = self._machines.reserve(job.batch.need)
             return False
         for host in range(1, len(job.nodes)) if len(job.nodes) > 1 else range(len(job.nodes)):
@@ -179,7 +179,7 @@ class ClusterExecutor:
         elif isinstance(event, HostFailed) and event.lost:
             self._lost(job, host, event.why)
         elif isinstance(event, HostFailed):
-            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run it: {event.why}")
+            self._end(job, f"host {host} ({_name(job.nodes[host])}) cannot run the class: {event.why}")
         elif isinstance(event, TestResult):
             if event.test in job.left:
                 job.left.remove(event.test)
@@ -197,7 +197,7 @@ class ClusterExecutor:
             return
         job.lost += 1
         machine, number = node[:12], len(job.left)
-        if number and job.lost >= _MOST_LOST:
+        if number and job.lost >= _MAX_LOST:
             self._end(job, f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}")
             return
         job.over = True

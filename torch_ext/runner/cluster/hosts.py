@@ -2,11 +2,11 @@
 
 Runs in the supervisors of these machines; standard library and own layer only.
 
-:class:`Spread`, on host 0, is a proxy between the parent half and the zygotes of all hosts. The parent half uses it
-like a zygote. :class:`Spread` passes orders for host 0 to the zygote there, with their descriptors. It sends orders for
+:class:`RankProxy`, on host 0, is a proxy between the parent half and the zygotes of all hosts. The parent half uses it
+like a zygote. The proxy passes orders for host 0 to the zygote there, with their descriptors. It sends orders for
 other hosts as messages, and reads and writes this end of their descriptors.
 
-:class:`FarRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It makes no
+:class:`RemoteRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It makes no
 decisions: it executes the messages of host 0, and reports to host 0.
 """
 
@@ -26,13 +26,13 @@ from typing import Any
 from torch_ext.runner.cluster.messages import Line, RankStream
 from torch_ext.runner.loop import Pause, Task
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all, readable
-from torch_ext.world.follow import ask_zygote
+from torch_ext.world.follow import query_zygote
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
-    AskOthers,
     Ended,
     Order,
     Progress,
+    QueryProcesses,
     RankOrder,
     Receipt,
     Signal,
@@ -42,7 +42,7 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["FarRanks", "Share", "Spread"]
+__all__ = ["HostRanks", "RankProxy", "RemoteRanks"]
 
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its index among the ranks there
@@ -53,7 +53,7 @@ _NUMBERS = itertools.count(1)  # of worlds
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
 
 
-class _Ends:
+class _RankEnds:
     """This machine's ends of the channel and pipes of one rank. Calls ``report`` with their messages and bytes, and
     with None at the end of a stream.
     """
@@ -110,7 +110,7 @@ class _Ends:
                 os.close(file)
 
 
-class Share:
+class HostRanks:
     """The common base of both kinds of host: worlds by number, and messages to and from other hosts.
 
     Args:
@@ -133,7 +133,7 @@ class Share:
             if self._callbacks.is_open():
                 self._callbacks.call(0)
 
-    def take(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Handle a message of another host, in the order in which that host has sent its messages."""
         self._early[line.source, line.sequence] = line
         while next_line := self._early.pop((line.source, self._taken[line.source]), None):
@@ -160,18 +160,18 @@ class Share:
 
 
 @dataclass
-class _SpreadWorld:
+class _ProxyWorld:
     """The ranks of one request of the parent half."""
 
     number: int  # of the world
     group: Channel  # the parent half's group channel
     order: list[_Place]  # the place of each rank
     here: Channel | None = None  # the zygote's group channel of this host's ranks; None without such ranks
-    far: dict[_Place, _Ends] = field(default_factory=dict)  # the running ranks of other hosts
+    remote: dict[_Place, _RankEnds] = field(default_factory=dict)  # the running ranks of other hosts
     started: dict[int, Started] = field(default_factory=dict)  # the answer of each host
 
 
-class Spread(Share):
+class RankProxy(HostRanks):
     """The ranks of one class, on host 0.
 
     Args:
@@ -191,11 +191,11 @@ class Spread(Share):
         """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts this
         host's ranks.
         """
-        ours, theirs = channel_pair()
-        self._clients.append(ours)
-        self._callbacks.watch(ours, lambda: self._on_client(ours, zygote))
-        descriptor = os.dup(theirs.fileno())
-        theirs.close()
+        local, remote = channel_pair()
+        self._clients.append(local)
+        self._callbacks.watch(local, lambda: self._on_client(local, zygote))
+        descriptor = os.dup(remote.fileno())
+        remote.close()
         return descriptor
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Spread(Share):
     def _on_client(self, client: Channel, zygote: ZygoteClient) -> None:
         try:
             message, descriptors = client.receive()
-            if isinstance(message, AskOthers):  # for this host; FarRanks answers for each other host
+            if isinstance(message, QueryProcesses):  # for this host; RemoteRanks answers for each other host
                 with contextlib.suppress(ChannelClosedError):
                     zygote.channel.send(message, descriptors)
                 close_all(descriptors)
@@ -222,7 +222,7 @@ class Spread(Share):
         inherited = iter(descriptors[1:])
         of_host: dict[int, list[Order]] = {}
         here: list[int] = []
-        world = _SpreadWorld(next(_NUMBERS), Channel.from_descriptor(descriptors[0]), [])
+        world = _ProxyWorld(next(_NUMBERS), Channel.from_descriptor(descriptors[0]), [])
         self._worlds[world.number] = world
         self._callbacks.watch(world.group, lambda: self._on_group(world))
         for order in request.orders:
@@ -232,7 +232,7 @@ class Spread(Share):
             of_host[host].append(order)
             world.order.append(place)
             if host:
-                world.far[place] = self._take_over(world, place, order.payload, own)
+                world.remote[place] = self._take_over(world, place, order.payload, own)
             else:
                 here += own
         for host, orders in of_host.items():
@@ -246,7 +246,7 @@ class Spread(Share):
                 close_all(here)
             self._callbacks.watch(world.here, lambda: self._on_here(world))
 
-    def _take_over(self, world: _SpreadWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _Ends:
+    def _take_over(self, world: _ProxyWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _RankEnds:
         """Return this end of a rank that starts elsewhere; ``descriptors`` in the order of ``files.open_rank``."""
         host, index = place
         channel, output, second, stacks, *more = descriptors
@@ -261,12 +261,12 @@ class Spread(Share):
             **numbered,
         }
 
-        def tell(stream: _Stream, payload: Any) -> None:
+        def report(stream: _Stream, payload: Any) -> None:
             self.send(host, world.number, stream, payload, index)
 
-        return _Ends(files, self._callbacks, tell, (RankStream.CHANNEL, *numbered))
+        return _RankEnds(files, self._callbacks, report, (RankStream.CHANNEL, *numbered))
 
-    def _on_group(self, world: _SpreadWorld) -> None:
+    def _on_group(self, world: _ProxyWorld) -> None:
         try:
             message, _ = world.group.receive()
         except ChannelClosedError:
@@ -281,11 +281,11 @@ class Spread(Share):
                 with contextlib.suppress(ChannelClosedError):
                     world.here.send(message)
 
-    def _abandon(self, world: _SpreadWorld) -> None:
+    def _abandon(self, world: _ProxyWorld) -> None:
         del self._worlds[world.number]
         for host in {host for host, _ in world.order if host}:
             self.send(host, world.number, RankStream.GROUP, None)
-        for rank in world.far.values():
+        for rank in world.remote.values():
             rank.close()
         for channel in (world.group, world.here):
             if channel is not None and not channel.closed:
@@ -294,7 +294,7 @@ class Spread(Share):
 
     # The ranks
 
-    def _on_here(self, world: _SpreadWorld) -> None:
+    def _on_here(self, world: _ProxyWorld) -> None:
         if world.here is None:
             return
         try:
@@ -309,10 +309,10 @@ class Spread(Share):
             return
         if line.stream is RankStream.GROUP:
             self._pass_on(world, line.source, line.payload)
-        elif rank := world.far.get((line.source, line.index)):
-            rank.write(line.stream, _on_our_clock(line.payload, shift_s))
+        elif rank := world.remote.get((line.source, line.index)):
+            rank.write(line.stream, _shift_times(line.payload, shift_s))
 
-    def _pass_on(self, world: _SpreadWorld, host: int, message: Started | Ended) -> None:
+    def _pass_on(self, world: _ProxyWorld, host: int, message: Started | Ended) -> None:
         """Pass a zygote's message to the parent half; :class:`Started` once all hosts have started their ranks."""
         passed: Started | Ended
         if isinstance(message, Started):
@@ -325,29 +325,29 @@ class Spread(Share):
                 tuple(self._names[host] for host, _ in world.order),
             )
         else:
-            if rank := world.far.pop((host, message.index), None):
+            if rank := world.remote.pop((host, message.index), None):
                 rank.close()
 
-            def moved(index: int) -> int:
+            def localized(index: int) -> int:
                 return world.order.index((host, index))
 
-            left = tuple(replace(each, index=moved(each.index)) for each in message.left_behind)
+            left = tuple(replace(each, index=localized(each.index)) for each in message.left_behind)
             time_s = message.time_s + self._shift_s.get(host, 0.0)
-            passed = replace(message, index=moved(message.index), left_behind=left, time_s=time_s)
+            passed = replace(message, index=localized(message.index), left_behind=left, time_s=time_s)
         with contextlib.suppress(ChannelClosedError):
             world.group.send(passed)
 
 
 @dataclass
-class _FarWorld:
+class _RemoteWorld:
     number: int
     group: Channel
-    ranks: list[_Ends] = field(default_factory=list)
+    ranks: list[_RankEnds] = field(default_factory=list)
     pids: tuple[int, ...] = ()
     ended: set[int] = field(default_factory=set)
 
 
-class FarRanks(Share):
+class RemoteRanks(HostRanks):
     """The ranks of one class on a machine that is not its host 0.
 
     Args:
@@ -376,41 +376,41 @@ class FarRanks(Share):
                     world.group.send(line.payload)
 
     def _start(self, number: int, request: Start, origin: Mapping[str, str]) -> None:
-        group, theirs = channel_pair()
-        world = self._worlds[number] = _FarWorld(number, group)
+        group, remote = channel_pair()
+        world = self._worlds[number] = _RemoteWorld(number, group)
         self._callbacks.watch(group, lambda: self._on_group(world))
         orders: list[Order] = []
         inherited: list[int] = []
         for order in request.orders:
             own = self._open_rank(world, order)
             inherited += own
-            moved = self._moved(order.payload, origin)
-            orders.append(replace(order, payload=moved, descriptors=len(own)))
+            localized = self._localized(order.payload, origin)
+            orders.append(replace(order, payload=localized, descriptors=len(own)))
         start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
         with contextlib.suppress(ChannelClosedError):  # the group's channel ends as well, and reports it
-            self._zygote.channel.send(start, [theirs.fileno(), *inherited])
-        theirs.close()
+            self._zygote.channel.send(start, [remote.fileno(), *inherited])
+        remote.close()
         close_all(inherited)
 
-    def _open_rank(self, world: _FarWorld, order: Order) -> list[int]:
+    def _open_rank(self, world: _RemoteWorld, order: Order) -> list[int]:
         """Open this side of a rank; return the rank's descriptors, in the parent half's order."""
-        ours, theirs = channel_pair()
+        local, remote = channel_pair()
         output, output_writer = os.pipe()
         stacks, stacks_writer = os.pipe()
-        inherited = [os.dup(theirs.fileno()), output_writer, os.dup(output_writer), stacks_writer]
-        theirs.close()
+        inherited = [os.dup(remote.fileno()), output_writer, os.dup(output_writer), stacks_writer]
+        remote.close()
         files: dict[_Stream, Channel | int] = {
-            RankStream.CHANNEL: ours, RankStream.OUTPUT: output, RankStream.STACKS: stacks
+            RankStream.CHANNEL: local, RankStream.OUTPUT: output, RankStream.STACKS: stacks
         }  # fmt: skip
         shared = order.payload.has_page + bool(order.payload.address)
         for number in range(order.descriptors - len(inherited) - shared):
             files[number], other = (each.detach() for each in socket.socketpair())
             inherited.append(other)
-        tell = partial(self._on_rank, world, len(world.ranks))
-        world.ranks.append(_Ends(files, self._callbacks, tell, list(files)))
+        report = partial(self._on_rank, world, len(world.ranks))
+        world.ranks.append(_RankEnds(files, self._callbacks, report, list(files)))
         return inherited
 
-    def _moved(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
+    def _localized(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
         """Return a rank's order for this machine: its environment gets the changes of host 0's environment."""
         environment, now = dict(self._environment), rank.environment
         for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
@@ -420,7 +420,7 @@ class FarRanks(Share):
                 environment[name] = now[name]
         return replace(rank, environment=environment, directory=os.getcwd(), has_page=False, address="")
 
-    def _abandon(self, world: _FarWorld) -> None:
+    def _abandon(self, world: _RemoteWorld) -> None:
         del self._worlds[world.number]
         self._callbacks.unwatch(world.group)
         world.group.close()  # the zygote ends and reaps running ranks
@@ -429,17 +429,17 @@ class FarRanks(Share):
 
     # The ranks
 
-    def _on_rank(self, world: _FarWorld, index: int, stream: _Stream, payload: Any) -> None:
+    def _on_rank(self, world: _RemoteWorld, index: int, stream: _Stream, payload: Any) -> None:
         if payload is None and isinstance(stream, RankStream):
             return  # the zygote reports the end of the rank
         if isinstance(payload, Receipt):  # host 0 may judge the test on receipt, so the rank's output goes first
             world.ranks[index].drain(RankStream.OUTPUT)
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
-            others = ask_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            others = query_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
         self.send(0, world.number, stream, payload, index)
 
-    def _on_group(self, world: _FarWorld) -> None:
+    def _on_group(self, world: _RemoteWorld) -> None:
         try:
             message, _ = world.group.receive()
         except ChannelClosedError:
@@ -455,7 +455,7 @@ class FarRanks(Share):
         self.send(0, world.number, RankStream.GROUP, message)
 
 
-def _on_our_clock(message: Any, shift_s: float) -> Any:
+def _shift_times(message: Any, shift_s: float) -> Any:
     """Return a rank's message with its times by this machine's clock. A time of 0 is none."""
     times = {name: getattr(message, name) for name in _TIMES.get(type(message), ())}
     changed: dict[str, Any] = {name: time_s + shift_s for name, time_s in times.items() if time_s}

@@ -31,13 +31,13 @@ class Node:
     """One machine. Ray calls its methods on several threads concurrently."""
 
     def __init__(self, settings: Settings) -> None:
-        self._channel, theirs = channel_pair()
+        self._channel, remote = channel_pair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(theirs.fileno())]
+        program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(remote.fileno())]
         self._process = subprocess.Popen(
-            program, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            program, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
-        theirs.close()
+        remote.close()
         self._sending = threading.Lock()
         self._channels: dict[int, Channel] = {}  # of the running classes, by number
         self._channel.send(settings)
@@ -175,14 +175,14 @@ class Machines:
         """Start an actor on each of these machines; return why one of them cannot run tests, or an empty string."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ours = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
-        ours.pop("TORCH_EXT_CACHE", None)
+        variables = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
+        variables.pop("TORCH_EXT_CACHE", None)
         actor, kept = self._ray.remote(Node), cache.folder()
         for number, node in enumerate(ids):
             local = str(kept / "cluster" / f"node-{number}") if self._cluster is not None and kept is not None else ""
             where = NodeAffinitySchedulingStrategy(node, soft=False)
             how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": where}
-            self._actors[node] = actor.options(**how).remote(Settings(self._options, ours, local))
+            self._actors[node] = actor.options(**how).remote(Settings(self._options, variables, local))
         refused = ""
         for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
             try:
@@ -276,8 +276,8 @@ class Machines:
 def in_one_line(error: Exception) -> str:
     """Return one line of an error's text: our own error, which Ray puts last, else the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    ours = [line for line in lines if "Error: " in line]
-    return (ours[-1] if ours else lines[0] if lines else type(error).__name__)[:200]
+    messages = [line for line in lines if "Error: " in line]
+    return (messages[-1] if messages else lines[0] if lines else type(error).__name__)[:200]
 
 
 def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:

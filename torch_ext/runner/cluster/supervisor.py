@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
-from torch_ext.runner.cluster.hosts import FarRanks, Spread
+from torch_ext.runner.cluster.hosts import RankProxy, RemoteRanks
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
-from torch_ext.runner.places import Machine, Place, ask_for_devices, shared_environment
+from torch_ext.runner.places import Machine, Place, count_devices, shared_environment
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -62,12 +62,12 @@ class _Supervisor:
         environment = shared_environment(self._options.environment())
         self._zygotes = RunZygotes(self._options, environment, folder)
         here = TestFile("", Path.cwd(), "", Path.cwd())
-        devices = ask_for_devices(self._zygotes.root(here), environment)
+        devices = count_devices(self._zygotes.root(here), environment)
         self._machine = Machine(folder, environment, devices, self._options.slots)
         self._slots = Slots(self._machine.slots) if devices.number else None
         self._loop = Loop()
         self._over = False
-        self._shares: dict[int, Spread | FarRanks] = {}
+        self._host_ranks: dict[int, RankProxy | RemoteRanks] = {}
         self._used: dict[str, int] = {}  # file -> number of running classes, least recently used first
         channel.send(devices.number)
 
@@ -99,7 +99,7 @@ class _Supervisor:
             with contextlib.suppress(ChannelClosedError):  # the actor is gone
                 channel.send(message)
 
-        run = self._obey(order, send)
+        run = self._execute(order, send)
         self._loop.add(run)
         while True:
             while not channel.poll():
@@ -110,17 +110,17 @@ class _Supervisor:
                 break
             if line is None:
                 break
-            if share := self._shares.get(order.number):  # otherwise the class has just ended
-                share.take(line)
+            if ranks := self._host_ranks.get(order.number):  # otherwise the class has just ended
+                ranks.handle(line)
         self._loop.end(run)
         channel.close()
 
-    def _obey(self, order: RunClass, send: Callable[[Event | Line | None], None]) -> Task[None]:
+    def _execute(self, order: RunClass, send: Callable[[Event | Line | None], None]) -> Task[None]:
         here, file, need = Path.cwd(), order.batch.file, order.batch.need
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
         batch = order.batch._replace(file=file)
-        taken = self._slots.take(slots_of(need, self._slots.number)) if self._slots else ()
-        place = self._machine.place(taken, packed=not need.alone)
+        acquired = self._slots.acquire(slots_of(need, self._slots.number)) if self._slots else ()
+        place = self._machine.place(acquired, packed=not need.alone)
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
             if order.host:
@@ -129,11 +129,11 @@ class _Supervisor:
                 place = self._spread(order, place, send) if order.names else place
                 yield from ClassRunner(self._zygotes, place, batch, self._options, send).run()
         finally:
-            if share := self._shares.pop(order.number, None):
-                share.close()
+            if ranks := self._host_ranks.pop(order.number, None):
+                ranks.close()
             place.leave()
             if self._slots:
-                self._slots.give_back(taken)
+                self._slots.release(acquired)
             self._used[file.name] -= 1
             self._forget_files(file)
             send(None)
@@ -141,9 +141,9 @@ class _Supervisor:
     def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
         """Return the place of a class whose host 0 is this machine."""
         environment = {**place.environment, ADDRESS_VARIABLE: order.address}
-        self._shares[order.number] = spread = Spread(order.names, environment, order.number, 0, send)
-        self._loop.add(spread.serve())
-        return place._replace(environment=environment, add_client=spread.add_client)
+        self._host_ranks[order.number] = proxy = RankProxy(order.names, environment, order.number, 0, send)
+        self._loop.add(proxy.serve())
+        return place._replace(environment=environment, add_client=proxy.add_client)
 
     def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
         """Task: run ranks of a class whose host 0 is another machine."""
@@ -153,10 +153,10 @@ class _Supervisor:
             send(HostFailed(str(error).rstrip().rpartition("\n")[2]))
             return
         environment = {**place.environment, **interface_variables(order.address, place.environment)}
-        ranks = FarRanks(
+        ranks = RemoteRanks(
             zygote, environment, lambda why: send(HostFailed(why, lost=True)), order.number, order.host, send
         )
-        self._shares[order.number] = ranks
+        self._host_ranks[order.number] = ranks
         send(Joined())
         with contextlib.closing(zygote):
             yield from ranks.serve()

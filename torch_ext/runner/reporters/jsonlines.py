@@ -90,10 +90,10 @@ def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
     >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
     4
     """
-    asked = {} if needs is None else {
+    declared = {} if needs is None else {
         "world_size": needs.world_size, "processes": needs.processes, "devices": needs.devices, "hosts": needs.hosts
     }  # fmt: skip
-    return {**_address(test), **asked}
+    return {**_address(test), **declared}
 
 
 def _address(test: TestName) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _rank(outcome: Outcome) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "trace": outcome.receipt.trace if outcome.receipt else "",
         "stacks": outcome.stacks,
-        "waits": [wait.words for wait in outcome.waits],
+        "waits": [wait.description for wait in outcome.waits],
         "output": outcome.output,
         "left_behind": list(outcome.left_behind),
     }

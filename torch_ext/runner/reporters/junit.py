@@ -95,7 +95,7 @@ def _missing(test: TestName, stopped: bool) -> Element:
     if stopped:
         SubElement(case, "skipped", message="not run: the run was stopped before it")
     else:
-        SubElement(case, "error", type="not run", message="it was planned and has no result")
+        SubElement(case, "error", type="not run", message="planned, but has no result")
     return case
 
 
@@ -138,7 +138,7 @@ def _message(result: TestResult) -> str:
 
 def _outputs(result: TestResult) -> list[str]:
     """Return the ending and output of each rank, then the output of the parent half."""
-    texts = [f"{outcome.who} {outcome.describe()}\n{outcome.output}" for outcome in result.failed_ranks]
+    texts = [f"{outcome.label} {outcome.describe()}\n{outcome.output}" for outcome in result.failed_ranks]
     if result.output:
         texts.append(f"parent half\n{result.output}")
     return [_clean(text) for text in texts]

@@ -138,7 +138,7 @@ class InOrder:
             return
         if isinstance(event, (RoundBegan, RunEnded)):
             for key in self._held:
-                self._hand_on(key)
+                self._release(key)
             self._begin_round()
             self._reporter(event)
             return
@@ -150,12 +150,12 @@ class InOrder:
         if isinstance(event, Over):
             self._over.add(key)
         for first in list(self._held):
-            self._hand_on(first)
+            self._release(first)
             if first not in self._over:
                 break
             del self._held[first]
 
-    def _hand_on(self, key: _Key) -> None:
+    def _release(self, key: _Key) -> None:
         held, self._held[key] = self._held[key], []
         for event in held:
             self._reporter(event)
@@ -195,7 +195,7 @@ class ReportFile:
         if path == "-":
             return
         if path.endswith(".py"):
-            raise SetupError(f"{self._failure}, which is no place for a report")
+            raise SetupError(f"{self._failure}, a Python file")
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed with the report

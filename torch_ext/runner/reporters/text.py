@@ -53,7 +53,7 @@ def describe_failure(result: TestResult) -> str:
     """
     parts = [_describe(problem) for problem in result.problems]
     if result.status is Status.UNEXPECTED_SUCCESS:
-        parts.append("The test is marked as an expected failure and passed: take the mark away.")
+        parts.append("The test is marked as an expected failure and passed: remove the mark.")
     if lines := end_of_output(result.output, died=result.died):
         parts.append("\n".join(["Output of the parent half:", *(f"    {line}".rstrip() for line in lines)]))
     return "\n\n".join(part for part in parts if part)
@@ -237,10 +237,10 @@ class TextReporter:
             if not result.test.method:
                 verb = "skipped" if result.status is Status.SKIPPED else "failed"
                 whole["class" if result.test.cls else "file", verb] += 1
-        said = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
+        parts = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
         for (kind, verb), number in sorted(whole.items(), reverse=True):
-            said.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
-        return "; ".join(said)
+            parts.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
+        return "; ".join(parts)
 
     def _test_line(self, result: TestResult) -> None:
         reason = f"  {result.reason}" if result.reason else ""
@@ -318,7 +318,7 @@ def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
 
 
 # Length limit of a GitHub annotation: a line on stdout that GitHub shows beside the code, ten per step and level.
-_MOST_CHARACTERS = 4000
+_MAX_CHARACTERS = 4000
 
 
 def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
@@ -340,7 +340,7 @@ def annotation(level: str, file: str, title: str, text: str) -> str:
     >>> annotation("error", "a,b.py", "a: 100%", "one\ntwo")
     '::error file=a%2Cb.py,title=a%3A 100%25::one%0Atwo'
     """
-    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MOST_CHARACTERS])}"
+    return f"::{level} file={_property(file)},title={_property(title)}::{_escaped(text[:_MAX_CHARACTERS])}"
 
 
 def _escaped(text: str) -> str:

@@ -59,10 +59,10 @@ class PlainWatch:
         done, took_s = len(planned) - len(waiting), now_s - self._tally.began_s
         found, parts = counts(self._tally.results), [f"[{done}/{len(planned)}]"]
         parts += [f"{found[one]} {one.value}" for one in COLUMNS if found[one]]
-        parts.append(_spelled(took_s))
+        parts.append(_format_duration(took_s))
         waiting_s, planned_s = (sum(self._expected_s(test) or 1.0 for test in tests) for tests in (waiting, planned))
         if done and waiting:
-            parts.append(f"about {_spelled(waiting_s * took_s / (planned_s - waiting_s))} left")
+            parts.append(f"about {_format_duration(waiting_s * took_s / (planned_s - waiting_s))} left")
         return "  ".join(parts)
 
     def under_way(self, now_s: float) -> list[str]:
@@ -72,11 +72,11 @@ class PlainWatch:
             batch = self._tally.batch_of(running.name)
             ranks = batch.need.ranks if batch is not None else 1
             where = running.name.id + ("" if running.name.method else " (between tests)")
-            lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_spelled(now_s - running.since_s)}")
+            lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_format_duration(now_s - running.since_s)}")
         return lines
 
 
-def _spelled(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=int(seconds)))
 
 
