@@ -198,9 +198,9 @@ def race_check_of_threads(report: Callable[[str], None]) -> RaceCheckOfThreads |
 
 
 def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:
-    """Return the error to report for a body that ``error`` has ended, as ``torch.sim.races.blamed`` does."""
+    """Return the error to report for a body that ``error`` has ended, as ``torch.sim.races.attach_races`` does."""
     races = _races()
-    return error if races is None else races.blamed(error, is_skip=is_skip)
+    return error if races is None else races.attach_races(error, is_skip=is_skip)
 
 
 def _races() -> ModuleType | None:

@@ -29,7 +29,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("README.md")
 DEADLINE_S = 3600
 # A wait counts as redundant after this many tests have passed without it.
-MOST = 4
+MAX_TESTS = 4
 
 # Module and class; a pattern that a test's name must match.
 SUITES = {
@@ -94,15 +94,15 @@ class Ending:
 class Verdict:
     """The verdict on one wait (``load-bearing``, ``redundant`` or ``not reached``), and its evidence in words."""
 
-    said: str
-    shown: str = ""
+    kind: str
+    evidence: str = ""
 
 
-def run(wanted: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "") -> list[Ending]:
+def run(selections: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "") -> list[Ending]:
     """Run tests of classes, each with waits deleted and a pattern for its tests; ranks note in the folder ``notes``
     which waits they reach.
     """
-    originals = {f"Test{number:04}": each for number, each in zip(count(), wanted)}
+    originals = {f"Test{number:04}": each for number, each in zip(count(), selections)}
     text = "import re\n\nfrom studies.waits.sites import begin, wrap_all\n\nwrap_all()\n"
     for name, (suite, deleted, pattern) in originals.items():
         module, _, cls = suite.partition(":")
@@ -140,10 +140,10 @@ def reach() -> dict[str, list[str]]:
     tests: dict[str, set[str]] = defaultdict(set)
     for site, _, test in (line.partition(" ") for line in lines):
         tests[site].add(test)
-    return {site: _of_many_classes(those & took_s.keys(), took_s) for site, those in tests.items()}
+    return {site: _interleave_classes(reached & took_s.keys(), took_s) for site, reached in tests.items()}
 
 
-def _of_many_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> list[str]:
+def _interleave_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> list[str]:
     """Return the shortest test of each class, then the next one of each, since tests of a class need the same waits."""
     place = Counter[str]()
     ranked = []
@@ -157,25 +157,25 @@ def _of_many_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> list[
 def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
     """Return the verdict on each wait."""
     tests = reach()
-    waiting = {site.id: tests[site.id][:MOST] for site in chosen if tests.get(site.id)}
+    waiting = {site.id: tests[site.id][:MAX_TESTS] for site in chosen if tests.get(site.id)}
     tries = {site: len(left) for site, left in waiting.items()}
-    shown: dict[str, Ending] = {}
+    evidence: dict[str, Ending] = {}
     batch = 1
     while waiting:
         print(f"{len(waiting)} of {len(chosen)} waits are left", file=sys.stderr, flush=True)
         now = [(*test.rsplit(".", 1), site) for site, left in waiting.items() for test in left[:batch]]
         for ending in run([(suite, (site,), f"^{method}$") for suite, method, site in now]):
             if not ending.passed:
-                shown.setdefault(ending.deleted[0], ending)
-        waiting = {site: left[batch:] for site, left in waiting.items() if left[batch:] and site not in shown}
+                evidence.setdefault(ending.deleted[0], ending)
+        waiting = {site: left[batch:] for site, left in waiting.items() if left[batch:] and site not in evidence}
         batch *= 3
-    return {site: _verdict(shown.get(site.id), tries.get(site.id, 0)) for site in chosen}
+    return {site: _verdict(evidence.get(site.id), tries.get(site.id, 0)) for site in chosen}
 
 
-def _verdict(shown: Ending | None, tries: int) -> Verdict:
-    if shown is not None:
-        race = "a race in " if shown.is_race else ""
-        return Verdict("load-bearing", f"{race}`{shown.test.partition(':')[2]}`")
+def _verdict(evidence: Ending | None, tries: int) -> Verdict:
+    if evidence is not None:
+        race = "a race in " if evidence.is_race else ""
+        return Verdict("load-bearing", f"{race}`{evidence.test.partition(':')[2]}`")
     return Verdict("redundant", f"silent in {tries} test{'s' * (tries != 1)}") if tries else Verdict("not reached")
 
 
@@ -185,19 +185,19 @@ def render(verdicts: Mapping[Site, Verdict]) -> str:
     summary += ["| --- | --- | --- | --- | --- | --- |"]
     sections: list[str] = []
     for family in MODULES:
-        those = {site: verdict for site, verdict in verdicts.items() if site.family == family}
-        if not those:
+        rows = {site: verdict for site, verdict in verdicts.items() if site.family == family}
+        if not rows:
             continue
-        said = Counter(each.said for each in those.values())
-        races = sum(each.shown.startswith("a race in ") for each in those.values())
-        cells = [family, len(those), said["load-bearing"], races, said["redundant"], said["not reached"]]
+        counts = Counter(each.kind for each in rows.values())
+        races = sum(each.evidence.startswith("a race in ") for each in rows.values())
+        cells = [family, len(rows), counts["load-bearing"], races, counts["redundant"], counts["not reached"]]
         summary.append(f"| {' | '.join(map(str, cells))} |")
         sections += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
-        for site, verdict in those.items():
+        for site, verdict in rows.items():
             text = site.text if len(site.text) < 70 else site.text[:67] + "..."
             where = f"`{site.module.rpartition('.')[2]}.py:{site.line}` `{site.function.rpartition('.')[2]}`"
-            sections.append(f"| `{text}` | {where} | {verdict.said} | {verdict.shown} |")
-    head = f"Measured with torch {torch.__version__}, each wait deleted in up to {MOST} tests."
+            sections.append(f"| `{text}` | {where} | {verdict.kind} | {verdict.evidence} |")
+    head = f"Measured with torch {torch.__version__}, each wait deleted in up to {MAX_TESTS} tests."
     return "\n".join([head, "", *summary, *sections]) + "\n"
 
 

@@ -213,7 +213,7 @@ class TestFSDP1(ScenarioTest):
         first.register_forward_pre_hook(unshard_last)
         _steps(model, 1)
 
-    def test_hook_that_compresses(self) -> None:
+    def test_compression_hook(self) -> None:
         model = self._model()
         model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.fp16_compress_hook)
         _steps(model)
@@ -231,7 +231,7 @@ class TestFSDP2(ScenarioTest):
             fully_shard(layer, **options)
         return fully_shard(layers, **options)
 
-    def test_hook_that_reduces(self) -> None:
+    def test_all_reduce_hook(self) -> None:
         model = self._model()
         for layer in model:
             layer.set_all_reduce_hook(lambda output: output.mul_(2))

@@ -75,7 +75,7 @@ def rows_of(output):
 
 
 class TestDDPUnusedParameters(DDPTest):
-    def _check(self, ddp, reference, what):
+    def _check(self, ddp, reference, label):
         """Check against averages in which a rank that has no gradient counts as zero;
         None if no rank has one.
         """
@@ -91,11 +91,11 @@ class TestDDPUnusedParameters(DDPTest):
             expected = gradient / self.world_size if have.item() else None
             found = ddp.module.get_parameter(name).grad
             self.assertEqual(
-                found, expected, f"{what}: gradient of {name}", atol=0, rtol=0
+                found, expected, f"{label}: gradient of {name}", atol=0, rtol=0
             )
 
     @contextlib.contextmanager
-    def _telling(self, what):
+    def _name_step(self, label):
         """Add the step to an error of the reducer, whose own words are the same for any
         step.
         """
@@ -103,7 +103,7 @@ class TestDDPUnusedParameters(DDPTest):
             yield
         except RuntimeError as error:
             raise AssertionError(
-                f"{what}: DDP mistook what is used: {error}"
+                f"{label}: DDP misjudged the used parameters: {error}"
             ) from error
 
     def _steps(self, ddp, reference, uses):
@@ -111,7 +111,7 @@ class TestDDPUnusedParameters(DDPTest):
             for each in (ddp, reference):
                 (ddp.module if each is ddp else each).use = use
                 each.zero_grad()
-                with self._telling(
+                with self._name_step(
                     f"step {step} with {use} in use, output in a {reference.form}"
                 ):
                     rows_of(each(self.rows(4, step))).square().sum().backward()
@@ -200,7 +200,7 @@ class TestDDPUnusedParameters(DDPTest):
                     [call.name for call in log.calls].count("all-reduce")
                 )
             )
-            with log, self._telling(f"step {step}"):
+            with log, self._name_step(f"step {step}"):
                 ddp(self.rows(4, step)).square().sum().backward()
             hooked.remove()
             reference(self.rows(4, step)).square().sum().backward()
@@ -332,12 +332,12 @@ class TestDDPMixedPrecision(DDPTest):
             if hasattr(each, "_mp_param")
         }
         self.assertEqual(
-            list(copies), ["0.layer.weight", "0.layer.bias"], "what has a copy"
+            list(copies), ["0.layer.weight", "0.layer.bias"], "parameters with a copy"
         )
         sizes = [copy.untyped_storage().size() for copy in copies.values()]
         self.assertEqual(sizes, [0, 0], "bytes of copies before forward")
         self.assertEqual(
-            [each.dtype for each in ignored], [FULL] * 3, "types of what is ignored"
+            [each.dtype for each in ignored], [FULL] * 3, "types of ignored parameters"
         )
         self.assertEqual(model[0].offset.dtype, HALF, "type of the other buffer")
 

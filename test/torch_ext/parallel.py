@@ -42,7 +42,7 @@ def scope(node: str) -> str:
 
     >>> scope("test/torch_ext/world/test_watch.py::test_first_receipt_counts")
     'test/torch_ext/world/test_watch.py'
-    >>> scope("test/torch_ext/test_suites_catch_faults.py::test_the_suites_notice[cpu/_div_if_needed_1]")
+    >>> scope("test/torch_ext/test_suites_catch_faults.py::test_suites_detect_faults[cpu/_div_if_needed_1]")
     'test/torch_ext/test_suites_catch_faults.py[cpu]'
     >>> scope("test/torch_ext/world/test_endurance.py::test_worlds_in_a_row_leave_nothing[]")
     'test/torch_ext/world/test_endurance.py::test_worlds_in_a_row_leave_nothing[]'

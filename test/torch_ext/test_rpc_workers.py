@@ -26,17 +26,17 @@ from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
         ("Error on Node 3: this backward always fails", "worker3"),
     ],
 )
-def test_remote_failure_is_attributed_to_its_worker(message: str, worker: str, capfd: Any) -> None:
+def test_failure_in_a_remote_call_names_the_remote_worker(message: str, worker: str, capfd: Any) -> None:
     with pytest.raises(ValueError) as caught:
-        with dist_utils._remote_failures_named("worker0"):
+        with dist_utils._name_remote_failures("worker0"):
             raise ValueError(message)
     notes = "\n".join(getattr(caught.value, "__notes__", [])) + capfd.readouterr().err
     assert f"The failure happened in a remote call on {worker}; worker0 only reports it." in notes
 
 
-def test_local_failure_is_attributed_to_its_worker(capfd: Any) -> None:
+def test_local_failure_names_no_other_worker(capfd: Any) -> None:
     with pytest.raises(ValueError) as caught:
-        with dist_utils._remote_failures_named("worker0"):
+        with dist_utils._name_remote_failures("worker0"):
             raise ValueError("1 != 2")
     assert not getattr(caught.value, "__notes__", [])
     assert capfd.readouterr().err == ""

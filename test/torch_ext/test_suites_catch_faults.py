@@ -96,9 +96,9 @@ def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     @functools.cache
     def report_of(device: str) -> Report:
         here = {name: fault for name, fault in FAULTS.items() if fault.device == device and not missing(fault)}
-        faulty = {name: fault for name, fault in here.items() if ("test_the_suites_notice", id_of(name)) in asked}
+        faulty = {name: fault for name, fault in here.items() if ("test_suites_detect_faults", id_of(name)) in asked}
         selected = {full_name(fault, f"Test_{name}") for name, fault in faulty.items()}
-        if ("test_suites_pass_without_the_fault", device) in asked:
+        if ("test_suites_pass_without_faults", device) in asked:
             selected |= {full_name(fault, fault.cls) for fault in here.values()}
         folder = tmp_path_factory.mktemp(device)
         write(folder, here)
@@ -138,7 +138,7 @@ DEFAULT = {(fault.device, fault.module, fault.cls): name for name, fault in reve
     "name",
     [pytest.param(each, id=id_of(each), marks=() if each in DEFAULT else pytest.mark.long) for each in FAULTS],
 )
-def test_the_suites_notice(report_of: ReportOf, name: str) -> None:
+def test_suites_detect_faults(report_of: ReportOf, name: str) -> None:
     fault = FAULTS[name]
     if why := missing(fault):
         pytest.skip(f"this torch words it in another way: {why}")
@@ -150,14 +150,14 @@ def test_the_suites_notice(report_of: ReportOf, name: str) -> None:
 
 @pytest.mark.long  # `.ci/run` runs the suites as they are
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_suites_pass_without_the_fault(report_of: ReportOf, device: str) -> None:
+def test_suites_pass_without_faults(report_of: ReportOf, device: str) -> None:
     sound = {full_name(fault, fault.cls) for fault in FAULTS.values() if fault.device == device and not missing(fault)}
     report = report_of(device)
     passed = {test for test, (status, _) in report.endings.items() if status == "passed"}
     assert sound - passed == set(), report.output[-4000:]
 
 
-def test_each_fault_compiles_and_applies_to_its_torch() -> None:
+def test_every_fault_is_valid_python_and_applies_to_its_torch() -> None:
     import torch
 
     if torch.__version__.startswith("2.13."):
@@ -168,7 +168,7 @@ def test_each_fault_compiles_and_applies_to_its_torch() -> None:
 
 
 @pytest.mark.parametrize("row", ["test_input: no change\n    a line", "test_input\n    {{a => b}}"])
-def test_malformed_fault_is_refused(row: str) -> None:
+def test_malformed_row_is_refused(row: str) -> None:
     with pytest.raises(ValueError, match="of torch:probe that is no fault: test_input"):
         list(parse(f"== fsdp.test_fsdp_input:TestInput\n-- torch:probe\n{row}\n"))
 
@@ -187,6 +187,6 @@ def probe(value: int) -> int:
         ("Report", "value", "is no function but"),
     ],
 )
-def test_an_edit_that_does_not_fit_is_refused(function: str, old: str, words: str) -> None:
+def test_edit_that_does_not_apply_is_refused(function: str, old: str, words: str) -> None:
     with pytest.raises(OtherTorchError, match=re.escape(words)):
         Edit(f"{__name__}:{function}", old, "").source()

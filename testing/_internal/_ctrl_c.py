@@ -21,7 +21,7 @@ __all__ = ["install"]
 _INTERRUPTED = 130
 # Seconds in which a repeated Ctrl-C counts as one: another interrupt within the hook
 # below would print two tracebacks.
-_SAME_S = 0.5
+_REPEAT_S = 0.5
 
 
 def install() -> None:
@@ -35,24 +35,24 @@ def install() -> None:
         or getattr(sys.excepthook, "__name__", "") == "_end_without_traceback"
     ):
         return
-    before, own = sys.excepthook, os.getpid()
+    previous, pid = sys.excepthook, os.getpid()
 
     def _end_without_traceback(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None, /
     ) -> None:
-        if not issubclass(kind, KeyboardInterrupt) or os.getpid() != own:
-            before(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt) or os.getpid() != pid:
+            previous(kind, error, trace)
             return
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
 
-    interrupted_s = -_SAME_S
+    interrupted_s = -_REPEAT_S
 
     def _interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted_s
         now_s = time.monotonic()
-        if now_s - interrupted_s >= _SAME_S:
+        if now_s - interrupted_s >= _REPEAT_S:
             interrupted_s = now_s
             raise KeyboardInterrupt
 

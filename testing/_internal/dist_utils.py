@@ -80,12 +80,12 @@ def dist_init(
     @wraps(old_test_method)
     def run_as_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.worker_id = self.rank
-        with _leaked_rrefs_are_errors():
+        with _raise_on_leaked_rrefs():
             if not setup_rpc:
                 self.setup_fault_injection(faulty_messages, messages_to_delay)
                 return old_test_method(self, *args, **kwargs)
             _join_as_worker(self, faulty_messages, messages_to_delay)
-            with _remote_failures_named(worker_name(self.rank)):
+            with _name_remote_failures(worker_name(self.rank)):
                 result = old_test_method(self, *args, **kwargs)
             rpc.shutdown(graceful=clean_shutdown)
             return result
@@ -110,7 +110,7 @@ def _join_as_worker(
 
 
 @contextmanager
-def _leaked_rrefs_are_errors() -> Iterator[None]:
+def _raise_on_leaked_rrefs() -> Iterator[None]:
     before = private.api._ignore_rref_leak
     private.api._ignore_rref_leak = False
     try:
@@ -120,7 +120,7 @@ def _leaked_rrefs_are_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _remote_failures_named(caller: str) -> Iterator[None]:
+def _name_remote_failures(caller: str) -> Iterator[None]:
     """Add a line to an error that came back through remote calls: the name of the
     worker that raised it.
 
@@ -216,7 +216,7 @@ def wait_until_node_failure(
             failed only with other messages.
     """
     last = "it still answered"
-    for _ in _until(timeout):
+    for _ in _poll(timeout):
         try:
             rpc.rpc_sync(worker_name(rank), noop, timeout=timeout)
         except Exception as error:
@@ -238,7 +238,7 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     Raises:
         ValueError: forks or futures were still pending after ``timeout`` seconds.
     """
-    for _ in _until(timeout):
+    for _ in _poll(timeout):
         counts = private.rref_debug_info()
         futures = int(counts["num_pending_futures"])
         users = int(counts["num_pending_users"])
@@ -267,7 +267,7 @@ def wait_until_owners_and_forks_on_rank(
         ValueError: the counts still differed after ``timeout`` seconds.
     """
     expected = (num_owners, num_forks)
-    for _ in _until(timeout):
+    for _ in _poll(timeout):
         owners, forks = rpc.rpc_sync(
             worker_name(rank), get_num_owners_and_forks, timeout=timeout
         )
@@ -280,7 +280,7 @@ def wait_until_owners_and_forks_on_rank(
     )
 
 
-def _until(timeout: float) -> Iterator[None]:
+def _poll(timeout: float) -> Iterator[None]:
     """Yield at once, then every 10 milliseconds until ``timeout`` seconds
     have passed.
     """
@@ -300,7 +300,7 @@ def poll_until(
         TimeoutError: it was still false after ``timeout`` seconds. ``otherwise`` is the
             message.
     """
-    for _ in _until(timeout):
+    for _ in _poll(timeout):
         if condition():
             return
     raise TimeoutError(f"After {timeout:g} s: {otherwise}")

@@ -21,7 +21,7 @@ _OLDEST, _NEWEST = (2, 13), (2, 15)
 _RELEASE = re.compile(r"(\d+)\.(\d+)(\.\d+)*(\.post\d+)?(\+.*)?")
 
 # Set once the warning was given, so that child processes do not repeat it.
-_TOLD_VARIABLE = "TORCH_EXT_TOLD_VERSION"
+_WARNED_VARIABLE = "TORCH_EXT_TOLD_VERSION"
 
 
 class UntestedTorchWarning(UserWarning):
@@ -36,9 +36,9 @@ def untested_torch() -> str:
     version = _installed()
     found = _RELEASE.fullmatch(version)
     is_tested = found is not None and _OLDEST <= (int(found[1]), int(found[2])) <= _NEWEST
-    if not version or is_tested or os.environ.get(_TOLD_VARIABLE):
+    if not version or is_tested or os.environ.get(_WARNED_VARIABLE):
         return ""
-    os.environ[_TOLD_VARIABLE] = version
+    os.environ[_WARNED_VARIABLE] = version
     oldest, newest = (".".join(map(str, bound)) for bound in (_OLDEST, _NEWEST))
     return (
         f"torch {version} is untested: torch_ext is tested on the releases {oldest} to {newest}. "

@@ -26,7 +26,7 @@ def run_test_method(
     def call() -> Any:
         returned = method()
         if hasattr(returned, "__await__") and isinstance(test, IsolatedAsyncioTestCase):
-            return test._callMaybeAsync(_awaiting, returned)  # type: ignore[attr-defined]
+            return test._callMaybeAsync(_await, returned)  # type: ignore[attr-defined]
         check(returned, test._testMethodName)
         return returned
 
@@ -55,7 +55,7 @@ def run_test_method(
         vars(test).update(before)
 
 
-async def _awaiting(coroutine: Any) -> Any:
+async def _await(coroutine: Any) -> Any:
     return await coroutine
 
 
@@ -65,12 +65,12 @@ def _event_loop(test: Any) -> Iterator[None]:
     if not isinstance(test, IsolatedAsyncioTestCase) or vars(test).get("_outcome") is not None:
         yield
         return
-    what = "Runner" if hasattr(test, "_setupAsyncioRunner") else "Loop"  # Loop: Python 3.10
-    getattr(test, f"_setupAsyncio{what}")()
+    suffix = "Runner" if hasattr(test, "_setupAsyncioRunner") else "Loop"  # Loop: Python 3.10
+    getattr(test, f"_setupAsyncio{suffix}")()
     try:
         yield
     finally:
-        getattr(test, f"_tearDownAsyncio{what}")()
+        getattr(test, f"_tearDownAsyncio{suffix}")()
 
 
 def name_of_sub_test(test: Any) -> str:

@@ -33,8 +33,8 @@ def ranks_of_groups() -> dict[str, list[int]]:
 _watches_groups = False
 
 
-def watch_groups(destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
-    """Call ``destroyed`` after process groups of this process were destroyed, with their names; an empty list means
+def watch_groups(on_destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
+    """Call ``on_destroyed`` after process groups of this process were destroyed, with their names; an empty list means
     all. ``wrap``, called once, returns the replacement of torch's function that makes a group.
     """
     from torch.distributed import distributed_c10d
@@ -50,12 +50,12 @@ def watch_groups(destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
     @functools.wraps(forget_one)
     def _unregister_process_group(name: Any) -> None:
         forget_one(name)
-        destroyed([str(name)])
+        on_destroyed([str(name)])
 
     @functools.wraps(forget_all)
     def _unregister_all_process_groups() -> None:
         forget_all()
-        destroyed([])
+        on_destroyed([])
 
     torch_c10d: Any = distributed_c10d
     torch_c10d._unregister_process_group = _unregister_process_group
@@ -84,8 +84,8 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda ma
     @functools.wraps(make_group)
     def __init__(self: Any, store: Any, rank: int, size: int, *how: Any, **timeout: Any) -> None:
         chosen = [*how, *timeout.values()]
-        as_asked = (chosen and not hasattr(chosen[0], "total_seconds")) or not address()
-        if as_asked or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
+        keeps_choice = (chosen and not hasattr(chosen[0], "total_seconds")) or not address()
+        if keeps_choice or os.environ.get("GLOO_SOCKET_IFNAME") != interface:
             make_group(self, store, rank, size, *how, **timeout)
             return
         options = Gloo._Options()  # as torch's constructor does for a time limit alone
@@ -96,10 +96,10 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda ma
         make_group(self, store, rank, size, options)
 
     @functools.wraps(make_device)
-    def create_device(hostname: str = "", interface: str = "", **more: Any) -> Any:
+    def create_device(hostname: str = "", interface: str = "", **options: Any) -> Any:
         if (hostname or interface) in loopback and address():
-            return make_device(hostname=address(), **more)
-        return make_device(hostname, interface, **more)
+            return make_device(hostname=address(), **options)
+        return make_device(hostname, interface, **options)
 
     Gloo.__init__, Gloo.create_device = __init__, staticmethod(create_device)
 

@@ -41,11 +41,11 @@ __getattr__ = lazy_names(__name__, _PLACES)
 _SEEDED = ("torch.cuda", "torch.xpu", "torch.mtia")
 
 # How many of a rank's last collectives of a group are kept.
-_MOST_CALLED = 16
+_MAX_CALLS = 16
 # Seconds to wait for the calls of the remaining ranks after two ranks' calls differ.
-_ALL_COME_S = 1.0
+_ALL_RANKS_S = 1.0
 
-_kept: dict[str, ModuleType] = {}
+_originals: dict[str, ModuleType] = {}
 
 
 def seed_without_stacks() -> None:
@@ -61,7 +61,7 @@ def seed_without_stacks() -> None:
 
 def upstream_module(name: str) -> ModuleType:
     """Return torch's own ``torch.testing._internal.<name>``, even if ours has replaced it in ``sys.modules``."""
-    return _kept[name] if name in _kept else importlib.import_module(f"torch.testing._internal.{name}")
+    return _originals[name] if name in _originals else importlib.import_module(f"torch.testing._internal.{name}")
 
 
 def upstream_name(module: str, name: str) -> Any:
@@ -78,7 +78,7 @@ def upstream_name(module: str, name: str) -> Any:
 
 def keep_upstream(name: str) -> None:
     """Remember torch's own module, and the names we take from it, before another module replaces it."""
-    _kept[name] = upstream_module(name)
+    _originals[name] = upstream_module(name)
     for each, places in _PLACES.items():
         if any(place.startswith(f"torch.testing._internal.{name}:") for place in places):
             __getattr__(each)
@@ -116,18 +116,18 @@ class ThreadedWorld:
     def __init__(self, line_here: Callable[[], str]) -> None:
         self._line_here = line_here
         self._terminate = threading.Event()  # torch's collectives read it by this name
-        self._begun: dict[str, Any] = {}
+        self._pending: dict[str, Any] = {}
         self._changed = threading.Condition()
-        self._called: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and group
+        self._calls: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and group
         self._groups: dict[str, list[int]] = {}
 
     def end(self) -> None:
         """Wake the ranks from their collectives, which raise SystemExit from now on. Idempotent."""
         self._terminate.set()
         with self._changed:
-            begun = list(self._begun.values())
+            pending = list(self._pending.values())
             self._changed.notify_all()
-        for collective in begun:
+        for collective in pending:
             for condition in (collective._start_cond, collective._done_cond):
                 with condition:
                     condition.notify_all()
@@ -139,59 +139,59 @@ class ThreadedWorld:
             RuntimeError: another rank has called a different collective.
             SystemExit: the world has ended.
         """
-        here = importlib.import_module("torch").distributed.get_rank()
+        rank = importlib.import_module("torch").distributed.get_rank()
         with self._changed:
             if self._terminate.is_set():
                 sys.exit("Test termination event occurs: this thread belongs to a test that is over.")
-            begun = self._begun.get(group.pg_name)
-            if begun is None:
-                begun = importlib.import_module(_THREADED).Collective(group.size(), collective, self)
-                begun.calls = {}
-                self._begun[group.pg_name] = begun
-            begun.calls[here] = _described(collective), self._line_here()
-            self._note_call(here, group, collective)
+            pending = self._pending.get(group.pg_name)
+            if pending is None:
+                pending = importlib.import_module(_THREADED).Collective(group.size(), collective, self)
+                pending.calls = {}
+                self._pending[group.pg_name] = pending
+            pending.calls[rank] = _describe(collective), self._line_here()
+            self._note_call(rank, group, collective)
             self._changed.notify_all()
-            if begun.calls[here][0] != _described(begun._collective):
+            if pending.calls[rank][0] != _describe(pending._collective):
                 # Wait for all ranks, so that the message shows which calls most of them made.
-                self._changed.wait_for(lambda: len(begun.calls) == group.size(), _ALL_COME_S)
+                self._changed.wait_for(lambda: len(pending.calls) == group.size(), _ALL_RANKS_S)
                 calls = "; ".join(
-                    f"rank {rank} called {call}{f' at {line}' if line else ''}"
-                    for rank, (call, line) in sorted(begun.calls.items())
+                    f"rank {peer} called {call}{f' at {line}' if line else ''}"
+                    for peer, (call, line) in sorted(pending.calls.items())
                 )
                 raise RuntimeError(
                     f"the ranks differ in a collective of group {group.pg_name!r}: {calls}. "
                     "Have all ranks of a group call the same collectives in the same order."
                 )
-        return begun
+        return pending
 
     def finish(self, collective: Any, group: Any) -> None:
         """Forget ``collective``: the calling rank has its result. The first rank forgets it for all."""
         with self._changed:
-            if self._begun.get(group.pg_name) is collective:
-                del self._begun[group.pg_name]
-            here = importlib.import_module("torch").distributed.get_rank()
-            self._called[here, group.pg_name][-1]["retired"] = True
+            if self._pending.get(group.pg_name) is collective:
+                del self._pending[group.pg_name]
+            rank = importlib.import_module("torch").distributed.get_rank()
+            self._calls[rank, group.pg_name][-1]["retired"] = True
 
     def record(self, rank: int) -> str:
         """Return the collectives of a rank, in JSON, in the form of a flight record."""
         with self._changed:
-            entries = [entry for (of, _), called in self._called.items() if of == rank for entry in called]
+            entries = [entry for (of, _), calls in self._calls.items() if of == rank for entry in calls]
             return json.dumps({"entries": entries, "groups": self._groups})
 
     def _note_call(self, rank: int, group: Any, collective: Any) -> None:
         name = group.pg_name
         if name not in self._groups:
             self._groups[name] = importlib.import_module("torch").distributed.get_process_group_ranks(group)
-        called = self._called.setdefault((rank, name), [])
-        number = called[-1]["collective_seq_id"] + 1 if called else 1
-        called.append(
+        calls = self._calls.setdefault((rank, name), [])
+        number = calls[-1]["collective_seq_id"] + 1 if calls else 1
+        calls.append(
             {
                 "process_group": [name, "default_pg" if name == "0" else ""],
                 "collective_seq_id": number,
                 "profiling_name": f"threaded:{_name(collective)}",
             }
         )
-        del called[:-_MOST_CALLED]
+        del calls[:-_MAX_CALLS]
 
 
 def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorld | None]) -> None:
@@ -226,7 +226,7 @@ def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorl
     group._start_coll, group._end_coll = classmethod(start_in_world), classmethod(finish_in_world)
 
 
-def _described(collective: Any) -> str:
+def _describe(collective: Any) -> str:
     own = vars(collective)
     known = [f"{name}={own[name]}" for name in ("src", "dst") if name in own]
     return f"{_name(collective)}({', '.join(known)})"

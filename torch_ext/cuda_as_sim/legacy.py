@@ -49,7 +49,7 @@ TYPES: dict[str, type] = {
     f"{kind}Tensor": _TensorType(f"torch.{NAME}.{kind}Tensor", (), {"dtype": dtype}) for kind, dtype in _DTYPES.items()
 }
 
-_of_torch = torch.set_default_tensor_type
+_torch_setter = torch.set_default_tensor_type
 
 
 def _dtype_of(kind: Any) -> torch.dtype | None:
@@ -64,7 +64,7 @@ def set_default_tensor_type(kind: Any) -> None:
     dtype = _dtype_of(kind)
     if dtype is None:
         torch.set_default_device(None)
-        _of_torch(kind)
+        _torch_setter(kind)
     else:
         torch.set_default_dtype(dtype)
         torch.set_default_device(NAME)

@@ -12,7 +12,7 @@ from torch_ext.sim import _collectives, _native
 __all__ = ["ProcessGroupNCCL", "install"]
 
 # Methods and attributes of NCCL's class beyond those of every backend.
-_OWN = frozenset(
+_NCCL_ONLY = frozenset(
     {
         "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
         "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
@@ -31,18 +31,18 @@ def install() -> None:
 
 
 def _refuse(self: Any, name: str) -> Any:
-    if name in _OWN:
+    if name in _NCCL_ONLY:
         raise _NeedsNcclError(f"torch.cuda: ProcessGroupNCCL.{name}: {table.REFUSED['ProcessGroupNCCL']}")
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
-class _Kind(type):
+class _Metaclass(type):
     def __call__(
         cls, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
     ) -> _native.ProcessGroupSimCCL:
-        asked = timeout or (options if isinstance(options, timedelta) else getattr(options, "_timeout", None))
+        limit = timeout or (options if isinstance(options, timedelta) else getattr(options, "_timeout", None))
         ranks = getattr(options, "global_ranks_in_group", None)
-        return _collectives.own_backend(store, rank, size, asked or _collectives.TIMEOUT_OF_NCCL, ranks)
+        return _collectives.own_backend(store, rank, size, limit or _collectives.TIMEOUT_OF_NCCL, ranks)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _native.ProcessGroupSimCCL)
@@ -53,7 +53,7 @@ class _Kind(type):
         raise table.refuse(cls.__name__)
 
 
-class ProcessGroupNCCL(metaclass=_Kind):
+class ProcessGroupNCCL(metaclass=_Metaclass):
     """Stands for NCCL's class. A call makes this rank's simccl backend; each rank of ``store`` calls it."""
 
     class Options:

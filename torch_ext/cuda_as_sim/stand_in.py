@@ -24,7 +24,7 @@ __all__: list[str] = []
 # torch.version.cuda: programs test that it is set, and new enough for bfloat16.
 _VERSION = "12.8"
 # Torch's own definitions work with the replaced names: classes of storages, and a table of statistics.
-_OF_TORCH = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
+_KEPT_NAMES = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
 class _Cuda(ModuleType):
@@ -41,10 +41,10 @@ class _Cuda(ModuleType):
 
 
 def _install() -> None:
-    _fill(torch.cuda, "")
+    _replace_names(torch.cuda, "")
     for dotted in table.SUBMODULES:
         if dotted not in table.REFUSED:  # torch imports these itself, calls nothing in them, and they refuse, too
-            when_imported(f"torch.cuda.{dotted}", functools.partial(_fill, dotted=dotted))
+            when_imported(f"torch.cuda.{dotted}", functools.partial(_replace_names, dotted=dotted))
     _set(torch.cuda, _maybe_exchange_device=_cuda.maybe_exchange_device)
     torch.cuda.__class__ = _Cuda
     for name in ("_initialized", "default_generators"):
@@ -66,14 +66,14 @@ def _set(holder: Any, **values: Any) -> None:
         setattr(holder, name, value)
 
 
-def _fill(module: ModuleType, dotted: str) -> None:
+def _replace_names(module: ModuleType, dotted: str) -> None:
     """Replace the names of ``module``, which is ``torch.cuda`` or a submodule of it, by the table's."""
     names = set(vars(module))
     if not dotted:
-        names |= {*table.CONSTANTS, *table.FUNCTIONS, *table.DOES_NOTHING, *_module.__all__}
+        names |= {*table.CONSTANTS, *table.FUNCTIONS, *table.NO_OPS, *_module.__all__}
     for name in names:
         before = vars(module).get(name)
-        if name.startswith("__") or isinstance(before, ModuleType) or name in _OF_TORCH:
+        if name.startswith("__") or isinstance(before, ModuleType) or name in _KEPT_NAMES:
             continue
         try:
             found = table.find(name, dotted)

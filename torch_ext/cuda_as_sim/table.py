@@ -38,14 +38,12 @@ SUBMODULES = (
     "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable",
 )  # fmt: skip
 
-_GRAPHS = (
-    "CUDA graphs are CUDA's own: the simulated accelerator runs each operator when it is called and captures none."
-)
-_NVML = "Power, clocks and processes come from NVML, and there is no such hardware behind the simulated accelerator."
+_GRAPHS = "CUDA graphs need CUDA: the simulated accelerator runs each operator when it is called and captures none."
+_NVML = "Power, clocks and processes come from NVML, which needs hardware that the simulated accelerator lacks."
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
 _ALLOCATOR = "CUDA's allocator can be replaced and divided; the simulated accelerator's cannot."
-_DRIVER = "This is a call of CUDA's driver or runtime, and there is none."
+_DRIVER = "This calls CUDA's driver or runtime, which the simulated accelerator lacks."
 _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator runs the CPU's."
 
 # Names that only CUDA has, and why they have no counterpart.
@@ -71,7 +69,7 @@ REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 
 # Hints to hardware or tools that are absent; programs stay correct without them.
-DOES_NOTHING = frozenset(
+NO_OPS = frozenset(
     {
         "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
         "ipc_collect", "mark", "range_end", "range_pop", "range_push", "range_start", "start", "stop",
@@ -93,7 +91,7 @@ def _lazy_call(function: Callable[[], object], **kwargs: Any) -> None:
     function()
 
 
-def _none_captures() -> bool:
+def _is_capturing() -> bool:
     return False
 
 
@@ -176,7 +174,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "cudart": _cudart,
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
-    "is_current_stream_capturing": _none_captures,
+    "is_current_stream_capturing": _is_capturing,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
     "get_allocator_backend": lambda: "native",
@@ -193,7 +191,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 # Names that mean something else in a submodule than elsewhere.
-OF_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
+SUBMODULE_NAMES: Mapping[str, Mapping[str, Any]] = {
     "comm": {name: getattr(comm, name) for name in
              ("broadcast", "broadcast_coalesced", "gather", "reduce_add", "reduce_add_coalesced", "scatter")},
     "nccl": {"is_available": lambda tensors: all(tensor.device.type == NAME for tensor in tensors)},
@@ -229,7 +227,7 @@ class Refused:
     __ror__ = __or__
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _no_op(*args: Any, **kwargs: Any) -> None:
     """Stands for a hint that the simulated accelerator has no use for."""
 
 
@@ -240,15 +238,15 @@ def find(name: str, submodule: str = "") -> Any:
         AttributeError: neither the table nor ``torch.sim`` has the name.
     """
     part = submodule.partition(".")[0]
-    for named in (OF_SUBMODULES.get(part, {}), CONSTANTS, FUNCTIONS):
-        if name in named:
-            return named[name]
+    for names in (SUBMODULE_NAMES.get(part, {}), CONSTANTS, FUNCTIONS):
+        if name in names:
+            return names[name]
     if name in REFUSED:
         return Refused(name)
     if part in REFUSED:
         return Refused(part)
-    if name in DOES_NOTHING:
-        return _nothing
+    if name in NO_OPS:
+        return _no_op
     for holder in (getattr(_module, part, None) if part else None, _module):
         if hasattr(holder, name):
             return getattr(holder, name)

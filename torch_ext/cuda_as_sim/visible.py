@@ -34,7 +34,7 @@ def record() -> None:
 def record_at_start() -> None:
     """Record the value that this process was started with, unless its parent has recorded one already."""
     if _OUTSIDE not in os.environ:
-        _record(_outside(_environment_at_start()))
+        _record(_inherited_value(_environment_at_start()))
 
 
 def _hide() -> None:
@@ -47,11 +47,11 @@ def hide_unless_set() -> None:
     """Make a value equal to the recorded one hide no device, unless this process has set it: a running program may
     choose a device by the same text.
     """
-    if _is_as_at_start():
+    if _is_unchanged():
         _hide()
 
 
-def _is_as_at_start() -> bool:
+def _is_unchanged() -> bool:
     """Whether the variable still lies where the kernel put it: setting a variable allocates new memory for it."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
@@ -75,12 +75,12 @@ def _environment_at_start() -> Mapping[str, str]:
     return os.environ
 
 
-def _outside(variables: Mapping[str, str]) -> str | None:
+def _inherited_value(variables: Mapping[str, str]) -> str | None:
     """Return the value in ``variables``; None if it only gives one of several local ranks its device.
 
-    >>> _outside({"CUDA_VISIBLE_DEVICES": "0"})
+    >>> _inherited_value({"CUDA_VISIBLE_DEVICES": "0"})
     '0'
-    >>> _outside({"CUDA_VISIBLE_DEVICES": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})  # a script's, for this rank
+    >>> _inherited_value({"CUDA_VISIBLE_DEVICES": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})  # a script's
     """
     found = variables.get(VISIBLE)
     is_one_of_several = variables.get("LOCAL_WORLD_SIZE", "1") != "1"

@@ -55,24 +55,24 @@ def _allow_dtensors(tensor: ModuleType) -> None:
     if _library is not None:
         return
     _library = torch.library.Library("aten", "IMPL")
-    whole: Any = getattr(torch.ops.aten, _SDPA).default
+    composite: Any = getattr(torch.ops.aten, _SDPA).default
     flash: Any = getattr(torch.ops.aten, _FLASH).default
 
     def sdpa(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(each, tensor.DTensor) for each in (query, key, value)):
-            return whole.decompose(query, key, value, *args, **kwargs)
+            return composite.decompose(query, key, value, *args, **kwargs)
         if flash in tensor.DTensor._op_dispatcher._custom_op_handlers:  # see Note [Ring attention]
-            return _in_a_ring(flash, query, key, value, *args, **kwargs)
+            return _ring_attention(flash, query, key, value, *args, **kwargs)
         # CUDA's choice of a kernel goes by the device of its inputs, and would choose one that has no sharding rule.
-        with _plain_tensors_are_replicated(), sdpa_kernel(SDPBackend.MATH):
-            return whole.decompose(query, key, value, *args, **kwargs)
+        with _replicate_plain_tensors(), sdpa_kernel(SDPBackend.MATH):
+            return composite.decompose(query, key, value, *args, **kwargs)
 
     _library.impl(_SDPA, sdpa, f"Autograd{KEY}")
     _library.impl(_FLASH, _flash, KEY)
     _library.impl(f"{_FLASH}_backward", _flash_backward, KEY)
 
 
-def _in_a_ring(  # noqa: PLR0913 - as torch calls it
+def _ring_attention(  # noqa: PLR0913 - as torch calls it
     flash: Any,
     query: Any,
     key: Any,
@@ -103,8 +103,8 @@ def _flash(
 ) -> tuple[Any, ...]:
     host: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     out, logsumexp = host(query, key, value, dropout_p, is_causal, scale=scale)
-    none = [query.new_zeros(()) for _ in range(5)]  # of packed sequences, of dropout, and for debugging
-    return out, logsumexp, none[0], none[1], query.size(2), key.size(2), *none[2:]
+    unused = [query.new_zeros(()) for _ in range(5)]  # of packed sequences, of dropout, and for debugging
+    return out, logsumexp, unused[0], unused[1], query.size(2), key.size(2), *unused[2:]
 
 
 def _flash_backward(*args: Any, scale: float | None = None) -> Any:
@@ -115,7 +115,7 @@ def _flash_backward(*args: Any, scale: float | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def _plain_tensors_are_replicated() -> Iterator[None]:
+def _replicate_plain_tensors() -> Iterator[None]:
     dispatcher: Any = sys.modules[_DTENSOR].DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = True

@@ -68,9 +68,9 @@ def register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
     _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
-    _other_backends.join_threads_and_fakes()
+    _other_backends.serve_threaded_and_fake_groups()
     _other_backends.reduce_sparse_tensors()
-    _gloo_halves.install(_for_gloo)
+    _gloo_halves.install(_make_gloo_half)
     _pair_with_gloo()
     _complete_groups()
     _count_objects()
@@ -110,7 +110,7 @@ def _complete_groups() -> None:
                 made[0]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         elif isinstance(made[0], dist.ProcessGroup):
             group, store = made
-            _other_backends.serve_gloo(group, store, _for_gloo, wrappers)
+            _other_backends.serve_gloo(group, store, _make_gloo_half, wrappers)
         return made
 
     @wrap(dist.ProcessGroup, *((_GET_NUMBER, _SET_NUMBER) if _NUMBERS_ARE_SET else (_GET_NUMBER,)))
@@ -123,7 +123,7 @@ def _complete_groups() -> None:
 
 def _count_objects() -> None:
     @wrap(c10d, *(name for name in ("_object_to_tensor", "_tensor_to_object") if hasattr(c10d, name)))
-    def counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def count_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _objects_moved
         _objects_moved += 1
         return original(*args, **kwargs)
@@ -155,16 +155,16 @@ def _barrier_on_device(original: Callable[..., Any], self: dist.ProcessGroup, *a
     return original(self, options)
 
 
-def _life() -> str:
+def _restart_prefix() -> str:
     """Return a prefix of store keys for this restart of the job: torchrun's static rendezvous keeps its store.
 
     Empty before the first restart, and on several hosts, whose agents count restarts separately.
     """
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{again}/" if again != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{restarts}/" if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
 
 
-def _meet(
+def _make_backend(
     store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta, any_device: bool = False
 ) -> _native.ProcessGroupSimCCL:
     """Make the backend of the next group of ``ranks`` that has this name in ``store``.
@@ -173,12 +173,12 @@ def _meet(
     group has its own prefix, so that no rank reads the keys of the last one.
     """
     # Another group of the same name may have other ranks.
-    store = c10d.PrefixStore(f"{BACKEND}/{_life()}{ranks}/", store)
+    store = c10d.PrefixStore(f"{BACKEND}/{_restart_prefix()}{ranks}/", store)
     made = store.add(_MADE, 1)
-    again = (made - 1) // len(ranks)  # each rank has counted once for every group before this one
+    generation = (made - 1) // len(ranks)  # each rank has counted once for every group before this one
     try:
         return _native.ProcessGroupSimCCL(
-            c10d.PrefixStore(f"{again}/", store), rank, ranks, timeout, any_device=any_device
+            c10d.PrefixStore(f"{generation}/", store), rank, ranks, timeout, any_device=any_device
         )
     except BaseException:
         store.add(_MADE, -1)
@@ -192,7 +192,7 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
         timeout = timedelta(seconds=float(timeout))
     # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return _meet(options.store, options.group_rank, global_ranks, timeout)
+    return _make_backend(options.store, options.group_rank, global_ranks, timeout)
 
 
 def own_backend(
@@ -202,13 +202,13 @@ def own_backend(
 
     ``ranks``: the global ranks of the backend's group, an empty list for all; None if it has no group.
     """
-    if ranks is not None:
-        return _meet(store, rank, list(ranks) or list(range(size)), timeout)
-    return _meet(store, rank, _gloo_halves.global_ranks(c10d.PrefixStore(f"{BACKEND}/", store), rank, size), timeout)
+    if ranks is None:
+        ranks = _gloo_halves.global_ranks(c10d.PrefixStore(f"{BACKEND}/", store), rank, size)
+    return _make_backend(store, rank, list(ranks) or list(range(size)), timeout)
 
 
-def _for_gloo(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
-    return _meet(store, rank, ranks, timeout, any_device=True)
+def _make_gloo_half(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:
+    return _make_backend(store, rank, ranks, timeout, any_device=True)
 
 
 def _make_gloo(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> c10d.ProcessGroupGloo:

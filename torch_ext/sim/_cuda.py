@@ -24,18 +24,18 @@ def complete(process_group_nccl: type) -> None:
     """Add everything, in this process. ``process_group_nccl`` makes the backends of groups of ``"nccl"``."""
     for name in [name for name in vars(torch._C) if name.startswith("_cuda_")]:
         delattr(torch._C, name)
-    for name, value in (*_OF_C.items(), *_LACKING.items()):
+    for name, value in (*_C_FUNCTIONS.items(), *_MISSING_LIBRARIES.items()):
         setattr(torch._C, name, value)
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile CUDA code where the build can
-    _let_profilers_see_the_device()
+    _enable_profiling()
     _replace_storages()
-    _offer_nccl(process_group_nccl)
+    _add_nccl(process_group_nccl)
     _refuse_foreign_code()
-    when_imported("torch.utils._triton", _offer_no_triton)
+    when_imported("torch.utils._triton", _hide_triton)
     when_imported("torch._inductor.compile_fx", _generate_code)
 
 
-def _offer_no_triton(module: Any) -> None:
+def _hide_triton(module: Any) -> None:
     """Report Triton as unavailable even where it is installed: it would look for a GPU's driver."""
     module.has_triton = lambda **kwargs: False
 
@@ -64,7 +64,7 @@ def maybe_exchange_device(index: int) -> int:
 
 
 # Functions of torch's C++ half that its Python half calls past `torch.cuda`.
-_OF_C: dict[str, Callable[..., Any]] = {
+_C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_cuda_getDeviceCount": _native.device_count,
     "_cuda_getDevice": _native.current_device,
     "_cuda_setDevice": _native.set_device,
@@ -87,7 +87,7 @@ _OF_C: dict[str, Callable[..., Any]] = {
 
 
 # Flags for NVIDIA's libraries, which GPU builds have.
-_LACKING = dict.fromkeys(("_has_cudnn", "_has_cusparselt", "_has_magma"), False)
+_MISSING_LIBRARIES = dict.fromkeys(("_has_cudnn", "_has_cusparselt", "_has_magma"), False)
 
 
 def _replace_storages() -> None:
@@ -127,7 +127,7 @@ def _replace_storages() -> None:
         ForkingPickler.register(pickled, reduce_tensor)
 
 
-def _let_profilers_see_the_device() -> None:
+def _enable_profiling() -> None:
     for module in (
         torch._C._autograd,
         torch.autograd,
@@ -143,7 +143,7 @@ def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
     return lambda: {*original(), torch.profiler.ProfilerActivity.CUDA}
 
 
-def _offer_nccl(process_group: type) -> None:
+def _add_nccl(process_group: type) -> None:
     """Make ``torch.distributed`` report NCCL as available, with backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
     setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above

@@ -11,10 +11,10 @@ from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
 
 _INTERFACES = "torch._dynamo.device_interface"
-_OF_WORKERS = ("current_device", "get_device_properties", "set_device")
+_WORKER_FUNCTIONS = ("current_device", "get_device_properties", "set_device")
 # Functions of the device's module that the interface has under the same name.
-_SAME = (
-    *_OF_WORKERS, "current_stream", "device_count", "is_available", "is_bf16_supported", "memory_allocated",
+_SHARED_FUNCTIONS = (
+    *_WORKER_FUNCTIONS, "current_stream", "device_count", "is_available", "is_bf16_supported", "memory_allocated",
     "set_stream", "stream", "synchronize",
 )  # fmt: skip
 
@@ -55,9 +55,9 @@ def _register_interface(interfaces: ModuleType) -> None:
         def is_triton_capable(device: torch.types.Device = None) -> bool:
             return False
 
-    for name in _SAME:
+    for name in _SHARED_FUNCTIONS:
         setattr(SimInterface, name, staticmethod(getattr(sim, name)))
-    for name in _OF_WORKERS:
+    for name in _WORKER_FUNCTIONS:
         setattr(SimInterface.Worker, name, staticmethod(getattr(sim, name)))
     interfaces.register_interface_for_device(NAME, SimInterface)
     for index in range(sim.device_count()):

@@ -60,13 +60,13 @@ def _dump(
 
 def _as_entry(operation: Entry) -> Entry:
     """Convert an operation, in the form that csrc/work.h describes, to an entry of the recorder."""
-    described = operation["description"] not in ("", "undefined")
-    over = operation["finished_ns"] > 0
+    has_description = operation["description"] not in ("", "undefined")
+    is_done = operation["finished_ns"] > 0
     return {
         "frames": [],
         "record_id": operation["sequence"],
         "pg_id": 0,
-        "process_group": (operation["group"], f"{operation['description']}, {NAME}" if described else NAME),
+        "process_group": (operation["group"], f"{operation['description']}, {NAME}" if has_description else NAME),
         "collective_seq_id": operation["sequence"],
         "op_id": operation["sequence"],
         "profiling_name": f"simccl:{operation['name']}",
@@ -76,11 +76,11 @@ def _as_entry(operation: Entry) -> Entry:
         "output_dtypes": operation["output_dtypes"],
         "p2p_seq_id": 0,
         "is_p2p": False,
-        "state": "completed" if over else "scheduled",
-        "retired": over,
+        "state": "completed" if is_done else "scheduled",
+        "retired": is_done,
         "time_created_ns": operation["begun_ns"],
         "time_discovered_started_ns": operation["begun_ns"],
-        "time_discovered_completed_ns": operation["finished_ns"] if over else None,
+        "time_discovered_completed_ns": operation["finished_ns"] if is_done else None,
         "timeout_ms": 0,
         "thread_id": "",
         "thread_name": "",

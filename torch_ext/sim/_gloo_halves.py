@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch_ext.sim._name import NAME
 from torch_ext.sim._patches import wrap
 
-__all__ = ["Make", "global_ranks", "install", "make_half", "reduce_sparse", "wrapped_alike", "wrappers_of_a_group"]
+__all__ = ["Make", "global_ranks", "install", "make_half", "reduce_sparse", "wrap_half", "wrappers_of_a_group"]
 
 Make = Callable[[c10d.Store, int, list[int], timedelta], Any]
 """Makes a half from a store, the rank, the group's global ranks and its time limit. Called on every rank."""
@@ -56,11 +56,11 @@ _wrapped: WeakKeyDictionary[Any, _Wrapped] = WeakKeyDictionary()
 _halves: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-class _Made(threading.local):
+class _NewWrappers(threading.local):
     wrappers: list[Any] | None = None
 
 
-_made = _Made()
+_new = _NewWrappers()
 
 
 def install(make: Make) -> None:
@@ -76,14 +76,14 @@ def install(make: Make) -> None:
 @contextmanager
 def wrappers_of_a_group() -> Iterator[list[Any]]:
     """Yield a list that collects the wrappers made by this thread: torch makes them for a group and names none."""
-    before, _made.wrappers = _made.wrappers, []
+    before, _new.wrappers = _new.wrappers, []
     try:
-        yield _made.wrappers
+        yield _new.wrappers
     finally:
-        _made.wrappers = before
+        _new.wrappers = before
 
 
-def wrapped_alike(half: Any, wrapper: Any) -> Any:
+def wrap_half(half: Any, wrapper: Any) -> Any:
     """Return a wrapper around ``half`` that compares calls by the same helper as ``wrapper``."""
     return c10d._ProcessGroupWrapper(half, _wrapped[wrapper].helper)
 
@@ -118,8 +118,8 @@ def _remember_store(self: Any, store: c10d.Store, *_others: Any, **_named: Any) 
 
 def _remember_wrapped(self: Any, backend: Any, gloo_backend: Any) -> None:
     _wrapped[self] = _Wrapped(backend, gloo_backend)
-    if _made.wrappers is not None:
-        _made.wrappers.append(self)
+    if _new.wrappers is not None:
+        _new.wrappers.append(self)
 
 
 def global_ranks(store: c10d.Store, rank: int, size: int) -> list[int]:
@@ -137,8 +137,8 @@ def _by_device(make: Make, original: Callable[..., Any], self: Any, *args: Any, 
     if tensor is None or half is None:
         return original(self, *args, **kwargs)
     if tensor.layout == torch.sparse_coo and original.__name__ == "allreduce":
-        named = next((key for key in ("tensors", "tensor") if key in kwargs), "")
-        tensors, *others = args or (kwargs.pop(named),)
+        keyword = next((key for key in ("tensors", "tensor") if key in kwargs), "")
+        tensors, *others = args or (kwargs.pop(keyword),)
         reduced = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         return reduce_sparse(reduced, lambda on_host: original(self, on_host, *others, **kwargs))
     return getattr(half, original.__name__)(*args, **kwargs)
@@ -153,14 +153,14 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def make_half(
-    gloo: Any, store: c10d.Store, make: Make, untold_ranks: Callable[[c10d.Store, int, int], list[int]]
+    gloo: Any, store: c10d.Store, make: Make, default_ranks: Callable[[c10d.Store, int, int], list[int]]
 ) -> Any:
     """Make the half of ``gloo``, a backend or a wrapper around it, which uses ``store``.
 
-    Where ``gloo`` lacks the global ranks of its group, ``untold_ranks(store, rank, size)`` returns them.
+    Where ``gloo`` lacks the global ranks of its group, ``default_ranks(store, rank, size)`` returns them.
     """
     store, rank, options = c10d.PrefixStore(f"{NAME}/", store), gloo.rank(), gloo.options
-    ranks = list(options.global_ranks_in_group) or untold_ranks(store, rank, gloo.size())
+    ranks = list(options.global_ranks_in_group) or default_ranks(store, rank, gloo.size())
     return make(store, rank, ranks, options._timeout)
 
 
@@ -173,7 +173,7 @@ def _half(backend: Any, make: Make) -> Any:
         half = make_half(backend, _stores[backend], make, global_ranks)
     elif backend in _wrapped:
         inner = _half(_wrapped[backend].backend, make)
-        half = None if inner is None else wrapped_alike(inner, backend)
+        half = None if inner is None else wrap_half(inner, backend)
     if half is not None:
         _halves[backend] = half
     return half

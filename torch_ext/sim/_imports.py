@@ -12,19 +12,19 @@ from typing import Any
 __all__ = ["when_imported"]
 
 
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call ``act`` with the module ``name``: at once if it is loaded, else right after it has been executed."""
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call ``callback`` with the module ``name``: at once if it is loaded, else right after it has been executed."""
     if name in sys.modules:
-        act(sys.modules[name])
+        callback(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _OnImport(name, act))
+        sys.meta_path.insert(0, _OnImport(name, callback))
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
     """Finds the module as usual, with a loader that acts on it once it has been executed."""
 
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self._name, self._act = name, act
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self._name, self._callback = name, callback
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,13 +34,13 @@ class _OnImport(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Acting(spec.loader, self._act)
+            spec.loader = _CallbackLoader(spec.loader, self._callback)
         return spec
 
 
-class _Acting(importlib.abc.Loader):
-    def __init__(self, loader: Any, act: Callable[[ModuleType], None]) -> None:
-        self._loader, self._act = loader, act
+class _CallbackLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any, callback: Callable[[ModuleType], None]) -> None:
+        self._loader, self._callback = loader, callback
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
@@ -48,4 +48,4 @@ class _Acting(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._act(module)
+        self._callback(module)

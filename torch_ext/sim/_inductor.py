@@ -9,7 +9,7 @@ eager device]), so a generated kernel needs neither a stream nor a guard. Two th
 allocated on the device of the graph, with its index, whichever device is current; and ``run_generated`` calls the
 kernel and reports its reads and writes (Note [Kernels] in csrc/kernel.h).
 
-The race check gets the accesses of generated kernels to host memory, in all graphs: :func:`_tell_of_host_code`.
+The race check gets the accesses of generated kernels to host memory, in all graphs: :func:`_report_host_accesses`.
 
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -166,26 +166,26 @@ def _lower_flex_attention() -> None:
     lowering.lowerings[flex] = lower_flex_attention
 
 
-def _tell_of_host_code() -> None:
+def _report_host_accesses() -> None:
     """Report generated kernels' accesses to host memory to the race check, also in graphs for the CPU alone."""
     cache: Any = codecache.CppPythonBindingsCodeCache
     load = cache.load_pybinding_async.__func__
 
-    def load_and_tell(cls: Any, argtypes: list[str], *args: Any, **kwargs: Any) -> Any:
+    def load_and_wrap(cls: Any, argtypes: list[str], *args: Any, **kwargs: Any) -> Any:
         kernel = load(cls, argtypes, *args, **kwargs)
-        return (lambda: _telling(kernel(), _roles(argtypes))) if cls is cache else kernel
+        return (lambda: _with_access_reports(kernel(), _roles(argtypes))) if cls is cache else kernel
 
-    cache.load_pybinding_async = classmethod(load_and_tell)
+    cache.load_pybinding_async = classmethod(load_and_wrap)
 
 
-def _telling(kernel: Callable[..., Any], roles: str) -> Callable[..., Any]:
+def _with_access_reports(kernel: Callable[..., Any], roles: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         if _native.is_checking_races():
             for role in "rw":
                 used = [
                     argument
-                    for argument, its_role in zip(arguments, roles, strict=True)
-                    if its_role == role and argument.device.type == "cpu"
+                    for argument, argument_role in zip(arguments, roles, strict=True)
+                    if argument_role == role and argument.device.type == "cpu"
                 ]
                 _native.use_tensors("generated code", used, role == "w")
         return kernel(*arguments)
@@ -199,7 +199,7 @@ def _tag_cache() -> None:
     torch.compiler.config.cache_key_tag += f"torch_ext.sim:{digest}"
 
 
-def _take_cudas_place() -> None:
+def _replace_cuda_codegen() -> None:
     """Generate C++ for CUDA: torch would generate Triton code, and calls that builds without CUDA lack."""
     common.register_backend_for_device(NAME, Scheduling, SimWrapperCodegen, CppWrapperCodegen, WrapperFxCodegen)
     utils.GPU_TYPES.remove(NAME)
@@ -207,9 +207,9 @@ def _take_cudas_place() -> None:
 
 
 if IS_CUDA:
-    _take_cudas_place()
+    _replace_cuda_codegen()
 register_device_op_overrides(NAME, _Lines())
 _generate_cpp()
 _lower_flex_attention()
-_tell_of_host_code()
+_report_host_accesses()
 _tag_cache()

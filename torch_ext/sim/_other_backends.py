@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch_ext.sim import _gloo_halves
 from torch_ext.sim._name import KEY, NAME
 
-__all__ = ["join_threads_and_fakes", "reduce_sparse_tensors", "serve_gloo"]
+__all__ = ["reduce_sparse_tensors", "serve_gloo", "serve_threaded_and_fake_groups"]
 
 # Backends that work on any tensor, each with a list of devices that torch knows.
 _ANY_TENSOR = ("threaded", "fake")
@@ -44,7 +44,7 @@ _HOST = torch.device("cpu")
 _libraries: list[torch.library.Library] = []
 
 
-def join_threads_and_fakes() -> None:
+def serve_threaded_and_fake_groups() -> None:
     """Let torch's threaded and fake groups serve ``sim``, whether or not they are registered yet."""
     # Each registers itself when its module is imported, which overwrites any entry made before; the registration is
     # wrapped so that `sim` joins whenever that happens.
@@ -75,12 +75,12 @@ def serve_gloo(
     if not is_gloo(group):
         return
     config = c10d._world.pg_backend_config[group]
-    device = config.partition(":")[0] if config == _by_name() else NAME
+    device = config.partition(":")[0] if config == _gloo_config() else NAME
     gloo: Any = group._get_backend(torch.device(device))
     name, description = group.group_name, group.group_desc
     backend = _gloo_halves.make_half(gloo, store, make, lambda _store, _rank, size: list(range(size)))
     if gloo in wrappers:
-        backend = _gloo_halves.wrapped_alike(backend, gloo)
+        backend = _gloo_halves.wrap_half(backend, gloo)
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_group_name(name)  # sets it on the new backend too
     group._set_group_desc(description)
@@ -89,10 +89,10 @@ def serve_gloo(
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo was asked to serve ``sim`` tensors in ``group``, by its name alone or as ``"sim:gloo"``."""
     config = c10d._world.pg_backend_config.get(group, "")
-    return config == _by_name() or f"{NAME}:{dist.Backend.GLOO}" in config.split(",")
+    return config == _gloo_config() or f"{NAME}:{dist.Backend.GLOO}" in config.split(",")
 
 
-def _by_name() -> str:
+def _gloo_config() -> str:
     return str(c10d.BackendConfig(dist.Backend(dist.Backend.GLOO)))
 
 

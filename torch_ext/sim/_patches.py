@@ -21,17 +21,17 @@ def wrap(owner: Any, *names: str) -> Callable[[Callable[..., Any]], Callable[...
     2
     """
 
-    def install(around: Callable[..., Any]) -> Callable[..., Any]:
+    def install(replacement: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            setattr(owner, name, _around(getattr(owner, name), around))
-        return around
+            setattr(owner, name, _bind(getattr(owner, name), replacement))
+        return replacement
 
     return install
 
 
-def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+def _bind(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
     return wrapped

@@ -51,13 +51,13 @@ class Event(torch.Event, metaclass=_EventKind):
         )
 
 
-def _as_own(plain: torch.Stream) -> Stream:
+def _as_sim_stream(plain: torch.Stream) -> Stream:
     return Stream(stream_id=plain.stream_id, device_index=plain.device_index, device_type=plain.device_type)
 
 
 def current_stream(device: Device = None) -> Stream:
     """Return the current stream of ``device`` in this thread."""
-    return _as_own(torch.accelerator.current_stream(index_of(device)))
+    return _as_sim_stream(torch.accelerator.current_stream(index_of(device)))
 
 
 def default_stream(device: Device = None) -> Stream:

@@ -89,7 +89,7 @@ def cache_root() -> Path:
     """
     found = cache.folder()
     if found is None:
-        raise BuildError("the simulated accelerator has no folder to be built in: set TORCH_EXT_CACHE to one")
+        raise BuildError("no folder to build the simulated accelerator in: set TORCH_EXT_CACHE to one")
     return found
 
 
@@ -104,17 +104,17 @@ def ensure_built(*, verbose: bool = False) -> Path:
         BuildError: the compiler failed, or the cache folder cannot be written, or other users can write to it.
     """
     family = cache_root() / "sim" / _family_key()
-    _trusted(family)
+    _check_trusted(family)
     compiler = _find_compiler()
     if compiler is None:
-        return _trusted(_any_finished(family))
+        return _check_trusted(_any_finished(family))
     target = family / _digest(compiler.path, compiler.version)
     library = target / _LIBRARY
     if not library.exists():
         with _lock(family):
             if not library.exists():
                 _build(target, compiler, verbose=verbose)
-    return _trusted(library)
+    return _check_trusted(library)
 
 
 def finished_builds() -> list[Path]:
@@ -130,7 +130,7 @@ def compiler_found() -> str:
     return f"{found.version} at {found.path}" if found is not None else ""
 
 
-def _trusted(path: Path) -> Path:
+def _check_trusted(path: Path) -> Path:
     if why := cache.why_not_trusted(path):
         raise BuildError(why)
     return path
@@ -192,8 +192,8 @@ def _find_compiler() -> _Compiler | None:
     for name in candidates:
         path = shutil.which(name)
         if path is not None:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-            return _Compiler(os.path.realpath(path), said.partition("\n")[0])
+            output = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            return _Compiler(os.path.realpath(path), output.partition("\n")[0])
     return None
 
 
@@ -232,13 +232,13 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
     # Leftovers of killed builds: we hold the lock, so no build is using them.
     for leftover in target.parent.glob(".building-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    workplace = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    build_folder = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
     try:
-        _compile(workplace, compiler)
-        (workplace / _LIBRARY).chmod(0o755)  # despite the umask: no other user may write a library that ranks load
-        os.rename(workplace, target)
+        _compile(build_folder, compiler)
+        (build_folder / _LIBRARY).chmod(0o755)  # despite the umask: no other user may write a library that ranks load
+        os.rename(build_folder, target)
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        shutil.rmtree(build_folder, ignore_errors=True)
     if verbose:
         print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
@@ -247,10 +247,10 @@ def _compile(folder: Path, compiler: _Compiler) -> None:
     """Compile the units side by side and link them; leave only the library in ``folder``."""
     from torch.utils import cpp_extension
 
-    of_torch = cpp_extension.include_paths()
+    torch_includes = cpp_extension.include_paths()
     # Kineto's headers include each other, and torch's include them, without their folder.
-    of_kineto = [path for path in (f"{each}/kineto" for each in of_torch) if os.path.isdir(path)]
-    includes = [f"-isystem{path}" for path in (*of_torch, *of_kineto, sysconfig.get_paths()["include"])]
+    kineto_includes = [path for path in (f"{each}/kineto" for each in torch_includes) if os.path.isdir(path)]
+    includes = [f"-isystem{path}" for path in (*torch_includes, *kineto_includes, sysconfig.get_paths()["include"])]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     sanitizer = _sanitizer_flags()
     flags = [*_FLAGS, *_rpc_flags(), *_personality_flags(), *sanitizer, *includes]

@@ -19,7 +19,7 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
 from torch_ext.personality import is_cuda
 
-__all__ = ["count_again", "install", "with_device_under_test"]
+__all__ = ["install", "update_device_count", "with_device_under_test"]
 
 # Torch's name for the slot of an out-of-tree device.
 _SLOT = "privateuse1"
@@ -42,11 +42,11 @@ def install() -> None:
     if accelerator.device_type() not in ranked:
         ranked.append(accelerator.device_type())
     if accelerator.backend() not in distributed.ACCELERATOR_DIST_BACKENDS:
-        _teach_dtensor_base(upstream_module("distributed._tensor.common_dtensor").DTensorTestBase)
-        _teach_sharded_base(upstream_module("distributed._shard.sharded_tensor"))
+        _patch_dtensor_base(upstream_module("distributed._tensor.common_dtensor").DTensorTestBase)
+        _patch_sharded_base(upstream_module("distributed._shard.sharded_tensor"))
 
 
-def count_again() -> None:
+def update_device_count() -> None:
     """Update the number of devices in ``common_dtensor``, which counts them once.
 
     Its tests run on the host if there are fewer devices than ranks.
@@ -60,7 +60,7 @@ def _cycles_per_ms(device: str = "") -> float:
     return float(importlib.import_module("torch_ext.testing._internal.common_utils").get_cycles_per_ms())
 
 
-def _teach_dtensor_base(base: Any) -> None:
+def _patch_dtensor_base(base: Any) -> None:
     base.backend = property(_backends)
     init_pg = base.init_pg
 
@@ -96,7 +96,7 @@ def _init_on_own_backend(case: Any, backend: str, *, eager_init: bool = False) -
     return True
 
 
-def _teach_sharded_base(module: Any) -> None:
+def _patch_sharded_base(module: Any) -> None:
     """Run sharded tensors' tests, which ask for ``nccl`` by default, on the device under test."""
     module.with_comms = _with_comms
     init_pg = module.ShardedTensorTestBase.init_pg

@@ -49,7 +49,7 @@ class Entry:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the differences; return 0, or 2 for a usage error."""
-    summary = "Say which names of our helpers differ from upstream's."
+    summary = "List the names of our helpers that differ from upstream's."
     parser = argparse.ArgumentParser("torch_ext drift", description=summary)
     parser.add_argument("--against", default="installed", metavar="CHECKOUT", help="default: the installed torch")
     parser.add_argument("--json", action="store_true", help="print every name, the same ones included, as JSON")
@@ -96,13 +96,13 @@ def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
         if here is None or there is None:  # re-exported from torch itself, or ours alone
             entries.append(Entry(name, each, NEW if there is None else SAME))
         else:
-            entries += _both(Entry(name, each, SAME), (ours, *here), (theirs, *there))
+            entries += _compare_definitions(Entry(name, each, SAME), (ours, *here), (theirs, *there))
     known = {entry.name for entry in entries}
     rest = [each for each in upstream.definitions if each not in known and not each.startswith("__")]
     return entries + [Entry(name, each, missing) for each in rest]
 
 
-def _both(
+def _compare_definitions(
     entry: Entry, here: tuple[Tree, Module, Definition], there: tuple[Tree, Module, Definition]
 ) -> Iterator[Entry]:
     mine, upstream = here[2], there[2]

@@ -24,9 +24,9 @@ from torch_ext.world import files
 
 __all__ = ["devices_wanted"]
 
-_MOST = 64
+_MAX_DEVICES = 64
 # Functions of torch's helpers that take a number of devices, and names that hold one.
-_ASKING = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")
+_SKIP_HELPERS = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")
 _COUNT, _WORLD_SIZE = "device_count", "world_size"
 # Upstream's runner starts such a file once for each backend.
 _READS_BACKEND = re.compile(r"""\benviron\[["']BACKEND["']\]""")
@@ -41,13 +41,13 @@ def devices_wanted(source: str) -> int:
     8
     """
     found = (number for node in ast.walk(ast.parse(source)) for number in _numbers(node))
-    return max((number for number in found if number <= _MOST), default=0)
+    return max((number for number in found if number <= _MAX_DEVICES), default=0)
 
 
 def _numbers(node: ast.AST) -> Iterator[int]:
     if isinstance(node, ast.Call):
         name = _name(node.func)
-        if name in _ASKING or (name == "min" and any(map(_counts_devices, node.args))):
+        if name in _SKIP_HELPERS or (name == "min" and any(map(_counts_devices, node.args))):
             yield from _constants(node.args)
     elif isinstance(node, ast.Compare) and any(map(_counts_devices, (node.left, *node.comparators))):
         yield from _constants((node.left, *node.comparators))
@@ -97,8 +97,8 @@ def _prepare() -> None:
             ast.parse(source)
         except (OSError, SyntaxError, ValueError):
             return  # the import, which comes next, raises the error
-        accelerator.request_devices(max(1, min(_MOST, devices_wanted(source))))
-        devices.count_again()
+        accelerator.request_devices(max(1, min(_MAX_DEVICES, devices_wanted(source))))
+        devices.update_device_count()
         if _READS_BACKEND.search(source):
             _set_variables()
 

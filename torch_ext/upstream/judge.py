@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
-from torch_ext.upstream.reasons import Releases, advised, explained
+from torch_ext.upstream.reasons import Releases, advise, explain
 
 __all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
 
@@ -44,24 +44,24 @@ class Difference:
     when: tuple[tuple[str, str], ...] = ()
 
     @property
-    def told(self) -> str:
+    def explanation(self) -> str:
         return f"known difference: {self.reason}{f' ({self.link})' if self.link else ''}"
 
-    def holds(self, surroundings: Mapping[str, str]) -> bool:
-        """Whether all conditions of the entry hold; a release ``2.13`` holds for ``2.13.0+cpu``."""
+    def applies(self, surroundings: Mapping[str, str]) -> bool:
+        """Whether all conditions of the entry hold; a release ``2.13`` applies for ``2.13.0+cpu``."""
         return all(
             re.match(rf"{re.escape(wanted)}(?![\w])", surroundings.get(name, "")) is not None
             for name, wanted in self.when
         )
 
-    def means(self, test: TestName) -> bool:
+    def covers(self, test: TestName) -> bool:
         """Whether the entry covers ``test``; either side may leave out folders before the file's name.
 
         >>> entry = Difference("fsdp/test_a.py::TestA::test_*", "no")
-        >>> entry.means(TestName("distributed/fsdp/test_a.py", "TestA", "test_b"))
+        >>> entry.covers(TestName("distributed/fsdp/test_a.py", "TestA", "test_b"))
         True
-        >>> entry.means(TestName("test_a.py", "TestA", "test_b")), entry.means(TestName("test_a.py", "TestB", "test_b"))
-        (True, False)
+        >>> [entry.covers(TestName("test_a.py", cls, "test_b")) for cls in ("TestA", "TestB")]
+        [True, False]
         """
         file, _, names = self.test.partition("::")
         ours, theirs = file.split("/"), test.file.split("/")
@@ -103,21 +103,21 @@ class Differences:
     """The known differences whose conditions hold in ``surroundings``, applied to one run's results."""
 
     def __init__(self, entries: Iterable[Difference], surroundings: Mapping[str, str]) -> None:
-        self._entries = tuple(entry for entry in entries if entry.holds(surroundings))
-        self._ran: dict[Difference, bool] = {}  # whether one of its tests failed
+        self._entries = tuple(entry for entry in entries if entry.applies(surroundings))
+        self._failed: dict[Difference, bool] = {}  # whether one of its tests failed
 
     def skipped(self, test: TestName) -> str:
         """Return why ``test`` must not run; empty if it may."""
-        return next((entry.told for entry in self._entries if entry.do == "skip" and entry.means(test)), "")
+        return next((entry.explanation for entry in self._entries if entry.do == "skip" and entry.covers(test)), "")
 
     def judged(self, result: TestResult) -> TestResult:
         """Return ``result``, or an expected failure if the test is known to fail."""
         for entry in self._entries:
-            if entry.do == "fail" and entry.means(result.test) and result.status in (Status.PASSED, Status.FAILED):
+            if entry.do == "fail" and entry.covers(result.test) and result.status in (Status.PASSED, Status.FAILED):
                 failed = result.status is Status.FAILED
-                self._ran[entry] = self._ran.get(entry, False) or failed
+                self._failed[entry] = self._failed.get(entry, False) or failed
                 if failed:
-                    return replace(result, status=Status.XFAIL, reason=entry.told, problems=(), output="")
+                    return replace(result, status=Status.XFAIL, reason=entry.explanation, problems=(), output="")
         return result
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
@@ -127,13 +127,13 @@ class Differences:
             planned: the tests of the run.
             whole: whether the run left out no test of its files; otherwise only entries without ``*`` are judged.
         """
-        stale = [entry for entry, failed in self._ran.items() if not failed and (whole or "*" not in entry.test)]
+        stale = [entry for entry, failed in self._failed.items() if not failed and (whole or "*" not in entry.test)]
         return [
             TestResult(
-                TestName(next(test.file for test in planned if entry.means(test))),
+                TestName(next(test.file for test in planned if entry.covers(test))),
                 Status.FAILED,
                 0.0,
-                (Remark(f"The known difference {entry.test!r} no longer fails: take its entry away."),),
+                (Remark(f"The known difference {entry.test!r} no longer fails: remove its entry."),),
             )
             for entry in stale
         ]
@@ -154,7 +154,7 @@ class Judge(Differences):
         self._paths = tuple(paths)
         self._cuda_as_sim = surroundings.get("cuda_as_sim") == "true"
         self._releases = Releases(self._paths, cuda_as_sim=self._cuda_as_sim)
-        self.warning = self._releases.told  # a sentence at the beginning of the run; may be empty
+        self.warning = self._releases.notice  # a sentence at the beginning of the run; may be empty
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
         except (OSError, ValueError) as error:
@@ -166,9 +166,9 @@ class Judge(Differences):
         judged = self._releases.judged(super().judged(result))
         if judged.status is not Status.SKIPPED:
             return judged
-        reason = explained(judged.reason)
+        reason = explain(judged.reason)
         if not self._cuda_as_sim:
-            reason = advised(reason, self._source_of(result.test))
+            reason = advise(reason, self._source_of(result.test))
         return replace(judged, reason=reason)
 
     def _source_of(self, test: TestName) -> str:

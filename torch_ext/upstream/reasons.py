@@ -14,12 +14,12 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = ["Releases", "advised", "explained", "reason_of", "release_of_checkout"]
+__all__ = ["Releases", "advise", "explain", "reason_of", "release_of_checkout"]
 
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
-_ASKS_BY_NAME = f"the test asks for CUDA or NCCL by name: {_HINT}"
+_NAMES_CUDA = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
-_NO_TRITON = "needs Triton, which is not installed: that may do where it is only imported"
+_NO_TRITON = "needs Triton: install it, which is enough where it is only imported"
 _SYMMETRIC = (
     "needs symmetric memory, and torch has none for this device: it needs hardware that can map its peers' memory"
 )
@@ -47,7 +47,7 @@ _ERRORS = {
         r"RuntimeError: SymmetricMemory does not (?:support device type|find allocation backend)\b"
         r"|NotImplementedError: The operator 'symm_mem::\w+(?:\.\w+)?' is not implemented for the device\b"
     ),
-    _ASKS_BY_NAME: re.compile(
+    _NAMES_CUDA: re.compile(
         r"AssertionError: Torch not compiled with CUDA enabled"
         r"|RuntimeError: (?:Distributed package doesn't have NCCL built in|Invalid device, must be cuda device)"
         r"|RuntimeError: Attempting to deserialize object on a CUDA device"
@@ -67,26 +67,26 @@ def reason_of(error: str, *, cuda_as_sim: bool) -> str:
     """
     reason = next((reason for reason, pattern in _ERRORS.items() if pattern.match(error)), "")
     # Under --cuda-as-sim no test should fail for lack of CUDA: report it as our bug.
-    return "" if cuda_as_sim and reason == _ASKS_BY_NAME else reason
+    return "" if cuda_as_sim and reason == _NAMES_CUDA else reason
 
 
-def explained(skip: str) -> str:
+def explain(skip: str) -> str:
     """Return why a test was skipped, as a sentence where upstream's helpers give a few words.
 
-    >>> explained("requires gpu")
+    >>> explain("requires gpu")
     'needs Triton, which has no compiler for this device: requires gpu'
-    >>> explained("requires 4 GPUs")
+    >>> explain("requires 4 GPUs")
     'requires 4 GPUs'
     """
     return f"{_TRITON}: {skip}" if _NEEDS_TRITON.search(skip) else skip
 
 
-def advised(skip: str, source: str) -> str:
+def advise(skip: str, source: str) -> str:
     """Return why a test of a file was skipped, with advice where ``--cuda-as-sim`` would run the test.
 
-    >>> advised("This torch is built without NCCL.", "")
+    >>> advise("This torch is built without NCCL.", "")
     'This torch is built without NCCL: --cuda-as-sim has CUDA mean the simulated accelerator'
-    >>> advised("CUDA unavailable", "if torch.cuda.is_available(): ...")
+    >>> advise("CUDA unavailable", "if torch.cuda.is_available(): ...")
     'CUDA unavailable: --cuda-as-sim has CUDA mean the simulated accelerator'
     """
     wants_cuda = _WANTS_CUDA.search(skip) and _NAMES_CUDA_ITSELF.search(source)
@@ -122,7 +122,7 @@ _MISSING = (
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
 )
 # Names that a build without CUDA lacks.
-_CUDAS = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
+_CUDA_NAMES = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
 _BUILD = re.compile(r"ImportError|AttributeError")
 _BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
 # Modules that this project adds to torch; a missing name there is our bug.
@@ -155,7 +155,7 @@ def _release(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _is_torchs(module: str) -> bool:
+def _is_torch_module(module: str) -> bool:
     return module.partition(".")[0] == "torch" and not _REPLACED.match(module)
 
 
@@ -180,11 +180,11 @@ class Releases:
         self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
         self._checkout = max(map(release_of_checkout, files), key=_release, default="")
         self._newer = bool(self._installed) and _release(self._checkout) > _release(self._installed)
-        self.told = ""  # a sentence to begin with if the checkout is newer; else empty
+        self.notice = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
-            self.told = (
+            self.notice = (
                 f"the checkout is of torch {self._checkout}, and {self._installed} is installed: "
-                "tests that need a name which it lacks are skipped"
+                "tests that need a missing name are skipped"
             )
 
     def judged(self, result: TestResult) -> TestResult:
@@ -203,7 +203,7 @@ class Releases:
                 for node in ast.walk(ast.parse(path.read_bytes())):
                     if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
                         module = node.module or ""
-                        return f"{module}.{name}" if _is_torchs(module) else ""
+                        return f"{module}.{name}" if _is_torch_module(module) else ""
         return ""
 
     def _reason(self, error: str, file: str) -> str:
@@ -219,7 +219,7 @@ class Releases:
         if _OURS.match(where) or ("cls" in parts and not where):
             return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
-        if _BUILD.match(error) and _CUDAS.search(parts["name"]):
+        if _BUILD.match(error) and _CUDA_NAMES.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
         if any(path.endswith(f"/{file}") for path in self._of_unknown_release) and _BUILD_OR_MODULE.match(error):
             return f"needs another release of torch: {self._installed} has no {name}"

@@ -40,8 +40,8 @@ class Adder(Joinable):
         super().__init__()
         self.name, self.calls, self.device, self.sums = name, calls, device, []
 
-    def note(self, what):
-        self.calls.append(f"{self.name}: {what}")
+    def note(self, label):
+        self.calls.append(f"{self.name}: {label}")
 
     def add(self, number):
         total = torch.tensor([number], device=self.device)

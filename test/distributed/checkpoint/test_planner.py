@@ -78,7 +78,7 @@ class TestSavePlan(PlannerTest):
         self.assertEqual((twin, text), (threes, "saved"), "within the tuple")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_what_all_ranks_have_is_written_once(self):
+    def test_entries_common_to_all_ranks_are_written_once(self):
         """Replicated values are written by any rank, or by the first if asked."""
         self.run_subtests({"lowest": [False, True]}, self._test_written_once)
 

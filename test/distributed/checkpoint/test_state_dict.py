@@ -78,26 +78,26 @@ class TestStateDict(FSDPTest):
             optimizer.step()
             optimizer.zero_grad()
 
-    def _check_same(self, found, expected, what):
+    def _check_same(self, found, expected, label):
         for name, parameter in expected[0].named_parameters():
             other = found[0].get_parameter(name)
             self.assertEqual(
                 full_tensor(other),
                 full_tensor(parameter),
-                f"{what}: parameter {name}",
+                f"{label}: parameter {name}",
                 atol=0,
                 rtol=0,
             )
             state, wanted = found[1].state[other], expected[1].state[parameter]
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 pair = full_tensor(state[key]), full_tensor(wanted[key])
-                self.assertEqual(*pair, f"{what}: {key} of {name}", atol=0, rtol=0)
+                self.assertEqual(*pair, f"{label}: {key} of {name}", atol=0, rtol=0)
         for index, groups in enumerate(
             zip(found[1].param_groups, expected[1].param_groups, strict=True)
         ):
             for key in ("lr", "weight_decay", "betas"):
                 self.assertEqual(
-                    groups[0][key], groups[1][key], f"{what}: {key} of group {index}"
+                    groups[0][key], groups[1][key], f"{label}: {key} of group {index}"
                 )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
@@ -373,7 +373,7 @@ class TestStateDict(FSDPTest):
         stager.close()
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_async_save_that_fails_says_so(self):
+    def test_failed_async_save_raises(self):
         """An error of the background thread comes out of the future, on every rank."""
         group = dist.new_group(backend="cpu:gloo")
         writer = dcp.FileSystemWriter(self.shared_folder())

@@ -147,7 +147,7 @@ class TestFSDPCheckpoint(FSDPTest):
             )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_what_runs_again(self):
+    def test_recomputation_gathers_once(self):
         """Backward gathers a unit once for all recomputation in it, and reduces its
         gradient once.
         """
@@ -177,7 +177,7 @@ class TestFSDPCheckpoint(FSDPTest):
                 "all-gather second": 2,
                 "reduce-scatter second": 1,
             },
-            "what a step does",
+            "collectives of a step",
         )
 
 

@@ -151,7 +151,7 @@ class TestCommunicationHooks(FSDPTest):
         expected = (
             [(inner,), (root,)] if whole else [(even, even // 2), (root, root // 2)]
         )
-        self.assertEqual(recorder.sizes, expected, "sizes of what the hook was given")
+        self.assertEqual(recorder.sizes, expected, "sizes of the inputs of the hook")
         own = Chain(device=self.device)
         self._backward(own, self.rank)
         given = recorder.inputs[0][:12]
@@ -216,7 +216,7 @@ class TestCommunicationHooks(FSDPTest):
             self._backward(model, self.rank)
         finally:
             setattr(dist, name, original)
-        self.assertEqual(sent, [dtype, dtype], "types of what was sent")
+        self.assertEqual(sent, [dtype, dtype], "types of sent tensors")
         types = {
             param.grad.dtype for param in model.parameters() if param.grad is not None
         }
@@ -256,12 +256,12 @@ class TestCommunicationHooks(FSDPTest):
                         before_step, get_full_params(model), strict=True
                     )
                 ]
-                what = (
+                message = (
                     f"gradients divided by {before} before and {16.0 / before} after "
                     "the reduction"
                 )
                 self.assertEqual(
-                    found, [param.grad for param in reference.parameters()], what
+                    found, [param.grad for param in reference.parameters()], message
                 )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

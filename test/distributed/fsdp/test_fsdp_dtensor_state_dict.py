@@ -82,14 +82,14 @@ class TestFSDPWithDeviceMeshAndDTensor(FSDPTest):
         chunks = whole.detach().chunk(self.world_size)
         return chunks[self.rank] if self.rank < len(chunks) else whole.detach()[:0]
 
-    def _check(self, what: str, found: Any, whole: torch.Tensor) -> None:
-        self.assertIsInstance(found, DTensor, f"{what} is no DTensor")
-        self.assertEqual(list(found.placements), [Shard(0)], f"placements of {what}")
-        self.assertEqual(found.shape, whole.shape, f"shape of {what}")
+    def _check(self, label: str, found: Any, whole: torch.Tensor) -> None:
+        self.assertIsInstance(found, DTensor, f"{label} is no DTensor")
+        self.assertEqual(list(found.placements), [Shard(0)], f"placements of {label}")
+        self.assertEqual(found.shape, whole.shape, f"shape of {label}")
         self.assertEqual(
             found.to_local(),
             self._own_rows(whole),
-            f"shard of {what}",
+            f"shard of {label}",
             exact_device=False,
         )
 

@@ -115,11 +115,11 @@ class TestFSDPIgnoredModules(FSDPTest):
             elif wrapped:
                 model.block = FSDP(model.block, device_id=self.device)
             sharded = FSDP(model, device_id=self.device, **ignoring)
-            what = (
+            message = (
                 f"parameters that are not sharded with {ignored} ignored below "
                 f"{wrapped or 'the root'}"
             )
-            self.assertEqual(self._plain(sharded), expected, what)
+            self.assertEqual(self._plain(sharded), expected, message)
             total = torch.tensor(
                 sum(
                     m._flat_param.numel()
@@ -210,7 +210,7 @@ class TestFSDPIgnoredModules(FSDPTest):
             for name, tensor in model.block[1].state_dict().items()
         }
         self.assertEqual(
-            found, dict.fromkeys(found, "cpu"), "devices of what is ignored"
+            found, dict.fromkeys(found, "cpu"), "devices of ignored parameters"
         )
         self.assertEqual(
             model.block[0].scale.device,

@@ -241,7 +241,7 @@ class TypesOfTraining(MixedPrecisionTest):
             self.assertEqual(
                 reduced,
                 [expected] * 8,
-                "types of what is reduced and of what comes out",
+                "types of reductions and results",
             )
         moments = [
             state[name]
@@ -415,7 +415,7 @@ class TestFSDPMixedPrecisionInputs(MixedPrecisionTest):
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_who_casts_inputs(self):
+    def test_root_and_child_cast_inputs_as_configured(self):
         """Two options say whether the root casts its inputs, one whether a child does.
         By default only the root casts.
 

@@ -53,7 +53,7 @@ class TestForwardOverlapWorldSizeOne(FSDPTest):
         self.assertEqual(
             [name for name in watched.names if "gather" in name],
             [],
-            "what a rank alone gathers",
+            "gathers of a rank alone",
         )
 
 

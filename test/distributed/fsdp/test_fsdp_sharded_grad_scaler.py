@@ -162,18 +162,18 @@ class TestShardGradScaler(FSDPTest):
             pairs = zip(names, before, get_full_params(model), strict=True)
             return {name for name, old, new in pairs if not torch.equal(old, new)}
 
-        what = f"when optimizer {overflow[1]} overflows on rank {overflow[0]}"
+        situation = f"when optimizer {overflow[1]} overflows on rank {overflow[0]}"
         self.assertEqual(
             moved(overflow),
             {"c"} if overflow[1] == 0 else {"a", "b"},
-            f"layers that moved {what}",
+            f"layers that moved {situation}",
         )
-        self.assertEqual(scaler.get_scale(), 4.0, f"scale {what}")
+        self.assertEqual(scaler.get_scale(), 4.0, f"scale {situation}")
         # The next step forgets an overflow that was found.
         self.assertEqual(
-            moved(None), {"a", "b", "c"}, f"layers that moved after a step {what}"
+            moved(None), {"a", "b", "c"}, f"layers that moved after a step {situation}"
         )
-        self.assertEqual(scaler.get_scale(), 8.0, f"scale after a step {what}")
+        self.assertEqual(scaler.get_scale(), 8.0, f"scale after a step {situation}")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_new_scale(self):

@@ -172,7 +172,7 @@ class TestFSDPStateDictDetails(FSDPTest):
         "state_dict_type",
         [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT],
     )
-    def test_forward_after_load_uses_what_was_loaded(self, state_dict_type):
+    def test_forward_after_load_uses_the_loaded_state(self, state_dict_type):
         self.run_subtests(
             {
                 "strategy": [
@@ -182,11 +182,11 @@ class TestFSDPStateDictDetails(FSDPTest):
                 ],
                 "use_orig_params": [True, False],
             },
-            self._test_forward_after_load_uses_what_was_loaded,
+            self._test_forward_after_load_uses_the_loaded_state,
             state_dict_type=state_dict_type,
         )
 
-    def _test_forward_after_load_uses_what_was_loaded(
+    def _test_forward_after_load_uses_the_loaded_state(
         self, state_dict_type, strategy, use_orig_params
     ):
         """Some strategies keep the unsharded parameter after forward; loading must

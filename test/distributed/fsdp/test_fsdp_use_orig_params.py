@@ -96,9 +96,9 @@ class OriginalParametersTest(FSDPTest):
     def _params(self, model: FSDP) -> dict[str, nn.Parameter]:
         return {plain_name(name): param for name, param in model.named_parameters()}
 
-    def _check_parameters(self, what: str, model: FSDP, reference: Chain) -> None:
+    def _check_parameters(self, label: str, model: FSDP, reference: Chain) -> None:
         found = dict(zip(NAMES, get_full_params(model), strict=True))
-        self.assertEqual(found, dict(reference.named_parameters()), what)
+        self.assertEqual(found, dict(reference.named_parameters()), label)
 
 
 class TestFSDPUseOrigParamsMultipleParamGroups(OriginalParametersTest):
@@ -314,13 +314,13 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             values = self._own(dict(reference.named_parameters()), model)
             for each in changed:
                 self._replace(model, each, values[each].clone(), replace)
-            what = f"after {', '.join(changed)} was replaced"
+            label = f"after {', '.join(changed)} was replaced"
             self.assertEqual(
                 model(self._rows(step)).detach(),
                 reference(self._rows(step)).detach(),
-                f"output {what}",
+                f"output {label}",
             )
-            self._check_parameters(f"parameters {what}", model, reference)
+            self._check_parameters(f"parameters {label}", model, reference)
 
     def _replace(self, model: FSDP, name: str, value: torch.Tensor, how: str) -> None:
         layer, _, kind = name.partition(".")
@@ -383,12 +383,12 @@ class TestFSDPUseOrigParamsWriteback(OriginalParametersTest):
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-            what = {
+            label = {
                 "new": f"{name} was replaced",
                 "none": f"{name} was set to None",
             }.get(change, f"all but {name} were")
             self._check_parameters(
-                f"parameters after a step in which the gradient of {what}",
+                f"parameters after a step in which the gradient of {label}",
                 model,
                 reference,
             )

@@ -116,12 +116,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", programs())
-def test_a_program_for_gpus_runs(name: str, ends: dict[str, str]) -> None:
+def test_program_for_gpus_runs(name: str, ends: dict[str, str]) -> None:
     assert not ends[name], ends[name]
 
 
 @pytest.mark.parametrize("words", [("program.py",), ("-m", "program"), ("-c", SHORT), ("-i", "program.py")])
-def test_python_runs_it_in_every_spelling(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_python_command_line_runs_it(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SHORT)
     done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda")
     assert done.returncode == 0 and set(done.stdout.split()) == {"through"}, done.stderr

@@ -92,19 +92,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python(RUN_TEST, *arguments, BACKEND="nccl", TORCH_EXT_DEVICE=None)
 
 
-def test_an_unmodified_file_trains_and_what_is_cudas_own_says_so(tmp_path: Path) -> None:
+def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path: Path) -> None:
     file = tmp_path / "test_cuda.py"
     file.write_text(FILE)
     (tmp_path / "helpers.py").write_text("def the_device(x):\n    return x.device if x.is_cuda else None\n")
     known = tmp_path / "known.json"
     known.write_text(json.dumps([{"test": "test_cuda.py::TestCuda::test_fails*", "reason": "it asks for no device"}]))
     done = run("--upstream", str(file), "--cuda-as-sim", "--json", "-", "--differences", str(known))
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    results = [one for one in told if one["event"] == "result"]
-    assert (told[-1]["passed"], told[-1]["failed"]) == (3, 0), done.stderr  # a known difference counts as passed
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    results = [one for one in events if one["event"] == "result"]
+    assert (events[-1]["passed"], events[-1]["failed"]) == (3, 0), done.stderr  # a known difference counts as passed
     assert sorted(one["reason"] for one in results if one["reason"]) == [
         "known difference: it asks for no device",
-        "torch.cuda: CUDAGraph: CUDA graphs are CUDA's own: the simulated accelerator runs each operator when it is "
+        "torch.cuda: CUDAGraph: CUDA graphs need CUDA: the simulated accelerator runs each operator when it is "
         "called and captures none.",
     ]
     assert done.returncode == 0
@@ -143,12 +143,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_file_that_asks_about_devices_or_uses_one_while_it_is_loaded_has_ranks_that_can(tmp_path: Path) -> None:
+def test_file_that_queries_or_uses_a_device_on_import_has_working_ranks(tmp_path: Path) -> None:
     asks, uses = tmp_path / "test_asks.py", tmp_path / "test_uses.py"
     asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).startswith("Simulated")'))
     uses.write_text(ON_LOADING.format(when_loaded="X = torch.ones(2).cuda()"))
     done = run("--upstream", str(asks), str(uses), "--cuda-as-sim")
     assert "2 passed, 0 failed, 0 skipped" in done.stdout, done
-    said = "cannot fork: it has used a device, cuda, which its children then cannot use; every rank gets a fresh"
-    told = done.stdout + done.stderr
-    assert told.count(said) == 1 and f"the zygote of test_uses {said}" in told
+    reason = "cannot fork: it has used a device, cuda, which its children then cannot use; every rank gets a fresh"
+    events = done.stdout + done.stderr
+    assert events.count(reason) == 1 and f"the zygote of test_uses {reason}" in events

@@ -101,7 +101,7 @@ def test_fails():
 """
 
 
-def test_a_device_from_anywhere_is_cudas(tmp_path: Path) -> None:
+def test_every_spelling_of_a_device_is_cuda(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = python("program.py", folder=tmp_path, TORCH_EXT_SIM="cuda")
     assert (done.returncode, done.stdout) == (0, "through\n"), done.stderr

@@ -198,7 +198,7 @@ def TestOutIgnored(self, all_gather_outputs, metadata, param_dtype, *, out=None)
     return None
 
 
-@broken(r"wrote into out 1 time\(s\) in sight of autograd, .*_unsafe_preserve")
+@broken(r"wrote into out 1 time\(s\) visible to autograd, .*_unsafe_preserve")
 @torch.no_grad()
 def TestOutSeenByAutograd(self, all_gather_outputs, metadata, param_dtype, *, out=None):
     if out is None:

@@ -143,8 +143,8 @@ class TestNotes(FSDPTest):
     def _join_processes(self, fn):
         with mock.patch("sys.stderr") as stderr:
             super()._join_processes(fn)
-        said = "".join(call.args[0] for call in stderr.write.call_args_list)
-        self.assertEqual(said, "torch_ext: " + self.id() + ": 1 of 2 subtests skipped: 1 x for a reason\n")
+        printed = "".join(call.args[0] for call in stderr.write.call_args_list)
+        self.assertEqual(printed, "torch_ext: " + self.id() + ": 1 of 2 subtests skipped: 1 x for a reason\n")
 
     def test_left_out(self):
         self.run_subtests({"value": [1, 2]}, self._test_left_out)
@@ -228,7 +228,7 @@ class TestState(FSDPTest):
         _zero_model(model, zero_buffers=True)
         self.assertEqual(model.module.running_var, torch.zeros(3))
 
-    def test_zeroing_without_summoning_touches_what_is_there(self):
+    def test_zeroing_without_summoning_zeroes_local_shards(self):
         module = self._module()
         with mock.patch.object(FSDP, "summon_full_params", side_effect=RuntimeError("summoned")):
             _zero_model(module, summon_full=False)

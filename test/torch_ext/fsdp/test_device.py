@@ -22,7 +22,7 @@ def test_importing_the_helpers_chooses_no_device_and_loads_no_compiler():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_names_default_to_what_accelerator_says():
+def test_names_default_to_the_values_of_accelerator():
     assert accelerator.device_type() == common_fsdp.DEVICE_TYPE
     assert accelerator.device_count() == common_fsdp.DEVICE_COUNT
     assert accelerator.backend() == common_fsdp.DISTRIBUTED_BACKEND

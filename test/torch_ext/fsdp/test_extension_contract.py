@@ -51,7 +51,7 @@ def test_sound_subclass_passes_every_test(report: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "test", "message"), BROKEN, ids=[case for case, _, _ in BROKEN])
-def test_broken_subclass_is_told_what_it_lacks(report: str, case: str, test: str, message: str) -> None:
+def test_broken_subclass_gets_the_expected_error(report: str, case: str, test: str, message: str) -> None:
     assert endings(report)[f"{case}::{test}"] == "failed"
     block = report.partition(f"\nFAILED test_broken.py::{case}::{test}")[2].partition("\nrerun: ")[0]
     assert re.search(message, block), block
@@ -78,7 +78,7 @@ def subclass() -> str:
     return shown[1]
 
 
-def test_example_on_the_page_is_as_short_as_it_says(example: str) -> None:
+def test_example_on_the_page_has_the_stated_length(example: str) -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
 
 

@@ -275,7 +275,7 @@ class TestFSDP1Models(FSDPTest):
             # The shared layer and the expert.
             self.assertEqual(events, 2 * expected)
 
-    def test_skip_model_wraps_what_it_says(self):
+    def test_skip_model_wraps_the_documented_modules(self):
         for double_nest, expected in ((False, 1), (True, 2)):
             with enable_wrap(wrapper_cls=FSDP, **with_compute_device({})):
                 model = SkipModel(double_nest)

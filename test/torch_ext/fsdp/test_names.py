@@ -50,7 +50,7 @@ def exports():
         yield from ((module, name) for name in getattr(module, "__all__", ()))
 
 
-def test_front_door_exports_what_every_module_lists():
+def test_front_door_exports_the_names_of_every_module():
     listed = list(exports())
     assert {"FSDPTest", "MLP", "module_trees", "patch_reshard"} <= {name for _, name in listed}
     missing = [name for module, name in listed if vars(common_fsdp).get(name) is not getattr(module, name)]

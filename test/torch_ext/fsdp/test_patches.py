@@ -151,7 +151,7 @@ class TestPatchesAcrossThreads(PatchChecks, FSDPTestMultiThread):
         dist.barrier()
         self.assertIs(dist.all_reduce, ORIGINALS[patch_all_reduce])
 
-    def test_thread_that_raises_early_takes_nothing_from_the_others(self):
+    def test_thread_that_raises_early_leaves_the_patch_of_others(self):
         """A rank in its body keeps the replacement after another rank has raised."""
         left = SHARED.setdefault("left", threading.Event())
         context = patch_all_reduce(self.replacement)

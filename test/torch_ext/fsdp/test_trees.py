@@ -26,7 +26,7 @@ def test_widths_chain_and_values_depend_on_the_seed_alone():
     assert not any(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_what_is_to_be_wrapped_is_wrapped_innermost_first_and_the_whole_last():
+def test_layers_are_wrapped_innermost_first_and_the_model_last():
     wrapped = []
     model = build_tree(TREE, HOST, lambda module: wrapped.append(module) or module)
     assert [type(module) for module in wrapped] == [nn.Linear, nn.Sequential, nn.Sequential]

@@ -89,10 +89,10 @@ def run(
 
 def _check(outcomes: list[Outcome], killed: int | None, death: int | None, took_s: float) -> None:
     verdict = judge(outcomes, death)
-    said = render(WorldReport(tuple(outcomes), verdict, took_s))
-    assert verdict.judgement is Judgement.PASSED, said
+    report = render(WorldReport(tuple(outcomes), verdict, took_s))
+    assert verdict.judgement is Judgement.PASSED, report
     died = [outcome.rank for outcome in outcomes if death is not None and outcome.exit_code == death]
-    assert died == ([] if killed is None else [killed]), said
+    assert died == ([] if killed is None else [killed]), report
 
 
 def full(value: float = 1.0, numel: int = 3) -> torch.Tensor:

@@ -37,35 +37,35 @@ def _compiler(folder: Path, body: str) -> Path:
     return path
 
 
-def test_missing_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_missing_compiler_names_packages(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext build"):
         build.ensure_built()
 
 
 @pytest.mark.parametrize("asked", ["0", "cuda"])
-def test_the_command_says_in_one_line_what_is_missing(cache: Path, asked: str) -> None:
+def test_build_command_names_a_missing_compiler_in_one_line(cache: Path, asked: str) -> None:
     finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
     assert finished.returncode == 1 and not finished.stdout
-    (told,) = finished.stderr.splitlines()
-    assert told.startswith("error: ") and "apt install g++" in told
+    (message,) = finished.stderr.splitlines()
+    assert message.startswith("error: ") and "apt install g++" in message
 
 
-def test_the_command_shows_the_compilers_words_and_no_traceback(cache: Path, tmp_path: Path) -> None:
+def test_build_command_shows_the_compilers_output_and_no_traceback(cache: Path, tmp_path: Path) -> None:
     finished = python("-m", "torch_ext", "build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
     assert finished.returncode == 1 and not finished.stdout
     assert "\nerror: Building the simulated accelerator failed" in finished.stderr
     assert "error: no such thing" in finished.stderr and "Traceback" not in finished.stderr
 
 
-def test_the_command_shows_where_the_build_is() -> None:
+def test_build_command_shows_the_path_of_the_build() -> None:
     finished = python("-m", "torch_ext", "build")
     assert finished.returncode == 0 and finished.stdout == f"{build.ensure_built()}\n"
     as_cuda = python("-m", "torch_ext", "build", TORCH_EXT_SIM="cuda")
     assert as_cuda.returncode == 0 and Path(as_cuda.stdout.strip()).is_file() and as_cuda.stdout != finished.stdout
 
 
-def test_the_command_takes_no_arguments_behind_build() -> None:
+def test_build_command_refuses_arguments() -> None:
     finished = python("-m", "torch_ext", "build", "-v")
     assert finished.returncode == 2 and finished.stderr == "error: build takes no arguments, but got: -v\n"
 

@@ -19,7 +19,7 @@ OPS = dist.ReduceOp
 
 
 @ranks.world_of(2)
-def test_unequal_sizes_of_types_that_gloo_has_not(rank: int, world_size: int) -> None:
+def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> None:
     """Tensors travel as bytes, so sizes and splits change."""
     for dtype in (torch.bool, torch.int16, torch.complex64):
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
@@ -46,7 +46,7 @@ def test_differing_types_are_a_type_error_as_with_nccl(rank: int, world_size: in
 
 
 @ranks.world_of(2)
-def test_all_reduce_is_bit_for_bit_gloos(rank: int, world_size: int) -> None:
+def test_all_reduce_equals_gloo_bitwise(rank: int, world_size: int) -> None:
     for op in (OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT):
         host = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
         device = host.to("sim")
@@ -157,7 +157,7 @@ def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, 
 
 
 @ranks.world_of(2)
-def test_a_transfer_that_nobody_waits_for_completes(rank: int, world_size: int) -> None:
+def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
     received, peer = torch.empty(1, device="sim"), 1 - rank
     work = dist.irecv(received, peer, tag=7)
     assert work is not None

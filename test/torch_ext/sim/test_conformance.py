@@ -132,21 +132,21 @@ def _run_out_of_tree(
     return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
 
 
-def test_suite_runs_on_a_backend_of_somebody_elses(tmp_path: Path) -> None:
+def test_suite_runs_on_an_out_of_tree_backend(tmp_path: Path) -> None:
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one")
     assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(
-    ("lacks", "told"),
+    ("lacks", "message"),
     [
         ('{"scatter": "not written yet"}', "scatter works; take it off `lacks`, which says: not written yet"),
         ('{"scater": "not written yet"}', "names unknown features: ['scater']"),
     ],
 )
-def test_what_a_backend_is_said_to_lack_must_be_true(lacks: str, told: str, tmp_path: Path) -> None:
+def test_features_listed_as_lacking_must_be_missing(lacks: str, message: str, tmp_path: Path) -> None:
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one", lacks=lacks)
-    assert ran.returncode == 1 and told in ran.stderr + ran.stdout, ran.stderr
+    assert ran.returncode == 1 and message in ran.stderr + ran.stdout, ran.stderr
 
 
 class _Corrupted(_OnSim, DistributedTestBase):

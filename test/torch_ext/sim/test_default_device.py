@@ -95,7 +95,7 @@ CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
         ("asks_for_six or asks_for_few", {"TORCH_EXT_SIM_DEVICES": "4"}, "1 passed, 0 failed, 2 skipped"),
     ],
 )
-def test_there_are_as_many_devices_as_a_test_or_the_user_asks_for(
+def test_device_count_follows_the_test_or_the_user(
     tests: str, more: dict[str, str], counts: str, tmp_path: Path
 ) -> None:
     with suite_of(tmp_path, SUITE) as suite:
@@ -123,12 +123,12 @@ def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path: Path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run would choose the accelerator of this machine")
-def test_without_a_compiler_the_host_is_taken_and_the_message_says_what_to_install(tmp_path: Path) -> None:
+def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path: Path) -> None:
     missing = {"CXX": str(tmp_path / "no-compiler"), "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_DEVICE": ""}
     with suite_of(tmp_path, WHERE) as suite:
         run = suite.run("--show-output", extra=missing)
         assert run.code == 0 and "this rank is on cpu" in run.out + run.err, run
-        told = re.findall(r"^torch_ext: no accelerator here.*", run.err, re.MULTILINE)
-        assert len(told) == 1 and "apt install g++" in told[0] and "python -m torch_ext build" in told[0], run
+        lines = re.findall(r"^torch_ext: no accelerator here.*", run.err, re.MULTILINE)
+        assert len(lines) == 1 and "apt install g++" in lines[0] and "python -m torch_ext build" in lines[0], run
         refused = suite.run("--device", "sim", extra=missing)
         assert refused.code != 0 and "apt install g++" in refused.out + refused.err, refused

@@ -49,14 +49,14 @@ PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("name", [name for name in PLANTED if name != "two swapped"])
 @ranks.world_of(2, backend="simccl")
-def test_each_rank_is_told_what_both_called(rank: int, world_size: int, name: str) -> None:
+def test_each_rank_reports_both_calls(rank: int, world_size: int, name: str) -> None:
     dist.all_reduce(_x())
-    *calls, told = PLANTED[name]
+    *calls, message = PLANTED[name]
     with pytest.raises(RuntimeError, match="simccl on rank") as caught:
         calls[rank]()
     text = str(caught.value)
     assert sorted(re.findall(r"(rank \d) (?:called|sends)", text))[:2] == ["rank 0", "rank 1"] or "rank 0 sends" in text
-    halves = told if rank == 0 or "sends" in told else _swapped(told)
+    halves = message if rank == 0 or "sends" in message else _swapped(message)
     assert re.search(halves, text), text
     assert text.count(HERE) == 2, text  # both call sites
     x = _x()
@@ -64,15 +64,15 @@ def test_each_rank_is_told_what_both_called(rank: int, world_size: int, name: st
     assert x.tolist() == [2.0] * 4
 
 
-def _swapped(told: str) -> str:
+def _swapped(message: str) -> str:
     """Return the other rank's error, which begins with its own call."""
-    head, mine, other = re.fullmatch(r"(.*?: )(.*); (.*)", told).groups()  # type: ignore[union-attr]
+    head, mine, other = re.fullmatch(r"(.*?: )(.*); (.*)", message).groups()  # type: ignore[union-attr]
     return f"{head}{other}.*; {mine}"
 
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_two_swapped_collectives_are_told(rank: int, world_size: int) -> None:
+def test_swapped_collectives_are_reported(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="disagree in the operation"):
         PLANTED["two swapped"][rank]()  # type: ignore[operator]
     ranks.leave()
@@ -80,7 +80,7 @@ def test_two_swapped_collectives_are_told(rank: int, world_size: int) -> None:
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_an_asynchronous_one_is_told_at_the_wait(rank: int, world_size: int) -> None:
+def test_asynchronous_mismatch_raises_at_the_wait(rank: int, world_size: int) -> None:
     work = dist.all_reduce(_x(4 + rank), async_op=True)
     assert work is not None
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
@@ -97,7 +97,7 @@ def test_an_asynchronous_one_is_told_at_the_wait(rank: int, world_size: int) -> 
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_receiver_is_told_of_another_size_or_type(rank: int, world_size: int) -> None:
+def test_receiver_reports_a_differing_size_or_type(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.send(_x(3), 1)
         dist.send(_x(4, torch.int32), 1)

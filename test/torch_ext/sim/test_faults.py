@@ -53,7 +53,7 @@ def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str
 
 
 @ranks.world_of(2)
-def test_time_limit_is_the_groups_or_what_wait_is_told(rank: int, world_size: int) -> None:
+def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size: int) -> None:
     # All ranks that wait for rank 0 here have the default group's limit.
     assert ranks.SHORT < ranks.GROUP_TIMEOUT
     brief = dist.new_group(timeout=ranks.SHORT)

@@ -87,7 +87,7 @@ def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -
 
 
 @ranks.world_of(2)
-def test_entries_tell_groups_and_their_backends_apart(rank: int, world_size: int) -> None:
+def test_entries_distinguish_groups_and_backends(rank: int, world_size: int) -> None:
     groups = [dist.new_group(backend="simccl", group_desc=desc) for desc in ("ring", None)]
     dist.all_reduce(_x(3), group=groups[0])
     dist.broadcast(_x(5), 0, group=groups[1])
@@ -111,7 +111,7 @@ def _check_capacity(rank: int, world_size: int, kept: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_no_more_is_kept_than_by_the_recorder(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_that_of_the_recorder(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(size))
     ranks.run(1, _check_capacity, size)
 
@@ -120,7 +120,7 @@ def _entry(description: str, name: str, created_ns: int) -> Entry:
     return {"process_group": ["0", description], "profiling_name": f"gloo:{name}", "time_created_ns": created_ns}
 
 
-def test_operations_take_the_place_of_what_carried_them() -> None:
+def test_operations_replace_their_transfers() -> None:
     rest = {"group": "0", "description": "undefined", "sequence": 4}
     tensors = dict.fromkeys(("input_sizes", "input_dtypes", "output_sizes", "output_dtypes"), ())
     operations = [

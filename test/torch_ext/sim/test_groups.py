@@ -19,7 +19,7 @@ SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 
 
-def _one_life(rank: int, world_size: int, life: int, path: str) -> None:
+def _run_generation(rank: int, world_size: int, life: int, path: str) -> None:
     dist.destroy_process_group()
     os.environ.update(TORCHELASTIC_RESTART_COUNT=str(life), GROUP_WORLD_SIZE="1")
     store = dist.FileStore(path, -1)
@@ -31,7 +31,7 @@ def _one_life(rank: int, world_size: int, life: int, path: str) -> None:
 
 def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: Path) -> None:
     for life in (0, 1):
-        ranks.run(2, _one_life, life, str(tmp_path / "kept"))
+        ranks.run(2, _run_generation, life, str(tmp_path / "kept"))
         assert (tmp_path / "kept").exists()
 
 

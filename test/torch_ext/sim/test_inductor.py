@@ -103,7 +103,7 @@ def test_arguments_may_change_in_place() -> None:
     assert x.tolist() == [3.0] * 4 and result.tolist() == [4.0] * 4
 
 
-def test_generated_kernels_say_what_they_read_and_write() -> None:
+def test_generated_kernels_report_reads_and_writes() -> None:
     x, y = (torch.randn(9, 12, device="sim:1") for _ in range(2))
     program = torch.compile(lambda x, y: (x.mul_(2), (x * y).sin().sum(0), y.cos()), fullgraph=True)
     program(x, y)
@@ -127,8 +127,8 @@ def test_generated_code_of_the_host_is_checked_for_races(waits: bool) -> None:
         program(host, late)
     assert late.tolist() == [3.0] * 256
     if raised is not None:
-        told = [(race.earlier.operator, race.later.operator) for race in raised.value.races]
-        assert told == [("aten::copy_", "generated code")] * 2
+        operators = [(race.earlier.operator, race.later.operator) for race in raised.value.races]
+        assert operators == [("aten::copy_", "generated code")] * 2
 
 
 def test_shapes_may_be_dynamic() -> None:
@@ -205,7 +205,7 @@ def test_cached_code_of_another_state_of_the_simulator_is_not_served(tmp_path: P
             assert hits() == 0
 
 
-def test_a_wrapper_in_cpp_is_refused_in_words() -> None:
+def test_cpp_wrapper_is_refused_with_a_reason() -> None:
     with (
         config.patch(cpp_wrapper=True),
         pytest.raises(Exception, match="sim: the wrapper around the kernels is Python"),
@@ -264,7 +264,7 @@ def test_a_race_with_compiled_flex_attention_is_found() -> None:
 
 
 @_vectors
-def test_flex_attention_that_needs_more_than_the_output_is_refused_in_words() -> None:
+def test_flex_attention_for_more_than_the_output_is_refused_with_a_reason() -> None:
     query, key, value, bias = _attended("sim")
     with pytest.raises(Exception, match="flex_attention on sim is compiled for its output alone"):
         _attend(query, key, value, bias, return_lse=True)

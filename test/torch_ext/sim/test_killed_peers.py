@@ -191,16 +191,16 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
     if me.dies:
         store().set("victim", str(os.getpid()))
     pid = int(store().get("victim"))
-    told = error_of(me)
+    message = error_of(me)
     wanted = rf"rank {victim} \(process {pid}\) (has )?ended"
     if phase == "before it tells its address":
         wanted = "(?i)wait timeout"  # a store knows no processes
     elif phase == "within destroying the group":
         wanted += rf"|rank {victim} has destroyed the group"
-    assert re.search(wanted, told), told
+    assert re.search(wanted, message), message
     # Stay until all peers have their error: leaving would cause another.
-    store().set(f"told {rank}", "")
-    store().wait([f"told {peer}" for peer in range(world_size) if peer != victim])
+    store().set(f"failed {rank}", "")
+    store().wait([f"failed {peer}" for peer in range(world_size) if peer != victim])
     for _ in range(2):  # launched at once; the stream raises the error of each, and holds it until then
         with contextlib.suppress(RuntimeError):
             SIM.synchronize()
@@ -210,7 +210,7 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_peers_of_a_killed_rank_are_told_whenever_it_dies(phase: str, request: pytest.FixtureRequest) -> None:
+def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase: str, request: pytest.FixtureRequest) -> None:
     draw, longest_s = random.Random(phase), PHASES[phase]
     for _ in range(100 if request.config.getoption("--long", default=False) else 1):
         victim, at = draw.randrange(WORLD_SIZE), draw.randint(1, CALLS)

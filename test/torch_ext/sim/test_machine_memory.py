@@ -122,12 +122,12 @@ def test_the_capacity_of_each_device_comes_from_a_variable(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_MACHINE_MEMORY"])
-def test_what_is_no_number_of_bytes_is_refused(name: str, tmp_path: Path) -> None:
+def test_invalid_byte_counts_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=f"{name}=2GiB: expected a number of bytes above 0."):
         run("torch.ones(1, device='sim')", tmp_path, **{name: "2GiB"})
 
 
-def test_a_cgroup_bounds_what_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def group(folder: str, limit: str, used: str, idle: str, values: tuple[str, int, int]) -> None:
         place = tmp_path / folder
         place.mkdir(parents=True, exist_ok=True)

@@ -95,7 +95,7 @@ def _draw_departure(draw: random.Random, groups: list[list[int]], operations: li
 
 
 # The words of the error for each respect in which ranks differ; earlier rows are compared first.
-TOLD = {
+DIFFERENCES = {
     "operation": "the operation",
     "reduction": "the reduction",
     "root": "the root",
@@ -166,13 +166,13 @@ def run_program(seed: int, rank: int) -> None:  # noqa: C901
                 work.wait()
                 SIM.current_stream().synchronize()  # waiting orders the stream, which is where an error shows
         except RuntimeError as error:
-            told = str(error)
+            message = str(error)
         else:
-            told = ""
+            message = ""
         if departure is not None and number == departure.operation:
-            check_told(told, rank, departure, members)
+            check_error(message, rank, departure, members)
             return
-        assert told == "", (number, told)
+        assert message == "", (number, message)
         expected = model(program.operations[number], len(members), members.index(rank))
         assert expected is None or (out is not None and torch.equal(out.cpu(), expected)), (number, out, expected)
 
@@ -186,7 +186,7 @@ def run_program(seed: int, rank: int) -> None:  # noqa: C901
             begun = begin(chosen, groups[one.group], members, members.index(rank))
         except RuntimeError as error:
             assert departure is not None and number == departure.operation, (number, error)
-            check_told(str(error), rank, departure, members)
+            check_error(str(error), rank, departure, members)
             continue
         waiting.append((number, begun))
         while waiting and draw.random() < 0.4:
@@ -199,15 +199,15 @@ def run_program(seed: int, rank: int) -> None:  # noqa: C901
             dist.destroy_process_group(group)
 
 
-def check_told(told: str, rank: int, departure: Departure, members: list[int]) -> None:
-    assert f"simccl on rank {rank}: " in told, (departure, told)
+def check_error(text: str, rank: int, departure: Departure, members: list[int]) -> None:
+    assert f"simccl on rank {rank}: " in text, (departure, text)
     if departure.what == "size" and departure.instead.kind == "all_to_all":
-        assert "ranks disagree in the number of elements: " in told and f"rank {departure.rank} called " in told, told
+        assert "ranks disagree in the number of elements: " in text and f"rank {departure.rank} called " in text, text
         return
-    assert f"ranks disagree in {TOLD[departure.what]}: rank {rank} called " in told, (departure, told)
+    assert f"ranks disagree in {DIFFERENCES[departure.what]}: rank {rank} called " in text, (departure, text)
     others = [other for other in members if other != rank]
     named = [departure.rank] if rank != departure.rank else others
-    assert any(f"; rank {other} called " in told for other in named), (departure, told)
+    assert any(f"; rank {other} called " in text for other in named), (departure, text)
 
 
 def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
@@ -222,7 +222,7 @@ def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
             raise
 
 
-def test_programs_do_what_their_model_does(transport: str, request: pytest.FixtureRequest) -> None:
+def test_programs_match_their_model(transport: str, request: pytest.FixtureRequest) -> None:
     usual = 2000 if request.config.getoption("--long", default=False) else 60 if transport == "shared" else 12
     first, _, count = os.environ.get("TORCH_EXT_PROGRAMS", f"0:{usual}").partition(":")
     ranks.run(WORLD_SIZE, _run_programs, int(first), int(count), backend="simccl")

@@ -26,7 +26,7 @@ def _vanish(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "killed", "told"),
+    ("body", "killed", "message"),
     [
         (_fail, None, r"(?s)rank 1 raised.*in _fail.*this rank is wrong"),
         (_die, None, "rank 1 was killed by SIGKILL"),
@@ -34,6 +34,6 @@ def _vanish(rank: int, world_size: int) -> None:
         (_vanish, None, r"rank [01] exited with code 0"),
     ],
 )
-def test_ranks_that_end_otherwise_fail_the_test(body: Callable[..., None], killed: int | None, told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
+def test_ranks_that_end_otherwise_fail_the_test(body: Callable[..., None], killed: int | None, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         ranks.run(2, body, killed=killed)

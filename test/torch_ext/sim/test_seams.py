@@ -28,11 +28,11 @@ def test_delay(rank: int, world_size: int) -> None:
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"timed out: .* rank 1, which has not called it"):
             dist.all_reduce(full())
-        store().set("told", "")
+        store().set("failed", "")
     else:
         late = threading.Thread(target=lambda: dist.all_reduce(full()), daemon=True)
         late.start()
-        store().wait(["told"])
+        store().wait(["failed"])
         assert late.is_alive()
     ranks.leave()
 
@@ -45,8 +45,8 @@ def test_drop_of_a_collective(rank: int, world_size: int) -> None:
     dist.all_reduce(full())
     with pytest.raises(RuntimeError, match=r"dropped by a planted fault" if rank == 1 else r"(?i)timed? ?out"):
         dist.all_reduce(full())
-    store().set(f"told {rank}", "")
-    store().wait(["told 0", "told 1"])  # else one rank's exit could be the other's error
+    store().set(f"failed {rank}", "")
+    store().wait(["failed 0", "failed 1"])  # else one rank's exit could be the other's error
     ranks.leave()
 
 

@@ -77,9 +77,7 @@ _NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @ranks.world_of(2)
-def test_a_wait_returns_at_once_and_whatever_comes_next_on_the_stream_waits_without_the_gil(
-    rank: int, world_size: int
-) -> None:
+def test_wait_returns_at_once_and_the_next_read_waits_without_the_gil(rank: int, world_size: int) -> None:
     for number, (name, need) in enumerate(_NEEDS.items()):
         x = full()
         if rank == 0:
@@ -102,7 +100,7 @@ def test_a_wait_returns_at_once_and_whatever_comes_next_on_the_stream_waits_with
 
 
 @ranks.world_of(2)
-def test_other_streams_do_not_wait_and_queries_tell(rank: int, world_size: int) -> None:
+def test_other_streams_do_not_wait_and_queries_show_completion(rank: int, world_size: int) -> None:
     x, y, side = full(), full(4.0), SIM.Stream()
     if rank == 0:
         event, work = SIM.Event(), _reduce(x)
@@ -121,7 +119,7 @@ def test_other_streams_do_not_wait_and_queries_tell(rank: int, world_size: int) 
 
 
 @ranks.world_of(2)
-def test_device_synchronize_covers_what_nobody_waits_for(rank: int, world_size: int) -> None:
+def test_device_synchronize_covers_operations_without_a_wait(rank: int, world_size: int) -> None:
     x, y = full(), full(0.0)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # and lets go of the work
@@ -152,7 +150,7 @@ def test_events_around_an_operation_time_it(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(2)
-def test_the_dispatchers_operator_is_done_for_what_comes_next(rank: int, world_size: int) -> None:
+def test_dispatcher_operator_is_done_before_the_next_one(rank: int, world_size: int) -> None:
     group = c10d._get_default_group().boxed()
     minute = 60_000
     for number in range(20):
@@ -208,7 +206,7 @@ def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_s
 
 
 @ranks.world_of(2)
-def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: int) -> None:
+def test_wait_page_names_the_operation_that_a_read_waits_for(rank: int, world_size: int) -> None:
     if rank == 1:
         store().wait(["seen"])
         dist.all_reduce(full())
@@ -225,13 +223,13 @@ def test_the_page_of_waits_tells_what_a_read_waits_for(rank: int, world_size: in
     reading.start()
     while not (entries := waits_of_threads()):
         assert reading.is_alive()
-    (told,) = entries.values()
+    (entry,) = entries.values()
     words = rf"#1 all_reduce in group {c10d._get_default_group().group_name}, called at {re.escape(__file__)}:\d+"
-    assert re.fullmatch(words, told.wait.description) and told.wait.peers == (1,) and told.tid == reading.native_id
-    assert 0 < told.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
+    assert re.fullmatch(words, entry.wait.description) and entry.wait.peers == (1,) and entry.tid == reading.native_id
+    assert 0 < entry.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
     # Its frame is in x.tolist(), which is not an operation.
     (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)
-    assert task.operation is not None and task.operation.limit_s == told.until_s
+    assert task.operation is not None and task.operation.limit_s == entry.until_s
     store().set("seen", "")
     reading.join()
     assert page.waits() == ()
@@ -323,7 +321,7 @@ def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, worl
 
 
 @ranks.world_of(2)
-def test_a_completion_hook_may_read_what_the_stream_waits_for(rank: int, world_size: int) -> None:
+def test_completion_hook_may_read_results_that_the_stream_waits_for(rank: int, world_size: int) -> None:
     group, seen, x = c10d._get_default_group(), [], full()
     group._register_on_completion_hook(lambda info: seen.append(x.tolist()))  # on the stream that waits for the work
     _reduce(x).wait()

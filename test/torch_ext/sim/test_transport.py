@@ -38,7 +38,7 @@ def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup 
 
 
 @pytest.mark.parametrize(("wish", "kind"), [("", "shared"), ("shared", "shared"), ("gloo", "gloo")])
-def test_transport_is_shared_memory_unless_gloo_is_asked_for(
+def test_transport_is_shared_memory_unless_gloo_is_requested(
     wish: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", wish)
@@ -53,7 +53,7 @@ def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_siz
 
 
 @ranks.world_of(2)
-def test_ranks_with_different_settings_are_told(rank: int, world_size: int) -> None:
+def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) -> None:
     os.environ["TORCH_EXT_SIM_REDUCE"] = "ring" if rank else "tree"
     with pytest.raises(ValueError, match=r"TORCH_EXT_SIM_REDUCE=(ring|tree), but rank . has TORCH_EXT_SIM_REDUCE="):
         dist.new_group(backend="simccl")
@@ -64,7 +64,7 @@ def test_ranks_with_different_settings_are_told(rank: int, world_size: int) -> N
 
 
 @ranks.world_of(2)
-def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait(rank: int, world_size: int) -> None:
+def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size: int) -> None:
     mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
     work = dist.all_gather_into_tensor(out, mine, async_op=True)
     assert work is not None
@@ -77,7 +77,7 @@ def test_inputs_are_read_at_launch_and_peers_need_nobody_to_wait(rank: int, worl
 
 
 @ranks.world_of(2)
-def test_a_large_all_reduce_needs_nobody_to_wait_either(rank: int, world_size: int) -> None:
+def test_large_all_reduce_needs_no_wait_either(rank: int, world_size: int) -> None:
     x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -89,7 +89,7 @@ def test_a_large_all_reduce_needs_nobody_to_wait_either(rank: int, world_size: i
 
 
 @ranks.world_of(2)
-def test_operations_of_a_group_take_what_those_before_them_write(rank: int, world_size: int) -> None:
+def test_operations_of_a_group_read_results_of_earlier_ones(rank: int, world_size: int) -> None:
     x = full()
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
     works[-1].wait()
@@ -109,7 +109,7 @@ def test_more_collectives_under_way_than_there_are_slots(rank: int, world_size: 
 
 
 @ranks.world_of(2)
-def test_letters_arrive_in_order_by_tag(rank: int, world_size: int) -> None:
+def test_messages_arrive_in_order_by_tag(rank: int, world_size: int) -> None:
     to_self = full(7.0)
     received = full(0.0)
     backend = c10d._get_default_group()._get_backend(torch.device("sim"))
@@ -167,7 +167,7 @@ def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [1001, 1 << 18], ids=["each for itself", "shared out"])
 @pytest.mark.parametrize("order", ["rank", "ring", "tree", "random:3"])
-def test_reductions_have_the_order_that_is_asked_for(order: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reductions_use_the_requested_order(order: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXT_SIM_REDUCE", order)
     ranks.run(4, _check_order, order, numel)
 

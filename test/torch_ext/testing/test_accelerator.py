@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("wish", "found", "available", "chosen"),
+    ("requested", "found", "available", "chosen"),
     [
         (None, "xpu", True, "xpu"),
         ("", "xpu", True, "xpu"),
@@ -53,38 +53,38 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         ("cpu", None, False, "cpu"),  # the host is there, whatever its module says
     ],
 )
-def test_a_wish_goes_before_what_the_machine_has_and_that_before_the_simulator(
+def test_requested_device_precedes_the_machines_and_that_the_simulator(
     machine: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
-    wish: str | None,
+    requested: str | None,
     found: str | None,
     available: bool,
     chosen: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_ext.sim", types.ModuleType("torch_ext.sim"))
     machine.found, machine.module = found, pretend_module(available=available)
-    if wish is not None:
-        monkeypatch.setenv(REQUESTED, wish)
+    if requested is not None:
+        monkeypatch.setenv(REQUESTED, requested)
     assert accelerator.device_type() == chosen
     assert accelerator.is_accelerator() == (chosen != "cpu")
 
 
-def test_where_that_cannot_be_had_the_host_is_taken_with_a_message(
+def test_without_a_simulator_the_host_is_used_with_a_message(
     machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
     assert accelerator.device_type() == accelerator.device_type() == "cpu"
     assert not accelerator.is_accelerator()
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert "tests run on plain cpu: " in told[0] and "torch_ext.sim" in told[0]
-    assert re.search(r"[^.]\. Until then, tests that need an accelerator are skipped", told[0])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "tests run on plain cpu: " in lines[0] and "torch_ext.sim" in lines[0]
+    assert re.search(r"[^.]\. Until then, tests that need an accelerator are skipped", lines[0])
     monkeypatch.setenv(REQUESTED, "cuda")
     machine.found = "cuda"
     assert accelerator.device_type() == "cpu", "the first answer holds"
 
 
-def test_a_refused_wish_names_torch_and_a_way_out_and_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_refused_device_names_torch_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(REQUESTED, "abacus")
     with pytest.raises(accelerator.UnknownDeviceError) as raised:
         accelerator.device_type()
@@ -123,7 +123,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_chosen", kind)
 
 
-def test_the_host_is_one_device_over_gloo_that_can_nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_is_one_device_over_gloo_without_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     choose("cpu", monkeypatch)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
     monkeypatch.setattr(torch.cpu, "request_devices", lambda count: pytest.fail("asked"), raising=False)
@@ -148,7 +148,7 @@ def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch:
 
 
 @pytest.mark.parametrize(("names", "sleeps"), [({}, False), ({"_sleep": object}, True)])
-def test_what_a_device_can_is_read_off_its_module(
+def test_capabilities_come_from_the_device_module(
     machine: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     names: dict[str, object],
@@ -159,7 +159,7 @@ def test_what_a_device_can_is_read_off_its_module(
     assert accelerator.capabilities() == accelerator.Capabilities(device_sleep=sleeps)
 
 
-def test_devices_are_requested_of_those_who_can_make_them(
+def test_devices_are_requested_from_modules_that_can_make_them(
     machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose("xpu", monkeypatch)

@@ -33,11 +33,11 @@ class TestOnCpu(DistributedTestBase):
         c10d.all_reduce(total)
         assert total.item() == 3
 
-    def test_a_smaller_group_spans_as_many_ranks_as_asked_for(self) -> None:
+    def test_smaller_group_spans_the_requested_ranks(self) -> None:
         if self.rank == 0:
             assert self.create_pg("cpu", world_size=1).size() == 1
 
-    def test_each_rank_is_told_its_device_and_the_world_size(self) -> None:
+    def test_each_rank_gets_its_device_and_the_world_size(self) -> None:
         assert os.environ["WORLD_SIZE"] == "2"
         assert self.rank_to_device("cpu") == {0: [0], 1: [0]}
         assert self.backend("cuda:1") == "nccl"

@@ -93,7 +93,7 @@ def put_level(level: str | None) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_test_runs_once_at_each_level_which_is_then_put_back(
+def test_test_runs_once_at_each_level_which_is_then_restored(
     level_before: str | None, events: list[Any], raises: bool
 ) -> None:
     @with_dist_debug_levels(["DETAIL", "OFF", "INFO"])
@@ -142,7 +142,7 @@ def test_init_multigpu_helper(
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_output_is_captured_apart_and_then_flows_on(capsys: pytest.CaptureFixture[str], raises: bool) -> None:
+def test_output_is_captured_separately_and_then_released(capsys: pytest.CaptureFixture[str], raises: bool) -> None:
     with contextlib.suppress(ValueError), captured_output() as (out, err):
         print("inside")
         print("wrong", file=sys.stderr)
@@ -160,7 +160,7 @@ def fresh_cycles() -> Iterator[None]:
     get_cycles_per_ms.cache_clear()
 
 
-def test_a_device_that_cannot_sleep_says_what_to_do_instead(
+def test_error_for_a_device_without_sleep_names_an_alternative(
     fresh_cycles: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(accelerator, "_chosen", "cpu")
@@ -195,7 +195,7 @@ def test_cycles_are_measured_once_by_the_devices_own_events(
 
 
 @pytest.mark.processes
-def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() -> None:
+def test_lowered_recursion_limit_does_not_reach_later_tests() -> None:
     before = sys.getrecursionlimit()
 
     class Lowers(MultiThreadedTestCase):
@@ -213,7 +213,7 @@ def test_a_rank_that_lowers_the_recursion_limit_lowers_it_for_no_later_test() ->
     assert sys.getrecursionlimit() == before
 
 
-def test_nobody_else_gets_a_reserved_port() -> None:
+def test_reserved_port_is_given_to_no_other_process() -> None:
     with reserved_port() as port:
         taken = [socket.socket() for _ in range(2000)]
         try:

@@ -252,7 +252,7 @@ if __name__ == "__main__":
 
 
 @dataclass
-class Told:
+class Record:
     """A run of the suite, with the records of its ranks."""
 
     run: Run
@@ -264,11 +264,11 @@ class Told:
         return [[each[key] for each in self.seen[test] if each["rank"] == rank] for rank in (0, 1)]
 
 
-def told(folder: Path, run: Run) -> Told:
+def record_of(folder: Path, run: Run) -> Record:
     seen = defaultdict(list)
     for line in lines(folder / "seen"):
         seen[line["test"]].append(line)
-    return Told(run, seen, [line["pid"] for line in lines(folder / "database")])
+    return Record(run, seen, [line["pid"] for line in lines(folder / "database")])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -276,60 +276,60 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     folder = tmp_path_factory.mktemp("examples")
     with mock.patch.dict(os.environ):
         os.environ.pop("CI", None)
-        return told(folder, check_rows(folder, SOURCE, deadline_s=400))
+        return record_of(folder, check_rows(folder, SOURCE, deadline_s=400))
 
 
-def test_all_ranks_run_the_same_examples_in_one_set_of_processes(whole: Told) -> None:
+def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record: Record) -> None:
     for key in ("x", "kind"):
-        first, second = whole.by_rank("test_all_pass", key)
+        first, second = record.by_rank("test_all_pass", key)
         assert len(first) == 40
         assert first == second
-    assert [len(set(pids)) for pids in whole.by_rank("test_all_pass", "pid")] == [1, 1]
+    assert [len(set(pids)) for pids in record.by_rank("test_all_pass", "pid")] == [1, 1]
 
 
-def test_settings_and_explicit_examples_count_wherever_they_stand(whole: Told) -> None:
-    for seen in whole.by_rank("test_examples", "x"):
+def test_settings_and_explicit_examples_apply_above_and_below(record: Record) -> None:
+    for seen in record.by_rank("test_examples", "x"):
         assert sorted(seen[:2]) == [7, 9]
         assert len(seen) == 5
-    assert [len(seen) for seen in whole.by_rank("test_settings_above", "x")] == [3, 3]
+    assert [len(seen) for seen in record.by_rank("test_settings_above", "x")] == [3, 3]
 
 
-def test_shrinking_stays_in_step(whole: Told) -> None:
+def test_shrinking_stays_in_step(record: Record) -> None:
     """Ranks record the same examples up to the failure, which ends the ranks."""
-    first, second = whole.by_rank("test_rank_1_fails", "xs")
+    first, second = record.by_rank("test_rank_1_fails", "xs")
     assert first == second
     assert first[-1] == [137]
-    assert whole.run.text["test_rank_1_fails"].count("minimal example") == 1
+    assert record.run.text["test_rank_1_fails"].count("minimal example") == 1
 
 
-def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(whole: Told) -> None:
-    failed = [x >= 137 for x in whole.by_rank("test_state_left_over", "x")[0]]
+def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record: Record) -> None:
+    failed = [x >= 137 for x in record.by_rank("test_state_left_over", "x")[0]]
     assert any(failed)
-    for pids in whole.by_rank("test_state_left_over", "pid"):
+    for pids in record.by_rank("test_state_left_over", "pid"):
         changed = [before != after for before, after in itertools.pairwise(pids)]
         assert changed == failed[:-1]
-    assert "met something else" not in whole.run.text["test_state_left_over"], "a failed example left something"
+    assert "met something else" not in record.run.text["test_state_left_over"], "a failed example left something"
 
 
-def test_stacks_of_a_hang_begin_in_the_body(whole: Told) -> None:
-    stacks = whole.run.text["test_rank_1_hangs"].partition("Stacks of rank 1:")[2]
+def test_stacks_of_a_hang_begin_in_the_body(record: Record) -> None:
+    stacks = record.run.text["test_rank_1_hangs"].partition("Stacks of rank 1:")[2]
     assert re.search(r"in forever\n.* in test_rank_1_hangs\n(?!\s+File)", stacks), stacks
 
 
-def test_the_database_has_one_writer_which_is_no_rank(whole: Told) -> None:
-    assert len(set(whole.database)) == 1
-    assert not {line["pid"] for seen in whole.seen.values() for line in seen} & set(whole.database)
+def test_the_database_has_one_writer_which_is_no_rank(record: Record) -> None:
+    assert len(set(record.database)) == 1
+    assert not {line["pid"] for seen in record.seen.values() for line in seen} & set(record.database)
 
 
-def test_shrinking_ends_in_time_with_the_smallest_that_was_found(whole: Told) -> None:
-    text = whole.run.text["test_shrinks_in_time"]
+def test_shrinking_ends_in_time_with_the_smallest_example_found(record: Record) -> None:
+    text = record.run.text["test_shrinks_in_time"]
     shown = re.search(r"test_shrinks_in_time\(x=([\d_]+)\)", text)
     assert shown, text
-    hung = [x for x in whole.by_rank("test_shrinks_in_time", "x")[0] if x >= 137]
+    hung = [x for x in record.by_rank("test_shrinks_in_time", "x")[0] if x >= 137]
     assert len(hung) <= 4
     assert int(shown[1]) == min(hung)
     assert "passed when it was run again" not in text
@@ -344,8 +344,8 @@ def blob(text: str) -> str:
     return found[1]
 
 
-def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(whole: Told, tmp_path: Path) -> None:
-    text = whole.run.text["test_rank_1_fails"]
+def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(record: Record, tmp_path: Path) -> None:
+    text = record.run.text["test_rank_1_fails"]
     (line,) = re.findall(r"^    (@example\(.*\))$", text, re.MULTILINE)
     source = SOURCE.replace("    @across_ranks()\n    @given(xs=", f"    {line}\n    @across_ranks()\n    @given(xs=")
     names, drawn = ("test_rank_1_fails", "test_all_pass", "test_database"), []
@@ -353,7 +353,7 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(who
         with suite_of(tmp_path / way, source if way == "runner" else SOURCE) as suite:
             by_class = [f"TestFound.{name}" for name in names]
             ran = suite.run("-i", *names, extra={"CI": "1"}) if way == "runner" else None
-            found = told(suite.folder, ran or suite.run_unittest(*by_class, extra={"CI": "1"}))
+            found = record_of(suite.folder, ran or suite.run_unittest(*by_class, extra={"CI": "1"}))
             assert not (suite.folder / "database").exists()
         assert found.run.status["test_rank_1_fails"] == "failed", found.run
         assert "test_rank_1_fails(xs=[137], kind='a')" in found.run.out + found.run.err
@@ -365,16 +365,16 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(who
 
 
 @pytest.mark.parametrize("test", ["test_rank_1_fails", "test_database"])
-def test_the_variable_reproduces_under_pytest_and_passes_what_is_mended(whole: Told, tmp_path: Path, test: str) -> None:
+def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record: Record, tmp_path: Path, test: str) -> None:
     with suite_of(tmp_path, SOURCE.replace("self.assertLess(x, 137)", "self.see(x=x)")) as suite:
-        extra = {"TORCH_EXT_EXAMPLE": blob(whole.run.text[test])}
-        again = told(tmp_path, suite.run_pytest("-k", test, extra=extra))
+        extra = {"TORCH_EXT_EXAMPLE": blob(record.run.text[test])}
+        again = record_of(tmp_path, suite.run_pytest("-k", test, extra=extra))
     assert again.run.code == (test == "test_rank_1_fails"), again.run
     key, values = ("xs", [[137]]) if again.run.code else ("x", [137])
     assert again.by_rank(test, key) == [values, values]
 
 
-def test_a_lost_zygote_is_no_fault_of_an_example(tmp_path: Path) -> None:
+def test_lost_zygote_is_not_blamed_on_an_example(tmp_path: Path) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_unittest("TestZygote.test_zygote_dies", extra={"KILL_ZYGOTE": "1"})
     assert run.status == {"test_zygote_dies": "failed"}, run
@@ -385,7 +385,7 @@ def test_a_lost_zygote_is_no_fault_of_an_example(tmp_path: Path) -> None:
 # Without ranks
 
 
-def test_settings_keep_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_keep_the_requested_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     asked = hypothesis.settings(
         max_examples=7, deadline=200, derandomize=False, database=hypothesis.database.InMemoryExampleDatabase()
@@ -417,7 +417,7 @@ def test_wrong_uses_are_refused() -> None:
         across_ranks(example_timeout_s=0)
 
 
-def test_other_names_are_torchs() -> None:
+def test_other_names_come_from_torch() -> None:
     from torch.testing._internal import hypothesis_utils as upstream
 
     assert hypothesis_utils.assert_deadline_disabled is upstream.assert_deadline_disabled

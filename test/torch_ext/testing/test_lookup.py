@@ -37,7 +37,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_the_first_place_that_has_the_name_counts(area: Area, release: types.ModuleType) -> None:
+def test_first_place_with_the_name_is_used(area: Area, release: types.ModuleType) -> None:
     module = area(name=("no_such_module:name", "release_of_torch:name", "release_of_torch:inner.name", "sys:path"))
     assert module.name == "found"
 
@@ -52,7 +52,7 @@ def test_nothing_is_looked_up_before_it_is_used(area: Area) -> None:
     assert module.name == "late"  # the result is cached
 
 
-def test_a_name_in_no_place_says_where_it_was_sought_and_what_to_do(area: Area) -> None:
+def test_error_for_a_missing_name_lists_the_places_tried_and_advice(area: Area) -> None:
     area(name=("no_such_module:name", "sys:no_such_name"))
     with pytest.raises(MissingTorchNameError) as raised:
         exec("from area_of_compat import name", {})
@@ -62,7 +62,7 @@ def test_a_name_in_no_place_says_where_it_was_sought_and_what_to_do(area: Area) 
     )
 
 
-def test_a_name_that_the_area_does_not_know_is_no_attribute(area: Area) -> None:
+def test_unknown_name_of_an_area_is_an_attribute_error(area: Area) -> None:
     module = area(name=("sys:path",))
     assert not hasattr(module, "other")
     with pytest.raises(AttributeError, match="module 'area_of_compat' has no attribute 'other'"):

@@ -85,7 +85,7 @@ def body(*args: Any) -> str:
         (requires_world_size(4), 8, 1, "ran"),
     ],
 )
-def test_a_decorator_asks_for_the_devices_when_the_test_runs(
+def test_decorator_requests_devices_when_the_test_runs(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     decorate: Callable[..., Any],
@@ -101,7 +101,7 @@ def test_a_decorator_asks_for_the_devices_when_the_test_runs(
 
 
 @pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_lt_x_gpu(16), skip_if_no_gpu])
-def test_a_class_with_a_way_of_its_own_to_skip_is_asked(machine: Machine, decorate: Callable[..., Any]) -> None:
+def test_skip_handler_of_the_class_is_called(machine: Machine, decorate: Callable[..., Any]) -> None:
     machine(0)
     heard: list[str] = []
     case = types.SimpleNamespace(_handle_test_skip=heard.append)
@@ -187,7 +187,7 @@ def test_skip_if_rocm_multiprocess(monkeypatch: pytest.MonkeyPatch, hip: str | N
 
 
 @pytest.mark.parametrize("name", ["multi-gpu-", "multi-gpu-many", "9", "no_such_reason"])
-def test_a_reason_that_is_none_is_a_key_error(name: str) -> None:
+def test_unknown_reason_is_a_key_error(name: str) -> None:
     with pytest.raises(KeyError, match=name):
         TEST_SKIPS[name]
 
@@ -222,5 +222,5 @@ class TestNineRanks(Ranks):
 """
 
 
-def test_nine_ranks_skip_with_words(tmp_path: Path) -> None:
+def test_nine_ranks_skip_with_a_reason(tmp_path: Path) -> None:
     assert "Needs 9 accelerator devices." in check_rows(tmp_path, NINE_RANKS).out

@@ -50,7 +50,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_the_nearest_word_counts(case: unittest.TestCase, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_timeout_applies(case: unittest.TestCase, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert timeout_of(case) == seconds
     monkeypatch.setitem(TIMEOUT_OVERRIDE, "test_it", 900)
     assert timeout_of(case) == (900 if seconds == TIMEOUT_DEFAULT else seconds)
@@ -60,7 +60,7 @@ def test_the_nearest_word_counts(case: unittest.TestCase, seconds: float, monkey
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0, -1, True, "60"])
-def test_no_limit_and_no_number_of_ranks_is_refused_in_words(value: Any) -> None:
+def test_invalid_limits_and_world_sizes_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):
         seconds_of(value, "the limit")
     if value != 0:  # as on a machine without devices

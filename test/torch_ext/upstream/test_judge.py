@@ -24,7 +24,7 @@ def entry(**changes: object) -> Difference:
     return replace(Difference("fsdp/test_a.py::TestA::test_*", "the device is simulated"), **changes)
 
 
-def test_a_known_failure_is_expected_and_tells_its_reason() -> None:
+def test_known_failure_is_expected_and_gives_its_reason() -> None:
     judged = Differences([entry(link="#1")], ON_SIM).judged(FAILED)
     assert judged.status is Status.XFAIL
     assert judged.reason == "known difference: the device is simulated (#1)"
@@ -36,7 +36,7 @@ def test_an_entry_counts_only_where_its_conditions_hold(when: dict[str, str]) ->
     assert Differences([entry(when=(("torch", "2.13"), ("device", "sim")))], ON_SIM).judged(FAILED) is not FAILED
 
 
-def test_an_entry_none_of_whose_tests_fails_fails_the_run() -> None:
+def test_entry_whose_tests_all_pass_fails_the_run() -> None:
     known = Differences([entry()], ON_SIM)
     assert known.judged(PASSED) is PASSED
     (stale,) = known.out_of_date([TEST], whole=True)
@@ -55,7 +55,7 @@ def test_a_test_that_would_hang_does_not_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{}", "expected a list"),
         ('[{"test": "a"}]', "entry 1: expected an object with test and reason"),
@@ -64,10 +64,10 @@ def test_a_test_that_would_hang_does_not_run() -> None:
         ("nonsense", "cannot be read"),
     ],
 )
-def test_a_list_that_is_none_is_told(text: str, told: str, tmp_path: Path) -> None:
+def test_malformed_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "known.json"
     file.write_text(text)
-    with pytest.raises(SetupError, match=told):
+    with pytest.raises(SetupError, match=message):
         Judge([], [str(file)], {})
 
 
@@ -99,7 +99,7 @@ def failing_with(error: str) -> TestResult:
 )
 def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_path: Path) -> None:
     newer = Releases([checkout(tmp_path, "9.9.0a0")])
-    assert newer.told.startswith("the checkout is of torch 9.9.0a0, and ")
+    assert newer.notice.startswith("the checkout is of torch 9.9.0a0, and ")
     judged = newer.judged(failing_with(error))
     assert judged.status is Status.SKIPPED
     assert judged.reason.startswith("needs torch >= 9.9: ") and judged.reason.endswith("has no torch.distributed.new")
@@ -158,7 +158,7 @@ def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
     upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n' + IMPORTS)
     users.write_text("import torch\n")
     judge_of = Releases([upstreams, users])
-    assert judge_of.told == ""
+    assert judge_of.notice == ""
     judged = judge_of.judged(failing_with(error))
     assert (judged.status is Status.SKIPPED) is skipped
     assert not skipped or judged.reason.startswith("needs another release of torch: ")
@@ -187,7 +187,7 @@ _LACKS = "NotImplementedError: The operator '{}' is not implemented for the devi
         (_LACKS.format("aten::eig"), True, ""),
     ],
 )
-def test_what_this_build_or_device_lacks_is_a_skip_with_its_reason(error: str, cuda_as_sim: bool, reason: str) -> None:
+def test_features_missing_here_are_skips_with_a_reason(error: str, cuda_as_sim: bool, reason: str) -> None:
     failed = failing_with(error)
     judged = Releases([], cuda_as_sim=cuda_as_sim).judged(failed)
     if reason:
@@ -212,7 +212,7 @@ def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
         "RuntimeError: Invalid device, must be cuda device",
     ],
 )
-def test_an_error_of_torchs_own_code_that_names_cuda_speaks_for_itself(error: str) -> None:
+def test_torch_error_that_names_cuda_is_reported_unchanged(error: str) -> None:
     # The code that connects ranks, or C++, raises both, so they look like the end of a peer.
     closed = ("RuntimeError: Connection closed by peer", True)
     for errors in ([(error, True), (error, True)], [(error, True), closed]):

@@ -57,7 +57,7 @@ def test_a_path_that_cannot_be_run(
     assert shown.out == ""
 
 
-def test_a_folder_with_odd_files_runs_the_others(tmp_path: Path) -> None:
+def test_folder_with_odd_files_runs_its_other_files(tmp_path: Path) -> None:
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "torch").mkdir()
     folder = tmp_path / "tests, ä"
@@ -94,18 +94,18 @@ def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
     assert "nothing selected" in capfd.readouterr().err
 
 
-def test_a_class_of_known_skips_holds_up_no_other(tmp_path: Path) -> None:
+def test_class_of_known_skips_delays_no_other_class(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(f"{PASSES}\n\n{PASSES.replace('TestA', 'TestB')}")
     known = {"test": "test_two.py::TestA::*", "when": {}, "do": "skip", "reason": "it would hang", "link": ""}
     (tmp_path / "known.json").write_text(json.dumps([known]))
     options = ("--differences", tmp_path / "known.json", "--device", "cpu", "--repeat", "2")
     done = python(RUN_TEST, "--upstream", tmp_path / "test_two.py", *options)
     skipped, passed = "test_two.py::TestA  1 skipped", "test_two.py::TestB  1 passed"
-    told = re.findall("^.*::Test[AB]  1 [a-z ]+(?=  )", done.stdout, re.MULTILINE)
-    assert [line.rpartition("/")[2] for line in told] == [skipped, passed] * 2, done.stdout
+    lines = re.findall("^.*::Test[AB]  1 [a-z ]+(?=  )", done.stdout, re.MULTILINE)
+    assert [line.rpartition("/")[2] for line in lines] == [skipped, passed] * 2, done.stdout
 
 
-def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
+def test_malformed_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
     assert release_of_checkout(tmp_path / "test_a.py")
@@ -116,7 +116,7 @@ def test_files_that_say_something_else_than_they_should(tmp_path: Path) -> None:
             read(differences)
 
 
-def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
+def test_skips_that_cuda_as_sim_would_avoid_name_the_option(tmp_path: Path) -> None:
     from torch_ext.results import Status, TestName, TestResult
 
     no_ranks = "no rank was started, because the test's world_size is 0"
@@ -124,23 +124,24 @@ def test_skips_that_cuda_as_sim_would_spare_name_it(tmp_path: Path) -> None:
     counts.write_text("WORLD_SIZE = torch.cuda.device_count()\n")
     constant.write_text("WORLD_SIZE = 0\n")
 
-    def told(file: Path, reason: str, **surroundings: str) -> str:
+    def judged(file: Path, reason: str, **surroundings: str) -> str:
         judge = Judge([counts, constant], [], surroundings)
         return judge.judged(TestResult(TestName(file.name, "T", "test"), Status.SKIPPED, 0.0, reason=reason)).reason
 
-    assert "--cuda-as-sim" in told(counts, no_ranks)
-    assert told(constant, no_ranks) == no_ranks
-    assert told(counts, no_ranks, cuda_as_sim="true") == no_ranks
-    assert "--cuda-as-sim" in told(constant, "This torch is built without NCCL.")
-    assert told(counts, "CUDA out of luck") == "CUDA out of luck"
+    assert "--cuda-as-sim" in judged(counts, no_ranks)
+    assert judged(constant, no_ranks) == no_ranks
+    assert judged(counts, no_ranks, cuda_as_sim="true") == no_ranks
+    assert "--cuda-as-sim" in judged(constant, "This torch is built without NCCL.")
+    assert judged(counts, "CUDA out of luck") == "CUDA out of luck"
     for skip in (
         "CUDA unavailable",
         "multi-GPU not supported",
         "no supported device (cuda, xla) found",
         "Requires CUDA",
     ):
-        assert told(counts, skip) == f"{skip}: --cuda-as-sim has CUDA mean the simulated accelerator"
-        assert told(constant, skip) == told(counts, skip, cuda_as_sim="true") == skip
+        assert judged(counts, skip) == f"{skip}: --cuda-as-sim has CUDA mean the simulated accelerator"
+        assert judged(constant, skip) == judged(counts, skip, cuda_as_sim="true") == skip
     for skip in ("requires gpu", "requires gpu and triton", "Inductor+gpu needs triton and recent GPU arch"):
-        assert told(counts, skip, cuda_as_sim="true") == f"needs Triton, which has no compiler for this device: {skip}"
-    assert told(constant, "requires GPUs") == "requires GPUs"
+        reason = f"needs Triton, which has no compiler for this device: {skip}"
+        assert judged(counts, skip, cuda_as_sim="true") == reason
+    assert judged(constant, "requires GPUs") == "requires GPUs"

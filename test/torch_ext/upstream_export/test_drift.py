@@ -42,25 +42,25 @@ def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
     )
 
 
-def told(ours: str, theirs: str, **more: str) -> dict[str, str]:
+def statuses(ours: str, theirs: str, **more: str) -> dict[str, str]:
     mine, upstream = trees({"common": ours, **more}, {"common": theirs})
     return {entry.name: entry.status for entry in compare("common", mine, upstream)}
 
 
-def test_a_name_of_one_side_and_one_of_both() -> None:
-    assert told("def f(a): ...\ndef ours(): ...", "def f(b): ...\ndef theirs(): ...") == {
+def test_names_of_one_side_and_of_both() -> None:
+    assert statuses("def f(a): ...\ndef ours(): ...", "def f(b): ...\ndef theirs(): ...") == {
         "f": "changed",
         "ours": "new",
         "theirs": "missing",
     }
-    assert told("def f(a: int = 1): ...", "def f(a=2): ...") == {"f": "same"}
-    assert told("A = 1", "A = 2") == {"A": "same"}
+    assert statuses("def f(a: int = 1): ...", "def f(a=2): ...") == {"f": "same"}
+    assert statuses("A = 1", "A = 2") == {"A": "same"}
 
 
 def test_a_name_behind_a_front_door_is_found() -> None:
     front = "from torch_ext.testing._internal._rooms import *\nfrom torch_ext.testing._internal._rooms import _p as q"
     rooms = "__all__ = ['f']\ndef f(a): ...\ndef _p(): ...\ndef hidden(): ..."
-    assert told(front, "def f(a): ...\ndef q(): ...\ndef hidden(): ...", _rooms=rooms) == {
+    assert statuses(front, "def f(a): ...\ndef q(): ...\ndef hidden(): ...", _rooms=rooms) == {
         "f": "same",
         "q": "same",
         "hidden": "missing",
@@ -69,11 +69,11 @@ def test_a_name_behind_a_front_door_is_found() -> None:
 
 def test_a_lookup_that_ends_at_upstreams_module_misses_nothing() -> None:
     lookup = "def __getattr__(name):\n    return getattr(upstream_module('common'), name)"
-    assert told(lookup, "def f(): ...") == {"f": "through"}
-    assert told("def __getattr__(name):\n    raise AttributeError(name)", "def f(): ...") == {"f": "missing"}
+    assert statuses(lookup, "def f(): ...") == {"f": "through"}
+    assert statuses("def __getattr__(name):\n    raise AttributeError(name)", "def f(): ...") == {"f": "missing"}
 
 
-def test_members_are_compared_and_those_of_a_common_base_are_left_out() -> None:
+def test_members_are_compared_except_those_of_a_common_base() -> None:
     theirs = (
         "class Base:\n    def inherited(self): ...\nclass C(Base):\n    def m(self, a): ...\n    def gone(self): ..."
     )
@@ -82,7 +82,7 @@ def test_members_are_compared_and_those_of_a_common_base_are_left_out() -> None:
         "class Mixin:\n    def more(self): ...\n"
         "class C(Mixin, Base):\n    @classmethod\n    def m(cls, a): ..."
     )
-    assert told(ours, theirs) == {
+    assert statuses(ours, theirs) == {
         "Base": "same",
         "C": "same",
         "C.m": "same",
@@ -94,7 +94,7 @@ def test_members_are_compared_and_those_of_a_common_base_are_left_out() -> None:
 
 def test_an_annotation_for_type_checkers_is_no_member() -> None:
     ours = "class C:\n    if TYPE_CHECKING:\n        m: int"
-    assert told(ours, "class C:\n    def m(self): ...") == {"C": "same", "C.m": "missing"}
+    assert statuses(ours, "class C:\n    def m(self): ...") == {"C": "same", "C.m": "missing"}
 
 
 def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_ddp_helpers() -> None:
@@ -112,7 +112,7 @@ def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_
     assert {name for name in changed if not _OTHER_SIGNATURES & {name, name.rpartition(".")[2]}} == set()
 
 
-def test_the_command_prints_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_differences(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert "common_fsdp: " in shown

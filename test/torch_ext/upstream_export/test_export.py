@@ -56,7 +56,7 @@ def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, chec
     assert len(lost) < 5
 
 
-def test_the_mail_applies_and_says_who_and_what(anatomy: Result, checkout: Path, tmp_path: Path) -> None:
+def test_mail_applies_and_names_author_and_tests(anatomy: Result, checkout: Path, tmp_path: Path) -> None:
     mail = email.message_from_string(anatomy.mail)
     assert mail["From"] == f"{PERSON[0]} <{PERSON[1]}>"
     assert mail["Subject"] == "[PATCH] Add test_fsdp_anatomy"
@@ -75,13 +75,13 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_run_that_does_not_end_is_ended_with_its_children(checkout: Path, tmp_path: Path) -> None:
+def test_run_past_its_time_limit_is_killed_with_its_children(checkout: Path, tmp_path: Path) -> None:
     program = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
     program += "import time\ntime.sleep(600)\n"
     (tmp_path / "test_a.py").write_text(program, encoding="utf-8")
     run = check.run_in_copy(tmp_path, "test_a.py", "cpu", timeout_s=5)
     assert (run.passed, run.failed) == (0, 1)
-    assert "not done after 5 s" in run.output
+    assert "timed out after 5 s" in run.output
     sleeper = int(run.output.split()[0])
     # The signal has been sent; the process ends when the kernel delivers it.
     end = time.monotonic() + 60
@@ -113,30 +113,30 @@ def test_nothing_is_written_to_the_checkout(checkout: Path, tmp_path: Path) -> N
         return [git(checkout, *each) for each in commands]
 
     before, file = state(), tmp_path / "change.patch"
-    asked = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
-    assert main([*asked, "--output", str(file)]) == 0
+    arguments = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout)]
+    assert main([*arguments, "--output", str(file)]) == 0
     assert state() == before
     subject = "Subject: [PATCH] Add CollectiveLog, Collective, ThreeUnits and 2 more\n"
     assert subject in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "told"),
+    ("item", "code", "message"),
     [
         ("testing/_internal/common_distributed.py", 1, "never goes upstream: write against"),
         ("torch_ext/compat/fsdp.py", 2, "only Python files below testing and test/distributed go upstream"),
-        ("testing/_internal/_fsdp/models/mlp.py", 1, "upstream has all of it"),
-        ("testing/_internal/common_fsdp.py::MLP", 1, "has MLP: bring a change of it over by hand"),
+        ("testing/_internal/_fsdp/models/mlp.py", 1, "upstream already has everything"),
+        ("testing/_internal/common_fsdp.py::MLP", 1, "has MLP: port your change by hand"),
         ("testing/_internal/nothing.py", 2, "is no file, folder or REV.."),
     ],
 )
-def test_what_cannot_go_is_said(
-    checkout: Path, what: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+def test_unexportable_items_are_reported(
+    checkout: Path, item: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([what, "--onto", str(checkout)]) == code
-    shown = capsys.readouterr()
-    assert told in shown.err
-    assert shown.out == ""
+    assert main([item, "--onto", str(checkout)]) == code
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
 
 
 MINE = "testing/_internal/dist_utils.py"
@@ -155,12 +155,12 @@ def since(tmp_path: Path, now: str, upstream: str) -> tuple[dict[str, str], list
     return {each.path: text_of(each, ours) for each in linker.targets.values()}, linker.problems
 
 
-def test_an_addition_goes_and_a_change_of_what_upstream_has_is_named(tmp_path: Path) -> None:
+def test_addition_is_exported_and_change_of_an_upstream_function_is_reported(tmp_path: Path) -> None:
     added = "\n\ndef added():\n    return kept()\n"
-    files, told = since(tmp_path / "added", BEFORE + added, "def kept(): ...\n\n\ndef changed(a): ...\n")
-    assert (files[THEIRS], told) == (f"def kept(): ...\n\n\ndef changed(a): ...\n{added}", [])
-    _, told = since(tmp_path / "changed", BEFORE.replace("y = 2", "y = 3") + added, BEFORE)
-    assert told == [f"changed changed here, and {THEIRS} has it: bring that over by hand"]
+    files, problems = since(tmp_path / "added", BEFORE + added, "def kept(): ...\n\n\ndef changed(a): ...\n")
+    assert (files[THEIRS], problems) == (f"def kept(): ...\n\n\ndef changed(a): ...\n{added}", [])
+    _, problems = since(tmp_path / "changed", BEFORE.replace("y = 2", "y = 3") + added, BEFORE)
+    assert problems == [f"changed changed here, and {THEIRS} has it: port the change by hand"]
 
 
 @pytest.mark.long  # half a minute for the whole tree

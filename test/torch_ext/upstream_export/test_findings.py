@@ -17,7 +17,7 @@ _PROGRAM = re.compile(r"<!-- program -->\n```python\n(.*?)```\n\n<!-- prints -->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_torch_still_does_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_torch_still_behaves_as_the_page_says(page: Path, tmp_path: Path) -> None:
     found = _PROGRAM.search(page.read_text(encoding="utf-8"))
     assert found is not None, f"{page.name} has no program"
     program, printed = found.groups()
@@ -26,18 +26,18 @@ def test_torch_still_does_what_the_page_says(page: Path, tmp_path: Path) -> None
     done = python("-W", "ignore", "program.py", folder=tmp_path, CI=None)
     shown = [line for line in [*done.stdout.splitlines(), *done.stderr.splitlines()] if line in printed.splitlines()]
     assert shown == printed.splitlines(), (
-        f"torch {torch.__version__} no longer does what docs/findings/{page.name} says. If torch has mended it, remove "
-        f"the page and what avoids the fault here.\nIt printed:\n{done.stdout}{done.stderr}"
+        f"torch {torch.__version__} no longer behaves as docs/findings/{page.name} says. If torch has fixed it, remove "
+        f"the page and its workaround.\nIt printed:\n{done.stdout}{done.stderr}"
     )
 
 
-def test_the_index_lists_every_page_and_every_page_says_what_is_needed() -> None:
+def test_index_lists_every_page_and_every_page_is_complete() -> None:
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert len(PAGES) >= 4
     assert [page.name for page in PAGES if f"]({page.name})" not in index] == []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert all(part in text for part in ("**Seen on**: torch 2.", "## Cause", "## A way out")), page.name
+        assert all(part in text for part in ("**Seen on**: torch 2.", "## Cause", "## Fix and workaround")), page.name
         program = (_PROGRAM.search(text) or [""])[0]
         assert "torch.sim" in program or "torch_ext" not in program, (
             f"{page.name}: the program is for people with torch alone"

@@ -40,23 +40,23 @@ def helpers(rooms: str, theirs: str, body: str = "helper()", names: str = "helpe
     ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite(body, names)}
     ours |= {name: text for name, text in more.items() if not name.startswith("torch.")}
     upstream = {f"{THEIRS}.common_fsdp": theirs} | {name: text for name, text in more.items() if name not in ours}
-    files, told = exported("test.distributed.test_a", ours, upstream)
-    assert told == []
+    files, found = exported("test.distributed.test_a", ours, upstream)
+    assert found == []
     return files[f"{THEIRS}.common_fsdp"]
 
 
 def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
-    files, told = exported(
+    files, found = exported(
         "test.distributed.test_a", suite("helper()"), {f"{THEIRS}.common_fsdp": "def helper(): ...\n"}
     )
-    assert told == []
+    assert found == []
     assert files == {
         "test.distributed.test_a": '# Owner(s): ["oncall: distributed"]\n\n'
         f"from {THEIRS}.common_fsdp import helper\n\n\nhelper()\n"
     }
 
 
-def test_what_upstream_lacks_goes_along_with_what_it_needs_and_nothing_else() -> None:
+def test_missing_helper_is_exported_with_its_dependencies_alone() -> None:
     rooms = (
         "import os\nimport functools\n\n__all__ = ['helper', 'other', 'known']\n\n\n"
         "# Why it is two.\n_TWO = 2\n\n\n"
@@ -70,7 +70,7 @@ def test_what_upstream_lacks_goes_along_with_what_it_needs_and_nothing_else() ->
     )
 
 
-def test_a_private_name_that_upstream_uses_for_something_else_gets_another_one() -> None:
+def test_private_name_that_clashes_upstream_is_renamed() -> None:
     rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
     theirs = "def _do():\n    return 2\n"
     added = helpers(rooms, theirs).removeprefix(theirs)
@@ -90,7 +90,7 @@ def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
     )
 
 
-def test_questions_after_the_device_are_asked_upstreams_way() -> None:
+def test_device_queries_become_upstreams_expressions() -> None:
     rooms = (
         "from torch_ext import accelerator\n"
         f"from {OURS}._fsdp import device\n\n__all__ = ['helper']\n\n\n"
@@ -123,7 +123,7 @@ def test_private_names_of_torch_are_imported_from_where_they_are() -> None:
     assert "return checkpoint, _group.FSDPParamGroup" in text
 
 
-def test_an_annotation_that_python_would_evaluate_too_early_is_quoted() -> None:
+def test_annotation_of_a_later_name_is_quoted() -> None:
     rooms = (
         "from __future__ import annotations\n\n__all__ = ['Helper']\n\n\n"
         "class Helper:\n    def copy(self, n: int) -> Helper:\n        return self\n"
@@ -131,26 +131,26 @@ def test_an_annotation_that_python_would_evaluate_too_early_is_quoted() -> None:
     assert 'def copy(self, n: int) -> "Helper":' in helpers(rooms, "import torch\n", "Helper()", "Helper")
 
 
-def test_a_file_that_upstream_has_gets_the_tests_that_it_lacks() -> None:
+def test_existing_file_gets_its_missing_tests() -> None:
     text = "import os\n\n\nclass TestA:\n    def test_old(self): ...\n\n    def test_new(self):\n        os.getpid()\n"
     ours = {"test.distributed.test_a": text}
     theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
-    files, told = exported("test.distributed.test_a", ours, theirs)
-    assert told == []
+    files, found = exported("test.distributed.test_a", ours, theirs)
+    assert found == []
     assert files["test.distributed.test_a"] == (
         "import os\n\n\nclass TestA:\n    def test_old(self):\n        return 1\n\n"
         "    def test_new(self):\n        os.getpid()\n"
     )
 
 
-def test_new_tests_bring_what_their_own_file_defines_and_decorators_precede_the_class() -> None:
+def test_new_tests_bring_their_helpers_and_decorators_precede_the_class() -> None:
     text = (
         "def twice(test):\n    return test\n\n\ndef used():\n    return 1\n\n\n"
         "class TestA:\n    @twice\n    def test_new(self):\n        used()\n"
     )
     theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
-    files, told = exported("test.distributed.test_a", {"test.distributed.test_a": text}, theirs)
-    assert told == []
+    files, found = exported("test.distributed.test_a", {"test.distributed.test_a": text}, theirs)
+    assert found == []
     assert files["test.distributed.test_a"] == (
         "def twice(test):\n    return test\n\n\n"
         "class TestA:\n    def test_old(self):\n        return 1\n\n"
@@ -159,7 +159,7 @@ def test_new_tests_bring_what_their_own_file_defines_and_decorators_precede_the_
     )
 
 
-def test_the_engine_stays_and_the_problem_says_what_to_do() -> None:
+def test_engine_is_not_exported_and_the_problem_gives_advice() -> None:
     ours = {
         f"{OURS}.common_distributed": "def ours_alone(): ...\n",
         f"{OURS}._distributed.skips": "def skip_rank(): ...\n",
@@ -171,14 +171,14 @@ def test_the_engine_stays_and_the_problem_says_what_to_do() -> None:
         "compat never goes upstream" in exported("torch_ext.compat.fsdp", {"torch_ext.compat.fsdp": ""}, theirs)[1][0]
     )
     using = {"test.distributed.test_a": f"from {OURS}.common_distributed import ours_alone\n\nours_alone()\n"}
-    (told,) = exported("test.distributed.test_a", {**ours, **using}, theirs)[1]
-    assert told.startswith("test/distributed/test_a.py:3 uses ours_alone, which upstream has not: ")
+    (found,) = exported("test.distributed.test_a", {**ours, **using}, theirs)[1]
+    assert found.startswith("test/distributed/test_a.py:3 uses ours_alone, which upstream lacks: ")
 
 
-def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
+def test_lint_finds_new_faults_and_ignores_existing_ones() -> None:
     owned = '# Owner(s): ["oncall: distributed"]\n'
     assert problems({"test/test_a.py": owned + "x = 1\n"}, {}) == []
-    for text, told in {
+    for text, expected in {
         "x = 1\n": "no line # Owner(s)",
         owned + "x = 1 \n": "W291",
         owned + "x = 1": "W292",
@@ -189,16 +189,16 @@ def test_lint_finds_what_upstreams_would_and_lets_pass_what_was_there() -> None:
         owned + "import os\n": "F401",
         owned + "def f(:\n": "invalid-syntax",
     }.items():
-        assert any(told in each for each in problems({"test/test_a.py": text}, {})), told
+        assert any(expected in each for each in problems({"test/test_a.py": text}, {})), expected
     assert problems({"a.py": "import os\ny = 1\n"}, {"a.py": "import os\n"}) == []
     assert problems({"a.py": "y = 1 \nz = 1\n"}, {"a.py": "y = 1 \n"}) == []
 
 
-def test_the_checkouts_own_rules_count() -> None:
+def test_rules_of_the_checkout_apply() -> None:
     config = '[tool.ruff.lint]\nselect = ["T20"]\n'
-    (told,) = problems({"a.py": "print(1)\n"}, {}, config)
-    assert "T201" in told
+    (found,) = problems({"a.py": "print(1)\n"}, {}, config)
+    assert "T201" in found
     assert problems({"a.py": "import os\n"}, {}, config) == []
     # Settings of a later ruff: only the rules that this ruff knows count.
-    (told,) = problems({"a.py": "import os\n"}, {}, "[tool.ruff]\nno-such-setting = 1\n")
-    assert "F401" in told
+    (found,) = problems({"a.py": "import os\n"}, {}, "[tool.ruff]\nno-such-setting = 1\n")
+    assert "F401" in found

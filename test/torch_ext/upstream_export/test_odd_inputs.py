@@ -46,15 +46,15 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command, which must fail with one sentence and print nothing else, and return the sentence."""
 
     def run(*arguments: object, code: int = 2, command: Callable[[list[str]], int] = main) -> str:
         ended = command([str(each) for each in arguments])
-        shown = capfd.readouterr()
-        assert (ended, shown.out) == (code, ""), shown
-        lines = [line for line in shown.err.splitlines() if "error: " in line]
-        assert len(lines) == 1, shown.err
+        output = capfd.readouterr()
+        assert (ended, output.out) == (code, ""), output
+        lines = [line for line in output.err.splitlines() if "error: " in line]
+        assert len(lines) == 1, output.err
         return lines[0]
 
     return run
@@ -67,17 +67,19 @@ def told(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ("..", 2, "'..' is no file, folder or REV.."),
         ("README.md", 2, "README.md: only Python files below testing and test/distributed go upstream"),
         ("HEAD..HEAD", 2, "'HEAD..HEAD' is no file, folder or REV.."),
-        ("HEAD..", 1, "upstream has all of it: there is nothing to send"),
+        ("HEAD..", 1, "upstream already has everything: nothing to export"),
         ("nowhere..", 2, "is no git checkout with the revision 'nowhere'"),
         ("--all..", 2, "is no git checkout with the revision '--all'"),
         (f"{SUITE}::Nothing", 1, "test/distributed/test_suite.py defines no Nothing"),
-        ("test/distributed/empty", 1, "upstream has all of it: there is nothing to send"),
+        ("test/distributed/empty", 1, "upstream already has everything: nothing to export"),
     ],
 )
-def test_what_cannot_be_sent(root: Path, checkout: Path, told: Callable[..., str], case: tuple[str, int, str]) -> None:
-    what, code, sentence = case
+def test_unexportable_arguments(
+    root: Path, checkout: Path, fail: Callable[..., str], case: tuple[str, int, str]
+) -> None:
+    item, code, sentence = case
     (root / "test/distributed/empty").mkdir()
-    assert sentence in told("--onto", checkout, "--", what, code=code)
+    assert sentence in fail("--onto", checkout, "--", item, code=code)
 
 
 def test_a_suite_is_named_from_where_the_command_runs(
@@ -89,17 +91,17 @@ def test_a_suite_is_named_from_where_the_command_runs(
         assert f"+++ b/{SUITE}" in capfd.readouterr().out
 
 
-def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, told: Callable[..., str]) -> None:
+def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, fail: Callable[..., str]) -> None:
     for text in (b"x = 1\n<<<<<<< HEAD\n", b"x = 1\n# \xe9\n", b"x\0"):
         (root / SUITE).write_bytes(text)
-        for what in (SUITE, "HEAD.."):
-            assert "test_suite.py is no Python in UTF-8: " in told(what, "--onto", checkout)
+        for item in (SUITE, "HEAD.."):
+            assert "test_suite.py is no Python in UTF-8: " in fail(item, "--onto", checkout)
     commit(checkout, {HELPERS: "<<<<<<< HEAD\n"})
     sentence = f"{HELPERS} of {checkout} in HEAD is no Python in UTF-8: "
-    assert sentence in told("--against", checkout, command=drift.main)
+    assert sentence in fail("--against", checkout, command=drift.main)
 
 
-def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, told: Callable[..., str]) -> None:
+def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, fail: Callable[..., str]) -> None:
     for name in ("plain", "new"):
         (tmp_path / name).mkdir()
     git(tmp_path / "new", "init", "-q")
@@ -109,28 +111,28 @@ def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, tol
         ("new", "new is no git checkout with the revision 'HEAD'"),
         ("ours", "ours has no torch/testing/_internal in its HEAD; give a git checkout of PyTorch"),
     ):
-        assert sentence in told(SUITE, "--onto", tmp_path / folder)
-        assert sentence in told("--against", tmp_path / folder, command=drift.main)
+        assert sentence in fail(SUITE, "--onto", tmp_path / folder)
+        assert sentence in fail("--against", tmp_path / folder, command=drift.main)
 
 
 def test_without_git_or_an_author_there_is_no_patch(
-    root: Path, checkout: Path, tmp_path: Path, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    root: Path, checkout: Path, tmp_path: Path, fail: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     nobody = repository(tmp_path / "nobody", {HELPERS: "import torch\n"}, person=None)
-    sentence = told(SUITE, "--onto", nobody)
+    sentence = fail(SUITE, "--onto", nobody)
     assert "git knows no author here" in sentence and "PyTorch takes patches from people" in sentence
     monkeypatch.setenv("PATH", str(root))
-    assert "there is no git on the PATH; install it" in told(SUITE, "--onto", checkout)
+    assert "git is not on the PATH: install it" in fail(SUITE, "--onto", checkout)
 
 
-def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, told: Callable[..., str]) -> None:
+def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, fail: Callable[..., str]) -> None:
     for file in (tmp_path, tmp_path / "no" / "file"):
-        assert "argument --output: got" in told(SUITE, "--onto", checkout, "--output", file)
+        assert "argument --output: got" in fail(SUITE, "--onto", checkout, "--output", file)
 
 
-def test_a_name_that_is_not_ascii_is_seen(root: Path, checkout: Path) -> None:
+def test_file_with_a_non_ascii_name_is_exported(root: Path, checkout: Path) -> None:
     (root / "test/distributed/test_ö.py").write_text(OTHER, encoding="utf-8")
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
@@ -139,9 +141,7 @@ def test_a_name_that_is_not_ascii_is_seen(root: Path, checkout: Path) -> None:
     assert linker.problems == []
 
 
-def test_what_a_person_has_set_does_not_spoil_it(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_settings_of_git_have_no_effect(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chmod(checkout / HELPERS, 0o755)
     commit(checkout, {})
     settings = tmp_path / "settings"
@@ -159,12 +159,12 @@ def test_what_a_person_has_set_does_not_spoil_it(
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
 
 
-def test_a_list_that_is_put_together_is_no_list() -> None:
+def test_computed_all_is_ignored() -> None:
     assert Module("m", "__all__ = [*others, 'a']\n").all is None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_check_leaves_nothing_behind(checkout: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_interrupted_check_leaves_no_files_or_processes(checkout: Path, tmp_path: Path, number: int, code: int) -> None:
     scratch, mark = tmp_path / "scratch", tmp_path / "mark"
     scratch.mkdir()
     site = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
@@ -178,16 +178,16 @@ def test_an_interrupted_check_leaves_nothing_behind(checkout: Path, tmp_path: Pa
         "sys.exit(command.main(sys.argv[1:]))\n"
     )
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    asked = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
+    arguments = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
     child = subprocess.Popen(
-        [sys.executable, "-c", program, *asked], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *arguments], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
     )
     while not (mark.exists() and mark.read_text()):
         assert child.poll() is None, child.communicate()
         time.sleep(0.02)
     child.send_signal(number)
-    told = child.communicate()[1]
-    assert (told, child.returncode) == ("", code)
+    errors = child.communicate()[1]
+    assert (errors, child.returncode) == ("", code)
     assert list(scratch.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(int(mark.read_text()), 0)

@@ -19,9 +19,9 @@ from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import meeting_point
-from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, wait_or_run
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
-from torch_ext.testing._internal._distributed.skips import devices_asked_for
+from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
@@ -83,7 +83,7 @@ class MultiProcContinuousTest(RanksTestCase):
         return None
 
     def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
-        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
+        return wait_or_run(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
 
     join_or_run = _worker_run_main_wait  # upstream's name for it
 
@@ -100,7 +100,7 @@ class MultiProcContinuousTest(RanksTestCase):
         self.addCleanup(self._check_ranks)
         if cls.poison_pill:
             raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
-        cls._notice_a_lost_zygote()
+        cls._drop_ranks_of_lost_zygote()
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
         if cls._world is None:
@@ -108,7 +108,7 @@ class MultiProcContinuousTest(RanksTestCase):
         cls._world.new_round(self.id(), True)
 
     @classmethod
-    def _notice_a_lost_zygote(cls) -> None:
+    def _drop_ranks_of_lost_zygote(cls) -> None:
         """Forget ranks that died with their zygote since the last test: this test gets fresh ones."""
         if cls._world is None:
             return
@@ -248,25 +248,25 @@ class MultiProcContinuousTest(RanksTestCase):
     def _rank_main(cls, rank: int, world_size: int, rdvz_file: str, tests: Connection) -> None:
         """Run the tests whose tickets arrive on ``tests``, and report a receipt for each."""
         me = world_rank.this_rank()
-        accelerator.request_devices(max(world_size, devices_asked_for(cls)))
+        accelerator.request_devices(max(world_size, required_devices(cls)))
         forget_class_cleanups(cls)
         cls.rank, cls.world_size = rank, world_size
-        no_group: BaseException | None = None
+        group_error: BaseException | None = None
         try:
             cls._init_pg(rank, world_size, rdvz_file)
         except (Exception, SystemExit) as error:
-            no_group = error
+            group_error = error
         while receipts.next_order(tests):  # False at the end of the class
-            if no_group is not None:
-                receipt = receipts.receipt_of(no_group)
+            if group_error is not None:
+                receipt = receipts.receipt_of(group_error)
                 if receipt is None:
-                    raise no_group
+                    raise group_error
             else:
                 receipt = receipts.run_test(cls._run_test_given_id, me.test)
             if me.report(receipts.after_expected_failure(receipt, cls)).status is RankStatus.FAILED:
                 run_class_cleanups(cls)
                 return
-        if no_group is None:
+        if group_error is None:
             receipts.end_group_unless_released()
         for failed in run_class_cleanups(cls):
             raise failed

@@ -51,7 +51,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Found:
+class Failure:
     """An example that failed, with the outcomes of its ranks."""
 
     example: Example
@@ -59,7 +59,7 @@ class Found:
     took_s: float
 
 
-def report(found: Found, error: BaseException, test: str, tried: int, failed: int, variable: str) -> WorldReport:
+def report(found: Failure, error: BaseException, test: str, tried: int, failed: int, variable: str) -> WorldReport:
     """Return the report of a failed test: the example ``found``, and how many examples were tried and failed.
 
     The notes of ``error``, which Hypothesis raised at the end, say how to run the example again; ``variable`` selects a
@@ -67,20 +67,20 @@ def report(found: Found, error: BaseException, test: str, tried: int, failed: in
     """
     notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
     blob = _BLOB.search(notes)
-    which = _which(found, error, test, tried, failed, minimal=blob is not None)
-    again = _again(found, blob[1] if blob else "", variable)
-    return WorldReport(found.outcomes, judge(found.outcomes), found.took_s, (which, again))
+    example_line = _example_line(found, error, test, tried, failed, minimal=blob is not None)
+    rerun_lines = _rerun_lines(found, blob[1] if blob else "", variable)
+    return WorldReport(found.outcomes, judge(found.outcomes), found.took_s, (example_line, rerun_lines))
 
 
-def _which(found: Found, error: BaseException, test: str, tried: int, failed: int, minimal: bool) -> str:
+def _example_line(found: Failure, error: BaseException, test: str, tried: int, failed: int, minimal: bool) -> str:
     title = f"The minimal example, of {failed} that failed among {tried}" if minimal else "The example"
-    shown = f"{title}, the same on every rank:\n    {found.example.as_call(test)}"
+    text = f"{title}, the same on every rank:\n    {found.example.as_call(test)}"
     if isinstance(error, Flaky):
-        shown += "\nIt failed, but passed when it ran again: it depends on something that Hypothesis does not draw."
-    return shown
+        text += "\nIt failed, but passed when it ran again: it depends on something that Hypothesis does not draw."
+    return text
 
 
-def _again(found: Found, blob: str, variable: str) -> str:
+def _rerun_lines(found: Failure, blob: str, variable: str) -> str:
     lines = ["To run it again, put this above the test:", f"    {found.example.as_call('@example')}"]
     if blob:
         lines += ["Or leave the test as it is, and run this example alone with", f"    {variable}={blob}"]

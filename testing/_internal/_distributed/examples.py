@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import DidNotReproduce, Flaky
 
 from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJECTED
-from torch_ext.testing._internal._distributed.example_report import Example, Found, report
+from torch_ext.testing._internal._distributed.example_report import Example, Failure, report
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.world import provider, settings, wording
 from torch_ext.world._os import monotonic
@@ -42,11 +42,11 @@ EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 
 # Seconds until started ranks are ready for an example, until they have ended after the last one, and until a killed
 # rank is gone.
-_READY_S, _END_S, _GONE_S = 60.0, 30.0, 5.0
+_READY_S, _END_S, _KILL_S = 60.0, 30.0, 5.0
 
 
 # A test whose time limit is too short for its examples still has time for this many that hang.
-_EXAMPLES_AT_LEAST = 4
+_MIN_EXAMPLES = 4
 
 
 class _StopEngine(BaseException):
@@ -72,12 +72,12 @@ def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
     time limit; without the explain phase, which traces lines that run in the ranks; with slow draws, because ranks keep
     the machine busy. If ``CI`` is set, examples are the same in every run and the database is not used.
     """
-    alike = given.derandomize or bool(os.environ.get("CI"))
+    derandomize = given.derandomize or bool(os.environ.get("CI"))
     return hypothesis.settings(
         given,
         deadline=None,
-        derandomize=alike,
-        database=None if alike else given.database,
+        derandomize=derandomize,
+        database=None if derandomize else given.database,
         print_blob=True,
         report_multiple_bugs=False,
         phases=[phase for phase in given.phases if phase is not Phase.explain],
@@ -94,12 +94,12 @@ class ExampleRun:
         self._case = case
         self._test = test
         self._limit_s = timeout_of(case)
-        self._example_s = min(example_s, self._limit_s / _EXAMPLES_AT_LEAST)
+        self._example_s = min(example_s, self._limit_s / _MIN_EXAMPLES)
         self._deadline_s = monotonic() + self._limit_s
         self._ready: World | None = None
         self._tried = 0
-        self._failures: dict[bytes, Found] = {}
-        self._last: Found | None = None
+        self._failures: dict[bytes, Failure] = {}
+        self._last: Failure | None = None
 
     def run(self) -> None:
         """Run the test; return if it passes.
@@ -109,18 +109,18 @@ class ExampleRun:
             unittest.SkipTest: the ranks skipped.
             hypothesis.errors.HypothesisException: Hypothesis cannot run the test.
         """
-        asked = os.environ.get(EXAMPLE_VARIABLE, "")
+        requested = os.environ.get(EXAMPLE_VARIABLE, "")
         try:
-            with self._prepared(asked):
+            with self._prepared_test(requested):
                 self._test(self._case)
         except _StopEngine as stop:
             raise stop.error from None
         except WorldFailure as failure:
-            raise self._reported(failure) from None
+            raise self._with_report(failure) from None
         except Flaky as error:
             if self._last is None:
                 raise
-            raise self._reported(error) from None
+            raise self._with_report(error) from None
         except DidNotReproduce:
             if self._last is not None or self._tried != 1:
                 raise
@@ -128,22 +128,22 @@ class ExampleRun:
         self._end_ranks()
 
     @contextlib.contextmanager
-    def _prepared(self, asked: str) -> Iterator[None]:
-        """Have Hypothesis call us in place of the body, with our settings; ``asked`` selects a single example."""
+    def _prepared_test(self, requested: str) -> Iterator[None]:
+        """Have Hypothesis call us in place of the body, with our settings; ``requested`` selects a single example."""
         test, handle = self._test, self._test.hypothesis
-        body, kept = handle.inner_test, dict(vars(test))
-        handle.inner_test = self._in_place_of(body)
+        body, attributes = handle.inner_test, dict(vars(test))
+        handle.inner_test = self._replacement(body)
         test._hypothesis_internal_use_settings = settings_for_ranks(test._hypothesis_internal_use_settings)
-        if asked:
-            hypothesis.reproduce_failure(hypothesis.__version__, asked.encode())(test)
+        if requested:
+            hypothesis.reproduce_failure(hypothesis.__version__, requested.encode())(test)
         try:
             yield
         finally:
             handle.inner_test = body
             vars(test).clear()
-            vars(test).update(kept)
+            vars(test).update(attributes)
 
-    def _in_place_of(self, body: Callable[..., Any]) -> Callable[..., None]:
+    def _replacement(self, body: Callable[..., Any]) -> Callable[..., None]:
         # Wrapped, because Hypothesis identifies tests by name and source, for its database and for seeds in CI.
         @wraps(body)
         def run_in_ranks(*args: Any, **kwargs: Any) -> None:
@@ -156,9 +156,9 @@ class ExampleRun:
     def _run_example(self, example: Example) -> None:
         payload = example.pickled()
         if monotonic() + self._example_s > self._deadline_s:
-            self._answer_without_running(payload)
+            self._replay_result(payload)
             return
-        outcomes, took_s = self._in_ranks(payload)
+        outcomes, took_s = self._run_on_ranks(payload)
         self._tried += 1
         verdict = judge(outcomes)
         if verdict.judgement is Judgement.SKIPPED:
@@ -166,9 +166,9 @@ class ExampleRun:
                 hypothesis.reject()
             raise unittest.SkipTest(verdict.summary)
         if verdict.judgement is Judgement.FAILED:
-            self._fail(payload, Found(example, tuple(outcomes), took_s))
+            self._fail(payload, Failure(example, tuple(outcomes), took_s))
 
-    def _answer_without_running(self, payload: bytes) -> None:
+    def _replay_result(self, payload: bytes) -> None:
         """End the search when the test's time is up: examples that failed fail again, others pass without running.
 
         Raises:
@@ -185,11 +185,11 @@ class ExampleRun:
                 )
             )
 
-    def _fail(self, payload: bytes, found: Found) -> None:
+    def _fail(self, payload: bytes, found: Failure) -> None:
         self._failures[payload] = self._last = found
         raise_verdict(found.outcomes, found.took_s)
 
-    def _reported(self, error: BaseException) -> WorldFailure:
+    def _with_report(self, error: BaseException) -> WorldFailure:
         if self._last is None:
             raise AssertionError("a failure was raised that no example caused") from error
         name = self._test.__name__
@@ -197,7 +197,7 @@ class ExampleRun:
 
     # The ranks
 
-    def _in_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
+    def _run_on_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
         """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
         world = self._ranks()
         world.new_round(self._case.id(), payload)
@@ -218,14 +218,14 @@ class ExampleRun:
         world: World | None = self._case._world
         if world is None or world is not self._ready:
             if self._ready is not None:
-                world = self._start_again()
+                world = self._restart_ranks()
             if world is None:
                 raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
-            self._settle(world, Limits(test_s=_READY_S), keep=True)
+            self._await_ranks(world, Limits(test_s=_READY_S), keep=True)
             self._ready = world
         return world
 
-    def _start_again(self) -> World:
+    def _restart_ranks(self) -> World:
         try:
             self._case._spawn_processes()
         except ZygoteLostError as error:
@@ -233,7 +233,7 @@ class ExampleRun:
         world: World = self._case._world
         return world
 
-    def _settle(self, world: World, limits: Limits, keep: bool) -> None:
+    def _await_ranks(self, world: World, limits: Limits, keep: bool) -> None:
         """Wait for the ranks while no example runs, so that a failure is not blamed on one."""
         try:
             raise_verdict(self._wait(world, limits, keep), monotonic() - world.started_s)
@@ -250,7 +250,7 @@ class ExampleRun:
             for process in world.processes:
                 process.kill()
             for process in world.processes:
-                process.join(_GONE_S)
+                process.join(_KILL_S)
         self._case._end_world()
         with open(self._case.file_name, "wb"):
             pass
@@ -264,6 +264,6 @@ class ExampleRun:
         try:
             world = self._ranks()
             world.new_round(self._case.id(), NO_MORE)
-            self._settle(world, Limits(test_s=_END_S), keep=False)
+            self._await_ranks(world, Limits(test_s=_END_S), keep=False)
         except _StopEngine as stop:
             raise stop.error from None

@@ -71,7 +71,7 @@ def run_grid(
         _reset_dynamo()
         if reason is not None:
             skipped.append(reason)
-        _agree_on_skips(f"{case.id()}/{grid}/{number}", name, reason)
+        _compare_skips(f"{case.id()}/{grid}/{number}", name, reason)
     return skipped
 
 
@@ -87,12 +87,12 @@ def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
     return None
 
 
-def _agree_on_skips(key: str, name: str, reason: str | None) -> None:
-    """Wait for all ranks at the end of a subtest, and compare who has skipped it.
+def _compare_skips(key: str, name: str, reason: str | None) -> None:
+    """Wait for all ranks at the end of a subtest, and compare which ranks skipped it.
 
     A rank that skips sets a key in the store before the barrier, so that one look after it shows whether ranks agree.
 
-    Raises:
+    Raises an AssertionError if some ranks skipped it and others did not.
     """
     if not c10d.is_initialized():
         c10d.barrier()  # raises the error that says so
@@ -176,10 +176,10 @@ def reserved_port() -> Iterator[int]:
     A socket stays bound to it and never listens. The kernel gives no such port to a process that asks for a free one,
     while a store that names it may bind it, because stores set ``SO_REUSEADDR``.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
 
 
 def create_tcp_store(

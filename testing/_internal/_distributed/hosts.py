@@ -17,7 +17,7 @@ from torch_ext.world.follow import RankTask
 _STORE_S = 300.0
 
 
-def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:
+def assign_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:
     """Divide ``tasks`` among ``number`` hosts; return them with each rank's settings, and the store they meet at.
 
     Called in the parent half, which serves the store as long as it holds it.
@@ -26,19 +26,19 @@ def over_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], 
         ValueError: ``tasks`` cannot be divided among the hosts.
     """
     share = settings.ranks_per_host(len(tasks), number)
-    at = settings.address()
+    address = settings.address()
     store = c10d.TCPStore(
-        at, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S), multi_tenant=False
+        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S), multi_tenant=False
     )
-    of_all = settings.interface_variables(at, os.environ)
+    common = settings.interface_variables(address, os.environ)
     folders = [_folder_of(host) for host in range(number)]
     return [
         replace(
             task,
             environment={
                 **task.environment,
-                **of_all,
-                **settings.launcher_variables(rank, len(tasks), store.port, number, at),
+                **common,
+                **settings.launcher_variables(rank, len(tasks), store.port, number, address),
                 settings.NUMBER_VARIABLE: str(rank // share),
                 **folders[rank // share],
             },

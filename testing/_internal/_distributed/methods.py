@@ -5,7 +5,7 @@ Note [unittest in ranks]
 A rank runs the test method by :meth:`unittest.TestCase.run`, with a result object of ours and without fixtures. So
 sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest, which runs and records all
 of them. The record leaves the replaced method as one exception, since existing overrides of ``_run`` and ``run_test``
-expect the method to raise; :func:`parts_of` returns the rest of the record.
+expect the method to raise; :func:`failed_parts` returns the rest of the record.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def count_ranks(case: Any, world_size: Any = None) -> int:
     return operator.index(found)
 
 
-def waits_or_runs(case: Any, method: Callable[..., Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
+def wait_or_run(case: Any, method: Callable[..., Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
     """Return a method of ``case`` that calls ``wait(case)`` in the parent half, and runs ``method`` in a rank."""
 
     def judge(case: Any) -> None:
@@ -97,7 +97,7 @@ def waits_or_runs(case: Any, method: Callable[..., Any], parent_rank: int, wait:
             wait(case)
         except WorldFailure as failure:
             if not may_be_expected(failure.report.outcomes):
-                _expect_no_more(case)
+                _disallow_expected_failure(case)
             raise
 
     @wraps(method)
@@ -173,7 +173,7 @@ class _Result(unittest.TestResult):
         found = others or exits or self._skipped
         if not found:
             if not self._passed:
-                raise AssertionError("unittest returned, but has not said how the test method ended")
+                raise AssertionError("unittest returned without reporting how the test method ended")
             return
         error = found[0].error
         if found is self._skipped:
@@ -190,7 +190,7 @@ def _reason_of_skip(error: BaseException) -> str:
     return str(error) or "skipped" if isinstance(error, skipped) else ""
 
 
-def parts_of(error: BaseException) -> Sequence[Failed]:
+def failed_parts(error: BaseException) -> Sequence[Failed]:
     """Return what failed or skipped in the run of a test method that raised ``error``."""
     parts: Sequence[Failed] = vars(error).get(_PARTS, ())
     return parts
@@ -206,17 +206,17 @@ def run_method(case: Any, method: Callable[[], Any]) -> None:
     forget_body()
     run_test_method(case, result, method, check_ran)
     result.conclude()
-    _note_ended(os.getpid())
+    _record_end(os.getpid())
 
 
-def _note_ended(pid: int) -> None:
+def _record_end(pid: int) -> None:
     global _ended_in
     _ended_in = pid
 
 
 def forget_body() -> None:
     """Forget the bodies that have run in this rank, so that none counts as the next test's."""
-    _note_ended(0)
+    _record_end(0)
 
 
 def body_has_ended() -> bool:
@@ -224,7 +224,7 @@ def body_has_ended() -> bool:
     return _ended_in == os.getpid()
 
 
-def _expect_no_more(case: unittest.TestCase) -> None:
+def _disallow_expected_failure(case: unittest.TestCase) -> None:
     """Count the exception that ``case`` is about to raise as a failure even if the test is an expected failure."""
     outcome = getattr(case, "_outcome", None)
     if outcome is not None:

@@ -17,9 +17,9 @@ import torch.distributed as c10d
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
-from torch_ext.testing._internal._distributed.hosts import meeting_point, over_hosts
-from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks, waits_or_runs
-from torch_ext.testing._internal._distributed.skips import devices_asked_for
+from torch_ext.testing._internal._distributed.hosts import assign_hosts, meeting_point
+from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks, wait_or_run
+from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import _os, files, provider, settings, verdict, wording
 from torch_ext.world import rank as world_rank
@@ -38,7 +38,7 @@ __tracebackhide__ = True  # pytest: its frames say nothing that the report of th
 DEFAULT_WORLD_SIZE = 4
 
 # Characters of a traceback that a pipe holds without a reader.
-_MOST_IN_PIPE = 1 << 14
+_MAX_PIPE_CHARACTERS = 1 << 14
 
 
 def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 1) -> World:
@@ -50,7 +50,7 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
         ValueError: the ranks cannot be divided among the ``hosts``; see Note [Several hosts].
     """
     if hosts > 1:
-        ranks, store = over_hosts(ranks, hosts)
+        ranks, store = assign_hosts(ranks, hosts)
         world = start_ranks(module, ranks, test)
         world.store = store
         return world
@@ -100,10 +100,10 @@ def _send_trace(pipe: Connection, trace: str) -> None:
     never submit its receipt. Reports take the traceback from the receipt.
     """
     with contextlib.suppress(OSError):
-        pipe.send(trace[-_MOST_IN_PIPE:])
+        pipe.send(trace[-_MAX_PIPE_CHARACTERS:])
 
 
-def _accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _supported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``kwargs`` that the function accepts: existing overrides may be older than some of them."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
@@ -157,7 +157,7 @@ class MultiProcessTestCase(RanksTestCase):
         """As in the base class. The parent half calls the function set on ``fn`` by :func:`set_parent_half`, if any."""
         own = getattr(fn, PARENT_HALF, None)
         wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
-        return waits_or_runs(self, fn, self.MAIN_PROCESS_RANK, wait)
+        return wait_or_run(self, fn, self.MAIN_PROCESS_RANK, wait)
 
     # The parent half
 
@@ -193,9 +193,9 @@ class MultiProcessTestCase(RanksTestCase):
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
         name, size = self._current_test_name(), count_ranks(self)
-        kwargs = _accepted(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
+        kwargs = _supported(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         hosts = hosts_of(self)
-        devices = max(ranks_per_host(size, hosts), devices_asked_for(type(self), name))
+        devices = max(ranks_per_host(size, hosts), required_devices(type(self), name))
         arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name, Inherited(0))
         tasks = [
             RankTask(receipts.run_rank, (type(self), devices, rank, *arguments), kwargs, connections=1)

@@ -19,10 +19,10 @@ from torch_ext.compat.testing import (
     separate_threaded_worlds,
 )
 from torch_ext.testing._internal._distributed import rank_threads
-from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, waits_or_runs
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, wait_or_run
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.rank_threads import RankThread
-from torch_ext.testing._internal._distributed.skips import devices_asked_for
+from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import TestCase
 from torch_ext.world import provider, settings, verdict
 from torch_ext.world._os import monotonic
@@ -49,7 +49,7 @@ def _run_rank(rank: int, world_size: int, store: c10d.Store, body: Callable[[], 
     rank_threads.hand_in(None)
 
 
-def _install_world_of_threads() -> None:
+def _install_threaded_groups() -> None:
     """Have the groups that threads of this process make be torch's threaded ones."""
     _set_thread_isolation_mode(True)
     _install_threaded_pg()
@@ -85,7 +85,7 @@ class MultiThreadedTestCase(RanksTestCase):
         return self._testMethodName  # may have dots, so id() does not show where it begins
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        return waits_or_runs(
+        return wait_or_run(
             self, fn, self.MAIN_THREAD_RANK, lambda case: case._join_threads(case.threads, fn, timeout_of(case))
         )
 
@@ -109,8 +109,8 @@ class MultiThreadedTestCase(RanksTestCase):
         """Start a thread for each rank. Call it in ``setUp``."""
         cls, name, size = type(self), self._current_test_name, count_ranks(self)
         # A process has one device count, so ask for what the later tests need too.
-        accelerator.request_devices(max(size, devices_asked_for(cls)))
-        _install_world_of_threads()
+        accelerator.request_devices(max(size, required_devices(cls)))
+        _install_threaded_groups()
         cls.global_store = c10d.HashStore()
         cls.addClassCleanup(verdict.check)  # for a run() that bypasses our own
         self.threads = rank_threads.start(size, lambda rank: cls._run(name, rank, size))
@@ -181,7 +181,7 @@ def spawn_threads_and_init_comms(
 
     @wraps(func)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        _install_world_of_threads()
+        _install_threaded_groups()
         store = c10d.HashStore()
         threads = rank_threads.start(
             world_size,

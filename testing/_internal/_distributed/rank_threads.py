@@ -39,27 +39,27 @@ class _Escapes:
 
     def __init__(self) -> None:
         self._errors: list[tuple[int | None, UnfinishedWorkError]] = []
-        self._threads = ThreadErrors(self._note)
+        self._threads = ThreadErrors(self._record)
         self._start = threading.Thread.start
-        setattr(threading.Thread, "start", self._noting(self._start))  # noqa: B010 - a method, put back by end()
+        setattr(threading.Thread, "start", self._record_starter(self._start))  # noqa: B010 - a method, put back by end()
 
     @staticmethod
-    def _noting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def _record_starter(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
         @functools.wraps(start)
-        def starts(thread: threading.Thread) -> None:
-            above = threading.current_thread()
-            setattr(thread, _STARTER, above if isinstance(above, RankThread) else getattr(above, _STARTER, None))
+        def start_thread(thread: threading.Thread) -> None:
+            parent = threading.current_thread()
+            setattr(thread, _STARTER, parent if isinstance(parent, RankThread) else getattr(parent, _STARTER, None))
             start(thread)
 
-        return starts
+        return start_thread
 
-    def _note(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
+    def _record(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
         starter: RankThread | None = getattr(thread, _STARTER, None)
         if starter is not None and starter.escapes is not self:
             return  # started by an earlier test
-        said = UnfinishedWorkError(f"{text}: {type(error).__name__}: {error}")
-        said.__cause__ = error
-        self._errors.append((starter.rank if starter is not None else None, said))
+        escape = UnfinishedWorkError(f"{text}: {type(error).__name__}: {error}")
+        escape.__cause__ = error
+        self._errors.append((starter.rank if starter is not None else None, escape))
 
     def end(self) -> list[tuple[int | None, UnfinishedWorkError]]:
         """Restore the hooks; return the escaped exceptions, each with the rank to charge if known."""
@@ -165,27 +165,27 @@ def wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
-        for world in _of(threads, "world"):
+        for world in _values(threads, "world"):
             world.end()  # ranks that have not ended join no further collectives
-        escaped = [each for noted in _of(threads, "escapes") for each in noted.end()]
+        escaped = [each for collector in _values(threads, "escapes") for each in collector.end()]
     for rank, error in escaped:
-        _charge(outcomes, error, rank)
-    for races in filter(None, (check.end() for check in _of(threads, "check"))):
-        _charge(outcomes, races)
+        _blame(outcomes, error, rank)
+    for races in filter(None, (check.end() for check in _values(threads, "check"))):
+        _blame(outcomes, races)
     return outcomes
 
 
-def _of(threads: Sequence[RankThread], name: str) -> set[Any]:
+def _values(threads: Sequence[RankThread], name: str) -> set[Any]:
     return {found for thread in threads if (found := getattr(thread, name, None)) is not None}
 
 
-def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
+def _blame(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
     """Fail ``rank`` because of ``error``, unless the rank has failed anyway. With None, fail the first rank that passed
     or failed as expected.
     """
     for outcome in outcomes:
-        is_well = outcome.ok or (outcome.receipt is not None and outcome.receipt.is_expected)
-        if is_well and rank in (None, outcome.rank):
+        is_ok = outcome.ok or (outcome.receipt is not None and outcome.receipt.is_expected)
+        if is_ok and rank in (None, outcome.rank):
             outcome.ending, outcome.receipt = Ending.FAILED, world_rank.failure(error)
             break
 
@@ -193,7 +193,7 @@ def _charge(outcomes: Sequence[Outcome], error: BaseException, rank: int | None 
 def _wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     began_s = monotonic()
     deadline_s = began_s + timeout_s
-    measures = Measures(cpu_time_s=lambda rank: process_time(), others=_others)
+    measures = Measures(cpu_time_s=lambda rank: process_time(), others=_other_actors)
     watch = HangWatch(Limits(timeout_s, hang_s=settings.hang_after_s()), began_s, measures)
     while (alive := [thread for thread in threads if thread.is_alive()]) and monotonic() < deadline_s:
         alive[0].join(max(0.0, min(deadline_s, watch.next_s) - monotonic()))
@@ -209,7 +209,7 @@ def _wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     return [_outcome(thread, Ending.TIMED_OUT) for thread in threads]
 
 
-def _others() -> tuple[str, ...]:
+def _other_actors() -> tuple[str, ...]:
     """See Note [Who else may act]. The ranks are threads of this process."""
     zygote = provider.zygote_of_this_process()
     own = _os.other_children((), zygotes=provider.zygotes())

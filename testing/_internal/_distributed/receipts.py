@@ -14,7 +14,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
-from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, forget_body, parts_of
+from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, failed_parts, forget_body
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
 from torch_ext.world import settings, wording
@@ -47,17 +47,17 @@ def receipt_of(error: BaseException) -> Receipt | None:
     if isinstance(error, SystemExit) and not reason:
         return None
     is_skip = bool(reason) or isinstance(error, unittest.SkipTest)
-    blamed = accelerator.blame_races(error, is_skip=is_skip)
+    with_races = accelerator.blame_races(error, is_skip=is_skip)
     if not is_skip:
-        return failure_of(error, blamed)
-    if blamed is not error:
-        return world_rank.failure(blamed)
-    return replace(skipped(reason or str(error)), parts=tuple(each.part for each in parts_of(error)))
+        return failure_of(error, with_races)
+    if with_races is not error:
+        return world_rank.failure(with_races)
+    return replace(skipped(reason or str(error)), parts=tuple(each.part for each in failed_parts(error)))
 
 
-def failure_of(error: BaseException, blamed: BaseException | None = None) -> Receipt:
-    """Return the receipt of a rank that failed by ``error``, or by ``blamed``, of which ``error`` is a part."""
-    receipt, found = world_rank.failure(blamed or error), parts_of(error)
+def failure_of(error: BaseException, with_races: BaseException | None = None) -> Receipt:
+    """Return the receipt of a rank that failed by ``error``, or by ``with_races``, of which ``error`` is a part."""
+    receipt, found = world_rank.failure(with_races or error), failed_parts(error)
     if not found:
         return receipt
     parts = tuple(each.part for each in found)
@@ -146,8 +146,8 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
                 raise
             return receipt
     if not body_has_ended():
-        unrun = f"{run.__name__}() of the class returned, but the test method has not run to its end in this rank"
-        return Receipt(RankStatus.FAILED, monotonic(), unrun, unrun)
+        message = f"{run.__name__}() of the class returned, but the test method has not run to its end in this rank"
+        return Receipt(RankStatus.FAILED, monotonic(), message, message)
     return passed()
 
 

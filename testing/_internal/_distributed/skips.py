@@ -31,7 +31,7 @@ TestSkip.__test__ = False  # type: ignore[attr-defined]  # pytest takes the name
 
 
 _ANY_REASON = 86
-_TORCHS_TABLE = "torch.testing._internal.common_distributed"
+_TORCH_TABLE = "torch.testing._internal.common_distributed"
 
 
 def _too_few_devices(exit_code: int, needed: int) -> TestSkip:
@@ -73,7 +73,7 @@ TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
 def skip_reason(exit_code: object) -> str:
     """Return the reason that ``exit_code`` stands for, in our table or torch's; empty if it does not mean "skipped"."""
     tables: list[Mapping[str, Any]] = [TEST_SKIPS]
-    if _TORCHS_TABLE in sys.modules:  # its import takes seconds per rank; its codes need it loaded
+    if _TORCH_TABLE in sys.modules:  # its import takes seconds per rank; its codes need it loaded
         tables.append(torch_testing.TEST_SKIPS)
     for table in tables:
         for skip in table.values():
@@ -106,12 +106,12 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _T
     return decorator
 
 
-def devices_asked_for(cls: type, test_name: str = "") -> int:
+def required_devices(cls: type, test_name: str = "") -> int:
     """Return how many devices the decorators of a test require, or 0. Without a name, the maximum over all tests."""
     names = [test_name] if test_name else [name for name in dir(cls) if name.startswith("test")]
     tests = [getattr(cls, name, None) for name in names]
-    wishes = ("_required_devices", "_required_world_size")
-    return max((int(getattr(test, wish, 0)) for test in tests for wish in wishes), default=0)
+    attributes = ("_required_devices", "_required_world_size")
+    return max((int(getattr(test, attribute, 0)) for test in tests for attribute in attributes), default=0)
 
 
 def skip_if_no_gpu(func: _Test) -> _Test:

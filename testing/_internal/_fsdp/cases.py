@@ -267,10 +267,10 @@ class DDPTest(FSDPTest):
         return averages
 
     def check_gradients(
-        self, ddp: DDP, expected: Mapping[str, torch.Tensor], what: str
+        self, ddp: DDP, expected: Mapping[str, torch.Tensor], label: str
     ) -> None:
         """Check bit by bit that ``ddp`` has the gradients ``expected``."""
         for name, gradient in expected.items():
             found = ddp.module.get_parameter(name).grad
-            message = f"{what}: gradient of {name}"
+            message = f"{label}: gradient of {name}"
             self.assertEqual(found, gradient, message, atol=0, rtol=0)

@@ -75,10 +75,10 @@ def compile_backend() -> str:
     """Return the backend that serves the device under test."""
     kind = device.get_devtype().type
     if not device.is_accelerator():
-        serves = True
+        supported = True
     elif private.is_gpu(kind):
-        serves = private.has_triton()
+        supported = private.has_triton()
     else:
         private.init_backend_registration()
-        serves = private.get_scheduling_for_device(kind) is not None
-    return "inductor" if serves else "aot_eager"
+        supported = private.get_scheduling_for_device(kind) is not None
+    return "inductor" if supported else "aot_eager"

@@ -333,9 +333,8 @@ class FSDPExtensionContract(_FSDPTest):
     ) -> None:
         complaint = (
             f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. "
-            "If it follows from rounding, "
-            "allow for it in rtol and atol; a value of an earlier step, kept by a "
-            "hook or not copied to out, shows too"
+            "If rounding causes this, raise rtol and atol. A stale value of an "
+            "earlier step, kept by a hook or not copied to out, has the same effect"
         )
         self._compare(got, expected, complaint, tolerances, check_dtype=False)
 

@@ -283,7 +283,7 @@ class HookCheck:
         self._require(
             not writes,
             POST,
-            f"wrote into out {writes} time(s) in sight of autograd, so that backward "
+            f"wrote into out {writes} time(s) visible to autograd, so that backward "
             "would refuse the weight that forward saved. Write under "
             "torch.autograd._unsafe_preserve_version_counter(out).",
         )

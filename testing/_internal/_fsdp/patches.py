@@ -60,31 +60,31 @@ _lock = threading.Lock()
 _levels: defaultdict[tuple[int, str], list[_Level]] = defaultdict(list)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.depths: Counter[tuple[int, str]] = Counter()
 
 
-_here = _Here()
+_state = _ThreadState()
 
 
 def _enter(owner: Any, name: str, replacement: Any) -> None:
     key = id(owner), name
     with _lock:
-        levels, depth = _levels[key], _here.depths[key]
+        levels, depth = _levels[key], _state.depths[key]
         if depth == len(levels):
             levels.append(_Level(before=_read(owner, name)))
         levels[depth].threads_inside += 1
         _write(owner, name, replacement)
-        _here.depths[key] += 1
+        _state.depths[key] += 1
 
 
 def _leave(owner: Any, name: str) -> None:
     key = id(owner), name
     with _lock:
         levels = _levels[key]
-        _here.depths[key] -= 1
-        levels[_here.depths[key]].threads_inside -= 1
+        _state.depths[key] -= 1
+        levels[_state.depths[key]].threads_inside -= 1
         # A thread that raised may leave an outer level while another is still in an
         # inner one.
         while levels and not levels[-1].threads_inside:

@@ -25,7 +25,7 @@ from torch_ext.testing._internal._fsdp.step_log import (
 
 __all__ = ["WatchedUnits", "check_races"]
 
-_MOST_MARKS = 256
+_MAX_MARKS = 256
 # The names of FSDP's collectives in moments.
 _NAMES = {"all-gather": "gather", "reduce-scatter": "reduce"}
 _RELATION = re.compile("(.+) (?:overlaps|comes before|issued after) (.+)")
@@ -76,7 +76,7 @@ class WatchedUnits(CollectiveLog):
         self.names: list[str] = []
         self.phase = ""
         self._overlapping: set[tuple[str, str]] = set()
-        self._cells = torch.zeros(_MOST_MARKS, device=device)
+        self._cells = torch.zeros(_MAX_MARKS, device=device)
         self._rows = torch.ones(2, 4, device=device)
         self._units = {
             getattr(units, name).weight.numel(): name for name in units.UNITS
@@ -85,14 +85,14 @@ class WatchedUnits(CollectiveLog):
             unit.register_forward_hook(self._note_compute(name))
         self.model = shard(units)
 
-    def mark(self, what: str) -> None:
+    def mark(self, event: str) -> None:
         """Mark this moment of the current stream.
 
         Raises:
             RaceError: the program itself has raced since the last mark.
             IndexError: there are too many marks.
         """
-        checker, name = _race_checker(), f"{self.phase}: {what}"
+        checker, name = _race_checker(), f"{self.phase}: {event}"
         if races := checker.found():
             raise checker.RaceError(races)
         with torch.no_grad():
@@ -125,7 +125,7 @@ class WatchedUnits(CollectiveLog):
         """
         if _race_checker() is None:
             raise unittest.SkipTest(
-                "only the simulated accelerator tells which streams wait for each other"
+                "needs the race checker of the simulated accelerator"
             )
 
         torch.accelerator.synchronize()
@@ -157,10 +157,10 @@ class WatchedUnits(CollectiveLog):
             ValueError: a line states no relation, or a moment that was not marked.
         """
         case.assertMultiLineEqual(
-            relations, "\n".join(map(self._as_found, relations.splitlines()))
+            relations, "\n".join(map(self._actual_relation, relations.splitlines()))
         )
 
-    def _as_found(self, line: str) -> str:
+    def _actual_relation(self, line: str) -> str:
         match = _RELATION.fullmatch(line)
         if match is None:
             raise ValueError(

@@ -33,7 +33,7 @@ from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
 from torch_ext.sim.races._known import KnownRace, known_races
 from torch_ext.sim.races._report import render
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
-from torch_ext.sim.races._schedule import asked as asked_schedule
+from torch_ext.sim.races._schedule import requested as requested_schedule
 from torch_ext.sim.races._threads import AroundCollectives, as_rank, watch_handovers
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "RaceError",
     "Schedule",
     "ThreadsCheck",
-    "blamed",
+    "attach_races",
     "check",
     "check_body",
     "found",
@@ -76,10 +76,10 @@ def mode(unset: str = "off") -> str:
     Raises:
         ValueError: the variable has another value.
     """
-    asked = os.environ.get(VARIABLE) or unset
-    if asked not in MODES:
-        raise ValueError(f"{VARIABLE}={asked}: expected one of {', '.join(MODES)}.")
-    return asked
+    requested = os.environ.get(VARIABLE) or unset
+    if requested not in MODES:
+        raise ValueError(f"{VARIABLE}={requested}: expected one of {', '.join(MODES)}.")
+    return requested
 
 
 def start(schedule: Schedule | None = None) -> None:
@@ -88,7 +88,7 @@ def start(schedule: Schedule | None = None) -> None:
     Args:
         schedule: when lanes see results; by default as ``TORCH_EXT_SCHEDULE`` says.
     """
-    (schedule or asked_schedule()).start()
+    (schedule or requested_schedule()).start()
 
 
 def stop() -> list[Race]:
@@ -121,14 +121,14 @@ def check(mode: str = "error", schedule: Schedule | str | None = None) -> Iterat
     if mode == "off" or _native.is_checking_races():
         yield
         return
-    chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule or asked_schedule()
+    chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule or requested_schedule()
     start(chosen)
-    with _judged(mode, stop, chosen):
+    with _raise_or_print(mode, stop, chosen):
         yield
 
 
 @contextlib.contextmanager
-def _judged(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Iterator[None]:
+def _raise_or_print(mode: str, end: Callable[[], list[Race]], schedule: Schedule) -> Iterator[None]:
     """Raise or print the races of a body as ``mode`` says; ``end`` ends the check and returns them."""
     try:
         yield
@@ -148,7 +148,7 @@ def _verdict(mode: str, races: list[Race], replay: str) -> RaceError | None:
     error = RaceError(races, replay)
     if mode == "error":
         return error
-    _say(str(error))
+    _print(str(error))
     return None
 
 
@@ -158,25 +158,25 @@ def _add_notes(error: BaseException, races: list[Race], replay: str) -> None:
             error.add_note(note)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 class _Body:
     """The check of one test's body."""
 
-    def __init__(self, mode: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, mode: str, announce: Callable[[str], None]) -> None:
         self.mode = mode
-        self.schedule = asked_schedule()
-        self.tell = tell
+        self.schedule = requested_schedule()
+        self.announce = announce
         self.met: set[KnownRace] = set()
         self.was_blamed = False
         self._lock = threading.Lock()  # guards the next line
-        self._aside: list[Race] = []  # races found before a nested body began, or of other ranks' threads
+        self._deferred: list[Race] = []  # races found before a nested body began, or of other ranks' threads
 
     def begin(self) -> None:
         if _bodies:
-            _bodies[-1].set_aside()
+            _bodies[-1].defer()
         _native.stop_race_check()
         found()  # drops races that belong to no body
         self.schedule.start()
@@ -196,9 +196,9 @@ class _Body:
         """Return the error of this body with these races, if they fail it."""
         return _verdict(self.mode, races, self.schedule.replay())
 
-    def set_aside(self) -> None:
+    def defer(self) -> None:
         with self._lock:
-            self._aside += found()
+            self._deferred += found()
 
     def take(self) -> list[Race]:
         """Return the races of this body since the last call, except known ones, which are announced once. In a rank's
@@ -206,26 +206,26 @@ class _Body:
         """
         rank = _native.rank_of_thread()
         with self._lock:
-            races, self._aside = self._aside + found(), []
+            races, self._deferred = self._deferred + found(), []
             if rank is not None:
-                self._aside = [race for race in races if race.later.rank != rank]
+                self._deferred = [race for race in races if race.later.rank != rank]
                 races = [race for race in races if race.later.rank == rank]
-        left = []
+        unknown = []
         for race in merged(races):
             known = next((each for each in known_races() if each.describes(race)), None)
             if known is None:
-                left.append(race)
+                unknown.append(race)
             elif known not in self.met:
                 self.met.add(known)
-                self.tell(f"known race of torch {torch.__version__}: {known.told} ({known.link})")
-        return left
+                self.announce(f"known race of torch {torch.__version__}: {known.summary} ({known.link})")
+        return unknown
 
 
 _bodies: list[_Body] = []  # bodies under check, each within the one before
 
 
 @contextlib.contextmanager
-def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def check_body(test: str = "", announce: Callable[[str], None] | None = None) -> Iterator[None]:
     """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``. Ends a check of the whole
     process. Known races of torch are announced and fail nothing. One body may be within another, as an example is
     within its test: a race counts for the innermost body that holds its later access. Each body starts a new check, so
@@ -234,25 +234,25 @@ def check_body(test: str = "", tell: Callable[[str], None] | None = None) -> Ite
     Args:
         test: the unittest name of the test, to report the known races that it should have met and has not. A body
             within another one reports none.
-        tell: called with one sentence for the user at a time; prints by default.
+        announce: called with one sentence for the user at a time; prints by default.
 
     Raises:
         RaceError: as :func:`check`.
     """
-    asked = mode(unset="error")
-    if asked == "off":
+    requested = mode(unset="error")
+    if requested == "off":
         if not _bodies:
             stop()
         yield
         return
-    body = _Body(asked, tell or _say)
+    body = _Body(requested, announce or _print)
     body.begin()
-    with _judged(asked, body.end, body.schedule):
+    with _raise_or_print(requested, body.end, body.schedule):
         yield
     for known in () if _bodies else known_races():
         if not body.was_blamed and known not in body.met and known.is_met_by(test):
-            body.tell(
-                f"a known race is no longer met by {test}: {known.told}. If torch has mended it, take its entry away"
+            body.announce(
+                f"{test} no longer meets a known race: {known.summary}. If torch has fixed it, remove its entry"
             )
 
 
@@ -263,18 +263,18 @@ class ThreadsCheck:
 
     _current: ThreadsCheck | None = None
 
-    def __init__(self, tell: Callable[[str], None], around_collectives: AroundCollectives) -> None:
+    def __init__(self, announce: Callable[[str], None], around_collectives: AroundCollectives) -> None:
         """Begin, before the threads start; ends an earlier check that is still open.
 
         Args:
-            tell: as for :func:`check_body`.
+            announce: as for :func:`check_body`.
             around_collectives: enters a context around each rank's part of a collective.
         """
         if ThreadsCheck._current is not None:
             ThreadsCheck._current.end()
         ThreadsCheck._current = self
-        asked = mode(unset="error")
-        self._body = _Body(asked, tell) if asked != "off" else None
+        requested = mode(unset="error")
+        self._body = _Body(requested, announce) if requested != "off" else None
         self._unwatch = watch_handovers(around_collectives) if self._body else None
         if self._body:
             self._body.begin()
@@ -306,7 +306,7 @@ class ThreadsCheck:
         return body.judge(body.end())
 
 
-def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
+def attach_races(error: BaseException, *, is_skip: bool = False) -> BaseException:
     """Return the error to report for the innermost body under check, which ``error`` has ended.
 
     Usually ``error`` itself, with notes: the races found so far, which may be its cause, and how to replay the
@@ -327,10 +327,10 @@ def blamed(error: BaseException, *, is_skip: bool = False) -> BaseException:
 def check_program() -> None:
     """Check this process until it ends if ``TORCH_EXT_RACES`` asks for it. Called once, on registration."""
     _report_saved_storages()
-    asked = mode()
-    if asked != "off":
+    requested = mode()
+    if requested != "off":
         start()
-        atexit.register(_end_program, asked)
+        atexit.register(_end_program, requested)
 
 
 def _report_saved_storages() -> None:
@@ -350,11 +350,11 @@ def _report_saved_storages() -> None:
     wrap(torch._C.PyTorchFileWriter, "write_record")(write)
 
 
-def _end_program(asked: str) -> None:
-    replay = asked_schedule().replay()
+def _end_program(requested: str) -> None:
+    replay = requested_schedule().replay()
     races = stop()
     if races:
         print(RaceError(races, replay), file=sys.stderr, flush=True)
-        if asked == "error":
+        if requested == "error":
             sys.stdout.flush()
             os._exit(1)  # an exit function has no other way to change the exit code

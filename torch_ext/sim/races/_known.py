@@ -2,7 +2,7 @@
 
 Each entry of ``known.json`` has:
 
-``told``      the race, in one clause
+``summary``   the race, in one clause
 ``link``      an issue, a pull request or a page of docs/findings
 ``torch``     the releases that are known to have the race, such as ``"2.13"``
 ``tests``     the tests that meet it: addresses, from the file's name on; ``*`` stands for any text
@@ -34,8 +34,8 @@ from torch_ext.sim.races._findings import Access, Race
 __all__ = ["KnownRace", "known_races"]
 
 _FILE = Path(__file__).with_name("known.json")
-_TOLD = {"told", "link", "torch", "tests"}
-_ASKED = {"earlier", "later", "reused", "pinned"}
+_REQUIRED = {"summary", "link", "torch", "tests"}
+_CONDITIONS = {"earlier", "later", "reused", "pinned"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Side:
 class KnownRace:
     """One entry; see the module."""
 
-    told: str
+    summary: str
     link: str
     tests: tuple[str, ...]
     earlier: Side = Side()
@@ -110,23 +110,23 @@ def known_races(path: Path = _FILE, release: str = torch.__version__) -> tuple[K
     )
 
 
-def _is_for(given: Any, release: str, where: str) -> bool:
-    if not isinstance(given, dict) or not _TOLD <= set(given) <= _TOLD | _ASKED:
+def _is_for(fields: Any, release: str, where: str) -> bool:
+    if not isinstance(fields, dict) or not _REQUIRED <= set(fields) <= _REQUIRED | _CONDITIONS:
         raise ValueError(
-            f"{where}: expected told, link, torch and tests, and perhaps earlier, later, reused and pinned"
+            f"{where}: expected summary, link, torch, tests, and optionally earlier, later, reused and pinned"
         )
-    if not any(given.get(side, {}).get("frames") for side in ("earlier", "later")):
-        raise ValueError(f"{where}: it would describe every race; say what calls the earlier or the later access")
-    return any(re.match(rf"{re.escape(each)}(?!\w)", release) for each in given["torch"])
+    if not any(fields.get(side, {}).get("frames") for side in ("earlier", "later")):
+        raise ValueError(f"{where} matches every race: give frames of the earlier or the later access")
+    return any(re.match(rf"{re.escape(each)}(?!\w)", release) for each in fields["torch"])
 
 
-def _entry(given: Mapping[str, Any]) -> KnownRace:
+def _entry(fields: Mapping[str, Any]) -> KnownRace:
     def side(name: str) -> Side:
-        values = given.get(name, {})
+        values = fields.get(name, {})
         return Side(tuple(values.get("frames", ())), values.get("lane"))
 
-    tests: Sequence[str] = given["tests"]
+    tests: Sequence[str] = fields["tests"]
     return KnownRace(
-        given["told"], given["link"], tuple(tests), side("earlier"), side("later"), given.get("reused"),
-        given.get("pinned"),
+        fields["summary"], fields["link"], tuple(tests), side("earlier"), side("later"), fields.get("reused"),
+        fields.get("pinned"),
     )  # fmt: skip

@@ -13,7 +13,7 @@ _MOST_FRAMES = 12
 def render(races: list[Race]) -> str:
     """Return the report of ``races``, of which there is at least one."""
     heading = (
-        f"{len(races)} race{'s' * (len(races) != 1)}{_who(races)}: accesses to the same memory that nothing orders"
+        f"{len(races)} race{'s' * (len(races) != 1)}{_on_rank(races)}: accesses to the same memory that nothing orders"
     )
     parts = [heading, *(_race(number, race) for number, race in enumerate(races[:_MOST_RACES], start=1))]
     if len(races) > _MOST_RACES:
@@ -21,7 +21,7 @@ def render(races: list[Race]) -> str:
     return "\n\n".join(parts)
 
 
-def _who(races: list[Race]) -> str:
+def _on_rank(races: list[Race]) -> str:
     ranks = {race.later.rank for race in races}
     if ranks == {None} and dist.is_available() and dist.is_initialized():
         ranks = {dist.get_rank()}
@@ -30,9 +30,9 @@ def _who(races: list[Race]) -> str:
 
 def _race(number: int, race: Race) -> str:
     times = f" ({race.count} times)" if race.count > 1 else ""
-    what = f"{_name(race.earlier)} {_verb(race.earlier)} what {_name(race.later)} {_verb(race.later)}"
+    summary = f"{_name(race.earlier)} {_verb(race.earlier)} what {_name(race.later)} {_verb(race.later)}"
     lines = [
-        f"race {number}: {what}{times}",
+        f"race {number}: {summary}{times}",
         f"  memory   {_memory(race)}",
         *_access("earlier", race.earlier),
         *_access("later", race.later),
@@ -74,12 +74,12 @@ def _memory(race: Race) -> str:
     return f"bytes {race.begin} to {race.end} of a block of {kind}{made}{life}"
 
 
-def _access(which: str, access: Access) -> list[str]:
+def _access(side: str, access: Access) -> list[str]:
     tensor = f"{access.dtype.removeprefix('torch.')} [{', '.join(map(str, access.sizes))}]"
     made = f" (made{_where(access.lane_stack)})" if access.lane_stack else ""
     in_backward = f" in {access.node}" if access.node else ""
     of_rank = "" if access.rank is None else f" of rank {access.rank}"
-    lines = [f"  {which:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
+    lines = [f"  {side:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
     lines += [f"             {frame}" for frame in access.stack[:_MOST_FRAMES]]
     if len(access.stack) > _MOST_FRAMES:
         lines.append(f"             and {len(access.stack) - _MOST_FRAMES} frames that called it")

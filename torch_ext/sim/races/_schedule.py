@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch_ext.sim import _native
 
-__all__ = ["SCHEDULES", "VARIABLE", "Schedule", "asked"]
+__all__ = ["SCHEDULES", "VARIABLE", "Schedule", "requested"]
 
 VARIABLE = "TORCH_EXT_SCHEDULE"
 SCHEDULES = ("early", "late", "random")
@@ -54,7 +54,7 @@ class Schedule:
         return f"replay with {VARIABLE}={self}; its trace is {_native.schedule_trace():016x}"
 
 
-def asked() -> Schedule:
+def requested() -> Schedule:
     """Return the schedule in ``TORCH_EXT_SCHEDULE``; ``early`` if it is unset or empty.
 
     Raises:

@@ -37,7 +37,7 @@ __all__ = ["AroundCollectives", "as_rank", "watch_handovers"]
 AroundCollectives = Callable[[Callable[..., contextlib.AbstractContextManager[None]]], Callable[[], None]]
 
 _HANDOVER = "_torch_ext_handover"  # attribute of a collective
-_waiting = 0  # the thread that started the ranks and waits for them; its handovers are ignored
+_starter = 0  # the thread that started the ranks and waits for them; its handovers are ignored
 _lock_handovers: weakref.WeakKeyDictionary[Any, _native.RaceHandover] = weakref.WeakKeyDictionary()
 
 
@@ -53,12 +53,12 @@ def as_rank(rank: int) -> Iterator[None]:
 
 def watch_handovers(around_collectives: AroundCollectives) -> Callable[[], None]:
     """Track the edges between threads from now on, until the returned function is called."""
-    global _waiting
-    _waiting = threading.get_ident()
+    global _starter
+    _starter = threading.get_ident()
     undo = contextlib.ExitStack()
     undo.callback(around_collectives(_collective))
-    for name, seen in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
-        _replace(undo, threading.Condition, name, seen(getattr(threading.Condition, name)))
+    for name, wrapper in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
+        _replace(undo, threading.Condition, name, wrapper(getattr(threading.Condition, name)))
     _replace(undo, threading.Event, "is_set", _is_set(threading.Event.is_set))
     return undo.close
 
@@ -69,14 +69,14 @@ def _replace(undo: contextlib.ExitStack, owner: type, name: str, new: Any) -> No
 
 
 def _give(condition: Any) -> None:
-    if threading.get_ident() != _waiting:
+    if threading.get_ident() != _starter:
         # Keyed by the lock, because the conditions of a queue share one.
         _lock_handovers.setdefault(condition._lock, _native.RaceHandover()).give()
 
 
 def _take(condition: Any) -> None:
     handover = _lock_handovers.get(condition._lock)
-    if handover is not None and threading.get_ident() != _waiting:
+    if handover is not None and threading.get_ident() != _starter:
         handover.take()
 
 

@@ -170,4 +170,4 @@ def _python(copy: Path, command: Sequence[str], device: str, timeout_s: float) -
             text = child.communicate()[0]
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            return 1, f"{text}\nnot done after {timeout_s:g} s"
+            return 1, f"{text}\ntimed out after {timeout_s:g} s"

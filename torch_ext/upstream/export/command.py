@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from torch_ext.upstream.export import check, lint, spelled
-from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, git, mailbox, shown
+from torch_ext.upstream.export import check, lint, tables
+from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, git, mailbox
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import Definition, Module, our_tree, path_of, project_root, upstream_at
 from torch_ext.upstream.export.targets import Target, text_of
@@ -26,7 +26,7 @@ from torch_ext.upstream.export.targets import Target, text_of
 __all__ = ["Result", "add", "export", "main"]
 
 _DEVICES = ("cpu", "sim")
-_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
         devices = _DEVICES if options.check else ()
-        with _ended_by_signals():
-            result = export(options.what, options.onto, devices, lambda line: print(line, file=sys.stderr, flush=True))
+        with _exit_on_signals():
+            result = export(options.items, options.onto, devices, lambda line: print(line, file=sys.stderr, flush=True))
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Make signals raise SystemExit within the block, so that cleanups run; restores their handlers."""
-    before = {number: signal.getsignal(number) for number in _ENDED_BY}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:  # nohup, or a shell's background
@@ -78,7 +78,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _ENDED_BY:
+    for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     summary = "Write tests and helpers of this tree as a patch for a PyTorch checkout."
     parser = argparse.ArgumentParser("torch_ext export", description=summary)
     add = parser.add_argument
-    what = "files, folders, names, or all additions since REV"
-    add("what", nargs="+", metavar="PATH|FILE::NAME|REV..", help=what)
+    items = "files, folders, names, or all additions since REV"
+    add("items", nargs="+", metavar="PATH|FILE::NAME|REV..", help=items)
     add("--onto", required=True, type=Path, metavar="CHECKOUT", help="a git checkout of PyTorch; its HEAD counts")
     add("--output", type=_new_file, metavar="FILE", help="write the mail there; default: to standard output")
     add("--check", action="store_true", help="apply it to a scratch copy and run it there, on cpu and on sim")
@@ -103,15 +103,15 @@ def _new_file(text: str) -> Path:
 
 
 def export(
-    what: Sequence[str], onto: Path, devices: Sequence[str] = (), say: Callable[[str], None] = lambda line: None
+    items: Sequence[str], onto: Path, devices: Sequence[str] = (), report: Callable[[str], None] = lambda line: None
 ) -> Result:
     """Make a patch.
 
     Args:
-        what: see :func:`add`.
+        items: see :func:`add`.
         onto: the PyTorch checkout.
         devices: where to run the change; empty for no run.
-        say: prints a line of progress.
+        report: prints a line of progress.
 
     Raises:
         CheckoutError: the checkout, a path or a revision is missing, git knows no author, or there is no ruff.
@@ -121,27 +121,27 @@ def export(
     check_author(onto)
     ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
-    add(linker, what, root)
+    add(linker, items, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
     targets = [each for each in linker.targets.values() if each.whole or each.pieces]
     if not targets and not result.problems:
-        result.problems.append("upstream has all of it: there is nothing to send")
+        result.problems.append("upstream already has everything: nothing to export")
     if result.problems:
         return result
     result.files = {target.path: text_of(target, ours) for target in targets}
     before = {target.path: target.existing.text for target in targets if target.existing}
-    settings = shown(onto, "pyproject.toml", commit_of(onto))
+    settings = file_at(onto, "pyproject.toml", commit_of(onto))
     result.problems = lint.problems(result.files, before, None if settings is None else settings.decode())
     runs: list[check.Run] = []
     if devices and not result.problems:
-        runs, result.problems = _checked(onto, devices, targets, result.files, say)
+        runs, result.problems = _check(onto, devices, targets, result.files, report)
     if not result.problems:
         result.mail = mailbox(onto, result.files, _message(targets, runs))
     return result
 
 
-def _checked(
-    onto: Path, devices: Sequence[str], targets: Sequence[Target], files: dict[str, str], say: Callable[[str], None]
+def _check(
+    onto: Path, devices: Sequence[str], targets: Sequence[Target], files: dict[str, str], report: Callable[[str], None]
 ) -> tuple[list[check.Run], list[str]]:
     """Apply the change to a scratch copy, import every file there, and run the test files."""
     mail = mailbox(onto, files, "check\n")
@@ -149,32 +149,32 @@ def _checked(
         copy = check.apply_to_copy(onto, mail, Path(folder))
         tests = [target.path for target in targets if target.path.startswith("test/")]
         helpers = [target.module for target in targets if not target.path.startswith("test/")]
-        if wrong := check.import_in_copy(copy, [*helpers, *(str(copy / each) for each in tests)]):
-            return [], [f"the changed files do not import on plain torch: {wrong}"]
+        if errors := check.import_in_copy(copy, [*helpers, *(str(copy / each) for each in tests)]):
+            return [], [f"the changed files do not import on plain torch: {errors}"]
         runs = []
         for file in tests:
             for device in devices:
                 runs.append(check.run_in_copy(copy, file, device))
-                say(str(runs[-1]))
+                report(str(runs[-1]))
     return runs, [f"{run}\n{run.output}" for run in runs if not run.good]
 
 
 def _message(targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
     """Return the commit message: the files and tests of the change, its runs, and the tools."""
     parts = [_subject(targets)]
-    parts += [textwrap.fill(_about(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
+    parts += [textwrap.fill(_describe(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
     tests = [f"{each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
     own = [
-        f"written and tested in torch_ext {metadata.version('torch_ext')}, brought into this form by its exporter",
+        f"written and tested in torch_ext {metadata.version('torch_ext')}, converted by its exporter",
         f"torch {metadata.version('torch')}, Python {platform.python_version()}, {lint.version()}",
     ]
-    parts += [_listed("Tests", tests)] if tests else []
-    parts += [_listed("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
-    parts += [_listed("Tools", own)]
+    parts += [_list("Tests", tests)] if tests else []
+    parts += [_list("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
+    parts += [_list("Tools", own)]
     return "\n\n".join(parts) + "\n"
 
 
-def _listed(title: str, lines: Sequence[str]) -> str:
+def _list(title: str, lines: Sequence[str]) -> str:
     return "\n  ".join([f"{title}:", *lines])
 
 
@@ -186,7 +186,7 @@ def _subject(targets: Sequence[Target]) -> str:
     return f"Add {', '.join(names[:3])}{more}"
 
 
-def _about(target: Target) -> str:
+def _describe(target: Target) -> str:
     if target.whole is None:
         names = [f"{piece.into}.{piece.name}" if piece.into else piece.name for piece in target.pieces.values()]
         return f"{target.path} gets {', '.join(names)}."
@@ -206,15 +206,15 @@ def _tests(target: Target) -> list[str]:
 
 # The arguments: files, names in files, or the additions since a revision.
 
-_GO = ("testing", "test/distributed")
+_EXPORTABLE = ("testing", "test/distributed")
 
 
-def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
+def add(linker: Linker, arguments: Sequence[str], root: Path) -> None:
     """Add the arguments to ``linker``; an argument that cannot be exported becomes one of the linker's problems.
 
     Args:
         linker: collects the change.
-        asked: each a file or folder below the project's root, ``FILE::NAME`` for a definition or class, or ``REV..``
+        arguments: a file or folder below the project's root, ``FILE::NAME`` for a definition or class, or ``REV..``
             for the changes since REV, uncommitted changes included.
         root: the project's checkout.
 
@@ -222,7 +222,7 @@ def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
         CheckoutError: there is no such file, folder or revision.
     """
     root = root.resolve()
-    for each in asked:
+    for each in arguments:
         revision, dots, end = each.partition("..")
         if dots and not end and revision and not revision.endswith("/"):
             _add_since(linker, revision, root)
@@ -230,22 +230,22 @@ def add(linker: Linker, asked: Sequence[str], root: Path) -> None:
             _add_path(linker, each, root)
 
 
-def _add_path(linker: Linker, asked: str, root: Path) -> None:
-    path, _, name = asked.partition("::")
+def _add_path(linker: Linker, argument: str, root: Path) -> None:
+    path, _, name = argument.partition("::")
     places = ((root / path).resolve(), Path(path).resolve())
     place = next((each for each in places if each.exists() and each.is_relative_to(root)), None)
     if place is None:
         raise CheckoutError(f"{path!r} is no file, folder or REV.. of {root}")
     in_folder = place.is_dir()
-    if not any(place.is_relative_to(root / each) for each in _GO) or not (in_folder or place.suffix == ".py"):
-        raise CheckoutError(f"{place}: only Python files below {' and '.join(_GO)} go upstream")
+    if not any(place.is_relative_to(root / each) for each in _EXPORTABLE) or not (in_folder or place.suffix == ".py"):
+        raise CheckoutError(f"{place}: only Python files below {' and '.join(_EXPORTABLE)} go upstream")
     if name:
-        _add_one(linker, module_at(place, root), name)
+        _add_name(linker, module_at(place, root), name)
         return
     for file in sorted(place.rglob("*.py")) if in_folder else [place]:
         module = module_at(file, root)
-        stays = spelled.advice_for(module) and not any(each.startswith(f"{module}.") for each in spelled.STAND_INS)
-        if not in_folder or not (stays or file.name == "__init__.py"):
+        is_local = tables.advice_for(module) and not any(each.startswith(f"{module}.") for each in tables.STAND_INS)
+        if not in_folder or not (is_local or file.name == "__init__.py"):
             linker.add_file(module)
 
 
@@ -255,16 +255,16 @@ def module_at(path: Path, root: Path) -> str:
     return ".".join(("torch_ext", *parts) if parts[0] == "testing" else parts)
 
 
-def _add_one(linker: Linker, module: str, name: str) -> None:
+def _add_name(linker: Linker, module: str, name: str) -> None:
     found = linker.ours.find(module, name)
     if found is None:
         linker.problems.append(f"{path_of(module)}.py defines no {name}")
-    elif advice := spelled.advice_for(found[0].name):
+    elif advice := tables.advice_for(found[0].name):
         linker.problems.append(f"{name}: {advice}")
     elif linker.theirs.find(place := linker.place(found[0].name), name) is None:
         linker.add_name(module, name)
     else:
-        linker.problems.append(f"{place} has {name}: bring a change of it over by hand")
+        linker.problems.append(f"{place} has {name}: port your change by hand")
 
 
 def _add_since(linker: Linker, revision: str, root: Path) -> None:
@@ -272,14 +272,14 @@ def _add_since(linker: Linker, revision: str, root: Path) -> None:
     # -z: git quotes names that are not ASCII otherwise.
     diff = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "--relative", "-z", "--diff-filter=d", revision)
     untracked = ("ls-files", "-z", "--others", "--exclude-standard")
-    changed = {path for command in (diff, untracked) for path in git(root, *command, "--", *_GO).split("\0")}
+    changed = {path for command in (diff, untracked) for path in git(root, *command, "--", *_EXPORTABLE).split("\0")}
     for path in sorted(changed):
         if not path.endswith(".py") or path.endswith("__init__.py"):
             continue
         name = module_at(root / path, root)
         now, before = linker.ours.module(name), old.module(name)
-        stays = bool(spelled.advice_for(name))
-        if now is None or before is None or stays or linker.theirs.module(linker.place(name)) is None:
+        is_local = bool(tables.advice_for(name))
+        if now is None or before is None or is_local or linker.theirs.module(linker.place(name)) is None:
             linker.add_file(name)
         else:
             _add_changes(linker, before, now)
@@ -299,15 +299,15 @@ def _add_changes(linker: Linker, before: Module, now: Module) -> None:
 def _add_members(linker: Linker, earlier: Definition, now: tuple[Module, Definition], theirs: Definition) -> None:
     """Add the new members of a class; report as problems the changed definitions that upstream has."""
     module, definition = now
-    was, has = earlier.members(), theirs.members()
+    earlier_members, upstream_members = earlier.members(), theirs.members()
     changed = [] if definition.is_class else [definition.name]
     for member, statement in definition.members().items():
-        if member not in has:
+        if member not in upstream_members:
             linker.add_member(module, definition, member)
-        elif member in was and ast.dump(was[member]) != ast.dump(statement):
+        elif member in earlier_members and ast.dump(earlier_members[member]) != ast.dump(statement):
             changed.append(f"{definition.name}.{member}")
     place = path_of(linker.place(module.name))
-    linker.problems += [f"{name} changed here, and {place}.py has it: bring that over by hand" for name in changed]
+    linker.problems += [f"{name} changed here, and {place}.py has it: port the change by hand" for name in changed]
 
 
 def _source(definition: Definition) -> list[str]:

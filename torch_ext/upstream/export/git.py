@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CheckoutError", "check_author", "commit_of", "git", "mailbox", "shown"]
+__all__ = ["CheckoutError", "check_author", "commit_of", "file_at", "git", "mailbox"]
 
 # Git sets these variables for its hooks. They take precedence over the folder that a command names.
-_OF_A_HOOK = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_WORK_TREE")
-_NO_GUESS = ("-c", "user.useConfigOnly=true")
+_HOOK_VARIABLES = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_WORK_TREE")
+_EXPLICIT_AUTHOR = ("-c", "user.useConfigOnly=true")
 _UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8")
 
 
@@ -21,10 +21,10 @@ class CheckoutError(ValueError):
     """A checkout, a path, a revision or a tool is missing or unusable."""
 
 
-def _ran(
+def _run(
     where: Path, *command: str, text: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_A_HOOK}
+    kept = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
     try:
         return subprocess.run(
             ["git", "-C", str(where), *command],
@@ -33,7 +33,7 @@ def _ran(
             env={**kept, "LC_ALL": "C.UTF-8", **(environment or {})},
         )
     except FileNotFoundError:
-        raise CheckoutError("there is no git on the PATH; install it") from None
+        raise CheckoutError("git is not on the PATH: install it") from None
 
 
 def git(where: Path, *command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
@@ -42,13 +42,13 @@ def git(where: Path, *command: str, text: str = "", environment: Mapping[str, st
     Raises:
         CheckoutError: git failed, or there is no git.
     """
-    done = _ran(where, *command, text=text, environment=environment)
+    done = _run(where, *command, text=text, environment=environment)
     if done.returncode:
-        raise CheckoutError(f"git {' '.join(command[:2])} failed in {where}: {_words(done)}")
+        raise CheckoutError(f"git {' '.join(command[:2])} failed in {where}: {_error(done)}")
     return done.stdout.decode(errors="replace")
 
 
-def _words(done: subprocess.CompletedProcess[bytes]) -> str:
+def _error(done: subprocess.CompletedProcess[bytes]) -> str:
     text = (done.stderr or done.stdout).decode(errors="replace").strip()
     return text.removeprefix("fatal: ").removeprefix("error: ")
 
@@ -59,27 +59,27 @@ def commit_of(checkout: Path, revision: str = "HEAD") -> str:
     Raises:
         CheckoutError: there is no such repository or revision.
     """
-    done = _ran(checkout, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    done = _run(checkout, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     if done.returncode or not revision:
-        raise CheckoutError(f"{checkout} is no git checkout with the revision {revision!r}: {_words(done)}")
+        raise CheckoutError(f"{checkout} is no git checkout with the revision {revision!r}: {_error(done)}")
     return done.stdout.decode().strip()
 
 
 @cache
-def shown(checkout: Path, path: str, commit: str) -> bytes | None:
+def file_at(checkout: Path, path: str, commit: str) -> bytes | None:
     """Return the bytes of ``path`` in ``commit``; None if ``commit`` has no such path."""
-    done = _ran(checkout, "show", f"{commit}:{path}")
+    done = _run(checkout, "show", f"{commit}:{path}")
     return None if done.returncode else done.stdout
 
 
 def check_author(checkout: Path) -> None:
     """Raise a :class:`CheckoutError` unless git knows a name and an address: PyTorch takes patches from people."""
     for identity in ("GIT_AUTHOR_IDENT", "GIT_COMMITTER_IDENT"):
-        done = _ran(checkout, *_NO_GUESS, "var", identity)
+        done = _run(checkout, *_EXPLICIT_AUTHOR, "var", identity)
         if done.returncode:
             raise CheckoutError(
-                f"git knows no author here ({_words(done).splitlines()[-1]}). PyTorch takes patches from people: set "
-                "git config user.name and user.email, and read what you send before you send it."
+                f"git knows no author here ({_error(done).splitlines()[-1]}). PyTorch takes patches from people: set "
+                "git config user.name and user.email, and review the patch before you send it."
             )
 
 
@@ -93,16 +93,16 @@ def mailbox(checkout: Path, files: Mapping[str, str], message: str) -> str:
             "GIT_INDEX_FILE": str(Path(folder, "index")),
         }
 
-        def there(*command: str, text: str = "") -> str:
+        def run_git(*command: str, text: str = "") -> str:
             return git(checkout, *command, text=text, environment=environment).strip()
 
-        there("read-tree", "HEAD")
+        run_git("read-tree", "HEAD")
         for path, text in files.items():
-            blob = there("hash-object", "-w", "--stdin", text=text)
-            mode = there("ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0] or "100644"
-            there("update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}")
-        tree = there("write-tree")
-        commit = there(*_NO_GUESS, *_UTF8, "commit-tree", tree, "-p", "HEAD", text=message)
+            blob = run_git("hash-object", "-w", "--stdin", text=text)
+            mode = run_git("ls-tree", "--full-tree", "HEAD", "--", path).split(" ")[0] or "100644"
+            run_git("update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}")
+        tree = run_git("write-tree")
+        commit = run_git(*_EXPLICIT_AUTHOR, *_UTF8, "commit-tree", tree, "-p", "HEAD", text=message)
         # Override the user's settings: git am refuses the patches that some of them produce.
         options = ["--stdout", "--no-signature", "--no-base", "--no-attach", "--no-cover-letter", "--no-color"]
         options += ["--subject-prefix=PATCH", "--no-ext-diff", "--src-prefix=a/", "--dst-prefix=b/"]

@@ -17,7 +17,7 @@ import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_ext.upstream.export import spelled
+from torch_ext.upstream.export import tables
 from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, Module, Tree, members_of, path_of, span
 from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, renamed, replace_lines, replace_node, uses
 from torch_ext.upstream.export.targets import Piece, Target
@@ -32,7 +32,7 @@ def _is_ours(dotted: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _Reference:
     """A use in line ``line`` of our ``module.name`` as ``local``. ``through``: as an attribute of its module."""
 
     module: str
@@ -57,10 +57,10 @@ class Linker:
         module = self.ours.module(name)
         if module is None:
             self.problems.append(f"{name}: there is no such module")
-        elif stand_ins := [each for each in module.all or () if f"{name}.{each}" in spelled.STAND_INS]:
+        elif stand_ins := [each for each in module.all or () if f"{name}.{each}" in tables.STAND_INS]:
             for each in stand_ins:
                 self._stand_in(f"{name}.{each}", self.place(name))
-        elif advice := spelled.advice_for(name):
+        elif advice := tables.advice_for(name):
             self.problems.append(f"{path_of(name)}.py: {advice}")
         elif (target := self._target_for(name)).whole is None:
             for each, definition in module.definitions.items():
@@ -136,7 +136,7 @@ class Linker:
                     break
 
     def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
-        if advice := spelled.advice_for(home.name):
+        if advice := tables.advice_for(home.name):
             self.problems.append(f"{into}.{name}, which a test calls, is not in upstream's class: {advice}")
         else:
             owner = next(each for each in home.definitions.values() if statement in each.members().values())
@@ -196,11 +196,11 @@ class Linker:
         if name in module.definitions:
             if target.whole is not None and target.whole.module is module:
                 return
-            home, called = module.name, name
+            home, original = module.name, name
         elif origin is None:
             if hasattr(builtins, name) or not any(self.ours.find(star, name) for star in module.stars):
                 return
-            home, called = module.name, name
+            home, original = module.name, name
         elif not _is_ours(origin.dotted):
             if not piece.is_whole and (text := target.import_name(name, origin)) != name:
                 piece.edits.append(replace_node(spine[0], text))
@@ -209,10 +209,10 @@ class Linker:
             self._link_attribute(use, origin.dotted, piece)
             return
         else:
-            home, called = origin.module, origin.attribute
-        if edit := self._spelled(home, called, spine, target):
+            home, original = origin.module, origin.attribute
+        if edit := self._expression_edit(home, original, spine, target):
             piece.edits.append(edit)
-        elif (text := self._named(_Wanted(home, called, name, use.line), piece)) != name:
+        elif (text := self._upstream_name(_Reference(home, original, name, use.line), piece)) != name:
             piece.edits.append(replace_node(spine[0], text))
 
     def _link_attribute(self, use: Use, home: str, piece: Piece) -> None:
@@ -223,85 +223,85 @@ class Linker:
             self.problems.append(f"{where}: {use.name} is a module of this project, used as a value")
             return
         name, target = attribute.attr, piece.target
-        if edit := self._spelled(home, name, use.spine[1:], target):
+        if edit := self._expression_edit(home, name, use.spine[1:], target):
             piece.edits.append(edit)
             return
         package, _, last = self.place(home).rpartition(".")
         # Upstream has a module of that name: keep the attribute of the module.
         kept = home.startswith(OURS) and home.endswith(f".{last}") and f"{package}.{last}" != target.module
         text = self._through_compat(home, name, use.name, target)
-        text = text or self._named(_Wanted(home, name, name, use.line, kept), piece)
+        text = text or self._upstream_name(_Reference(home, name, name, use.line, kept), piece)
         if kept and text == name:
             target.import_name(use.name, Import(package, last))
         else:
             piece.edits.append(replace_node(attribute, text))
 
-    def _spelled(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
+    def _expression_edit(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
         """Return the edit that spells our name as an expression of upstream's, which lacks the name."""
-        words, best = self._site(module, name), None
+        words, best = self._definition_site(module, name), None
         for place, node in enumerate(spine):
             if place:
                 words += f".{node.attr}" if isinstance(node, ast.Attribute) else "()"
-            best = (words, node) if words in spelled.EXPRESSIONS else best
+            best = (words, node) if words in tables.EXPRESSIONS else best
         if best is None:
             return None
-        text, needed = spelled.EXPRESSIONS[best[0]]
+        text, needed = tables.EXPRESSIONS[best[0]]
         home, _, attribute = needed.partition(":")
         if home and home != target.module:
             target.import_name(attribute or home, Import(home, attribute))
         arguments = best[1].args if isinstance(best[1], ast.Call) else ()
         return replace_node(best[1], text.format(*map(ast.unparse, arguments)) if arguments else text)
 
-    def _site(self, module: str, name: str) -> str:
+    def _definition_site(self, module: str, name: str) -> str:
         """Return the dotted name of the definition of our ``module.name``."""
         found = self.ours.find(module, name)
         return f"{found[0].name if found else module}.{name}"
 
     def _stand_in(self, site: str, place: str) -> str:
         """Export the stand-in for one of our helpers to ``place``, and return its name."""
-        module, _, name = spelled.STAND_INS[site].partition(":")
+        module, _, name = tables.STAND_INS[site].partition(":")
         found = self.ours.find(module, name)
         if found is None:
-            raise AssertionError(f"there is no {spelled.STAND_INS[site]}")
+            raise AssertionError(f"there is no {tables.STAND_INS[site]}")
         return self._add_definition(self._target_at(place), *found)
 
-    def _named(self, use: _Wanted, piece: Piece) -> str:
+    def _upstream_name(self, use: _Reference, piece: Piece) -> str:
         """Return upstream's name for ours, and import it into the file."""
         module, name, local, target = use.module, use.name, use.local, piece.target
         if f"{module}.".startswith(f"{_COMPAT}."):
-            return self._private(use, piece)
-        if (site := self._site(module, name)) in spelled.STAND_INS:
+            return self._private_torch_name(use, piece)
+        if (site := self._definition_site(module, name)) in tables.STAND_INS:
             place = self.place(module)
-            return self._reach(target, place, self._stand_in(site, place), name)
+            return self._import_name(target, place, self._stand_in(site, place), name)
         found = self.ours.find(module, name)
         home = found[0].name if found and _is_ours(found[0].name) else module
         for front in (self.place(module), self.place(home)):
             if self._has(front, name) and not _is_private(found, use):
-                return local if use.through else self._reach(target, front, name, local)
+                return local if use.through else self._import_name(target, front, name, local)
         if found is not None and not home.startswith("torch.") and found[0].name == home:
-            return self._along(found, use, piece)
-        here = self.ours.module(module)
-        if here is not None and (origin := here.imports.get(name)) and not _is_ours(origin.dotted):
+            return self._export_definition(found, use, piece)
+        our_module = self.ours.module(module)
+        if our_module is not None and (origin := our_module.imports.get(name)) and not _is_ours(origin.dotted):
             return target.import_name(local, origin)
         self.problems.append(f"{_place(use, piece)}: neither upstream nor this tree has {name} ({self.place(module)})")
         return local
 
-    def _along(self, found: tuple[Module, Definition], use: _Wanted, piece: Piece) -> str:
+    def _export_definition(self, found: tuple[Module, Definition], use: _Reference, piece: Piece) -> str:
         """Export a definition that upstream lacks, and return its name there."""
         home, name, local, target = found[0].name, use.name, use.local, piece.target
-        if advice := spelled.advice_for(home):
-            self.problems.append(f"{_place(use, piece)} uses {name}, which upstream has not: {advice}")
+        if advice := tables.advice_for(home):
+            self.problems.append(f"{_place(use, piece)} uses {name}, which upstream lacks: {advice}")
             return local
-        going, called = self._target_for(home), name
-        if going.whole is None:
-            called = self._add_definition(going, *found)
-        local = local if called == name else called
-        return local if use.through else self._reach(target, going.module, called, local)
+        destination, exported = self._target_for(home), name
+        if destination.whole is None:
+            exported = self._add_definition(destination, *found)
+        local = local if exported == name else exported
+        return local if use.through else self._import_name(target, destination.module, exported, local)
 
-    def _reach(self, target: Target, module: str, name: str, local: str) -> str:
+    def _import_name(self, target: Target, module: str, name: str, local: str) -> str:
         return name if module == target.module else target.import_name(local, Import(module, name))
 
-    def _private(self, use: _Wanted, piece: Piece) -> str:
+    def _private_torch_name(self, use: _Reference, piece: Piece) -> str:
         """Import a private name of torch from its place in torch."""
         places = self._places(use.module, use.name)
         if not places:
@@ -324,12 +324,12 @@ class Linker:
 
     def _places(self, module: str, name: str) -> list[str]:
         """Return torch's places of a private name from compat's table; places that upstream has come first."""
-        here = self.ours.module(module)
-        if here is None:
+        our_module = self.ours.module(module)
+        if our_module is None:
             return []
-        texts = {each: getattr(definition.node, "value", None) for each, definition in here.definitions.items()}
+        texts = {each: getattr(definition.node, "value", None) for each, definition in our_module.definitions.items()}
         constants = {each: node.value for each, node in texts.items() if isinstance(node, ast.Constant)}
-        for node in ast.walk(here.tree):
+        for node in ast.walk(our_module.tree):
             for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
                 if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Tuple):
                     places = [str(eval(ast.unparse(each), {}, constants)) for each in value.elts]
@@ -342,11 +342,11 @@ def _imports_ours(node: ast.Import | ast.ImportFrom, module: Module) -> bool:
     return any(map(_is_ours, names))
 
 
-def _place(use: _Wanted, piece: Piece) -> str:
+def _place(use: _Reference, piece: Piece) -> str:
     return f"{path_of(piece.module.name)}.py:{use.line}"
 
 
-def _is_private(found: tuple[Module, Definition] | None, use: _Wanted) -> bool:
+def _is_private(found: tuple[Module, Definition] | None, use: _Reference) -> bool:
     """Whether the name is private to our module, so that upstream's equal name is another one."""
     if found is None or use.name in (found[0].all or ()):
         return False

@@ -27,10 +27,10 @@ _OWNERS = re.compile(r'^# Owner\(s\): \[".+"\]$', re.MULTILINE)
 
 
 def _ruff(*command: str, text: str = "", folder: str | None = None) -> subprocess.CompletedProcess[str]:
-    beside = Path(sys.executable).parent / "ruff"
-    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("ruff")
+    installed = Path(sys.executable).parent / "ruff"
+    path = str(installed) if os.access(installed, os.X_OK) else shutil.which("ruff")
     if path is None:
-        raise CheckoutError("there is no ruff, with which PyTorch formats; pip install ruff")
+        raise CheckoutError("ruff, PyTorch's formatter, is not installed: pip install ruff")
     return subprocess.run([path, *command], input=text, capture_output=True, text=True, cwd=folder)
 
 
@@ -44,16 +44,16 @@ def formatted(text: str) -> str:
     Raises:
         ValueError: the text is no Python.
     """
-    return _through("format", "--line-length", str(_WIDTH), text=text)
+    return _ruff_filter("format", "--line-length", str(_WIDTH), text=text)
 
 
 def sorted_imports(text: str, rules: str = "I") -> str:
     """Return ``text`` with its imports in upstream's order; with ``rules="I,F401"``, also without unused ones."""
     settings = ("--config", f"line-length={_WIDTH}", "--config", _ISORT, "--stdin-filename", "x.py")
-    return _through("check", "--select", rules, "--fix", "--exit-zero", *settings, text=text)
+    return _ruff_filter("check", "--select", rules, "--fix", "--exit-zero", *settings, text=text)
 
 
-def _through(*command: str, text: str) -> str:
+def _ruff_filter(*command: str, text: str) -> str:
     done = _ruff(*command, "--isolated", "--quiet", "-", text=text)
     if done.returncode:
         raise ValueError(f"ruff cannot read the exported text:\n{done.stderr}\n{text}")
@@ -68,16 +68,16 @@ def problems(files: Mapping[str, str], before: Mapping[str, str], config: str | 
         before: the texts of those that upstream has.
         config: the checkout's ``pyproject.toml``, for ruff; None for a few of upstream's rules.
     """
-    old = Counter((path, complaint) for path, _, complaint in _complaints(before, config))
+    old = Counter((path, diagnostic) for path, _, diagnostic in _diagnostics(before, config))
     found = []
-    for path, line, complaint in _complaints(files, config):
-        old[path, complaint] -= 1
-        if old[path, complaint] < 0:
-            found.append(f"{path}:{line}: {complaint}")
+    for path, line, diagnostic in _diagnostics(files, config):
+        old[path, diagnostic] -= 1
+        if old[path, diagnostic] < 0:
+            found.append(f"{path}:{line}: {diagnostic}")
     return found
 
 
-def _complaints(files: Mapping[str, str], config: str | None) -> list[tuple[str, int, str]]:
+def _diagnostics(files: Mapping[str, str], config: str | None) -> list[tuple[str, int, str]]:
     found = []
     for path, text in files.items():
         if re.search(r"(^|/)test_\w+\.py$", path) and not _OWNERS.search(text):

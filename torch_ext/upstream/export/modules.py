@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeGuard
 
-from torch_ext.upstream.export.git import CheckoutError, commit_of, shown
+from torch_ext.upstream.export.git import CheckoutError, commit_of, file_at
 from torch_ext.upstream.export.scopes import bound_names
 
 __all__ = [
@@ -229,7 +229,7 @@ def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
         CheckoutError: there is no such repository or revision.
     """
     commit = commit_of(checkout, revision)
-    return _tree(lambda path: shown(checkout, path, commit), lambda path: f"{path} of {checkout} in {revision}")
+    return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in {revision}")
 
 
 def upstream_at(checkout: Path) -> Tree:
@@ -239,7 +239,7 @@ def upstream_at(checkout: Path) -> Tree:
         CheckoutError: the folder is no checkout of PyTorch.
     """
     tree = tree_at(checkout)
-    if shown(checkout, path_of(THEIRS), commit_of(checkout)) is None:
+    if file_at(checkout, path_of(THEIRS), commit_of(checkout)) is None:
         raise CheckoutError(f"{checkout} has no {path_of(THEIRS)} in its HEAD; give a git checkout of PyTorch")
     return tree
 
@@ -251,7 +251,7 @@ def _disk_tree(root: Path) -> Tree:
     return _tree(source, lambda path: str(root / path))
 
 
-def _tree(source: Callable[[str], bytes | None], called: Callable[[str], str]) -> Tree:
+def _tree(source: Callable[[str], bytes | None], describe: Callable[[str], str]) -> Tree:
     def read(name: str) -> Module | None:
         for path, package in ((f"{path_of(name)}.py", False), (f"{path_of(name)}/__init__.py", True)):
             text = source(path)
@@ -259,7 +259,7 @@ def _tree(source: Callable[[str], bytes | None], called: Callable[[str], str]) -
                 try:
                     return Module(name, text.decode(), package)
                 except (SyntaxError, ValueError) as error:
-                    raise CheckoutError(f"{called(path)} is no Python in UTF-8: {error}") from None
+                    raise CheckoutError(f"{describe(path)} is no Python in UTF-8: {error}") from None
         return None
 
     return Tree(read)

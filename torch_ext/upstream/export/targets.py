@@ -52,7 +52,7 @@ class Target:
         theirs = self.existing.imports if self.existing else {}
         known = {**theirs, **self.imports}
         for bound in (local, origin.attribute, *(theirs if origin.attribute else ())):
-            if bound in known and _alike(known[bound], origin):
+            if bound in known and _is_same(known[bound], origin):
                 return bound
         clash = local in known or (self.existing is not None and local in self.existing.definitions)
         bound = f"_{local.lstrip('_')}_" if clash else local
@@ -60,7 +60,7 @@ class Target:
         return bound
 
 
-def _alike(one: Import, other: Import) -> bool:
+def _is_same(one: Import, other: Import) -> bool:
     """Whether two imports give the same object. A package re-exports names of its modules."""
     same_package = bool(one.attribute) and one.module.split(".")[0] == other.module.split(".")[0]
     return one.dotted == other.dotted or (one.attribute == other.attribute and same_package)
@@ -84,21 +84,21 @@ def _new_file(target: Target) -> str:
 
 
 def _merged(target: Target, existing: Module, ours: Tree) -> str:
-    pieces = _in_order(target.pieces.values(), ours)
+    pieces = _sorted(target.pieces.values(), ours)
     names = [piece.name for piece in pieces if not piece.into]
     classes = [each.node for each in existing.definitions.values() if each.is_class]
     first_class = existing.first_line(classes[0]) if classes else 0
     deferred = Import("__future__", "annotations") in existing.imports.values()
-    at_once = {name for piece in pieces if piece.into for name in _read_at_once(piece.statements[0])}
+    eager = {name for piece in pieces if piece.into for name in _eager_names(piece.statements[0])}
     at_end: list[str] = []
     edits: list[Edit] = []
     for piece in pieces:
-        late = names if piece.into else names[names.index(piece.name) :]
-        text = formatted_piece(piece, () if deferred else late)
+        undefined = names if piece.into else names[names.index(piece.name) :]
+        text = formatted_piece(piece, () if deferred else undefined)
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
-        elif first_class and (piece.name in at_once or _is_constant(piece.statements[0])):
+        elif first_class and (piece.name in eager or _is_constant(piece.statements[0])):
             edits.append(replace_lines(first_class, first_class - 1, f"{text}\n\n"))
         else:
             at_end.append(f"\n\n{text}")
@@ -112,7 +112,7 @@ def _is_constant(statement: ast.stmt) -> bool:
     return isinstance(getattr(statement, "value", None), ast.Constant)
 
 
-def _read_at_once(member: ast.stmt) -> set[str]:
+def _eager_names(member: ast.stmt) -> set[str]:
     """Return the names that decorators and defaults of a method read when its class is made."""
     if not isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return set()
@@ -120,8 +120,8 @@ def _read_at_once(member: ast.stmt) -> set[str]:
     return {each.id for node in read for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:
-    """Return a piece as upstream formats it. Quotes annotations with names of ``late``, which do not exist yet."""
+def formatted_piece(piece: Piece, undefined: Collection[str] = ()) -> str:
+    """Return a piece as upstream formats it. Quotes annotations with names of ``undefined``, which do not exist yet."""
     parts = []
     for statement in piece.statements:
         first, last = piece.module.first_line(statement), span(statement)[1]
@@ -129,8 +129,8 @@ def formatted_piece(piece: Piece, late: Collection[str] = ()) -> str:
     text = ("class _:\n" if piece.into else "") + "".join(parts)
     quotes = [
         replace_node(annotation, f'"{ast.unparse(annotation)}"')
-        for annotation in _annotations(text if late else "")
-        if any(isinstance(each, ast.Name) and each.id in late for each in ast.walk(annotation))
+        for annotation in _annotations(text if undefined else "")
+        if any(isinstance(each, ast.Name) and each.id in undefined for each in ast.walk(annotation))
     ]
     text = formatted(apply(text, quotes)).strip("\n") + "\n"
     return text.split("\n", 1)[1].lstrip("\n") if piece.into else text
@@ -142,7 +142,7 @@ def _annotations(text: str) -> list[ast.expr]:
     return [each for each in found if each is not None]
 
 
-def _in_order(pieces: Iterable[Piece], ours: Tree) -> list[Piece]:
+def _sorted(pieces: Iterable[Piece], ours: Tree) -> list[Piece]:
     """Return ``pieces`` in the order in which Python would define them here: modules as they import each other."""
     modules: list[str] = []
 

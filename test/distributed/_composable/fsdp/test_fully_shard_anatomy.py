@@ -255,7 +255,7 @@ gradient: torch.float32""",
         self._check_load(model, rows)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_assigned_state_is_what_the_next_forward_uses(self):
+    def test_next_forward_uses_the_assigned_state(self):
         """As above, if the loaded tensors replace the sharded parameters."""
         model, _ = self._sharded()
         self._check_load(model, self._rows(), assign=True)

@@ -381,7 +381,7 @@ class TestFullyShardUnshard(CommTest):
             with torch.no_grad():
                 counts = self.counts(lambda model=model: model(self.rows(4)))
                 self.assertEqual(
-                    counts, (0, 0, 0), "collectives of a forward of what is unsharded"
+                    counts, (0, 0, 0), "collectives of a forward of unsharded modules"
                 )
                 self.assertIsInstance(
                     model.second.weight, DTensor, "second is resharded after forward"
@@ -414,7 +414,7 @@ class TestFullyShardPrefetch(CommTest):
         units = {getattr(model, unit).weight.numel() // 4: unit for unit in model.UNITS}
         calls = []
 
-        def noting(what, original):
+        def recording(label, original):
             def method(group, *args, **kwargs):
                 before = (group.is_unsharded, group._all_gather_result is None)
                 result = original(group, *args, **kwargs)
@@ -422,14 +422,14 @@ class TestFullyShardPrefetch(CommTest):
                     numel = sum(
                         param._sharded_param_data.numel() for param in group.fsdp_params
                     )
-                    calls.append(f"{what} {units[numel]}")
+                    calls.append(f"{label} {units[numel]}")
                 return result
 
             return method
 
         with (
-            patch_unshard(noting("gather", FSDPParamGroup.unshard)),
-            patch_reshard(noting("free", FSDPParamGroup.reshard)),
+            patch_unshard(recording("gather", FSDPParamGroup.unshard)),
+            patch_reshard(recording("free", FSDPParamGroup.reshard)),
         ):
             loss = model(self.rows(4)).square().sum()
             forward, calls[:] = ", ".join(calls), []
@@ -475,7 +475,7 @@ class TestFullyShardPrefetch(CommTest):
         )
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_prefetch_of_what_is_no_fsdp_module_is_refused(self):
+    def test_prefetch_of_a_plain_module_is_refused(self):
         model = self.three_units()
         for setter in (
             model.set_modules_to_forward_prefetch,

@@ -551,8 +551,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(
                         self.assertEqual(
                             own,
                             shard,
-                            msg=lambda text, what=f"{inner} of {name}": (
-                                f"{what}: {text}"
+                            msg=lambda text, label=f"{inner} of {name}": (
+                                f"{label}: {text}"
                             ),
                         )
                 model.reshard()
@@ -576,8 +576,8 @@ class TestFullyShardAllGatherExtensionsMultiThread(
                 "policy": policy,
                 "type": torch.bfloat16,
             }
-            for what, value in expected.items():
-                self.assertEqual(seen[name][what], value, f"{what} of {name}")
+            for label, value in expected.items():
+                self.assertEqual(seen[name][label], value, f"{label} of {name}")
 
     @skip_if_lt_x_gpu(1, allow_cpu=True)
     def test_hooks_stay_until_the_last_rank_leaves(self):

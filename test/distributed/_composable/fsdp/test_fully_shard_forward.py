@@ -73,9 +73,9 @@ class TestFullyShardForwardInputs(ForwardTest):
 class TestFullyShardRegisteredParams(ForwardTest):
     """Which parameters a module has between the phases of a step."""
 
-    def _check_kind(self, what, parameters, sharded):
+    def _check_kind(self, label, parameters, sharded):
         kinds = [isinstance(parameter, DTensor) for parameter in parameters]
-        self.assertEqual(kinds, [sharded] * len(kinds), f"{what} are sharded")
+        self.assertEqual(kinds, [sharded] * len(kinds), f"{label} are sharded")
         self.assertGreater(len(kinds), 0)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)

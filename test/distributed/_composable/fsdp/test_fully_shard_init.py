@@ -267,7 +267,7 @@ class TestFullyShardLazyInit(InitTest):
         model.weight._local_tensor = shard.clone()
         rows = self.rows(4)
         self.assertEqual(
-            model(rows), rows @ whole.T, "output of what was put there before"
+            model(rows), rows @ whole.T, "output of the assigned parameters"
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)

@@ -79,7 +79,7 @@ class TestFullyShardMemory(FSDPTest):
     def _inputs(self) -> torch.Tensor:
         return torch.ones(8, WIDTH, device=self.device)
 
-    def assertHeld(self, expected: float, what: str) -> None:
+    def assertHeld(self, expected: float, label: str) -> None:
         """Check that ``expected`` bytes are in use, once the process group's threads
         have released finished work.
         """
@@ -87,7 +87,7 @@ class TestFullyShardMemory(FSDPTest):
         while not expected - SLACK <= (held := self._held()) <= expected + SLACK:
             if time.monotonic() > deadline:
                 self.fail(
-                    f"{what}: {held / LAYER_BYTES:.2f} layers are held, expected "
+                    f"{label}: {held / LAYER_BYTES:.2f} layers are held, expected "
                     f"{expected / LAYER_BYTES:.2f}"
                 )
             time.sleep(0.001)

@@ -232,7 +232,7 @@ class TestFullyShardMeshOfAllDimensions(MeshesTest):
 
     @NEEDS_MESHES
     @skip_if_lt_x_gpu(4, allow_cpu=True)
-    def test_what_cannot_work_is_refused(self):
+    def test_inconsistent_meshes_are_refused(self):
         mesh, other = (
             init_device_mesh(self.device.type, (2, 2), mesh_dim_names=names)
             for names in (("shard", "tensor"), ("shard", "other"))

@@ -106,7 +106,7 @@ class TestFullyShardModuleGroups(FSDPTest):
         )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_a_group_is_gathered_and_reduced_as_one(self):
+    def test_module_group_is_gathered_and_reduced_together(self):
         """The group's 16 and 48 elements travel together, before its first module and
         after the backward of all.
         """

@@ -132,7 +132,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 self.assertEqual(buckets, expected, "buckets")
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_gradients_are_what_the_hook_returns(self):
+    def test_gradients_equal_the_result_of_the_hook(self):
         """The result of the hook's future counts, and DDP divides nothing."""
 
         def sevens(state, bucket):
@@ -211,7 +211,7 @@ class DistributedDataParallelCommHookTest(DDPTest):
                 )
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
-    def test_power_sgd_keeps_what_compression_loses(self):
+    def test_power_sgd_keeps_compression_errors(self):
         """With rank one, weights lose something, which is added to the next step's;
         biases, with one dimension, are averaged. All ranks get the same.
         """

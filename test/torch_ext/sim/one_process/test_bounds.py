@@ -51,7 +51,7 @@ def test_use_after_free_names_operator_argument_shape_device_and_place() -> None
     assert len(text.splitlines()) < 20
 
 
-def test_a_storage_smaller_than_a_view_of_it_is_refused_and_what_still_fits_is_not() -> None:
+def test_views_past_a_shrunk_storage_are_refused_and_others_are_not() -> None:
     whole = torch.arange(8.0).to("sim")
     front, back, columns = whole[:4], whole[4:], whole.view(2, 4).t()
     whole.untyped_storage().resize_(16)
@@ -81,7 +81,7 @@ def test_a_tensor_on_another_storage_may_be_used() -> None:
 
 @pytest.mark.parametrize("break_it", [_free, _halve])
 @pytest.mark.parametrize("name", CALLS)
-def test_no_kernel_uses_memory_that_is_gone(name: str, break_it: Callable[[Tensor], Tensor]) -> None:
+def test_every_kernel_refuses_freed_memory(name: str, break_it: Callable[[Tensor], Tensor]) -> None:
     _, args = CALLS[name]()
     for position in range(len(args)):
         program, args = CALLS[name]()
@@ -98,7 +98,7 @@ def test_no_kernel_uses_memory_that_is_gone(name: str, break_it: Callable[[Tenso
 
 
 @pytest.mark.parametrize("name", ["aten::view", "aten::_reshape_alias", "aten::record_stream"])
-def test_metadata_of_a_freed_tensor_may_be_asked_for(name: str) -> None:
+def test_metadata_of_a_freed_tensor_is_readable(name: str) -> None:
     program, args = WITHOUT_ELEMENTS[name]()
     _free(args[0])
     program(*args)
@@ -116,14 +116,14 @@ def test_views_past_a_storage_are_refused_when_they_are_made() -> None:
             view()
 
 
-def test_what_is_passed_as_out_is_looked_at() -> None:
+def test_out_arguments_are_checked() -> None:
     x = make(4)
     with pytest.raises(torch.AcceleratorError, match="argument 'out'"):
         torch.add(x, x, out=_free(make(4)))
     assert torch.add(x, x, out=torch.empty(0, device="sim")).sum().item() == 8
 
 
-def test_copies_look_at_both_ends() -> None:
+def test_copies_check_source_and_destination() -> None:
     host = _halve(torch.ones(4))
     for program in (
         lambda: make(4).copy_(host),
@@ -138,7 +138,7 @@ def test_copies_look_at_both_ends() -> None:
             program()
 
 
-def test_generated_kernels_are_looked_at() -> None:
+def test_generated_kernels_are_checked() -> None:
     called: list[object] = []
     for given in ((_free(make(4)), make(4)), (make(4), _halve(make(4)))):
         with pytest.raises(torch.AcceleratorError, match="cpp_fused_add_0 uses float32"):
@@ -156,7 +156,7 @@ def test_backward_says_where_a_saved_tensor_was_freed() -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_use_no_memory_that_is_gone(name: str, group: Any) -> None:
+def test_collectives_refuse_freed_memory(name: str, group: Any) -> None:
     for broken in (0, 1):
         tensors = [make(4), make(4)]
         _free(tensors[broken])
@@ -164,7 +164,7 @@ def test_collectives_use_no_memory_that_is_gone(name: str, group: Any) -> None:
             COLLECTIVES[name](group, *tensors)
 
 
-def test_an_operation_under_way_never_writes_where_memory_went_back_to_the_host() -> None:
+def test_pending_operation_never_writes_memory_returned_to_the_host() -> None:
     size, device = 1 << 20, "sim:3"
     store = dist.HashStore()
 
@@ -191,7 +191,7 @@ def test_an_operation_under_way_never_writes_where_memory_went_back_to_the_host(
     assert SIM.memory_reserved(device) == before
 
 
-def test_a_parameter_that_fsdp_has_resharded_says_that_fsdp_freed_it(group: Any) -> None:
+def test_error_for_a_resharded_parameter_names_fsdp(group: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 

@@ -107,7 +107,7 @@ def test_growing_a_tensor_moves_its_elements() -> None:
 
 
 @pytest.mark.parametrize("name", HOST_READS)
-def test_reads_of_the_host_are_told(name: str) -> None:
+def test_host_reads_are_reported(name: str) -> None:
     x, stream = make(4), SIM.Stream()
     with SIM.stream(stream):
         _, entries = observe(HOST_READS[name], x)
@@ -115,7 +115,7 @@ def test_reads_of_the_host_are_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_HOST_READS)
-def test_what_does_not_block_tells_the_host_nothing(name: str) -> None:
+def test_non_blocking_calls_report_no_host_read(name: str) -> None:
     _, entries = observe(NO_HOST_READS[name], make(4))
     assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
@@ -126,7 +126,7 @@ def _moments(entries: list[Entry]) -> list[int]:
     return [number - numbers[0] for number in numbers]
 
 
-def test_what_orders_streams_is_told_in_order() -> None:
+def test_stream_ordering_is_reported_in_order() -> None:
     one, two, event = SIM.Stream(), SIM.Stream(), SIM.Event()
 
     def program() -> None:
@@ -158,7 +158,7 @@ def test_a_copy_across_devices_orders_both_streams() -> None:
     assert order == [("stream_waits", 0), ("kernel", 0), ("stream_waits", 1)]
 
 
-def test_the_life_of_memory_is_told() -> None:
+def test_allocation_and_free_are_reported() -> None:
     def program() -> int:
         x = torch.empty(100, device="sim")
         address = x.data_ptr()

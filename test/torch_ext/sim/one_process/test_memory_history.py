@@ -42,7 +42,7 @@ def _block_at(address: int) -> dict[str, Any]:
     return found
 
 
-def test_live_blocks_say_who_allocated_them_while_somebody_records(recording: None) -> None:
+def test_live_blocks_name_their_allocation_while_recording(recording: None) -> None:
     tensor = _make(100)
     block = _block_at(tensor.data_ptr())
     assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 512, 400)
@@ -127,7 +127,7 @@ def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
         SIM.memory._record_memory_history(None)
 
 
-def test_out_of_memory_says_what_is_held_by_size(small_device: None) -> None:
+def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
     kept = [_make(), _make(), _make()]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _make(1 << 17)
@@ -141,7 +141,7 @@ def test_out_of_memory_says_what_is_held_by_size(small_device: None) -> None:
     del kept
 
 
-def test_out_of_memory_says_who_holds_it_where_that_was_recorded(small_device: None, recording: None) -> None:
+def test_out_of_memory_lists_allocating_lines_where_recorded(small_device: None, recording: None) -> None:
     kept = [_make(), _make(), torch.ones(1 << 15, device=DEVICE)]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _make(1 << 17)

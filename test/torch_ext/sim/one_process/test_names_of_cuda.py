@@ -26,17 +26,17 @@ def _module(which: str) -> Any:
 
 
 @pytest.mark.parametrize("which", _MODULES)
-def test_every_public_name_of_cuda_is_there_or_refused_with_its_reason(which: str) -> None:
+def test_every_public_name_of_cuda_exists_or_is_refused_with_a_reason(which: str) -> None:
     names = [name for name in _MODULES[which].__all__ if not name.startswith("_")]
     assert [name for name in names if not hasattr(_module(which), name) and name not in _absent.REASONS] == []
 
 
-def test_no_name_that_is_there_is_listed_as_refused() -> None:
+def test_no_existing_name_is_listed_as_refused() -> None:
     assert not [name for name in _absent.REASONS if hasattr(SIM, name)]
 
 
 @pytest.mark.parametrize("which", ["", "memory"])
-def test_a_refused_name_says_why(which: str) -> None:
+def test_refused_name_gives_its_reason(which: str) -> None:
     with pytest.raises(AttributeError, match=r"torch\.sim has no 'MemPool': memory comes from the allocator of the"):
         _ = _module(which).MemPool
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
@@ -63,7 +63,7 @@ def test_devices_reach_each_other_and_not_themselves() -> None:
         SIM.can_device_access_peer(0, 63)
 
 
-def test_a_fraction_of_the_memory_is_all_that_may_be_used() -> None:
+def test_memory_fraction_limits_allocations() -> None:
     SIM.set_memory_limit(1 << 20, "sim:2")
     try:
         SIM.empty_cache()
@@ -90,7 +90,7 @@ def sync_debug() -> Iterator[Callable[[int | str], None]]:
 
 
 @pytest.mark.parametrize("read", [*HOST_READS.values(), lambda x: SIM.current_stream().synchronize()])
-def test_what_blocks_the_host_warns_or_raises(
+def test_calls_that_block_the_host_warn_or_raise(
     read: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
 ) -> None:
     x = torch.ones(4, device="sim")
@@ -106,7 +106,7 @@ def test_what_blocks_the_host_warns_or_raises(
 
 
 @pytest.mark.parametrize("call", [*NO_HOST_READS.values(), lambda x: SIM.synchronize()])
-def test_what_does_not_block_the_host_does_not_raise(
+def test_calls_that_do_not_block_the_host_do_not_raise(
     call: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
 ) -> None:
     x = torch.ones(4, device="sim")
@@ -144,7 +144,7 @@ def test_ddps_bfloat16_hooks_compress(group: Any, wrapped: bool) -> None:
     assert gradient.item() == torch.tensor(exact).bfloat16().float().item() != exact
 
 
-def test_ddp_still_checks_what_a_bfloat16_hook_looks_like(group: Any) -> None:
+def test_ddp_still_checks_the_signature_of_a_bfloat16_hook(group: Any) -> None:
     def bf16_compress_hook(state: object, bucket: int) -> None: ...
 
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, device="sim"))
@@ -163,7 +163,7 @@ def test_safetensors_load_to_the_device(tmp_path: Path) -> None:
             assert opened.get_tensor("weight").to("cpu").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_graphs_and_symmetric_memory_are_refused_in_words() -> None:
+def test_graphs_and_symmetric_memory_are_refused_with_a_reason() -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     with pytest.raises(AttributeError, match="nothing to capture into a graph"):

@@ -70,7 +70,7 @@ def test_an_encoder_s_fast_path_for_padded_batches_is_the_host_s() -> None:
     torch.testing.assert_close(output.cpu(), expected)
 
 
-def test_they_move_and_print() -> None:
+def test_nested_tensors_move_and_print() -> None:
     for layout in (torch.jagged, torch.strided):
         parts = [part.detach() for part in _parts("cpu")]
         there = torch.nested.nested_tensor(parts, layout=layout).to("sim")
@@ -79,7 +79,7 @@ def test_they_move_and_print() -> None:
         torch.testing.assert_close(list(there.cpu().unbind()), parts)
 
 
-def test_what_torch_has_for_no_nested_tensor_is_refused_in_a_sentence() -> None:
+def test_operators_without_nested_kernels_are_refused_with_a_reason() -> None:
     nested = torch.nested.nested_tensor([part.detach() for part in _parts("sim")])
     with pytest.raises(
         NotImplementedError, match="'aten::cumsum' is not implemented for nested tensors of the strided"

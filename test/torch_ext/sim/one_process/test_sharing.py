@@ -23,7 +23,7 @@ def _double(given: Any, answers: Any) -> None:
     given.get()  # the sender keeps the memory until then
 
 
-def test_both_processes_see_what_either_writes() -> None:
+def test_both_processes_see_each_others_writes() -> None:
     context = mp.get_context("spawn")
     given, answers = context.Queue(), context.Queue()
     tensor = torch.arange(4.0).to("sim:1").share_memory_()
@@ -42,28 +42,28 @@ def test_both_processes_see_what_either_writes() -> None:
         process.kill()
 
 
-def _there_and_back(value: object) -> Any:
+def _round_trip(value: object) -> Any:
     return pickle.loads(ForkingPickler.dumps(value))
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_tensor_that_was_sent_is_used_as_before(times: int) -> None:
+def test_sent_tensor_stays_usable(times: int) -> None:
     tensor = torch.ones(4, device="sim")
     for _ in range(times):
-        received: Tensor = _there_and_back(tensor)
+        received: Tensor = _round_trip(tensor)
     received.add_(1)
     assert tensor.tolist() == [2.0] * 4 and (tensor @ received).item() == 16
     tensor.record_stream(SIM.Stream())
 
 
-def test_what_has_no_memory_is_sent_too() -> None:
-    empty = _there_and_back(torch.empty(0, device="sim:1"))
+def test_empty_tensors_are_sent() -> None:
+    empty = _round_trip(torch.empty(0, device="sim:1"))
     assert str(empty.device) == "sim:1" and empty.numel() == 0
-    parameter = _there_and_back(torch.nn.Parameter(torch.ones(2, device="sim")))
+    parameter = _round_trip(torch.nn.Parameter(torch.ones(2, device="sim")))
     assert isinstance(parameter, torch.nn.Parameter) and parameter.sum().item() == 2
 
 
-def test_tensors_of_the_host_go_as_before() -> None:
+def test_host_tensors_are_sent_as_before() -> None:
     host = torch.ones(4)
-    _there_and_back(host).add_(1)
+    _round_trip(host).add_(1)
     assert host.tolist() == [2.0] * 4

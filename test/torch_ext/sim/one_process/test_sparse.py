@@ -103,7 +103,7 @@ def _repeating(hybrid: bool, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", _BINARY)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["scalars", "hybrid"])
-def test_two_sparse_tensors_give_what_the_host_gives(call: str, hybrid: bool) -> None:
+def test_operators_on_two_sparse_tensors_match_the_host(call: str, hybrid: bool) -> None:
     # The same entries, in the same order: which of them a sum of uncoalesced tensors joins is part of the result.
     for coalesced in ((False, False), (False, True), (True, False), (True, True)):
         pair = [_repeating(hybrid, seed) for seed in (1, 2)]

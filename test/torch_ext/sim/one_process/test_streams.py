@@ -44,7 +44,7 @@ def test_host_reads_wait_for_the_current_stream() -> None:
             assert SIM.current_stream().query()
 
 
-def test_elapsed_time_is_what_the_stream_was_kept_busy() -> None:
+def test_elapsed_time_is_the_busy_time_of_the_stream() -> None:
     start, end = SIM.Event(enable_timing=True), torch.Event("sim", enable_timing=True)
     start.record()
     SIM._sleep(10_000_000)
@@ -89,7 +89,7 @@ def test_elapsed_time_needs_two_recorded_events_of_one_device() -> None:
         one.elapsed_time(other)
 
 
-def test_an_event_that_was_never_recorded_is_over_and_nothing_waits_for_it() -> None:
+def test_unrecorded_event_is_complete_and_blocks_nothing() -> None:
     never = SIM.Event()
     assert never.query()
     never.synchronize()

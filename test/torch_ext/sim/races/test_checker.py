@@ -133,7 +133,7 @@ def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: li
 
 
 @pytest.mark.parametrize("fault", il.FAULTS)
-def test_a_mistake_of_the_checker_is_found(fault: str) -> None:
+def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
     @settings(max_examples=600, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(st.one_of(programs(), lifetimes(), events()))
     def find(steps: list[il.Step]) -> None:
@@ -173,7 +173,7 @@ def test_a_block_used_in_order_keeps_one_stretch() -> None:
     assert trace.kept(block) == 1 and trace.races() == []
 
 
-def test_a_wait_that_orders_nothing_new_says_so() -> None:
+def test_wait_that_orders_nothing_new_is_reported() -> None:
     trace = _native.RaceTrace()
     one, other, block = trace.lane(), trace.lane(), trace.memory()
     trace.access(one, block, True, 0, 4, [8], [1], 1)
@@ -183,7 +183,7 @@ def test_a_wait_that_orders_nothing_new_says_so() -> None:
     assert trace.wait(one, event) is False
 
 
-def test_memory_in_use_elsewhere_is_dangerous_until_that_is_over() -> None:
+def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends() -> None:
     trace = _native.RaceTrace()
     home, side, block = trace.lane(), trace.lane(), trace.memory()
     trace.access(home, block, True, 0, 4, [8], [1], 1)

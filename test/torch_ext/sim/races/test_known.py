@@ -41,48 +41,48 @@ def on() -> Raced:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.delenv(races.VARIABLE, raising=False)  # tests are checked by default
     monkeypatch.setattr(races, "known_races", lambda: (KNOWN,))
     return []
 
 
-def test_it_is_told_once_and_fails_nothing(on: Raced, told: list[str]) -> None:
-    with races.check_body("x.test_a.TestA.test_b", told.append):
+def test_known_race_is_reported_once_and_fails_nothing(on: Raced, messages: list[str]) -> None:
+    with races.check_body("x.test_a.TestA.test_b", messages.append):
         _written(on)
         for _ in range(3):
             on.tensor.mul(3)
             on.tensor.add(3)
-    assert len(told) == 1 and told[0].endswith(": it races (a link)")
+    assert len(messages) == 1 and messages[0].endswith(": it races (a link)")
 
 
-def test_another_race_beside_it_fails_alone(on: Raced, told: list[str]) -> None:
+def test_unknown_race_beside_a_known_one_fails_alone(on: Raced, messages: list[str]) -> None:
     other = Raced()
-    with pytest.raises(races.RaceError) as caught, races.check_body("", told.append):
+    with pytest.raises(races.RaceError) as caught, races.check_body("", messages.append):
         _written(on)
         on.tensor.mul(3)
         _written_elsewhere(other)
         other.tensor.mul(3)
     assert [race.earlier.stack[1].function for race in caught.value.races] == ["_written_elsewhere"]
-    assert len(told) == 1
+    assert len(messages) == 1
 
 
-def test_one_that_is_no_longer_met_is_told_by_its_test_alone(on: Raced, told: list[str]) -> None:
-    with races.check_body("x.test_b.TestA.test_b", told.append):
+def test_known_race_no_longer_met_is_reported_by_its_test_alone(on: Raced, messages: list[str]) -> None:
+    with races.check_body("x.test_b.TestA.test_b", messages.append):
         on.tensor.mul(3)
-    assert told == []
-    with races.check_body("x.test_a.TestA.test_b", told.append):
+    assert messages == []
+    with races.check_body("x.test_a.TestA.test_b", messages.append):
         on.tensor.mul(3)
-    assert [text for text in told if "no longer met by x.test_a.TestA.test_b: it races" in text] == told != []
+    assert ["x.test_a.TestA.test_b no longer meets a known race: it races" in text for text in messages] == [True]
 
 
-def test_a_test_that_fails_says_nothing_about_what_it_has_not_met(told: list[str]) -> None:
-    with pytest.raises(ZeroDivisionError), races.check_body("x.test_a.TestA.test_b", told.append):
+def test_failed_test_reports_no_unmet_race(messages: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), races.check_body("x.test_a.TestA.test_b", messages.append):
         _ = 1 // 0
-    assert told == []
+    assert messages == []
 
 
-def test_programs_fail_for_known_races_too(on: Raced, told: list[str]) -> None:
+def test_programs_fail_for_known_races_too(on: Raced, messages: list[str]) -> None:
     with pytest.raises(races.RaceError), races.check():
         _written(on)
         on.tensor.mul(3)
@@ -91,21 +91,21 @@ def test_programs_fail_for_known_races_too(on: Raced, told: list[str]) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ([], "entry 1: expected told, link, torch and tests"),
-        ({"told": "", "link": "", "torch": [], "tests": [], "stream": 1, "earlier": {}}, "entry 1: expected told"),
-        ({"told": "", "link": "", "torch": [], "tests": []}, "entry 1: it would describe every race"),
-        ({"told": "", "link": "", "torch": [], "tests": [], "later": {"lane": "host"}}, "would describe every race"),
+        ([], "entry 1: expected summary, link, torch, tests"),
+        ({"summary": "", "link": "", "torch": [], "tests": [], "stream": 1, "earlier": {}}, "expected summary"),
+        ({"summary": "", "link": "", "torch": [], "tests": []}, "entry 1 matches every race"),
+        ({"summary": "", "link": "", "torch": [], "tests": [], "later": {"lane": "host"}}, "matches every race"),
     ],
 )
-def test_a_list_that_is_none_is_refused(tmp_path: Path, entry: object, words: str) -> None:
+def test_malformed_list_is_refused(tmp_path: Path, entry: object, words: str) -> None:
     path = tmp_path / "known.json"
     path.write_text(json.dumps([entry]))
     with pytest.raises(ValueError, match=words):
         known_races(path)
 
 
-def test_an_entry_is_of_its_releases(tmp_path: Path) -> None:
-    entry = {"told": "", "link": "", "torch": ["2.1"], "tests": [], "later": {"frames": ["a.py:f"]}}
+def test_entry_applies_to_its_releases(tmp_path: Path) -> None:
+    entry = {"summary": "", "link": "", "torch": ["2.1"], "tests": [], "later": {"frames": ["a.py:f"]}}
     path = tmp_path / "known.json"
     path.write_text(json.dumps([entry]))
     assert [len(known_races(path, release)) for release in ("2.1.0+cpu", "2.11.0", "3.2.1")] == [1, 0, 0]

@@ -67,7 +67,7 @@ def report_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_report_reads(name: str) -> None:
+def test_report_text(name: str) -> None:
     heading, _, text = report_of(name).partition("\n\n")
     assert heading == "1 race: accesses to the same memory that nothing orders"
     assert text == EXPECTED[name]

@@ -50,11 +50,11 @@ def _run(program: Program, schedule: str, *, fixed: bool) -> tuple[float, str, i
     ids=["read after write", "fresh", "write after write"],
 )
 def test_a_race_shows_its_wrong_number(program: Program, right: float, wrong: float) -> None:
-    early, said, _ = _run(program, "early", fixed=False)
-    assert early == right and "1 race" in said and "replay" not in said
-    late, said, trace = _run(program, "late", fixed=False)
+    early, message, _ = _run(program, "early", fixed=False)
+    assert early == right and "1 race" in message and "replay" not in message
+    late, message, trace = _run(program, "late", fixed=False)
     assert late == pytest.approx(wrong, nan_ok=True)
-    assert f"replay with TORCH_EXT_SCHEDULE=late; its trace is {trace:016x}" in said
+    assert f"replay with TORCH_EXT_SCHEDULE=late; its trace is {trace:016x}" in message
     drawn = {_run(program, f"random:{seed}", fixed=False)[0] == right for seed in range(32)}
     assert drawn == {True, False}
     for schedule in SCHEDULES:
@@ -90,7 +90,7 @@ def test_an_ordered_program_computes_the_same_on_every_schedule() -> None:
             assert _training(Stage()) == expected, schedule
 
 
-def test_what_is_late_when_a_check_ends_is_there_afterwards() -> None:
+def test_late_results_are_visible_after_the_check() -> None:
     on = Stage()
     x = on.tensor(4)
     with races.check(schedule="late"):

@@ -170,7 +170,7 @@ class TestSpawned(TestCase):
 """
 
 
-def test_a_race_fails_the_rank_that_comes_last_and_nobody_else(tmp_path: Path) -> None:
+def test_race_fails_only_the_rank_with_the_later_access(tmp_path: Path) -> None:
     one_rank = {"one_rank": "1", "broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1"}
     one_rank["freed_by_another_rank"] = "0"
     any_rank = ("both_write", "skipped", "failed")  # depends on which rank is first, or leaves first

@@ -231,7 +231,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 self._check(output, wanted)
 
     @dist_init
-    def test_gradient_goes_only_to_what_needs_one(self) -> None:
+    def test_gradient_goes_only_to_tensors_that_require_it(self) -> None:
         (a,), constant = self._leaves(1), torch.full((3,), 5.0)
         for mode in CALL_MODES:
             with self.subTest(mode):

@@ -46,7 +46,7 @@ class ProfilerTest(RpcAgentTestFixture):
         return f"({worker_name(self.rank)} -> {self.peer()})"
 
     @dist_init
-    def test_calls_bear_the_names_of_both_workers_and_what_the_callee_did(self) -> None:
+    def test_call_events_name_both_workers_and_the_callees_operators(self) -> None:
         for mode in ("rpc_sync", "rpc_async"):
             for function, name in (
                 (torch.mul, "aten::mul"),

@@ -106,7 +106,7 @@ class RpcCallTest(RpcAgentTestFixture):
             )
 
     @dist_init
-    def test_what_is_no_function_is_a_type_error(self) -> None:
+    def test_call_of_a_non_function_is_a_type_error(self) -> None:
         no_function: Any = "my_name"
         self.check_call_raises(TypeError, "", no_function)
 

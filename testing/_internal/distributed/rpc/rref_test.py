@@ -167,7 +167,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(proxy.value().wait(), torch.tensor(10.0))
 
     @dist_init
-    def test_proxy_refuses_what_the_object_does_not_have(self) -> None:
+    def test_proxy_refuses_missing_attributes(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         for use in (
             lambda: rref.rpc_sync().no_such_method(),

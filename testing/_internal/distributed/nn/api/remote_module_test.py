@@ -104,7 +104,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
                 RemoteModule(where, Affine, args=(1,))
 
     @dist_init
-    def test_what_is_no_module_is_refused_by_the_owner(self) -> None:
+    def test_non_module_is_refused_by_the_owner(self) -> None:
         why = "returns an instance of <class nn.Module>"
         with self.assertRaisesRegex(ValueError, why) as caught:
             RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
@@ -168,7 +168,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
                 getattr(module, name)(*args)
 
     @dist_init
-    def test_plain_pickle_refuses_it(self) -> None:
+    def test_remote_module_refuses_plain_pickle(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "only be pickled when using RPC"):
             pickle.dumps(self._affine())
 

@@ -39,7 +39,7 @@ ADVICE: dict[str, str] = {
     "upstream's names, or change upstream's file by hand in a separate patch",
     f"{_OURS}.common_utils": "common_utils is the runner's front door here and never goes upstream: use upstream's "
     "names",
-    f"{_OURS}.hypothesis_utils": "hypothesis_utils is made of the engine, all but across_ranks(), which has a stand-in",
+    f"{_OURS}.hypothesis_utils": "hypothesis_utils belongs to the engine, except across_ranks(), which has a stand-in",
     "torch_ext.testing.fsdp_extension_contract": "a front door for users of this project: export the names that it "
     "re-exports, from testing/_internal/_fsdp/extension_contract.py",
     "torch_ext.compat": "compat never goes upstream, which imports torch's names from where they are: the export "
