@@ -6,6 +6,7 @@ torch itself then find ``torch.cuda`` with devices.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from types import ModuleType
@@ -53,7 +54,7 @@ def _install() -> None:
     _set(torch.backends.cuda, is_built=_is_built)
     for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):  # torch defines some at import, and calls none
         _set(torch.cuda.jiterator, **{name: lambda *args, **kwargs: table.Refused("jiterator")})
-    _set(Stream, cuda_stream=property(_stream_handle))
+    _set(Stream, cuda_stream=property(_stream_handle), _as_parameter_=property(_pointer_to_stream))
     _set(torch.autograd.profiler.emit_nvtx, __enter__=_begin_marks, __exit__=_end_marks)
     _set(torch, set_default_tensor_type=legacy.set_default_tensor_type)
     nccl.install()
@@ -93,6 +94,10 @@ def _is_built() -> bool:
 def _stream_handle(self: Any) -> int:
     """The stream as a number, which programs pass to libraries: 0 for a default stream, as on CUDA."""
     return int(self.native_handle) if self.stream_id else 0
+
+
+def _pointer_to_stream(self: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(_stream_handle(self))
 
 
 def _begin_marks(self: Any) -> Any:

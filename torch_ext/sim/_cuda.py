@@ -147,8 +147,11 @@ def _add_nccl(process_group: type) -> None:
     """Make ``torch.distributed`` report NCCL as available, with backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
     setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
-    for module in (c10d, dist, torch._C._distributed_c10d):
+    of_c: Any = torch._C._distributed_c10d
+    for module in (c10d, dist, of_c):
         setattr(module, "ProcessGroupNCCL", process_group)  # noqa: B010 - as above
+    # The flight recorder under its older names, which a build with NCCL has besides the newer ones.
+    of_c._dump_nccl_trace, of_c._dump_nccl_trace_json = of_c._dump_fr_trace, of_c._dump_fr_trace_json
     backends: Any = c10d.Backend
     if hasattr(backends, "_ensure_backend_registered"):  # from torch 2.15 on, by default for another class of NCCL's
         backends._ensure_backend_registered("nccl")

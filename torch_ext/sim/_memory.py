@@ -46,7 +46,7 @@ reset_accumulated_memory_stats = _by_device(torch.accelerator.reset_accumulated_
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Return the free and the total bytes of ``device``. The run's cap on the machine's memory bounds the free bytes."""
+    """Return the free and the total bytes of ``device``; no more is free than the run's cap on memory leaves."""
     index = index_of(device)
     limit = _native.memory_limit(index)
     cap, held_by_run, _ = _native.machine_memory()

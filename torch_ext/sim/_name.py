@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from torch_ext import personality
 
-__all__ = ["IS_CUDA", "KEY", "NAME"]
+__all__ = ["BACKEND", "IS_CUDA", "KEY", "NAME"]
 
 # Whether this process simulates DeviceType.CUDA instead of using PrivateUse1.
 IS_CUDA = personality.is_cuda()
 NAME = personality.AS_CUDA if IS_CUDA else personality.SIM
+BACKEND = "nccl" if IS_CUDA else "simccl"
 # The dispatch key, and the name of the DeviceType.
 KEY = "CUDA" if IS_CUDA else "PrivateUse1"

@@ -24,6 +24,11 @@ class Stream(torch.Stream):
         fresh: Stream = super().__new__(cls, torch.device(NAME, index_of(device)), priority=priority)
         return fresh
 
+    @property
+    def priority(self) -> int:
+        """-1 for a stream of high priority, else 0."""
+        return -1 if _native.is_high_priority(self.stream_id) else 0
+
     @staticmethod
     def priority_range() -> tuple[int, int]:
         """Return the lowest and the highest priority; lower numbers come first."""

@@ -307,6 +307,8 @@ def streams_and_events() -> None:
     end.synchronize()
     assert end.query() and begin.elapsed_time(end) >= 0 and y.sum().item() == 128
     assert torch.cuda.default_stream().cuda_stream == 0 and isinstance(side, torch.Stream) and side.query()
+    assert side.priority == -1 and torch.cuda.default_stream().priority == torch.cuda.Stream().priority == 0
+    assert side._as_parameter_.value == side.cuda_stream
     assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream) and isinstance(begin, torch.cuda.Event)
     with torch.cuda.StreamContext(side), side:
         assert torch.cuda.current_stream().stream_id == side.stream_id
@@ -958,6 +960,22 @@ def attention_of_dtensors() -> None:
         found.sum().backward()
         torch.testing.assert_close(found.full_tensor().cpu(), F.scaled_dot_product_attention(host, host, host))
         assert heads.grad is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def records_and_errors_of_nccl() -> None:
+    from torch import distributed as dist
+
+    c10d = typing.cast(typing.Any, torch._C._distributed_c10d)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(2, device="cuda"))
+        assert dist.group.WORLD is not None
+        backend: typing.Any = dist.group.WORLD._get_backend(torch.device("cuda"))
+        assert backend.get_error() == c10d.ErrorType.SUCCESS
+        for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
+            assert [entry["profiling_name"] for entry in trace["entries"]] == ["nccl:all_reduce"]
     finally:
         dist.destroy_process_group()
 

@@ -21,7 +21,7 @@ OPS = dist.ReduceOp
 @ranks.world_of(2)
 def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> None:
     """Tensors travel as bytes, so sizes and splits change."""
-    for dtype in (torch.bool, torch.int16, torch.complex64):
+    for dtype in (torch.bool, torch.complex64):
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
         listed = [torch.empty(r + 1, dtype=dtype, device="sim") for r in range(world_size)]
         dist.all_gather(listed, rows[rank][: rank + 1].to("sim"))
@@ -34,6 +34,15 @@ def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> N
             whole = torch.empty(2, 4, dtype=dtype, device="sim")
             dist.gather_single(rows[rank].to("sim"), whole if rank == 0 else None, 0)
             assert rank != 0 or torch.equal(whole.cpu(), rows)
+
+
+@ranks.world_of(2)
+def test_types_that_nccl_lacks_are_refused(rank: int, world_size: int) -> None:
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        x = torch.empty(2, dtype=dtype, device="sim")
+        for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, 1 - rank)):
+            with pytest.raises(TypeError, match="data type is not supported for NCCL process group: "):
+                call(x)
 
 
 @ranks.world_of(2)
@@ -70,10 +79,13 @@ def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int
 
 @ranks.world_of(2)
 def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match="bitwise"):
-        dist.all_reduce(torch.ones(1, device="sim"), OPS.BAND)
-    with pytest.raises(ValueError, match=r"ReduceOp.AVG"):
+    for name in ("BAND", "BOR", "BXOR"):
+        with pytest.raises(ValueError, match=f"Cannot use ReduceOp.{name} with NCCL"):
+            dist.all_reduce(torch.ones(1, device="sim", dtype=torch.int32), getattr(OPS, name))
+    with pytest.raises(TypeError, match=r"Cannot use ReduceOp.AVG with boolean inputs"):
         dist.all_reduce(torch.ones(1, device="sim", dtype=torch.bool), OPS.AVG)
+    with pytest.raises(TypeError, match="PreMulSum Data type"):
+        dist.all_reduce(torch.ones(1, device="sim", dtype=torch.int32), dist._make_nccl_premul_sum(2.0))
     with pytest.raises((RuntimeError, ValueError), match="contiguous"):
         dist.all_reduce(torch.ones(4, 4, device="sim")[:, ::2])
 

@@ -25,13 +25,19 @@ class _OnSim(BackendConformance):
     backend_name = "simccl"
     transport: ClassVar[str]
     world_size = 3  # type: ignore[assignment]
-    # gloo lacks the last three types: the transport over gloo sends them as other types.
-    types = (*BackendConformance.types, torch.bool, torch.int16, torch.complex64)
+    # gloo lacks the last two types: the transport over gloo sends them as other types.
+    types = (*BackendConformance.types, torch.bool, torch.complex64)
+    avoids = {
+        "messages by tag": "NCCL has no tags",
+        "recv from any rank": "NCCL receives from a given rank only",
+    }
 
     def reductions(self, dtype: torch.dtype) -> list[Any]:
         if dtype.is_complex:
             return [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
-        return [op for op in super().reductions(dtype) if dtype != torch.bool or op != dist.ReduceOp.AVG]
+        lacking = {dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR}
+        lacking |= {dist.ReduceOp.AVG} if dtype == torch.bool else set()
+        return [op for op in super().reductions(dtype) if op not in lacking]
 
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
@@ -81,7 +87,7 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
     }
     avoids = {
         "reduce_scatter_tensor": "knows SUM and AVG alone, which it tells one rank while the others wait",
-        "messages in order": "there are no transfers, which ranks that take no part do not notice",
+        "messages by tag": "there are no transfers, which ranks that take no part do not notice",
         "recv from any rank": "likewise",
         "disagreement is named": "tells one rank while the others wait",
     }

@@ -80,7 +80,6 @@ def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size:
 # Works of rank 0 that cannot end, because rank 1 never joins them.
 PENDING: dict[str, Callable[[], Any]] = {
     "recv": lambda: dist.irecv(full(), 1),
-    "recv from any": lambda: dist.irecv(full()),
     "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(), 1), dist.P2POp(dist.irecv, full(), 1)])[0],
     "all_reduce": lambda: dist.all_reduce(full(), async_op=True),
     "reduce_scatter": lambda: dist.reduce_scatter(full(), [full(), full()], async_op=True),

@@ -51,7 +51,7 @@ FEATURES = {
     "same",
     "parts of a larger tensor": "of which nothing else is read or written",
     "send and recv": "around a ring, for each type and size",
-    "messages in order": "by tag, received in another order than sent",
+    "messages by tag": "received in another order than sent",
     "recv from any rank": "says which one it was",
     "batch_isend_irecv": "both ways at once",
     "groups of some ranks": "which share ranks and do not mix",
@@ -128,7 +128,7 @@ class BackendConformance:
         self._hold_to("lists of unequal sizes", order, "parts of a larger tensor")
 
     def test_transfers(self) -> None:
-        transfers = ("send and recv", "messages in order", "recv from any rank")
+        transfers = ("send and recv", "messages by tag", "recv from any rank")
         self._hold_to(*transfers, "batch_isend_irecv")
 
     def test_groups_and_order(self) -> None:
@@ -256,7 +256,7 @@ class BackendConformance:
             work.wait()
             self._check(out, rows[before], *where)
 
-    def _messages_in_order(self) -> None:
+    def _messages_by_tag(self) -> None:
         if self.rank == 0:
             sends = [dist.isend(self._full(float(i)), 1, tag=i % 2) for i in range(6)]
             for work in map(_started, sends):

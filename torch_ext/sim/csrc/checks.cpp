@@ -52,6 +52,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   OperatorFacts facts;
   const auto& schema = op.schema();
   facts.name = schema.operator_name().name;
+  facts.refusal = refusal_of(facts.name);
   facts.host_indices = takes_host_indices(facts.name);
   facts.is_indexing = facts.host_indices && facts.name.find("index") != std::string::npos;
   facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));

@@ -14,6 +14,7 @@
 #include <c10/core/Allocator.h>
 
 #include "device.h"
+#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -75,6 +76,7 @@ struct OperatorFacts {
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
   bool is_indexing = false;  // its tensor lists are indices
+  const Refusal* refusal = nullptr;
 };
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);

@@ -127,6 +127,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!facts.has_host_kernel) {
     refuse_missing(op, device);
   }
+  if (facts.refusal != nullptr) {
+    check_refusal(*facts.refusal, arguments);
+  }
   Call call(device);
   Kernel kernel(facts.name);
   kernel.on(device);

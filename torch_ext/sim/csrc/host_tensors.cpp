@@ -11,12 +11,24 @@
 #include "std.h"
 
 namespace torch_ext::sim {
+namespace {
+
+// The types of integers and numbers that have no entry in ncclDataType, of torch's ProcessGroupNCCL.
+bool nccl_lacks(at::ScalarType type) {
+  constexpr std::array kLacking{at::kShort, at::kUInt16, at::kUInt32, at::kUInt64};
+  return std::find(kLacking.begin(), kLacking.end(), type) != kLacking.end();
+}
+
+} // namespace
 
 at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(
       tensor.device().type() == kSim, "simccl works on " SIM_NAME " tensors, but got a tensor on ", tensor.device(),
       ". Use a group with a backend for that device, such as 'cpu:gloo," SIM_NAME ":simccl'.");
   TORCH_CHECK(tensor.layout() == at::kStrided, "simccl works on dense tensors, but got layout ", tensor.layout(), ".");
+  TORCH_CHECK_TYPE(
+      !nccl_lacks(tensor.scalar_type()),
+      "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
   check_bounds(name, tensor);
   at::Tensor alias = host_alias(tensor.is_conj() ? tensor.conj() : tensor);
   // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
@@ -66,39 +78,17 @@ namespace {
 
 using c10d::ReduceOp;
 
-std::optional<at::ScalarType> staging_type_of(at::ScalarType type) {
-  switch (type) {
-    case at::kShort:
-    case at::kUInt16:
-      return at::kInt;
-    case at::kUInt32:
-    case at::kUInt64:
-      return at::kLong;
-    default:
-      return c10::isFloat8Type(type) ? std::make_optional(at::kFloat) : std::nullopt;
+// Refuses what torch's getNcclReduceOp refuses, in its words.
+void check_known_to_nccl(const ReduceOp& wanted, at::ScalarType type) {
+  constexpr std::array<std::pair<ReduceOp::RedOpType, const char*>, 3> kBitwise{
+      {{ReduceOp::BAND, "BAND"}, {ReduceOp::BOR, "BOR"}, {ReduceOp::BXOR, "BXOR"}}};
+  for (const auto& [op, name] : kBitwise) {
+    TORCH_CHECK_VALUE(wanted != op, "Cannot use ReduceOp.", name, " with NCCL");
   }
-}
-
-ReduceOp boolean_op(const ReduceOp& wanted) {
-  switch (wanted) {
-    case ReduceOp::SUM:
-    case ReduceOp::MAX:
-    case ReduceOp::BOR:
-      return ReduceOp::MAX;
-    case ReduceOp::PRODUCT:
-    case ReduceOp::MIN:
-    case ReduceOp::BAND:
-      return ReduceOp::MIN;
-    case ReduceOp::BXOR:
-      return ReduceOp::BXOR;
-    default:
-      TORCH_CHECK_VALUE(
-          false, "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
-  }
-}
-
-bool is_bitwise(const ReduceOp& op) {
-  return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
+  TORCH_CHECK_TYPE(type != at::kBool || wanted != ReduceOp::AVG, "Cannot use ReduceOp.AVG with boolean inputs");
+  TORCH_CHECK_TYPE(
+      wanted != ReduceOp::PREMUL_SUM || c10::isFloatingType(type) || c10::isComplexType(type),
+      "PreMulSum Data type must be half, float, bfloat16 or double");
 }
 
 at::Tensor factor_of(const ReduceOp& op) {
@@ -114,15 +104,16 @@ at::Tensor factor_of(const ReduceOp& op) {
 } // namespace
 
 Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size)
-    : wanted_(wanted), op_(wanted), type_(type), staging_type_(staging_type_of(type)) {
-  TORCH_CHECK_VALUE(
-      !is_bitwise(wanted) || c10::isIntegralType(type, /*includeBool=*/true), "Cannot use a bitwise ReduceOp with ",
-      type, " tensors; it is defined for integers and booleans.");
+    : wanted_(wanted), op_(wanted), type_(type) {
+  check_known_to_nccl(wanted, type);
   TORCH_CHECK_VALUE(
       !c10::isComplexType(type) || wanted == ReduceOp::SUM || wanted == ReduceOp::AVG || wanted == ReduceOp::PREMUL_SUM,
       "Complex tensors can be reduced with SUM, AVG and PREMUL_SUM only.");
+  if (c10::isFloat8Type(type)) {
+    staging_type_ = at::kFloat;
+  }
   if (type == at::kBool) {
-    op_ = boolean_op(wanted);
+    op_ = wanted == ReduceOp::SUM || wanted == ReduceOp::MAX ? ReduceOp::MAX : ReduceOp::MIN;
   } else if (wanted == ReduceOp::AVG) {
     op_ = ReduceOp::SUM;
     divisor_ = group_size;

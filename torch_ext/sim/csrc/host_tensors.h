@@ -5,12 +5,9 @@
 //   wanted                   before                 transport     after
 //   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
 //   PREMUL_SUM(f)            multiply by f          SUM           -
-//   bool SUM, MAX, BOR       as bytes               MAX           -
-//   bool PRODUCT, MIN, BAND  as bytes               MIN           -
-//   bool BXOR                as bytes               BXOR          -
+//   bool SUM, MAX            as bytes               MAX           -
+//   bool PRODUCT, MIN        as bytes               MIN           -
 //   complex SUM, AVG         as pairs of reals      SUM           as above
-//   int16, uint16            as int32               same          convert back
-//   uint32, uint64           as int64               same          convert back
 //   float8                   as float32             same          convert back
 #pragma once
 
@@ -42,7 +39,7 @@ std::vector<int64_t> numels(const Tensors& tensors);
 
 class Reduction {
  public:
-  // Raises ValueError for a combination that has no meaning, such as AVG of booleans.
+  // Raises ValueError or TypeError for what NCCL refuses, such as AVG of booleans.
   Reduction(const c10d::ReduceOp& wanted, at::ScalarType type, int group_size);
 
   c10d::ReduceOp::RedOpType wanted() const { return wanted_; }

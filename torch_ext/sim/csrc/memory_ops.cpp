@@ -237,16 +237,6 @@ c10::Scalar local_scalar_dense(const at::Tensor& self) {
   return at::_local_scalar_dense(host_alias(self));
 }
 
-bool is_dense(const at::Tensor& tensor) {
-  const auto type = tensor.device().type();
-  return tensor.layout() == c10::kStrided && (type == kSim || type == c10::DeviceType::CPU);
-}
-
-// `tensor.data = other` may move a parameter between host and device: FSDP offloads parameters that way.
-bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
-  return is_dense(self) && is_dense(from);
-}
-
 void record_stream(at::Tensor& self, c10::Stream stream) {
   device_allocator()->recordStream(self.storage().data_ptr(), stream);
 }
@@ -262,6 +252,18 @@ at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_block
 using HooksInterface = at::CUDAHooksInterface;
 #else
 using HooksInterface = at::PrivateUse1HooksInterface;
+
+bool is_dense(const at::Tensor& tensor) {
+  const auto type = tensor.device().type();
+  return tensor.layout() == c10::kStrided && (type == kSim || type == c10::DeviceType::CPU);
+}
+
+// `tensor.data = other` may move a parameter between host and device: FSDP offloads parameters that way. Torch's own
+// kernel allows it for CUDA. Wrapper subclasses do not see the operator in __torch_dispatch__, because autograd's key
+// comes before it and has a kernel.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  return is_dense(self) && is_dense(from);
+}
 #endif
 
 struct Hooks final : HooksInterface {
@@ -342,7 +344,6 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
-  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
   m.impl("record_stream", TORCH_FN(record_stream));
 }
 
@@ -363,6 +364,13 @@ void install_hooks() {
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
 }
 #else
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+}
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
+}
+
 void install_hooks() {
   at::RegisterPrivateUse1HooksInterface(new Hooks());
 }

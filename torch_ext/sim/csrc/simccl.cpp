@@ -58,7 +58,7 @@ const char* title_of(const char* name) {
   static auto* made = new std::map<std::string, std::string>();
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
-  return made->try_emplace(name, std::string("simccl:") + name).first->second.c_str();
+  return made->try_emplace(name, std::string(SIM_BACKEND ":") + name).first->second.c_str();
 }
 
 // Waits until the operations that this process has started are over, on every group.
@@ -541,20 +541,16 @@ class SimCCL final : public Launcher {
     return launch_one(std::move(call), inputs, outputs, options);
   }
 
-  WorkPtr send(Tensors& tensors, int destination, int tag) override {
+  // NCCL has no tags, and no receive from any rank: c10d::Backend refuses that.
+  WorkPtr send(Tensors& tensors, int destination, int /*tag*/) override {
     Call call{OpType::SEND, "send"};
     call.inputs = {transport_view(single(tensors, "send"), call.name)};
-    return launch_transfer(std::move(call), tensors, tensors, checked_root(destination), tag);
+    return launch_transfer(std::move(call), tensors, tensors, checked_root(destination));
   }
-  WorkPtr recv(Tensors& tensors, int source, int tag) override {
+  WorkPtr recv(Tensors& tensors, int source, int /*tag*/) override {
     Call call{OpType::RECV, "recv"};
     call.outputs = {transport_view(single(tensors, "recv"), call.name)};
-    return launch_transfer(std::move(call), {}, tensors, checked_root(source), tag);
-  }
-  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    Call call{OpType::RECVANYSOURCE, "recv"};
-    call.outputs = {transport_view(single(tensors, "recv"), call.name)};
-    return launch_transfer(std::move(call), {}, tensors, -1, tag);
+    return launch_transfer(std::move(call), {}, tensors, checked_root(source));
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -598,9 +594,8 @@ class SimCCL final : public Launcher {
     return calls;
   }
 
-  WorkPtr launch_transfer(Call call, const Tensors& inputs, const Tensors& outputs, int peer, int tag) {
+  WorkPtr launch_transfer(Call call, const Tensors& inputs, const Tensors& outputs, int peer) {
     call.root = peer;
-    call.tag = tag;
     const OpType kind = call.kind;
     const char* name = call.name;
     return launch({kind, name, inputs, outputs, /*asynchronous=*/true, alone(std::move(call))});
@@ -724,6 +719,7 @@ void bind_simccl(pybind11::module_& m) {
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &SimCCL::getBackendOptions)
       .def_property_readonly("transport", &SimCCL::transport_kind)
+      .def("get_error", &SimCCL::getError)
       // With some backends, ranks outside a new group must take part in a split; with ours they need not.
       .def("perform_nocolor_split", [](SimCCL& /*self*/, const c10::Device& /*device*/) {});
 }

@@ -166,7 +166,7 @@ void Running::end(const std::exception_ptr& why) {
 void Running::tell_profiler() const {
   if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
     const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
-    record_device_work({c10::str("simccl:", name_), device_, kLaneRow, started, over_at_, launched_by_});
+    record_device_work({c10::str(SIM_BACKEND ":", name_), device_, kLaneRow, started, over_at_, launched_by_});
   }
 }
 
@@ -298,12 +298,6 @@ bool SimWork::isCompleted() {
 
 bool SimWork::isSuccess() const {
   return running_->is_over() && !running_->failed();
-}
-
-int SimWork::sourceRank() const {
-  WithoutGil without;
-  running_->finish(kNoTimeout);
-  return running_->transfers().at(0)->source();
 }
 
 void SimWork::abort() {

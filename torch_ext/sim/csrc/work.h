@@ -175,7 +175,6 @@ class SimWork : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override { return running_->why(); }
-  int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;

@@ -284,7 +284,6 @@ COLLECTIVES: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
     "c10d::broadcast_": lambda group, x, y: (dist.broadcast(x, 0), y.copy_(x)),
     "c10d::gather_": lambda group, x, y: dist.gather(x, [y], 0),
     "c10d::recv_": lambda group, x, y: (dist.isend(x, 0), dist.recv(y, 0)),
-    "c10d::recv_any_source_": lambda group, x, y: (dist.isend(x, 0), group.recv_anysource([y], 0).wait()),
     "c10d::reduce_": lambda group, x, y: (dist.reduce(x, 0), dist.reduce(y, 0)),
     "c10d::reduce_scatter_": lambda group, x, y: dist.reduce_scatter(y, [x]),
     "c10d::reduce_scatter_tensor_coalesced_": lambda group, x, y: group.reduce_scatter_tensor_coalesced([y], [x]),

@@ -44,7 +44,7 @@ def _registered(*namespaces: str) -> set[str]:
 
 def test_every_kernel_registered_for_the_device_is_called_below() -> None:
     assert _registered("aten", "fsdp") == HAND_WRITTEN.keys() | WITHOUT_ELEMENTS.keys()
-    assert _registered("c10d") == COLLECTIVES.keys()
+    assert _registered("c10d") == COLLECTIVES.keys() | {"c10d::recv_any_source_"}  # which NCCL lacks
 
 
 # Torch 2.15 warns of both.

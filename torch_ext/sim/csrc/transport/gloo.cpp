@@ -23,8 +23,8 @@
 // Note [Letters over gloo]
 // gloo ends the process of a receiver that expects another size, and copies bytes without regard to types. So a sender
 // puts an envelope before its data, and a receiver requests the data after it has read the envelope. Envelopes and data
-// of a tag use separate gloo tags, each in order: of receives that could take the same letter, the one that was started
-// first reads its envelope and requests its data first.
+// use separate gloo tags, each in order: of receives from one sender, the one that was started first reads its envelope
+// and requests its data first.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/functional.h>
 #include <ATen/ops/cat.h>
@@ -293,6 +293,8 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
   bool abandoned_ = false;
 };
 
+constexpr int kEnvelopes = 0, kData = 1; // tags of gloo
+
 struct Envelope {
   int64_t elements;
   int8_t type;
@@ -314,7 +316,7 @@ at::Tensor envelope_of(const Call& call) {
 // ends only after the receiver has requested the data.
 class GlooLetter final : public Awaited {
  public:
-  // earlier: receives that were started before this one and may take the same letter.
+  // earlier: receives from the same sender that were started before this one.
   GlooLetter(
       c10::intrusive_ptr<c10d::Backend> gloo, Call call, std::vector<std::shared_ptr<GlooLetter>> earlier,
       std::shared_ptr<const Group> group)
@@ -323,18 +325,13 @@ class GlooLetter final : public Awaited {
         call_(std::move(call)),
         envelope_(envelope_of(call_)),
         earlier_(std::move(earlier)) {
-    constexpr int kTags = std::numeric_limits<int>::max() / 2;
-    TORCH_CHECK_VALUE(call_.tag < kTags, "simccl over gloo takes tags below ", kTags, ", but got ", call_.tag, ".");
-    const int tag = 2 * call_.tag;
     Tensors envelope{envelope_};
     if (call_.kind == OpType::SEND) {
-      works_.push_back(gloo_->send(envelope, call_.root, tag));
+      works_.push_back(gloo_->send(envelope, call_.root, kEnvelopes));
       Tensors data{call_.inputs.front().view(at::kByte)};
-      works_.push_back(gloo_->send(data, call_.root, tag + 1));
-    } else if (call_.kind == OpType::RECV) {
-      works_.push_back(gloo_->recv(envelope, call_.root, tag));
+      works_.push_back(gloo_->send(data, call_.root, kData));
     } else {
-      works_.push_back(gloo_->recvAnysource(envelope, tag));
+      works_.push_back(gloo_->recv(envelope, call_.root, kEnvelopes));
     }
     thread_ = std::thread([this] { run(); });
   }
@@ -344,7 +341,6 @@ class GlooLetter final : public Awaited {
   }
 
   void abort(const std::exception_ptr& why) override { give_up(why); }
-  int source() const override { return source_; }
 
   const Call& call() const { return call_; }
 
@@ -397,10 +393,8 @@ class GlooLetter final : public Awaited {
 
   // Reads the envelope and receives the data; then raises the difference between the ranks, if any.
   void receive() {
-    const auto envelope = works_.front();
     wait_for_earlier();
-    wait_for(envelope);
-    source_ = call_.kind == OpType::RECV ? call_.root : envelope->sourceRank();
+    wait_for(works_.front());
     const auto& sent = *reinterpret_cast<const Envelope*>(envelope_.const_data_ptr<uint8_t>());
     const auto type = static_cast<at::ScalarType>(sent.type);
     const auto& to = call_.outputs.front();
@@ -409,7 +403,7 @@ class GlooLetter final : public Awaited {
     Tensors data{
         agrees ? to.view(at::kByte)
                : at::empty({sent.elements * static_cast<int64_t>(c10::elementSize(type))}, at::kByte)};
-    const GlooWork work = gloo_->recv(data, source_, 2 * call_.tag + 1);
+    const GlooWork work = gloo_->recv(data, call_.root, kData);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       works_.push_back(work);
@@ -422,7 +416,7 @@ class GlooLetter final : public Awaited {
     wait_for(work);
     if (!agrees) {
       std::rethrow_exception(group_->failure(unequal_letter(
-          group_->called(source_), sent.elements, sent.type, sent.site, group_->called(group_->rank), call_)));
+          group_->called(call_.root), sent.elements, sent.type, sent.site, group_->called(group_->rank), call_)));
     }
   }
 
@@ -432,7 +426,6 @@ class GlooLetter final : public Awaited {
   std::vector<std::shared_ptr<GlooLetter>> earlier_; // used by the thread only
   std::vector<GlooWork> works_;                      // guarded by mutex_; the envelope's first
   bool asked_ = false;                               // guarded by mutex_; a receive has requested its data
-  std::atomic<int> source_{-1};
   std::thread thread_;
 };
 
@@ -524,7 +517,7 @@ class Gloo final : public Transport {
       if (letter == nullptr || letter->advance()) {
         return true;
       }
-      if (compete(letter->call(), call)) {
+      if (call.kind == OpType::RECV && letter->call().root == call.root) {
         earlier.push_back(letter);
       }
       return false;

@@ -2,9 +2,8 @@
 //
 // Note [Letters]
 // A sender copies its tensor to its own memory and appends a letter to its list for the receiver, so a send, even to
-// oneself, is over when it has begun. A receiver walks the lists of its senders and takes the oldest letter with its
-// tag; letters with other tags stay, in order. Of receives that could take the same letter, the one that was started
-// first gets it.
+// oneself, is over when it has begun. A receiver walks the lists of its senders and takes the oldest letter of its
+// sender. Of receives from one sender, the one that was started first gets it.
 //
 //   sender's list   first -> letter -> letter -> letter -> 0
 //                            passed    passed    ^ cursor of the receiver: the last one it has seen
@@ -20,15 +19,6 @@
 #include "transport.h"
 
 namespace torch_ext::sim {
-namespace {
-
-using c10d::OpType;
-
-bool takes(const Pending& one, int from, int tag) {
-  return one.call.tag == tag && (one.call.kind == OpType::RECVANYSOURCE || one.call.root == from);
-}
-
-} // namespace
 
 Mailbox::Mailbox(std::shared_ptr<SharedGroup> group)
     : group_(std::move(group)),
@@ -54,7 +44,6 @@ TransferPtr Mailbox::send(Call call) {
   const uint64_t place = group_->allocate(sizeof(Letter));
   copy_bytes(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
   auto& written = *new (&letter(group_->rank, place)) Letter{};
-  written.tag = call.tag;
   written.elements = static_cast<uint64_t>(tensor.numel());
   written.type = static_cast<int8_t>(tensor.scalar_type());
   written.data = data;
@@ -104,30 +93,15 @@ void Mailbox::collect(int from) {
       letter(from, cursor).state.fetch_or(kLetterPassed, std::memory_order_release);
     }
     cursor = place;
-    unread_[index].push_back({place, letter(from, place).tag});
+    unread_[index].push_back(place);
   }
 }
 
-void Mailbox::deliver(Pending& to) {
-  for (int from = 0; from < group_->size(); ++from) {
-    auto& unread = unread_[static_cast<size_t>(from)];
-    const auto found = std::find_if(unread.begin(), unread.end(), [&](const Unread& one) {
-      return takes(to, from, one.tag);
-    });
-    if (found != unread.end()) {
-      const uint64_t place = found->letter;
-      unread.erase(found);
-      open(to, from, place);
-      return;
-    }
-  }
-}
-
-void Mailbox::open(Pending& to, int from, uint64_t place) {
+void Mailbox::open(Pending& to, uint64_t place) {
+  const int from = to.call.root;
   const auto& tensor = to.call.outputs.front();
   const auto& received = letter(from, place);
   const uint64_t elements = received.elements, data = received.data;
-  to.from = from;
   std::exception_ptr why;
   if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
     why = group_->failure(unequal_letter(
@@ -148,10 +122,12 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);
   }
-  for (auto one = receiving_.begin(); one != receiving_.end(); ++one) {
-    const auto competes = [&](const auto& earlier) { return !earlier->over() && compete(earlier->call, (*one)->call); };
-    if (!(*one)->over() && std::none_of(receiving_.begin(), one, competes)) {
-      deliver(**one);
+  for (const auto& one : receiving_) {
+    auto& unread = unread_[static_cast<size_t>(one->call.root)];
+    if (!one->over() && !unread.empty()) {
+      const uint64_t place = unread.front();
+      unread.pop_front();
+      open(*one, place);
     }
   }
   std::erase_if(receiving_, [](const auto& one) { return one->over(); });
@@ -163,21 +139,8 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
 }
 
 std::string Mailbox::none_can_come(const Pending& to, bool look) const {
-  const auto because = [&](const std::string& why) {
-    return why.empty() ? why : c10::str(why, " and sends nothing more for ", to.call.name, ".");
-  };
-  if (to.call.kind != OpType::RECVANYSOURCE) {
-    return because(group_->gone(to.call.root, look));
-  }
-  std::string why;
-  for (int peer = 0; peer < group_->size(); ++peer) {
-    const auto gone = group_->gone(peer, look);
-    if (peer != group_->rank && gone.empty()) {
-      return "";
-    }
-    why = gone.empty() ? why : gone;
-  }
-  return because(why);
+  const auto why = group_->gone(to.call.root, look);
+  return why.empty() ? why : c10::str(why, " and sends nothing more for ", to.call.name, ".");
 }
 
 } // namespace torch_ext::sim

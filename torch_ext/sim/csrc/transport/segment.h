@@ -90,7 +90,6 @@ constexpr uint32_t kLetterPassed = 2;
 struct Letter {
   std::atomic<uint64_t> next;
   std::atomic<uint32_t> state; // by the reader
-  int32_t tag;
   uint64_t elements;
   uint64_t data;
   int8_t type;

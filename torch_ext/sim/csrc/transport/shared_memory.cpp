@@ -277,7 +277,6 @@ TransferPtr SharedMemory::begin(Call call) {
     case c10d::OpType::SEND:
       return mailbox_->send(std::move(call));
     case c10d::OpType::RECV:
-    case c10d::OpType::RECVANYSOURCE:
       return mailbox_->receive(std::move(call));
     default:
       return lane_->start(std::move(call));

@@ -66,14 +66,12 @@ class Pending final : public Transfer {
   bool advance() override;
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override;
-  int source() const override { return from; }
 
   bool over() const { return over_; }
   void end(const std::exception_ptr& why = nullptr);
 
   Call call;
   const uint64_t number; // of the collective, or of the letter
-  int from = -1;         // of a letter that was received
   bool checked = false;  // all ranks take part and agree
   uint64_t reduced = 0;  // the pieces of a shared all-reduce that are in the output already
 
@@ -128,23 +126,18 @@ class Mailbox final : public Queue, public std::enable_shared_from_this<Mailbox>
     uint64_t letter; // in the heap of this rank
     uint64_t data;
   };
-  struct Unread {
-    uint64_t letter; // in the heap of the sender
-    int tag;
-  };
 
   Letter& letter(int rank, uint64_t place) const;
   void release_sent();
   void collect(int from);
-  void deliver(Pending& to);
-  void open(Pending& to, int from, uint64_t place);
+  void open(Pending& to, uint64_t place);
   std::string none_can_come(const Pending& to, bool look) const;
 
   const std::shared_ptr<SharedGroup> group_;
-  std::vector<uint64_t> last_sent_;        // by receiver: the end of its list
-  std::deque<Sent> sent_;                  // not known to be free
-  std::vector<uint64_t> cursor_;           // by sender
-  std::vector<std::deque<Unread>> unread_; // by sender
+  std::vector<uint64_t> last_sent_;          // by receiver: the end of its list
+  std::deque<Sent> sent_;                    // not known to be free
+  std::vector<uint64_t> cursor_;             // by sender
+  std::vector<std::deque<uint64_t>> unread_; // letters by sender, in its heap
   std::deque<std::shared_ptr<Pending>> receiving_;
 };
 

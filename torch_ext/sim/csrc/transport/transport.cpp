@@ -96,7 +96,6 @@ class Corrupted final : public Transfer {
     }
   }
   void abort(const std::exception_ptr& why) override { inner_->abort(why); }
-  int source() const override { return inner_->source(); }
 
  private:
   const TransferPtr inner_;

@@ -31,14 +31,13 @@ namespace torch_ext::sim {
 //   ALLTOALL        n                        n                        what a rank sends to what its peer receives
 //   BARRIER         -                        -
 //   SEND            1                        -
-//   RECV, RECVANYSOURCE -                    1
+//   RECV            -                        1
 struct Call {
   c10d::OpType kind;
   const char* name; // as the program called it, for messages; lives as long as the process
   Tensors inputs{};
   Tensors outputs{};
   int root = -1; // of a transfer between two ranks: the peer
-  int tag = 0;
   std::optional<Reduction> reduction{};
   int device = -1;    // index of the sim device that the tensors are on
   std::string site{}; // file and line of the call, as far as known
@@ -62,9 +61,6 @@ class Transfer {
 
   // Fails the transfer with `why` for all waiters, unless it is over.
   virtual void abort(const std::exception_ptr& why) = 0;
-
-  // The rank that a received message came from.
-  virtual int source() const { return -1; }
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -77,14 +73,6 @@ void settle(T& one) noexcept {
   } catch (...) {
     return;
   }
-}
-
-// Whether both are receives that could take the same message.
-inline bool compete(const Call& one, const Call& other) {
-  const auto receives = [](const Call& call) { return !call.outputs.empty(); };
-  const auto takes_any = [](const Call& call) { return call.kind == c10d::OpType::RECVANYSOURCE; };
-  return receives(one) && receives(other) && one.tag == other.tag &&
-      (takes_any(one) || takes_any(other) || one.root == other.root);
 }
 
 // The state that the calls of one group on one rank share.

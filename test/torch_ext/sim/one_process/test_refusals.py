@@ -1,0 +1,139 @@
+"""Calls that CUDA refuses and the host accepts: integer matrices, and kernels that are not deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IMAGE, VOLUME = (1, 2, 6, 6), (1, 2, 6, 6, 6)
+
+# By the kernel that CUDA's message names: a program on a tensor of ones, and the tensor's shape.
+NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] = {
+    "_bincount_cuda": (lambda x: torch.bincount(x.detach().long(), weights=x), (6,)),
+    "_histc_cuda with floating point input": (lambda x: torch.histc(x), (6,)),
+    "adaptive_avg_pool2d_backward_cuda": (lambda x: F.adaptive_avg_pool2d(x, 3).sum().backward(), IMAGE),
+    "adaptive_avg_pool3d_backward_cuda": (lambda x: F.adaptive_avg_pool3d(x, 3).sum().backward(), VOLUME),
+    "adaptive_max_pool2d_backward_cuda": (lambda x: F.adaptive_max_pool2d(x, 3).sum().backward(), IMAGE),
+    "avg_pool3d_backward_cuda": (lambda x: F.avg_pool3d(x, 2).sum().backward(), VOLUME),
+    "ctc_loss_backward_gpu": (
+        lambda x: F.ctc_loss(x.log_softmax(2), torch.ones(1, 2, dtype=torch.long, device="sim"), [6], [2]).backward(),
+        (6, 1, 4),
+    ),
+    "cumsum_cuda_kernel": (lambda x: x.cumsum(0), (6,)),
+    "embedding_bag_backward_cuda_max": (
+        lambda x: F.embedding_bag(torch.ones(1, 2, dtype=torch.long, device="sim"), x, mode="max").sum().backward(),
+        (4, 3),
+    ),
+    "fractional_max_pool2d_backward_cuda": (lambda x: F.fractional_max_pool2d(x, 2, 3).sum().backward(), IMAGE),
+    "fractional_max_pool3d_backward_cuda": (lambda x: F.fractional_max_pool3d(x, 2, 3).sum().backward(), VOLUME),
+    "grid_sampler_2d_backward_cuda": (
+        lambda x: F.grid_sample(x, torch.zeros(1, 3, 3, 2, device="sim"), align_corners=False).sum().backward(),
+        IMAGE,
+    ),
+    "grid_sampler_3d_backward_cuda": (
+        lambda x: F.grid_sample(x, torch.zeros(1, 3, 3, 3, 3, device="sim"), align_corners=False).sum().backward(),
+        VOLUME,
+    ),
+    "kthvalue CUDA": (lambda x: x.kthvalue(1), (6,)),
+    "median CUDA with indices output": (lambda x: x.median(0), (6,)),
+    "nll_loss2d_forward_out_cuda_template": (
+        lambda x: F.nll_loss(x, torch.zeros(1, 6, 6, dtype=torch.long, device="sim")),
+        IMAGE,
+    ),
+    "reflection_pad1d_backward_out_cuda": (lambda x: F.pad(x, (1, 1), "reflect").sum().backward(), (1, 2, 6)),
+    "reflection_pad2d_backward_cuda": (lambda x: F.pad(x, (1,) * 4, "reflect").sum().backward(), IMAGE),
+    "reflection_pad3d_backward_out_cuda": (lambda x: F.pad(x, (1,) * 6, "reflect").sum().backward(), VOLUME),
+    "replication_pad1d_backward_cuda": (lambda x: F.pad(x, (1, 1), "replicate").sum().backward(), (1, 2, 6)),
+    "replication_pad2d_backward_cuda": (lambda x: F.pad(x, (1,) * 4, "replicate").sum().backward(), IMAGE),
+    "replication_pad3d_backward_cuda": (lambda x: F.pad(x, (1,) * 6, "replicate").sum().backward(), VOLUME),
+    "upsample_bicubic2d_backward_out_cuda": (lambda x: F.interpolate(x, 9, mode="bicubic").sum().backward(), IMAGE),
+    "upsample_linear1d_backward_out_cuda": (lambda x: F.interpolate(x, 9, mode="linear").sum().backward(), (1, 2, 6)),
+    # interpolate() computes these two by other operators under use_deterministic_algorithms.
+    "upsample_bilinear2d_backward_out_cuda": (
+        lambda x: torch.ops.aten.upsample_bilinear2d(x, [9, 9], False).sum().backward(),
+        IMAGE,
+    ),
+    "upsample_trilinear3d_backward_out_cuda": (
+        lambda x: torch.ops.aten.upsample_trilinear3d(x, [9, 9, 9], False).sum().backward(),
+        VOLUME,
+    ),
+}
+
+# Programs with the same operators whose CUDA kernels are deterministic.
+DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
+    "bincount without weights": lambda x: torch.bincount(x.detach().long()),
+    "cumsum of integers": lambda x: x.detach().long().cumsum(0),
+    "embedding_bag of sums": lambda x: (
+        F.embedding_bag(torch.ones(1, 2, dtype=torch.long, device="sim"), x.view(3, 2), mode="sum").sum().backward()
+    ),
+    "median without indices": lambda x: x.median(),
+    "nll_loss without a reduction": lambda x: F.nll_loss(
+        x.view(1, 6, 1, 1), torch.zeros(1, 1, 1, dtype=torch.long, device="sim"), reduction="none"
+    ),
+    "scatter_add": lambda x: x.detach().scatter_add_(0, torch.zeros(6, dtype=torch.long, device="sim"), x.detach() + 1),
+}
+
+PRODUCTS: dict[str, Callable[[Tensor], object]] = {
+    '"addmm_cuda"': lambda x: x @ x,
+    '"baddbmm_cuda"': lambda x: torch.einsum("bij,bjk->bik", x[None], x[None]),
+    '"addmv_impl_cuda"': lambda x: torch.addmv(x[0], x, x[0]),
+    '"dot"': lambda x: torch.dot(x[0], x[0]),
+}
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", NONDETERMINISTIC)
+def test_kernel_without_a_deterministic_form_is_refused(kernel: str, _deterministic: None) -> None:
+    program, shape = NONDETERMINISTIC[kernel]
+    with pytest.raises(RuntimeError) as caught:
+        program(torch.ones(shape, device="sim", requires_grad=True))
+    assert str(caught.value).startswith(f"{kernel} does not have a deterministic implementation")
+    torch.use_deterministic_algorithms(False)
+    program(torch.ones(shape, device="sim", requires_grad=True))
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_form_of_such_an_operator_runs(name: str, _deterministic: None) -> None:
+    DETERMINISTIC[name](torch.ones(6, device="sim", requires_grad=True))
+
+
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_product_of_integer_matrices_is_refused(kernel: str) -> None:
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
+        with pytest.raises(NotImplementedError, match=f"{kernel} not implemented for"):
+            PRODUCTS[kernel](torch.ones(2, 2, dtype=dtype, device="sim"))
+    PRODUCTS[kernel](torch.ones(2, 2, dtype=torch.bfloat16, device="sim"))
+
+
+class _Refusing(Tensor):
+    """A wrapper subclass that refuses every operator but those of a conversion, as torchao's do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Refusing:
+        made: _Refusing = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if op not in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
+            raise NotImplementedError(f"{cls.__name__} has no {op}")
+        return cls(op(args[0].inner, **(kwargs or {})))
+
+
+def test_module_of_wrapper_subclasses_moves_to_the_device() -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(_Refusing(torch.ones(2)))
+    assert module.to("sim").weight.device.type == "sim"
