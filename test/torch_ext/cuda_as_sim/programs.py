@@ -975,7 +975,7 @@ def records_and_errors_of_nccl() -> None:
         backend: typing.Any = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
-            assert [entry["profiling_name"] for entry in trace["entries"]] == ["nccl:all_reduce"]
+            assert trace["entries"][-1]["profiling_name"] == "nccl:all_reduce"
     finally:
         dist.destroy_process_group()
 

@@ -41,11 +41,9 @@ def test_receives_do_not_block_the_host_either(rank: int, world_size: int) -> No
         dist.recv(x, 1)
         store().set("go", "")
         assert (x + 1).tolist() == [6.0] * 3
-        assert dist.recv(x) == 1  # asks where it came from
     else:
         store().wait(["go"])
         dist.send(full(5.0), 0)
-        dist.send(full(6.0), 0)
 
 
 def _event() -> Any:

@@ -134,7 +134,7 @@ class Allocator final : public c10::DeviceAllocator {
     Block* block = data.get() == nullptr ? nullptr : block_at(data.get());
     if (block != nullptr) {
       block->pool->add_user(block, stream);
-      tell([&](Observer& to) { to.used_on(block->data(), stream); });
+      notify([&](Observer& to) { to.used_on(block->data(), stream); });
     }
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override { return pool_of(device).stats(); }
@@ -519,13 +519,13 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   block->tag = tag_of(running_kernel.name);
   report(block->data(), static_cast<int64_t>(block->rounded), totals, pool.device());
   note(MemoryEvent::Kind::kAllocate, *block);
-  tell([&](Observer& to) { to.allocated(block->data(), block->rounded, current_stream(pool.device())); });
+  notify([&](Observer& to) { to.allocated(block->data(), block->rounded, current_stream(pool.device())); });
   return {block->data(), block->data(), &free_on_device, owner};
 }
 
 void free_on_device(void* data) {
   auto* block = Block::of(data);
-  tell([&](Observer& to) { to.freed(data, block->pool->device()); });
+  notify([&](Observer& to) { to.freed(data, block->pool->device()); });
   note(MemoryEvent::Kind::kFree, *block);
   fill_with_poison(*block);
   BlockPool& pool = *block->pool;

@@ -11,6 +11,7 @@
 
 #include "device.h"
 #include "memory_history.h"
+#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {

@@ -10,6 +10,7 @@
 #include "device.h"
 #include "generator.h"
 #include "kernel.h"
+#include "refusals.h"
 #include "replaced_kernels.h"
 #include "std.h"
 

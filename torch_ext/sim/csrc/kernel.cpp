@@ -105,12 +105,12 @@ c10::DeviceIndex Kernel::launch() {
   TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
   if (touches_memory_) {
     if (host_reads_) {
-      tell_host_blocks(name_);
+      report_host_block(name_);
     }
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
     if (watched_) {
-      tell([&](Observer& to) {
+      notify([&](Observer& to) {
         if (to.wants_beginnings()) {
           to.kernel_begins(name_, stream, accesses());
         }
@@ -176,7 +176,7 @@ Kernel::~Kernel() {
          current_correlation()});
   }
   if (watched_ && touches_memory_) {
-    tell([this](Observer& to) { account_to(to); });
+    notify([this](Observer& to) { account_to(to); });
   }
 }
 

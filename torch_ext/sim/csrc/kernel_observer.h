@@ -95,7 +95,7 @@ inline Observer* observer() noexcept {
 }
 
 template <typename What>
-void tell(What what) {
+void notify(What what) {
   if (auto* to = observer()) {
     what(*to);
   }
@@ -103,9 +103,9 @@ void tell(What what) {
 
 // Passes a moment to the observer, if both exist: without an observer or a recording there is no moment.
 template <typename What>
-void tell(const Moment& moment, What what) {
+void notify(const Moment& moment, What what) {
   if (moment != nullptr) {
-    tell(what);
+    notify(what);
   }
 }
 

@@ -166,9 +166,9 @@ void run_layout(torch::Library& m, Names parts) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNamesForDispatchKey(host)) {
     const auto op = dispatcher.findOp(name);
-    const auto is_it = [&name](const char* part) { return toString(name) == c10::str("aten::", part); };
+    const auto is_named = [&name](const char* part) { return toString(name) == c10::str("aten::", part); };
     if (name.getNamespace() != "aten" || !op.has_value() || !op->hasKernelForDispatchKey(host) ||
-        std::any_of(parts.begin(), parts.end(), is_it)) {
+        std::any_of(parts.begin(), parts.end(), is_named)) {
       continue;
     }
     if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||

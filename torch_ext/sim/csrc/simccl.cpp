@@ -77,9 +77,9 @@ void settle_collectives() {
 }
 
 // Reports a launch that lasts as long as the object to profilers, as NCCL does.
-class Told {
+class ProfilerEvent {
  public:
-  explicit Told(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
+  explicit ProfilerEvent(const Operation& operation) : event_(at::RecordScope::USER_SCOPE) {
     if (!event_.isActive()) {
       return;
     }
@@ -145,7 +145,7 @@ class Launcher : public c10d::Backend {
     }
     Moment end;
     if (!moments.empty()) {
-      tell([&](Observer& to) { end = to.joined(moments); });
+      notify([&](Observer& to) { end = to.joined(moments); });
     }
     constexpr const char* kName = "coalesced";
     auto running =
@@ -194,10 +194,10 @@ class Launcher : public c10d::Backend {
     const auto named = device_of(operation);
     const auto device = named.value_or(current_device());
     catch_up(current_stream(device)); // the inputs must be complete
-    tell_beginning(operation, device);
+    report_beginning(operation, device);
     WithoutGil without;
     const bool is_collective = !c10d::isP2POp(operation.kind);
-    const Told told(operation);
+    const ProfilerEvent event(operation);
     std::vector<TransferPtr> transfers;
     for (auto& call : operation.calls) {
       // With one device per process, all ranks use number 0: do not compare it.
@@ -225,7 +225,7 @@ class Launcher : public c10d::Backend {
     running->set_record(std::move(record));
     const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
     auto work = c10::make_intrusive<SimWork>(
-        operation.kind, rank_, sequence_, running, operation.outputs, device, tell_launch(operation, device),
+        operation.kind, rank_, sequence_, running, operation.outputs, device, report_launch(operation, device),
         blocks_host);
     keep_for_abort(running);
     if (coalescing_) {
@@ -275,17 +275,17 @@ class Launcher : public c10d::Backend {
     }
     return accesses;
   }
-  void tell_beginning(const Operation& operation, c10::DeviceIndex device) const {
-    tell([&](Observer& to) {
+  void report_beginning(const Operation& operation, c10::DeviceIndex device) const {
+    notify([&](Observer& to) {
       if (to.wants_beginnings()) {
         const auto stream = current_stream(device);
         to.launch_begins(stream, accesses_of(operation, stream.device()));
       }
     });
   }
-  Moment tell_launch(const Operation& operation, c10::DeviceIndex device) const {
+  Moment report_launch(const Operation& operation, c10::DeviceIndex device) const {
     Moment end;
-    tell([&](Observer& to) {
+    notify([&](Observer& to) {
       const auto stream = current_stream(device);
       int peer = -1;
       for (const auto& call : operation.calls) {

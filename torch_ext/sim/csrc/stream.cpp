@@ -162,7 +162,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &track_of(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
-    tell_host_blocks("Stream.synchronize");
+    report_host_block("Stream.synchronize");
     synchronize(stream);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(checked_index(device)); }
@@ -259,7 +259,7 @@ c10::Stream next_stream(c10::DeviceIndex device, bool high_priority) {
   const c10::StreamId kind = high_priority ? 1 : 0;
   const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
   const auto stream = stream_of(device, 1 + kind * kStreamsPerClass + turn);
-  tell([&](Observer& to) { to.handed_out(stream); });
+  notify([&](Observer& to) { to.handed_out(stream); });
   return stream;
 }
 
@@ -275,7 +275,7 @@ bool is_idle(c10::Stream stream) {
   auto& track = track_of(stream);
   const bool idle = track.busy_until <= stream_clock() && are_over(track.waits_for());
   if (idle) {
-    tell([&](Observer& to) { to.host_knows(stream); });
+    notify([&](Observer& to) { to.host_knows(stream); });
   }
   return idle;
 }
@@ -283,7 +283,7 @@ bool is_idle(c10::Stream stream) {
 void synchronize(c10::Stream stream) {
   catch_up(stream);
   sleep_until(track_of(stream).busy_until);
-  tell([&](Observer& to) { to.host_knows(stream); });
+  notify([&](Observer& to) { to.host_knows(stream); });
 }
 
 int64_t busy_until(c10::Stream stream) {
@@ -309,7 +309,7 @@ void synchronize_device(c10::DeviceIndex device) {
     until = std::max(until, table_of(device).tracks[static_cast<size_t>(id)].busy_until.load());
   }
   sleep_until(until);
-  tell([&](Observer& to) { to.host_knows(device); });
+  notify([&](Observer& to) { to.host_knows(device); });
 }
 
 void sleep(int64_t nanoseconds) {
@@ -327,7 +327,7 @@ Event record(c10::Stream stream) {
   }
   auto& track = track_of(stream);
   Event event{std::max(track.busy_until.load(), stream_clock()), track.waits_for(), {}, stream.device_index()};
-  tell([&](Observer& to) { event.moment = to.recorded(stream); });
+  notify([&](Observer& to) { event.moment = to.recorded(stream); });
   return event;
 }
 
@@ -335,13 +335,13 @@ void wait(c10::Stream stream, const Event& event) {
   auto& track = track_of(stream);
   raise_to(track.busy_until, event.done_at);
   track.wait_for(event.elsewhere);
-  tell(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
+  notify(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
 }
 
 bool is_done(const Event& event) {
   const bool done = event.done_at <= stream_clock() && are_over(event.elsewhere);
   if (done) {
-    tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+    notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
   }
   return done;
 }
@@ -354,7 +354,7 @@ void synchronize(const Event& event) {
     }
   }
   sleep_until(event.done_at);
-  tell(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
+  notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
 }
 
 AtEnd::AtEnd(c10::DeviceIndex device, const Event& end) : device_(device), previous_(current_ids[device]) {
@@ -379,7 +379,7 @@ SyncDebug sync_debug() noexcept {
   return current_mode.load(std::memory_order_relaxed);
 }
 
-void tell_host_blocks(std::string_view what) {
+void report_host_block(std::string_view what) {
   if (C10_LIKELY(sync_debug() == SyncDebug::kOff)) {
     return;
   }

@@ -110,6 +110,6 @@ SyncDebug sync_debug() noexcept;
 // Warns or raises RuntimeError before the host blocks, where a program asks for it (torch.sim.set_sync_debug_mode). As
 // with CUDA: for host reads such as `item()` and `nonzero()`, for copies between host and device that are not
 // non-blocking, and for `Stream.synchronize()`; not for `torch.sim.synchronize()`, whose name says that it blocks.
-void tell_host_blocks(std::string_view what);
+void report_host_block(std::string_view what);
 
 } // namespace torch_ext::sim

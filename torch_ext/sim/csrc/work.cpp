@@ -149,7 +149,7 @@ void Running::end(const std::exception_ptr& why) {
       dropped.swap(held_);
     }
   }
-  tell_profiler();
+  report_to_profiler();
   if (record_ != nullptr) {
     record_->finish();
   }
@@ -163,7 +163,7 @@ void Running::end(const std::exception_ptr& why) {
   }
 }
 
-void Running::tell_profiler() const {
+void Running::report_to_profiler() const {
   if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
     const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
     record_device_work({c10::str(SIM_BACKEND ":", name_), device_, kLaneRow, started, over_at_, launched_by_});
@@ -259,7 +259,7 @@ SimWork::SimWork(
 
 SimWork::~SimWork() {
   if (!running_->is_waited_for() && !is_part_) {
-    tell(end_.moment, [this](Observer& to) {
+    notify(end_.moment, [this](Observer& to) {
       for (const void* data : running_->memory()) {
         to.kept_until(data, end_.moment);
       }
@@ -273,7 +273,7 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
     WithoutGil without;
     if (blocks_host_ || timeout != kNoTimeout) {
       running_->finish(timeout);
-      tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+      notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
     } else if (running_->advance()) {
       running_->finish(kNoTimeout); // raises if the operation has failed
     }
@@ -291,7 +291,7 @@ bool SimWork::isCompleted() {
   WithoutGil without;
   const bool over = running_->advance();
   if (over) {
-    tell(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+    notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
   }
   return over;
 }

@@ -125,7 +125,7 @@ class Running final : public Elsewhere {
 
  private:
   void end(const std::exception_ptr& why);
-  void tell_profiler() const;
+  void report_to_profiler() const;
 
   const c10d::OpType kind_;
   const char* name_;

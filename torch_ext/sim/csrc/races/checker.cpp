@@ -321,7 +321,7 @@ void Lanes::launch(Lane lane, Lane host) {
   if (state.is_host || (state.host == host && state.host_version == from.version)) {
     return;
   }
-  from.told = true;
+  from.published = true;
   state.clock.join(from.clock);
   state.host = host;
   state.host_version = from.version;
@@ -329,9 +329,9 @@ void Lanes::launch(Lane lane, Lane host) {
 
 Epoch Lanes::begin_access(Lane lane) {
   auto& state = lanes_[lane];
-  if (state.told) {
+  if (state.published) {
     state.clock.advance(lane);
-    state.told = false;
+    state.published = false;
     ++state.version;
   }
   return {lane, state.clock.of(lane)};
@@ -343,7 +343,7 @@ Clock Lanes::record(Lane lane, Lane host) {
 }
 
 Clock Lanes::so_far(Lane lane) {
-  lanes_[lane].told = true;
+  lanes_[lane].published = true;
   return lanes_[lane].clock;
 }
 

@@ -244,7 +244,7 @@ class Lanes {
   struct State {
     Clock clock;
     bool is_host = false;
-    bool told = true;          // another lane's clock may have the current tick: see Note [Ticks begin late]
+    bool published = true;     // another lane's clock may have the current tick: see Note [Ticks begin late]
     uint64_t version = 1;      // counts changes of a host's clock
     Lane host = kHost;         // the host lane whose clock this lane has joined last,
     uint64_t host_version = 0; // and its version then

@@ -103,7 +103,7 @@ class Calls {
 
 thread_local int Calls::depth = 0;
 
-void tell_read(std::string_view name, PyObject* object) try {
+void report_read(std::string_view name, PyObject* object) try {
   if (pinned_blocks_made() == 0 || !Calls::is_outermost() || object == nullptr || !THPVariable_Check(object)) {
     return;
   }
@@ -122,7 +122,7 @@ PyObject* call_with_two(PyObject* self, PyObject* argument) {
   const Method& method = methods[which];
   PyObject* result = method.original(self, argument);
   if (result != nullptr) {
-    tell_read(method.name, method.of_tensor ? self : argument);
+    report_read(method.name, method.of_tensor ? self : argument);
   }
   return result;
 }
@@ -135,7 +135,7 @@ PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* keyw
       self, arguments, keywords);
   if (result != nullptr) {
     PyObject* first = PyTuple_GET_SIZE(arguments) > 0 ? PyTuple_GET_ITEM(arguments, 0) : nullptr;
-    tell_read(method.name, method.of_tensor ? self : first);
+    report_read(method.name, method.of_tensor ? self : first);
   }
   return result;
 }

@@ -129,7 +129,7 @@ bool has_closed(const Member& peer, const Address& address) {
   return peer.process != nullptr && !peer.memory && ::access(path_of(address).c_str(), F_OK) != 0 && errno == ENOENT;
 }
 
-[[noreturn]] void tell_ended(int rank, int pid) {
+[[noreturn]] void raise_ended(int rank, int pid) {
   TORCH_CHECK(false, "simccl: rank ", rank, " (process ", pid, ") ended while the group was made.");
 }
 
@@ -174,7 +174,7 @@ GroupState state_of(int peer, const Member& member, Clock::time_point deadline) 
       return static_cast<GroupState>(state);
     }
     if (member.process->has_ended()) {
-      tell_ended(peer, member.process->pid());
+      raise_ended(peer, member.process->pid());
     }
     TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", peer, " stopped.");
     sleep_while(word, state, kSlice);
@@ -242,7 +242,7 @@ std::vector<Member> meet(
       const auto& member = members[static_cast<size_t>(peer)];
       const auto& address = addresses[static_cast<size_t>(peer)];
       if (peer != rank && has_ended(member, address)) {
-        tell_ended(peer, address.pid);
+        raise_ended(peer, address.pid);
       }
       may_be_ending = may_be_ending || (peer != rank && has_closed(member, address));
     }

@@ -27,7 +27,7 @@ bool is_exchange(const Fingerprint& print) {
   return print.kind == static_cast<int8_t>(OpType::ALLTOALL);
 }
 
-std::string unequal_exchange(const std::vector<Said>& ranks) {
+std::string unequal_exchange(const std::vector<Participant>& ranks) {
   const size_t size = ranks.size();
   for (size_t from = 0; from < size; ++from) {
     for (size_t to = 0; to < size; ++to) {
@@ -44,22 +44,22 @@ std::string unequal_exchange(const std::vector<Said>& ranks) {
   return "";
 }
 
-std::string shared_device(const std::vector<Said>& ranks) {
-  std::array<const Said*, 128> user{};
-  for (const auto& said : ranks) {
-    if (said.print->device < 0) {
+std::string shared_device(const std::vector<Participant>& ranks) {
+  std::array<const Participant*, 128> user{};
+  for (const auto& participant : ranks) {
+    if (participant.print->device < 0) {
       continue;
     }
-    auto& earlier = user[static_cast<size_t>(said.print->device)];
+    auto& earlier = user[static_cast<size_t>(participant.print->device)];
     if (earlier != nullptr) {
       return c10::str(
-          earlier->who(), " and ", said.who(), " both use " SIM_NAME ":", static_cast<int>(said.print->device), " in ",
-          said.print->name,
+          earlier->who(), " and ", participant.who(), " both use " SIM_NAME ":",
+          static_cast<int>(participant.print->device), " in ", participant.print->name,
           "; give each rank of a group its own device with "
           "torch.sim.set_device, or, with --cuda-as-sim, by setting CUDA_VISIBLE_DEVICES in the program before its "
           "first use of a device.");
     }
-    earlier = &said;
+    earlier = &participant;
   }
   return "";
 }
@@ -125,15 +125,17 @@ std::string type_name(int8_t type) {
   return type < 0 ? "nothing" : c10::toString(static_cast<at::ScalarType>(type));
 }
 
-std::string phrase(const Said& said) {
-  const auto& print = *said.print;
+std::string phrase(const Participant& participant) {
+  const auto& print = *participant.print;
   std::string text = print.name;
   if (print.reduction >= 0) {
     text += c10::str("(", reduction_name(print.reduction), ")");
   }
   if (print.type >= 0) {
-    const bool one = said.counts.size() == 1;
-    text += one ? c10::str(" of ", said.counts.front()) : c10::str(" of [", c10::Join(", ", said.counts), "]");
+    const bool one = participant.counts.size() == 1;
+    text += one
+        ? c10::str(" of ", participant.counts.front())
+        : c10::str(" of [", c10::Join(", ", participant.counts), "]");
     text += " x " + type_name(print.type);
   }
   if (print.root >= 0) {
@@ -142,7 +144,7 @@ std::string phrase(const Said& said) {
   return print.site[0] == '\0' ? text : c10::str(text, " at ", print.site);
 }
 
-std::string difference(const Said& one, const Said& other) {
+std::string difference(const Participant& one, const Participant& other) {
   const auto &a = *one.print, &b = *other.print;
   const char* what = a.kind != b.kind ? "the operation"
       : a.reduction != b.reduction    ? "the reduction"
@@ -169,9 +171,9 @@ std::string unequal_letter(
       c10::toString(tensor.scalar_type()), recv.site.empty() ? "" : " at ", recv.site, ".");
 }
 
-std::string disagreement_of_all(const std::vector<Said>& ranks) {
-  auto told = shared_device(ranks);
-  return told.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : told;
+std::string disagreement_of_all(const std::vector<Participant>& ranks) {
+  auto message = shared_device(ranks);
+  return message.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : message;
 }
 
 std::string site_of_call() {

@@ -18,7 +18,7 @@ Counts counts_of(const Call& call);
 Fingerprint fingerprint_of(const Call& call, const Counts& counts);
 
 // One rank's call, as its peers see it: valid as long as the memory behind it.
-struct Said {
+struct Participant {
   std::string who() const { return c10::str("rank ", global_rank); }
 
   int64_t global_rank;
@@ -27,10 +27,10 @@ struct Said {
 };
 
 // "all_reduce(SUM) of 4 x Float at train.py:12"
-std::string phrase(const Said& said);
+std::string phrase(const Participant& participant);
 
 // The difference between two ranks' calls; empty where they agree.
-std::string difference(const Said& one, const Said& other);
+std::string difference(const Participant& one, const Participant& other);
 
 // The difference between a sender and a receiver that disagree.
 std::string unequal_letter(
@@ -39,7 +39,7 @@ std::string unequal_letter(
 
 // The fault in the calls of all ranks, in order, of which no two have a `difference`: two ranks use one device, or one
 // sends the other an unexpected number of elements in an all-to-all. Empty without a fault.
-std::string disagreement_of_all(const std::vector<Said>& ranks);
+std::string disagreement_of_all(const std::vector<Participant>& ranks);
 
 // Element type as programs spell it, or "nothing" for -1.
 std::string type_name(int8_t type);

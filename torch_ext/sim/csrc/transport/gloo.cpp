@@ -430,7 +430,7 @@ class GlooLetter final : public Awaited {
 };
 
 // One rank's description of a collective: its number, its counts (most for an all-to-all), and its fingerprint.
-at::Tensor said_of(const Call& call, uint64_t number, size_t size) {
+at::Tensor description_of(const Call& call, uint64_t number, size_t size) {
   const Counts counts = counts_of(call);
   const Fingerprint print = fingerprint_of(call, counts);
   const size_t counts_bytes = 2 * size * sizeof(int64_t);
@@ -442,7 +442,7 @@ at::Tensor said_of(const Call& call, uint64_t number, size_t size) {
   return bytes;
 }
 
-Said read_said(const at::Tensor& bytes, int64_t global_rank, size_t size) {
+Participant read_description(const at::Tensor& bytes, int64_t global_rank, size_t size) {
   const auto* counts = reinterpret_cast<const int64_t*>(bytes.const_data_ptr<uint8_t>() + sizeof(uint64_t));
   const auto* print = reinterpret_cast<const Fingerprint*>(counts + 2 * size);
   return {global_rank, print, {counts, print->count_size}};
@@ -560,29 +560,29 @@ class Gloo final : public Transport {
   void compare(GlooCollective& collective, uint64_t number) {
     const auto& call = collective.call;
     const size_t size = group_->global_ranks.size();
-    Tensors inputs{said_of(call, number, size)};
+    Tensors inputs{description_of(call, number, size)};
     TensorLists outputs(1);
     std::generate_n(std::back_inserter(outputs.front()), size, [&] { return at::empty_like(inputs.front()); });
     const auto options = with_timeout<c10d::AllgatherOptions>(call);
     try {
       collective.wait_for({backend_->allgather(outputs, inputs, options)});
     } catch (const std::exception& error) {
-      const auto own = read_said(inputs.front(), -1, size);
+      const auto own = read_description(inputs.front(), -1, size);
       std::rethrow_exception(group_->failure(c10::str("in ", phrase(own), ", gloo says: ", error.what())));
     }
-    std::vector<Said> ranks;
+    std::vector<Participant> ranks;
     ranks.reserve(size);
     for (size_t peer = 0; peer < size; ++peer) {
-      ranks.push_back(read_said(outputs.front()[peer], group_->global_ranks[peer], size));
+      ranks.push_back(read_description(outputs.front()[peer], group_->global_ranks[peer], size));
     }
     for (const auto& peer : ranks) {
-      if (auto told = difference(ranks[static_cast<size_t>(group_->rank)], peer); !told.empty()) {
+      if (auto message = difference(ranks[static_cast<size_t>(group_->rank)], peer); !message.empty()) {
         std::lock_guard<std::mutex> lock(group_->mutex);
-        std::rethrow_exception(group_->disagreement(number, told));
+        std::rethrow_exception(group_->disagreement(number, message));
       }
     }
-    if (auto told = disagreement_of_all(ranks); !told.empty()) {
-      std::rethrow_exception(group_->failure(told));
+    if (auto message = disagreement_of_all(ranks); !message.empty()) {
+      std::rethrow_exception(group_->failure(message));
     }
   }
 

@@ -213,7 +213,7 @@ bool overlap(const Tensors& some, const Tensors& others) {
 }
 
 // The call of a rank that has published its collective `number`.
-Said said_by(SharedGroup& group, int peer, uint64_t number) {
+Participant participant_of(SharedGroup& group, int peer, uint64_t number) {
   auto& memory = group.memory(peer);
   const auto& slot = memory.slot(number);
   const size_t counts = slot.fingerprint.count_size;
@@ -378,9 +378,9 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
   }
   const auto& complete = group_->header(0).complete;
   const uint32_t seen = complete.load(std::memory_order_seq_cst);
-  const Said mine = said_by(*group_, group_->rank, front.number);
+  const Participant mine = participant_of(*group_, group_->rank, front.number);
   std::optional<Wait> missing;
-  std::vector<Said> ranks;
+  std::vector<Participant> ranks;
   ranks.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
     // Check first whether the peer has gone: it may have published just before.
@@ -396,17 +396,17 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
       }
       continue;
     }
-    ranks.push_back(said_by(*group_, peer, front.number));
-    if (const auto told = difference(mine, ranks.back()); !told.empty()) {
-      front.end(group_->disagreement(front.number, told));
+    ranks.push_back(participant_of(*group_, peer, front.number));
+    if (const auto message = difference(mine, ranks.back()); !message.empty()) {
+      front.end(group_->disagreement(front.number, message));
       return std::nullopt;
     }
   }
   if (missing.has_value()) {
     return missing;
   }
-  if (const auto told = disagreement_of_all(ranks); !told.empty()) {
-    front.end(group_->failure(told));
+  if (const auto message = disagreement_of_all(ranks); !message.empty()) {
+    front.end(group_->failure(message));
     return std::nullopt;
   }
   front.checked = true;

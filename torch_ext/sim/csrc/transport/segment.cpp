@@ -86,8 +86,8 @@ Process::~Process() {
 }
 
 bool Process::has_ended() const {
-  pollfd asked{file_, POLLIN, 0};
-  return ::poll(&asked, 1, 0) == 1;
+  pollfd entry{file_, POLLIN, 0};
+  return ::poll(&entry, 1, 0) == 1;
 }
 
 uint64_t Arena::allocate(uint64_t bytes) {
@@ -128,7 +128,9 @@ Segment Segment::open(int file, int size) {
   made.control_bytes_ = control_bytes(size);
   const auto closed_at_end = c10::make_scope_exit([file] { ::close(file); });
   const uint64_t length = length_of(file);
-  TORCH_CHECK(length > made.control_bytes_, "What should be the shared memory of a simccl rank is too small.");
+  TORCH_CHECK(
+      length > made.control_bytes_, "The shared memory of a simccl rank has ", length, " bytes; expected more than ",
+      made.control_bytes_, ".");
   made.map(file, length - made.control_bytes_);
   return made;
 }

@@ -122,7 +122,7 @@ void wake(const std::atomic<uint32_t>& word);
 // Adds one to `word` and wakes all who sleep on it.
 void ring(std::atomic<uint32_t>& word);
 
-// Tells whether a process lives, by its pidfd, which no other process can take over.
+// Whether a process lives, by its pidfd, which no other process can take over.
 class Process {
  public:
   // Null where there is no such process, or the kernel has no pidfds (before Linux 5.3). Groups share the object of a

@@ -174,8 +174,8 @@ std::string SharedGroup::gone(int peer, bool look) const {
   // The peer may have left because of the death of another rank; name that one as the cause.
   for (int other = 0; other < static_cast<int>(members.size()); ++other) {
     if (other != rank && other != peer && state_of(other) == GroupState::kReady) {
-      if (auto told = ended(other); !told.empty()) {
-        return told;
+      if (auto why = ended(other); !why.empty()) {
+        return why;
       }
     }
   }
