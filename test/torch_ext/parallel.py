@@ -27,7 +27,7 @@ ALONE = {
     "test_bridge.py": ("test_",),
     "test_endurance.py": ("test_",),
     "test_extension_contract.py": ("test_example_on_the_page_runs",),
-    "test_hypothesis_utils.py": ("test_a_lost_zygote",),
+    "test_hypothesis_utils.py": ("test_lost_zygote",),
     "test_neighbours.py": ("test_",),
     "test_pytest_plugin.py": ("test_",),
     "test_kills.py": ("test_",),

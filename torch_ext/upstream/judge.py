@@ -48,7 +48,7 @@ class Difference:
         return f"known difference: {self.reason}{f' ({self.link})' if self.link else ''}"
 
     def applies(self, surroundings: Mapping[str, str]) -> bool:
-        """Whether all conditions of the entry hold; a release ``2.13`` applies for ``2.13.0+cpu``."""
+        """Whether all conditions of the entry hold; a release ``2.13`` also covers ``2.13.0+cpu``."""
         return all(
             re.match(rf"{re.escape(wanted)}(?![\w])", surroundings.get(name, "")) is not None
             for name, wanted in self.when

@@ -37,6 +37,9 @@ def _check_gloo(rank: int, world_size: int, config: str) -> None:
     else:
         dist.recv(x, 0)
         assert x.tolist() == [5.0] * 3
+    bits = torch.tensor([1 << rank, 3], device="sim")
+    dist.all_reduce(bits, dist.ReduceOp.BOR)  # which NCCL lacks
+    assert bits.tolist() == [3, 3]
     again = full(rank + 1.0)
     dist.all_reduce(again, group=dist.new_group())
     assert functional.all_reduce(full(), "sum", dist.group.WORLD).tolist() == [2.0] * 3

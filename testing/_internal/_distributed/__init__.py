@@ -17,7 +17,6 @@ wording.hide(
         "in_rank",
         "_receipt_of_body",
         "_receipt_of_call",
-        "_run_body",
         "run_method",
     ),
 )

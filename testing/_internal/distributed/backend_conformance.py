@@ -51,6 +51,7 @@ FEATURES = {
     "same",
     "parts of a larger tensor": "of which nothing else is read or written",
     "send and recv": "around a ring, for each type and size",
+    "messages in order": "as they were sent, in whatever order the receiver waits",
     "messages by tag": "received in another order than sent",
     "recv from any rank": "says which one it was",
     "batch_isend_irecv": "both ways at once",
@@ -128,8 +129,8 @@ class BackendConformance:
         self._hold_to("lists of unequal sizes", order, "parts of a larger tensor")
 
     def test_transfers(self) -> None:
-        transfers = ("send and recv", "messages by tag", "recv from any rank")
-        self._hold_to(*transfers, "batch_isend_irecv")
+        messages = ("messages in order", "messages by tag", "recv from any rank")
+        self._hold_to("send and recv", *messages, "batch_isend_irecv")
 
     def test_groups_and_order(self) -> None:
         order = ("groups of some ranks", "asynchronous order", "futures")
@@ -255,6 +256,18 @@ class BackendConformance:
             dist.recv(out, before)
             work.wait()
             self._check(out, rows[before], *where)
+
+    def _messages_in_order(self) -> None:
+        if self.rank == 0:
+            sends = [dist.isend(self._full(float(i)), 1) for i in range(6)]
+            for work in map(_started, sends):
+                work.wait()
+        elif self.rank == 1:
+            outs = [self._full(-1.0) for _ in range(6)]
+            for work in [_started(dist.irecv(out, 0)) for out in outs][::-1]:
+                work.wait()
+            for i, out in enumerate(outs):
+                self._check(out, torch.full((3,), float(i)), i)
 
     def _messages_by_tag(self) -> None:
         if self.rank == 0:

@@ -78,17 +78,26 @@ namespace {
 
 using c10d::ReduceOp;
 
-// Refuses what torch's getNcclReduceOp refuses, in its words.
-void check_known_to_nccl(const ReduceOp& wanted, at::ScalarType type) {
-  constexpr std::array<std::pair<ReduceOp::RedOpType, const char*>, 3> kBitwise{
-      {{ReduceOp::BAND, "BAND"}, {ReduceOp::BOR, "BOR"}, {ReduceOp::BXOR, "BXOR"}}};
-  for (const auto& [op, name] : kBitwise) {
-    TORCH_CHECK_VALUE(wanted != op, "Cannot use ReduceOp.", name, " with NCCL");
+ReduceOp boolean_op(const ReduceOp& wanted) {
+  switch (wanted) {
+    case ReduceOp::SUM:
+    case ReduceOp::MAX:
+    case ReduceOp::BOR:
+      return ReduceOp::MAX;
+    case ReduceOp::PRODUCT:
+    case ReduceOp::MIN:
+    case ReduceOp::BAND:
+      return ReduceOp::MIN;
+    case ReduceOp::BXOR:
+      return ReduceOp::BXOR;
+    default:
+      TORCH_CHECK_VALUE(
+          false, "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
   }
-  TORCH_CHECK_TYPE(type != at::kBool || wanted != ReduceOp::AVG, "Cannot use ReduceOp.AVG with boolean inputs");
-  TORCH_CHECK_TYPE(
-      wanted != ReduceOp::PREMUL_SUM || c10::isFloatingType(type) || c10::isComplexType(type),
-      "PreMulSum Data type must be half, float, bfloat16 or double");
+}
+
+bool is_bitwise(const ReduceOp& op) {
+  return op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
 }
 
 at::Tensor factor_of(const ReduceOp& op) {
@@ -105,7 +114,9 @@ at::Tensor factor_of(const ReduceOp& op) {
 
 Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size)
     : wanted_(wanted), op_(wanted), type_(type) {
-  check_known_to_nccl(wanted, type);
+  TORCH_CHECK_VALUE(
+      !is_bitwise(wanted) || c10::isIntegralType(type, /*includeBool=*/true), "Cannot use a bitwise ReduceOp with ",
+      type, " tensors; it is defined for integers and booleans.");
   TORCH_CHECK_VALUE(
       !c10::isComplexType(type) || wanted == ReduceOp::SUM || wanted == ReduceOp::AVG || wanted == ReduceOp::PREMUL_SUM,
       "Complex tensors can be reduced with SUM, AVG and PREMUL_SUM only.");
@@ -113,7 +124,7 @@ Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size
     staging_type_ = at::kFloat;
   }
   if (type == at::kBool) {
-    op_ = wanted == ReduceOp::SUM || wanted == ReduceOp::MAX ? ReduceOp::MAX : ReduceOp::MIN;
+    op_ = boolean_op(wanted);
   } else if (wanted == ReduceOp::AVG) {
     op_ = ReduceOp::SUM;
     divisor_ = group_size;
@@ -121,6 +132,19 @@ Reduction::Reduction(const ReduceOp& wanted, at::ScalarType type, int group_size
     factor_ = factor_of(wanted);
     op_ = ReduceOp::SUM;
   }
+}
+
+void check_known_to_nccl(const ReduceOp& wanted, at::ScalarType type) {
+  constexpr std::array<std::pair<ReduceOp::RedOpType, const char*>, 3> kBitwise{
+      {{ReduceOp::BAND, "BAND"}, {ReduceOp::BOR, "BOR"}, {ReduceOp::BXOR, "BXOR"}}};
+  for (const auto& [op, name] : kBitwise) {
+    TORCH_CHECK_VALUE(wanted != op, "Cannot use ReduceOp.", name, " with NCCL");
+  }
+  TORCH_CHECK_TYPE(type != at::kBool || wanted != ReduceOp::AVG, "Cannot use ReduceOp.AVG with boolean inputs");
+  const bool is_float = c10::isFloatingType(type) && !c10::isFloat8Type(type);
+  TORCH_CHECK_TYPE(
+      wanted != ReduceOp::PREMUL_SUM || is_float || c10::isComplexType(type),
+      "PreMulSum Data type must be half, float, bfloat16 or double");
 }
 
 at::Tensor Reduction::same_bytes(const at::Tensor& host) const {

@@ -5,8 +5,9 @@
 //   wanted                   before                 transport     after
 //   AVG                      -                      SUM           divide by the group's size (integers: towards zero)
 //   PREMUL_SUM(f)            multiply by f          SUM           -
-//   bool SUM, MAX            as bytes               MAX           -
-//   bool PRODUCT, MIN        as bytes               MIN           -
+//   bool SUM, MAX, BOR       as bytes               MAX           -
+//   bool PRODUCT, MIN, BAND  as bytes               MIN           -
+//   bool BXOR                as bytes               BXOR          -
 //   complex SUM, AVG         as pairs of reals      SUM           as above
 //   float8                   as float32             same          convert back
 #pragma once
@@ -37,9 +38,12 @@ Tensors transport_rows(
 
 std::vector<int64_t> numels(const Tensors& tensors);
 
+// Raises ValueError or TypeError for a reduction that torch's getNcclReduceOp refuses, in its words.
+void check_known_to_nccl(const c10d::ReduceOp& wanted, at::ScalarType type);
+
 class Reduction {
  public:
-  // Raises ValueError or TypeError for what NCCL refuses, such as AVG of booleans.
+  // Raises ValueError for a combination that has no meaning, such as AVG of booleans.
   Reduction(const c10d::ReduceOp& wanted, at::ScalarType type, int group_size);
 
   c10d::ReduceOp::RedOpType wanted() const { return wanted_; }

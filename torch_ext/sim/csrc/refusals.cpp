@@ -13,7 +13,6 @@ enum class When : uint8_t {
   kIntegers,      // of the first tensor; the rest holds under use_deterministic_algorithms alone
   kAlways,        // the operator is nondeterministic
   kFloats,        // for floating-point and complex numbers
-  kIndices,       // with a dimension, in which case it returns indices
   kWeights,       // with weights, the second argument
   kReduced,       // with a reduction, the fourth argument
   kMaximumOfBags, // with embedding_bag's mode "max", the eighth argument
@@ -30,9 +29,13 @@ namespace {
 // The names of the kernels stand in torch's sources, in AT_DISPATCH_... and alertNotDeterministic(...).
 constexpr std::array kRefusals{
     Refusal{"addbmm", When::kIntegers, "addmm_cuda"},
+    Refusal{"addbmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmm", When::kIntegers, "addmm_cuda"},
+    Refusal{"addmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmv", When::kIntegers, "addmv_impl_cuda"},
+    Refusal{"addmv_", When::kIntegers, "addmv_impl_cuda"},
     Refusal{"baddbmm", When::kIntegers, "baddbmm_cuda"},
+    Refusal{"baddbmm_", When::kIntegers, "baddbmm_cuda"},
     Refusal{"bmm", When::kIntegers, "baddbmm_cuda"},
     Refusal{"dot", When::kIntegers, "dot"},
     Refusal{"mm", When::kIntegers, "addmm_cuda"},
@@ -45,23 +48,15 @@ constexpr std::array kRefusals{
     Refusal{"adaptive_max_pool2d_backward", When::kAlways, "adaptive_max_pool2d_backward_cuda"},
     Refusal{"avg_pool3d_backward", When::kAlways, "avg_pool3d_backward_cuda"},
     Refusal{"bincount", When::kWeights, "_bincount_cuda"},
-    Refusal{"cumsum", When::kFloats, "cumsum_cuda_kernel"},
-    Refusal{"cumsum_", When::kFloats, "cumsum_cuda_kernel"},
     Refusal{"fractional_max_pool2d_backward", When::kAlways, "fractional_max_pool2d_backward_cuda"},
     Refusal{"fractional_max_pool3d_backward", When::kAlways, "fractional_max_pool3d_backward_cuda"},
     Refusal{"grid_sampler_2d_backward", When::kAlways, "grid_sampler_2d_backward_cuda"},
     Refusal{"grid_sampler_3d_backward", When::kAlways, "grid_sampler_3d_backward_cuda"},
     Refusal{"histc", When::kFloats, "_histc_cuda with floating point input"},
-    Refusal{"kthvalue", When::kAlways, "kthvalue CUDA"},
-    Refusal{"median", When::kIndices, "median CUDA with indices output"},
-    Refusal{"nanmedian", When::kIndices, "median CUDA with indices output"},
     Refusal{"nll_loss2d_forward", When::kReduced, "nll_loss2d_forward_out_cuda_template"},
     Refusal{"reflection_pad1d_backward", When::kAlways, "reflection_pad1d_backward_out_cuda"},
     Refusal{"reflection_pad2d_backward", When::kAlways, "reflection_pad2d_backward_cuda"},
     Refusal{"reflection_pad3d_backward", When::kAlways, "reflection_pad3d_backward_out_cuda"},
-    Refusal{"replication_pad1d_backward", When::kAlways, "replication_pad1d_backward_cuda"},
-    Refusal{"replication_pad2d_backward", When::kAlways, "replication_pad2d_backward_cuda"},
-    Refusal{"replication_pad3d_backward", When::kAlways, "replication_pad3d_backward_cuda"},
     Refusal{"upsample_bicubic2d_backward", When::kAlways, "upsample_bicubic2d_backward_out_cuda"},
     Refusal{"upsample_bilinear2d_backward", When::kAlways, "upsample_bilinear2d_backward_out_cuda"},
     Refusal{"upsample_linear1d_backward", When::kAlways, "upsample_linear1d_backward_out_cuda"},
@@ -76,8 +71,6 @@ bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
       const auto type = arguments[0].toTensor().scalar_type();
       return c10::isFloatingType(type) || c10::isComplexType(type);
     }
-    case When::kIndices:
-      return arguments.size() > 1;
     case When::kWeights:
       return arguments[1].isTensor() && arguments[1].toTensor().defined();
     case When::kReduced:
@@ -105,10 +98,13 @@ const Refusal* refusal_of(const std::string& name) {
 
 void check_refusal(const Refusal& refusal, c10::ArrayRef<c10::IValue> arguments) {
   if (refusal.when == When::kIntegers) {
-    const auto& tensor = arguments[0].toTensor();
+    const auto type = arguments[0].toTensor().scalar_type();
+    const bool empty = std::any_of(arguments.begin(), arguments.end(), [](const c10::IValue& each) {
+      return each.isTensor() && each.toTensor().numel() == 0;
+    });
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) || tensor.numel() == 0, "\"", refusal.kernel,
-        "\" not implemented for '", tensor.scalar_type(), "'");
+        empty || !c10::isIntegralType(type, /*includeBool=*/true), "\"", refusal.kernel, "\" not implemented for '",
+        type, "'");
   } else if (at::globalContext().deterministicAlgorithms() && applies(refusal.when, arguments)) {
     at::Context::alertNotDeterministic(refusal.kernel);
   }

@@ -608,6 +608,9 @@ class SimCCL final : public Launcher {
   }
 
   Reduction reduction_of(const c10d::ReduceOp& wanted, const at::Tensor& tensor) const {
+    if (!options_->any_device) { // else it serves a group of gloo
+      check_known_to_nccl(wanted, tensor.scalar_type());
+    }
     return {wanted, tensor.scalar_type(), size_};
   }
 

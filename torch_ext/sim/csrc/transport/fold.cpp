@@ -28,6 +28,9 @@ constexpr auto kAdd = [](auto a, auto b) { return wrapping(a) + wrapping(b); };
 constexpr auto kMultiply = [](auto a, auto b) { return wrapping(a) * wrapping(b); };
 constexpr auto kMinimum = [](auto a, auto b) { return b < a ? b : a; };
 constexpr auto kMaximum = [](auto a, auto b) { return a < b ? b : a; };
+constexpr auto kAnd = [](auto a, auto b) { return a & b; };
+constexpr auto kOr = [](auto a, auto b) { return a | b; };
+constexpr auto kXor = [](auto a, auto b) { return a ^ b; };
 
 template <typename T, auto f>
 void combine(std::byte* into, const std::byte* with, uint64_t count) {
@@ -58,8 +61,21 @@ Combine combine_of(ReduceOp::RedOpType op) {
     case ReduceOp::MAX:
       return combine<T, kMaximum>;
     default:
-      TORCH_INTERNAL_ASSERT(false, "simccl has no such reduction");
+      break;
   }
+  if constexpr (std::is_integral_v<T>) {
+    switch (op) {
+      case ReduceOp::BAND:
+        return combine<T, kAnd>;
+      case ReduceOp::BOR:
+        return combine<T, kOr>;
+      case ReduceOp::BXOR:
+        return combine<T, kXor>;
+      default:
+        break;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
 }
 
 Combine combine_of(at::ScalarType type, ReduceOp::RedOpType op) {

@@ -2,8 +2,8 @@
 //
 // Note [Letters]
 // A sender copies its tensor to its own memory and appends a letter to its list for the receiver, so a send, even to
-// oneself, is over when it has begun. A receiver walks the lists of its senders and takes the oldest letter of its
-// sender. Of receives from one sender, the one that was started first gets it.
+// oneself, is over when it has begun. A receiver reads the list of each sender; a receive takes the oldest unread
+// letter of its sender. Of receives from one sender, the one that was started first gets it.
 //
 //   sender's list   first -> letter -> letter -> letter -> 0
 //                            passed    passed    ^ cursor of the receiver: the last one it has seen
