@@ -16,7 +16,7 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from torch_ext.sim import _native
-from torch_ext.sim._name import BACKEND, NAME
+from torch_ext.sim._name import NAME, REPORTED_BACKEND
 from torch_ext.sim._patches import wrap
 
 __all__ = ["install", "translate"]
@@ -69,7 +69,7 @@ def _as_entry(operation: Entry) -> Entry:
         "process_group": (operation["group"], f"{operation['description']}, {NAME}" if has_description else NAME),
         "collective_seq_id": operation["sequence"],
         "op_id": operation["sequence"],
-        "profiling_name": f"{BACKEND}:{operation['name']}",
+        "profiling_name": f"{REPORTED_BACKEND}:{operation['name']}",
         "input_sizes": operation["input_sizes"],
         "input_dtypes": operation["input_dtypes"],
         "output_sizes": operation["output_sizes"],

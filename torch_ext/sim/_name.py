@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from torch_ext import personality
 
-__all__ = ["BACKEND", "IS_CUDA", "KEY", "NAME"]
+__all__ = ["IS_CUDA", "KEY", "NAME", "REPORTED_BACKEND"]
 
 # Whether this process simulates DeviceType.CUDA instead of using PrivateUse1.
 IS_CUDA = personality.is_cuda()
 NAME = personality.AS_CUDA if IS_CUDA else personality.SIM
-BACKEND = "nccl" if IS_CUDA else "simccl"
+# The name that the backend reports: SIM_BACKEND in csrc/device.h.
+REPORTED_BACKEND = "nccl" if IS_CUDA else "simccl"
 # The dispatch key, and the name of the DeviceType.
 KEY = "CUDA" if IS_CUDA else "PrivateUse1"

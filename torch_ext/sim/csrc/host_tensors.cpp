@@ -13,7 +13,7 @@
 namespace torch_ext::sim {
 namespace {
 
-// The types of integers and numbers that have no entry in ncclDataType, of torch's ProcessGroupNCCL.
+// The types that have no entry in ncclDataType of torch's ProcessGroupNCCL.
 bool nccl_lacks(at::ScalarType type) {
   constexpr std::array kLacking{at::kShort, at::kUInt16, at::kUInt32, at::kUInt64};
   return std::find(kLacking.begin(), kLacking.end(), type) != kLacking.end();
