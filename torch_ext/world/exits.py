@@ -25,10 +25,11 @@ from typing import Any
 
 from torch_ext.world import _os
 
-# Deadly signals that faulthandler does not handle.
-_SILENT = {
-    signal.Signals[f"SIG{name}"] for name in ("KILL", "TERM", "INT", "HUP", "QUIT", "ALRM", "USR1", "USR2", "PIPE")
-}
+# Deadly signals that faulthandler does not handle, and those that it does.
+_SILENT, _HANDLED = (
+    {signal.Signals[f"SIG{name}"] for name in names.split()}
+    for names in ("KILL TERM INT HUP QUIT ALRM USR1 USR2 PIPE", "SEGV ABRT BUS FPE ILL")
+)
 
 
 def write_stacks_before(descriptor: int) -> Callable[[], None]:
@@ -43,9 +44,14 @@ def write_stacks_before(descriptor: int) -> Callable[[], None]:
         leave(status)
 
     def kill_after_writing(pid: int, signal_number: int, /) -> None:
-        is_silent = pid == own == os.getpid() and signal_number in _SILENT
-        if is_silent and (signal_number == signal.SIGKILL or signal.getsignal(signal_number) is signal.SIG_DFL):
-            _write_stacks(descriptor)
+        if pid == own == os.getpid() and signal_number in _SILENT | _HANDLED:
+            ends = signal_number == signal.SIGKILL or signal.getsignal(signal_number) is signal.SIG_DFL
+            if ends and signal_number in _SILENT:
+                _write_stacks(descriptor)
+            elif ends and signal_number not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+                # The kernel may deliver a signal for the process to any thread, and faulthandler crashes in the frames
+                # of a thread that runs meanwhile. The calling thread holds the GIL.
+                return signal.pthread_kill(threading.get_ident(), signal_number)
         kill(pid, signal_number)
 
     def undo() -> None:

@@ -48,6 +48,10 @@ FAULTS = {
     "leave": (f"failed by {{rank}}: ^exited with code 0 {AT}", "os._exit(0)"),
     "sigkill": (f"failed by {{rank}}: ^was killed by SIGKILL {AT}", KILL),
     "sigsegv": (f"failed by {{rank}}: was killed by SIGSEGV {AT}...Segmentation fault", "ctypes.string_at(0)"),
+    "thread": (
+        f"failed by {{rank}}: was killed by SIGSEGV {AT}...Current thread...in run...in forever",
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSEGV)).start(); forever()",
+    ),
     "hang": (f"failed by {{rank}}: timed out {AT}...Stacks of rank {{rank}}:...in forever", "forever()"),
     "flood": ("passed", "print_50_mb()"),
     "flood_and_raise": ("failed by {rank}: Output of rank {rank}:...the last line", "print_50_mb(); self.fail('no')"),
