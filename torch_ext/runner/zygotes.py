@@ -128,14 +128,15 @@ class RunZygotes:
             return (yield from self._copy_of(file))
 
     def _copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
-        original = yield from self.of_file(file)
-        copy = ZygoteCopy(original)
+        original, copy = (yield from self.of_file(file)), None
         try:
+            copy = ZygoteCopy(original)
             while not (yield from arrives(copy.channel, self.limit_s, original.pid)):
                 original.kill()
             copy.wait_loaded()
         except BaseException as error:
-            copy.close()
+            if copy is not None:
+                copy.close()
             if isinstance(error, ZygoteDiedError):
                 self.forget(file, original)
             raise

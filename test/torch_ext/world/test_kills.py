@@ -13,10 +13,8 @@ import pytest
 from test.torch_ext.world.suites import Suite, parse_unittest, suite_of
 from torch_ext.world import _os
 
-pytestmark = pytest.mark.long  # .ci/nightly kills
-
 # In the order of faults.ancestors() in the parent half.
-TARGETS = ("case", "zygote", "root", "supervisor")
+TARGETS = ("case", "copy", "zygote", "root", "supervisor")
 # The thread, started at import, keeps the test program from forking its zygote.
 SOURCE = f"""
 import json
@@ -68,19 +66,25 @@ def await_pids(suite: Suite, target: str, process: subprocess.Popen[str]) -> lis
 
 
 def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path: Path) -> None:
-    """One run in which case process, root and zygote are killed, in the order of the tests' names."""
+    """One run in which each process above the ranks is killed, in the order of the tests' names."""
     with suite_of(tmp_path, SOURCE) as suite:
         process = suite.start_runner("-i", "TestKilled", "-k", "not supervisor")
-        for target in ("case", "root", "zygote"):
+        for target in ("case", "copy", "root", "zygote"):
             os.kill(await_pids(suite, target, process)[TARGETS.index(target)], signal.SIGKILL)
         run = suite.finish(process)
-        assert run.out.splitlines()[-1] == "3 passed, 3 failed, 0 skipped" and run.code == 1, run
-        for target in ("case", "zygote", "root"):
-            how = "was killed by SIGKILL." if target == "case" else "ended because its zygote was killed."
-            assert run.text[f"test_{target}_killed"].lstrip().startswith(f"The parent half of the test {how}")
+        assert run.out.splitlines()[-1] == "4 passed, 4 failed, 0 skipped" and run.code == 1, run
+        # The parent half and its ranks die at once, so either is seen first.
+        lost = (
+            "The parent half of the test ended because its zygote was killed.",
+            "The ranks were lost: the process that had started the ranks was killed",
+        )
+        for target in ("case", "copy", "root", "zygote"):
+            starts = ("The parent half of the test was killed by SIGKILL.",) if target == "case" else lost
+            assert run.text[f"test_{target}_killed"].lstrip().startswith(starts), run
             assert run.status[f"test_{target}_killed_next"] == "passed", run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["the runner", "unittest"])
 def test_killed_supervisor_leaves_no_process(tmp_path: Path, how: str) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
@@ -93,6 +97,7 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, how: str) -> None:
         process.communicate(timeout=100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threads", ["", "1"], ids=["forked zygote", "zygote of its own interpreter"])
 def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path: Path, threads: str) -> None:
     with suite_of(tmp_path, SOURCE) as suite:
