@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,3 +114,46 @@ def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path: 
         assert message in run.text["test_zygote_killed"], run
         ended = {"test_zygote_killed": "failed", "test_1_zygote_killed": "failed"}
         assert run.status == {**ended, "test_zygote_killed_next": "passed", "test_2_following": "passed"}, run
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A cgroup whose processes may hold 500 MB together."""
+    root = Path("/sys/fs/cgroup")
+    old = (root / "memory").is_dir()
+    group = (root / "memory" if old else root) / f"torch_ext_{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup ({error}): run as root where {root} is writable")
+    try:
+        (group / ("memory.limit_in_bytes" if old else "memory.max")).write_text("500000000")
+        yield group
+    except OSError as error:
+        pytest.skip(f"cannot limit a cgroup's memory ({error}): enable the memory controller in {root}")
+    finally:
+        end = time.monotonic() + 10
+        while group.exists() and time.monotonic() < end:  # until the kernel has reaped the killed process
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            time.sleep(0.05)
+
+
+def test_kill_by_the_kernel_for_lack_of_memory_is_named(tmp_path: Path, small_cgroup: Path) -> None:
+    source = f"""
+class TestMemory(Ranks):
+    def test_exhausts(self):
+        if self.rank == 1:
+            with open({str(small_cgroup / "cgroup.procs")!r}, "w") as stream:
+                stream.write(str(os.getpid()))
+            kept = [bytearray(b"x" * (1 << 24)) for _ in range(100)]
+
+    def test_next(self):
+        self.check()
+"""
+    with suite_of(tmp_path, source) as suite:
+        run = suite.run()
+    assert (run.status["test_exhausts"], run.status["test_next"]) == ("failed", "passed"), run
+    first, *rest = run.text["test_exhausts"].splitlines()
+    assert first == "rank 1 was killed by SIGKILL, most likely by the kernel's out-of-memory killer"
+    assert "use fewer ranks at once" in "\n".join(rest)
