@@ -1,7 +1,7 @@
 """Sequences of calls on an allocator, which CUDA's caching allocator of torch 2.13 ran once, and what they gave there.
 
-A sequence is a line: settings (``-`` for none), bytes of the device, the fraction of it that the process may use (0: not
-set), and calls:
+A sequence is a line: settings (``-`` for none), bytes of the device, the part that the process may use (0: all), and
+calls:
 
     a<bytes>,<stream>   allocate; the n-th one makes block n
     f<block>            free
@@ -10,10 +10,10 @@ set), and calls:
     d                   the work of all streams is done
     e                   empty_cache
 
-For each, allocator_sequences.json has a checksum of all statistics after each call and of the blocks in the end; for the
-first ones also the addresses: the segment's number and the place in it, in units of 512 bytes. To record it again, build
-allocator_recorder/*.cpp as they say, print the sequences with this module, and give it the recorder's output on its
-standard input.
+For each, allocator_sequences.json has a checksum of all statistics after each call and of the blocks in the end; for
+the first ones also the addresses: the segment's number and the place in it, in units of 512 bytes. To record it again,
+build allocator_recorder/*.cpp as they say, print the sequences with this module, and give it the recorder's output on
+its standard input.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
     assert str(raised.value) == (
         "sim out of memory. Tried to allocate 512.00 KiB. Device sim:3 has a total capacity of 2.00 MiB of which "
         "0 bytes is free, and a new segment takes 2.00 MiB. Of the memory in use 1.75 MiB is allocated by tensors, "
-        "and 256.00 KiB is reserved but unallocated.\nAllocated by tensors, most first:\n  1.75 MiB in 7 blocks of 256.00 KiB\n"
+        "and 256.00 KiB is reserved but unallocated.\nAllocated by tensors, most first:\n  1.75 MiB in 7 blocks of "
+        "256.00 KiB\n"
         "Free tensors, or raise the capacity with torch.sim.set_memory_limit. To see the lines that allocated it, call "
         "torch.sim.memory._record_memory_history() first."
     )
