@@ -38,6 +38,17 @@ def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
         SIM.set_memory_limit(total, "sim:2")
 
 
+def test_the_summary_and_the_statistics_are_those_of_cuda() -> None:
+    kept = torch.ones(1 << 18, device="sim:3")
+    summary = SIM.memory_summary("sim:3")
+    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
+    segments = [segment for segment in SIM.memory_snapshot() if segment["device"] == 3]
+    assert sum(segment["total_size"] for segment in segments) == SIM.memory_reserved("sim:3")
+    (mine,) = (segment for segment in segments if any(b["address"] == kept.data_ptr() for b in segment["blocks"]))
+    sizes = [block["size"] for block in mine["blocks"]]
+    assert mine["total_size"] == sum(sizes) == 2 << 20 and kept.nbytes in sizes
+
+
 def test_poison_shows_unset_and_freed_memory() -> None:
     SIM.set_poison(True)
     try:
