@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch_ext.sim import _native
 from torch_ext.sim._absent import refuse
 from torch_ext.sim._devices import Device, index_of, is_initialized
-from torch_ext.sim._name import NAME
 
 
 def empty_cache() -> None:
@@ -135,16 +135,11 @@ def set_poison(enabled: bool) -> None:
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """Return a readable summary of the memory of ``device``."""
-    index = index_of(device)
-    stats = memory_stats(index)
-    lines = [f"{NAME}:{index} of {_native.memory_limit(index)} bytes"]
-    for name in ("allocated_bytes", "reserved_bytes", "requested_bytes"):
-        current, peak = (stats.get(f"{name}.all.{kind}", 0) for kind in ("current", "peak"))
-        lines.append(f"  {name:<16} current {current:>15} peak {peak:>15}")
-    if not abbreviated:
-        lines.append(f"  out of memory    {stats.get('num_ooms', 0)} times")
-    return "\n".join(lines)
+    """Return a summary of the memory of ``device`` in the format of ``torch.cuda.memory_summary``."""
+    theirs = torch.cuda.memory_summary
+    names = {"memory_stats": memory_stats, "_get_device_index": lambda device, optional: index_of(device)}
+    ours = types.FunctionType(theirs.__code__, {**theirs.__globals__, **names})
+    return str(ours(device, abbreviated))
 
 
 # --- origin of memory: snapshots for torch's memory visualizer ---
@@ -193,7 +188,7 @@ def _record_memory_history(
 def _snapshot(device: object = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """Return the memory of all devices in the format of ``torch.cuda.memory._snapshot``.
 
-    Every block is its own segment. Besides CUDA's fields, a block names the operator that allocated it, if any.
+    Besides CUDA's fields, a block names the operator that allocated it, if any.
     """
     return _native.memory_snapshot()
 

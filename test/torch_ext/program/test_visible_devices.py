@@ -48,7 +48,7 @@ def _passed(ended: Ended, ranks: int) -> None:
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "1"}])
 def test_a_program_shows_each_rank_its_own_device(outside: dict[str, str], tmp_path: Path) -> None:
     program = _ONE_EACH.format(choice=_BY_PROGRAM)
-    _passed(run("-n 3 --cuda-as-sim --strict --races error --memory 1MiB", program, folder=tmp_path, **outside), 3)
+    _passed(run("-n 3 --cuda-as-sim --strict --races error --memory 64MiB", program, folder=tmp_path, **outside), 3)
 
 
 @pytest.mark.parametrize("outside", ["", "0", "1"])

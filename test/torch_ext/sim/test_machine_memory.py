@@ -68,6 +68,22 @@ print(_native.machine_memory() == (16 * MIB,) * 3)
     assert output.splitlines()[-4:] == ["16 True", "0", "16", "True"]
 
 
+def test_a_segment_counts_what_was_handed_out_and_idle_pages_serve_other_blocks(tmp_path: Path) -> None:
+    text = """
+held.append(torch.empty(1, device="sim"))
+print(torch.sim.memory_reserved(), _native.machine_memory()[2])
+idle = torch.empty(9 * MIB, dtype=torch.uint8, device="sim:1")
+rest = torch.empty(2 * MIB, dtype=torch.uint8, device="sim:1")
+del idle
+held.append(torch.empty(12 * MIB, dtype=torch.uint8, device="sim:2"))
+print(torch.sim.memory_reserved(1) // MIB, _native.machine_memory()[2] - 512 == 14 * MIB)
+del rest
+held.append(torch.empty(2 * MIB, dtype=torch.uint8, device="sim:1").fill_(1))
+print(_native.machine_memory()[2] - 512 == 14 * MIB)
+"""
+    assert run(text, tmp_path).splitlines() == ["2097152 512", "20 True", "True"]
+
+
 def test_processes_share_the_cap_and_one_that_dies_gives_its_part_back(tmp_path: Path) -> None:
     text = """
 fill(10)

@@ -147,6 +147,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("resize_storage", [](const py::handle& storage, size_t nbytes) {
     resize_bytes(*storage_from(storage).unsafeGetStorageImpl(), nbytes);
   });
+  bind_allocator_trace(m);
   bind_memory_history(m);
   bind_pinned_memory(m);
   bind_simccl(m);

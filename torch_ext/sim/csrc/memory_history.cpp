@@ -8,6 +8,8 @@
 
 #include "allocator.h"
 #include "bindings.h"
+#include "block_pool.h"
+#include "blocks.h"
 #include "device.h"
 #include "machine_memory.h"
 #include "std.h"
@@ -92,18 +94,20 @@ struct Held {
 
 // Groups live memory by the allocating lines if they are known, else by the kernel, or by size: most operators allocate
 // results through torch.empty.
-std::vector<std::pair<std::string, Held>> holders(const std::vector<BlockFacts>& blocks) {
+std::vector<std::pair<std::string, Held>> holders(const std::vector<SegmentFacts>& segments) {
   std::map<std::string, Held> by_whom;
-  for (const auto& block : blocks) {
-    if (block.state != BlockFacts::State::kLive) {
-      continue;
+  for (const auto& segment : segments) {
+    for (const auto& block : segment.blocks) {
+      if (block.state != Block::State::kLive) {
+        continue;
+      }
+      const auto tag = name_of_tag(block.tag);
+      const auto lines = lines_of(stack_of_memory(block.data), kFramesOfHolder);
+      const std::string made = tag.empty() ? "of " + readable(block.size) : "made by " + tag;
+      auto& held = by_whom[lines.empty() ? made : "made at" + lines];
+      held.bytes += block.size;
+      held.blocks += 1;
     }
-    const auto tag = name_of_tag(block.tag);
-    const auto lines = lines_of(stack_of_memory(block.data), kFramesOfHolder);
-    const std::string made = tag.empty() ? "of " + readable(block.rounded) : "made by " + tag;
-    auto& held = by_whom[lines.empty() ? made : "made at" + lines];
-    held.bytes += block.rounded;
-    held.blocks += 1;
   }
   std::vector<std::pair<std::string, Held>> sorted(by_whom.begin(), by_whom.end());
   std::stable_sort(sorted.begin(), sorted.end(), [](const auto& one, const auto& other) {
@@ -144,7 +148,8 @@ std::string message_of_device(c10::DeviceIndex device, const Amounts& amounts, s
   const auto [allocated, reserved, limit, allowed] = amounts;
   return c10::str(
       ". Tried to allocate ", readable(nbytes), ". Device " SIM_NAME ":", static_cast<int>(device),
-      " has a total capacity of ", readable(limit), " of which ", readable(amounts.left()), " is free.",
+      " has a total capacity of ", readable(limit), " of which ", readable(amounts.left()),
+      " is free, and a new segment takes ", readable(segment_size(nbytes)), ".",
       allowed < limit ? c10::str(" ", readable(allowed), " allowed;") : std::string(), " Of the memory in use ",
       readable(allocated), " is allocated by tensors, and ", readable(reserved > allocated ? reserved - allocated : 0),
       " is reserved but unallocated.");
@@ -157,24 +162,26 @@ uint64_t address(const void* data) {
   return reinterpret_cast<uintptr_t>(data);
 }
 
-// A block is its own segment here.
-py::dict segment_of(c10::DeviceIndex device, const BlockFacts& facts, Frames& frames) {
+py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& frames) {
   constexpr std::array<const char*, 3> kStates{"active_allocated", "active_awaiting_free", "inactive"};
-  constexpr size_t kSmallBytes = size_t{1} << 20;
-  const bool live = facts.state == BlockFacts::State::kLive, idle = facts.state == BlockFacts::State::kIdle;
-  const size_t requested = idle ? 0 : facts.requested;
+  size_t allocated = 0, active = 0, requested = 0;
   py::list blocks;
-  blocks.append(
-      py::dict(
-          "address"_a = address(facts.data), "size"_a = facts.capacity, "requested_size"_a = requested,
-          "state"_a = kStates.at(static_cast<size_t>(facts.state)),
-          "frames"_a = live ? frames.add(stack_of_memory(facts.data)) : py::list(),
-          "operator"_a = name_of_tag(idle ? 0 : facts.tag)));
+  for (const auto& block : facts.blocks) {
+    const bool live = block.state == Block::State::kLive, idle = block.state == Block::State::kIdle;
+    allocated += live ? block.size : 0;
+    active += idle ? 0 : block.size;
+    requested += idle ? 0 : block.requested;
+    blocks.append(
+        py::dict(
+            "address"_a = address(block.data), "size"_a = block.size, "requested_size"_a = block.requested,
+            "state"_a = kStates.at(static_cast<size_t>(block.state)),
+            "frames"_a = live ? frames.add(stack_of_memory(block.data)) : py::list(),
+            "operator"_a = name_of_tag(idle ? 0 : block.tag)));
+  }
   return py::dict(
-      "device"_a = static_cast<int>(device), "address"_a = address(facts.data), "total_size"_a = facts.capacity,
-      "allocated_size"_a = live ? facts.rounded : 0, "active_size"_a = idle ? 0 : facts.rounded,
-      "requested_size"_a = requested, "stream"_a = facts.home,
-      "segment_type"_a = facts.capacity <= kSmallBytes ? "small" : "large", "segment_pool_id"_a = py::make_tuple(0, 0),
+      "device"_a = static_cast<int>(device), "address"_a = address(facts.start), "total_size"_a = facts.size,
+      "allocated_size"_a = allocated, "active_size"_a = active, "requested_size"_a = requested, "stream"_a = facts.home,
+      "segment_type"_a = facts.is_small ? "small" : "large", "segment_pool_id"_a = py::make_tuple(0, 0),
       "is_expandable"_a = false, "frames"_a = py::list(), "blocks"_a = blocks);
 }
 
@@ -197,7 +204,7 @@ py::dict snapshot() {
   py::list segments, traces;
   std::vector<py::list> by_device;
   for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
-    for (const auto& facts : pool_of(device).blocks()) {
+    for (const auto& facts : pool_of(device).segments()) {
       segments.append(segment_of(device, facts, frames));
     }
     by_device.emplace_back();
@@ -324,7 +331,7 @@ void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
     note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, amounts.left(), nullptr});
   }
   const bool of_device = whose == Short::kDevice;
-  const auto held = holders(pool.blocks());
+  const auto held = holders(pool.segments());
   const auto list =
       c10::str("\nAllocated by tensors", of_device ? "" : " of this process", ", most first:", list_of(held), "\n");
   C10_THROW_ERROR(

@@ -181,7 +181,8 @@ def test_pending_operation_never_writes_memory_returned_to_the_host() -> None:
     work = receiver.broadcast([target], options)
     _free(target)
     SIM.empty_cache()
-    assert SIM.memory_reserved(device) == before + 4 * size and SIM.memory_allocated(device) <= before
+    segment = 20 << 20  # of CUDA's allocator for requests between 1 and 10 MiB
+    assert SIM.memory_reserved(device) == before + segment and SIM.memory_allocated(device) <= before
     source = torch.ones(size, device=device)
     sender.broadcast([source], options).wait()
     work.wait()

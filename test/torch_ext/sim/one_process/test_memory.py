@@ -35,16 +35,27 @@ def test_attention_keeps_no_matrix_of_scores(dtype: torch.dtype) -> None:
 def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
     _, total = SIM.mem_get_info("sim:2")
     SIM.empty_cache()
-    SIM.set_memory_limit(1 << 20, "sim:2")
+    SIM.set_memory_limit(2 << 20, "sim:2")  # CUDA's smallest segment
     try:
         with pytest.raises(torch.OutOfMemoryError, match=r"out of memory.*sim:2"):
             torch.empty(1 << 20, device="sim:2")
-        base = torch.zeros(100_000, device="sim:2")
+        base = torch.zeros(150_000, device="sim:2")
         with pytest.raises(torch.OutOfMemoryError):
             base.exp().add(base.exp()).add(base.exp())  # a kernel's own result runs out, not a factory
         assert torch.ones(3, device="sim:2").sum().item() == 3
     finally:
         SIM.set_memory_limit(total, "sim:2")
+
+
+def test_the_summary_and_the_statistics_are_those_of_cuda() -> None:
+    kept = torch.ones(1 << 18, device="sim:3")
+    summary = SIM.memory_summary("sim:3")
+    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
+    segments = [segment for segment in SIM.memory_snapshot() if segment["device"] == 3]
+    assert sum(segment["total_size"] for segment in segments) == SIM.memory_reserved("sim:3")
+    (mine,) = (segment for segment in segments if any(b["address"] == kept.data_ptr() for b in segment["blocks"]))
+    sizes = [block["size"] for block in mine["blocks"]]
+    assert mine["total_size"] == sum(sizes) == 2 << 20 and kept.nbytes in sizes
 
 
 def test_poison_shows_unset_and_freed_memory() -> None:

@@ -27,7 +27,7 @@ def recording() -> Iterator[None]:
 @pytest.fixture
 def small_device() -> Iterator[None]:
     SIM.empty_cache()
-    SIM.set_memory_limit(1 << 20, DEVICE)
+    SIM.set_memory_limit(2 << 20, DEVICE)  # one segment of small requests
     yield
     SIM.set_memory_limit(1 << 34, DEVICE)
 
@@ -128,13 +128,14 @@ def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
 
 
 def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
-    kept = [_make(), _make(), _make()]
+    kept = [_make() for _ in range(7)]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _make(1 << 17)
     assert str(raised.value) == (
-        "sim out of memory. Tried to allocate 512.00 KiB. Device sim:3 has a total capacity of 1.00 MiB of which "
-        "256.00 KiB is free. Of the memory in use 768.00 KiB is allocated by tensors, and 0 bytes is reserved but "
-        "unallocated.\nAllocated by tensors, most first:\n  768.00 KiB in 3 blocks of 256.00 KiB\n"
+        "sim out of memory. Tried to allocate 512.00 KiB. Device sim:3 has a total capacity of 2.00 MiB of which "
+        "0 bytes is free, and a new segment takes 2.00 MiB. Of the memory in use 1.75 MiB is allocated by tensors, "
+        "and 256.00 KiB is reserved but unallocated.\nAllocated by tensors, most first:\n  1.75 MiB in 7 blocks of "
+        "256.00 KiB\n"
         "Free tensors, or raise the capacity with torch.sim.set_memory_limit. To see the lines that allocated it, call "
         "torch.sim.memory._record_memory_history() first."
     )
@@ -142,16 +143,18 @@ def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
 
 
 def test_out_of_memory_lists_allocating_lines_where_recorded(small_device: None, recording: None) -> None:
-    kept = [_make(), _make(), torch.ones(1 << 15, device=DEVICE)]
+    kept = [torch.ones(1 << 15, device=DEVICE)]
+    for _ in range(6):
+        kept.append(_make())
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _make(1 << 17)
     text = str(raised.value)
-    first, second = text.index("512.00 KiB in 2 blocks made at\n"), text.index("128.00 KiB in 1 block made at\n")
+    first, second = text.index("1.50 MiB in 6 blocks made at\n"), text.index("128.00 KiB in 1 block made at\n")
     assert first < second
-    assert re.search(r"2 blocks made at\n    \S*test_memory_history.py:\d+ in _make\n    \S*:\d+ in test_out_of", text)
+    assert re.search(r"6 blocks made at\n    \S*test_memory_history.py:\d+ in _make\n    \S*:\d+ in test_out_of", text)
     assert "_record_memory_history" not in text
     trace = SIM.memory._snapshot()["device_traces"][3]
-    assert trace[-1]["action"] == "oom" and trace[-1]["size"] == 1 << 19 and trace[-1]["device_free"] == 3 << 17
+    assert trace[-1]["action"] == "oom" and trace[-1]["size"] == 1 << 19 and trace[-1]["device_free"] == 0
     del kept
 
 

@@ -64,17 +64,17 @@ def test_devices_reach_each_other_and_not_themselves() -> None:
 
 
 def test_memory_fraction_limits_allocations() -> None:
-    SIM.set_memory_limit(1 << 20, "sim:2")
+    SIM.set_memory_limit(4 << 20, "sim:2")  # two segments
     try:
         SIM.empty_cache()
         SIM.set_per_process_memory_fraction(0.5, "sim:2")
         assert SIM.get_per_process_memory_fraction("sim:2") == 0.5
-        assert SIM.mem_get_info("sim:2")[1] == 1 << 20
-        kept = torch.empty(1 << 18, dtype=torch.uint8, device="sim:2")
-        with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 1.00 MiB .* 512.00 KiB allowed"):
-            torch.empty((1 << 18) + 1, dtype=torch.uint8, device="sim:2")
+        assert SIM.mem_get_info("sim:2")[1] == 4 << 20
+        kept = [torch.empty(1 << 20, dtype=torch.uint8, device="sim:2") for _ in range(2)]
+        with pytest.raises(torch.OutOfMemoryError, match=r"total capacity of 4.00 MiB .* 2.00 MiB allowed"):
+            torch.empty(1, dtype=torch.uint8, device="sim:2")
         SIM.set_per_process_memory_fraction(1.0, "sim:2")
-        assert torch.empty((1 << 18) + 1, dtype=torch.uint8, device="sim:2").numel() > kept.numel()
+        kept.append(torch.empty(1, dtype=torch.uint8, device="sim:2"))
     finally:
         SIM.set_per_process_memory_fraction(1.0, "sim:2")
         SIM.set_memory_limit(1 << 34, "sim:2")

@@ -6,7 +6,7 @@ import io
 
 import torch
 
-from test.torch_ext.sim.races.stage import Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Stage, pair
 
 
 @pair
@@ -18,6 +18,104 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
         x.record_stream(on.side)
     del x
     torch.ones(256, device="sim:0")  # later: fill_
+
+
+# The blocks of the next programs lie in one segment, because nothing else allocates on these streams.
+MIB = 1 << 18  # in elements
+
+
+def _neighbours(on: Stage, *mibs: int) -> list[torch.Tensor]:
+    with on.on(on.other):
+        made = [torch.ones(mib * MIB, device=on.device) for mib in mibs]
+    SIM.synchronize()
+    return made
+
+
+@pair
+def freed_and_reused_by_a_larger_request(on: Stage, fixed: bool) -> None:
+    x, y = _neighbours(on, 4, 4)
+    with on.on(on.side):
+        y.mul(3)  # earlier: mul
+    if fixed:
+        y.record_stream(on.side)
+    del x, y
+    with on.on(on.other):
+        torch.ones(6 * MIB, device=on.device)  # later: fill_
+
+
+@pair
+def freed_and_merged_with_the_block_before_it(on: Stage, fixed: bool) -> None:
+    x, y, z = _neighbours(on, 4, 4, 4)
+    with on.on(on.side):
+        y.mul(3)  # earlier: mul
+    if fixed:
+        y.record_stream(on.side)
+    del y
+    del x, z
+    with on.on(on.other):
+        torch.ones(19 * MIB, device=on.device)  # later: fill_
+
+
+@pair
+def far_part_of_a_freed_block(on: Stage, fixed: bool) -> None:
+    (x,) = _neighbours(on, 8)
+    with on.on(on.side):
+        x[7 * MIB :].mul(3)  # earlier: mul
+    if fixed:
+        x.record_stream(on.side)
+    del x
+    with on.on(on.other):
+        first = torch.ones(4 * MIB, device=on.device)  # later: fill_
+        torch.ones(4 * MIB, device=on.device)
+    del first
+
+
+@pair
+def column_of_a_freed_block_that_two_requests_share(on: Stage, fixed: bool) -> None:
+    (x,) = _neighbours(on, 8)
+    with on.on(on.side):
+        x.view(-1, 64)[:, 3].mul(3)  # earlier: mul
+    if fixed:
+        on.other.wait_stream(on.side)
+    del x
+    with on.on(on.other):
+        torch.ones(2 * MIB, device=on.device)  # later: fill_
+
+
+@pair
+def part_of_a_freed_block_in_a_smaller_request(on: Stage, fixed: bool) -> None:
+    (x,) = _neighbours(on, 8)
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    if fixed:
+        SIM.synchronize()
+    del x
+    with on.on(on.other):
+        torch.ones(2 * MIB, device=on.device)  # later: fill_
+
+
+@pair
+def freed_before_much_memory_was_idle(on: Stage, fixed: bool) -> None:
+    x = on.tensor()
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    if fixed:
+        x.record_stream(on.side)
+    del x
+    torch.empty(520 * MIB, device=on.device)
+    torch.ones(256, device=on.device)  # later: fill_
+
+
+@pair
+def freed_and_not_returned_to_the_host(on: Stage, fixed: bool) -> None:
+    (x,) = _neighbours(on, 4)
+    with on.on(on.side):
+        x.mul(3)  # earlier: mul
+    del x
+    if fixed:
+        SIM.empty_cache()
+    with on.on(on.other):
+        torch.ones(4 * MIB, device=on.device)  # later: fill_
 
 
 @pair

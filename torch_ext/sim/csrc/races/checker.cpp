@@ -24,7 +24,7 @@ void tidy(std::vector<Range>& runs) {
 
 // Views of up to this many runs are kept run by run.
 constexpr uint64_t kRuns = 8;
-// A block with more views of many runs forgets the oldest one: this bounds the time of a check.
+// A segment with more views of many runs forgets the oldest one: this bounds the time of a check.
 constexpr size_t kScattered = 4096;
 
 bool is_unordered(const Access& earlier, const Access& later, const Clock& clock) {
@@ -273,31 +273,43 @@ void History::read(Range bytes, size_t first, const Access& access, const Clock&
   }
 }
 
-void History::forget(const Clock& clock) {
+void History::forget(Range bytes, const Clock& clock) {
   const auto is_over = [&](const Access& access) { return clock.covers(access.epoch); };
-  std::erase_if(stretches_, [&](Stretch& stretch) {
+  split(bytes.begin);
+  split(bytes.end);
+  const auto first = stretches_.begin() + static_cast<ptrdiff_t>(first_after(bytes.begin));
+  const auto last = std::find_if(first, stretches_.end(), [&](const Stretch& each) {
+    return each.bytes.begin >= bytes.end;
+  });
+  const auto kept = std::remove_if(first, last, [&](Stretch& stretch) {
     if (is_over(stretch.write)) {
       stretch.write = {};
     }
     std::erase_if(stretch.reads, is_over);
     return !stretch.write.exists() && stretch.reads.empty();
   });
-  std::erase_if(scattered_, [&](const Scattered& other) { return is_over(other.access); });
+  stretches_.erase(kept, last);
+  std::erase_if(scattered_, [&](const Scattered& other) {
+    return bytes.contains(other.region.extent()) && is_over(other.access);
+  });
 }
 
-void History::clear() {
-  stretches_.clear();
-  scattered_.clear();
-}
-
-bool History::is_exposed(const Clock& one, const Clock& other) const {
+std::optional<uint64_t> History::first_exposed(Range bytes, const Clock& one, const Clock& other) const {
   const auto exposed = [&](const Access& access) { return !one.covers(access.epoch) && !other.covers(access.epoch); };
-  return std::any_of(
-             stretches_.begin(), stretches_.end(),
-             [&](const Stretch& stretch) {
-               return exposed(stretch.write) || std::any_of(stretch.reads.begin(), stretch.reads.end(), exposed);
-             }) ||
-      std::any_of(scattered_.begin(), scattered_.end(), [&](const Scattered& other) { return exposed(other.access); });
+  uint64_t first = bytes.end;
+  for (size_t i = first_after(bytes.begin); i < stretches_.size() && stretches_[i].bytes.begin < bytes.end; ++i) {
+    if (exposed(stretches_[i].write) || std::ranges::any_of(stretches_[i].reads, exposed)) {
+      first = std::max(stretches_[i].bytes.begin, bytes.begin);
+      break;
+    }
+  }
+  for (const auto& each : scattered_) {
+    const Range reached = common(each.region.extent(), bytes);
+    if (!reached.empty() && exposed(each.access)) {
+      first = std::min(first, reached.begin);
+    }
+  }
+  return first < bytes.end ? std::make_optional(first) : std::nullopt;
 }
 
 Lanes::Lanes() {
@@ -354,34 +366,45 @@ bool Lanes::wait(Lane lane, const Clock& clock) {
   return learned;
 }
 
-bool Checker::access(Memory& memory, const Region& region, Lane lane, Kind kind, uint32_t operand, OriginPtr origin) {
+bool Checker::access(
+    Memory& memory, const Owner& owner, const Region& region, Lane lane, Kind kind, uint32_t operand,
+    OriginPtr origin) {
   if (region.empty()) {
     return false;
   }
-  const Access made{lanes_.begin_access(lane), kind, memory.life, operand, std::move(origin)};
+  const Access made{lanes_.begin_access(lane), kind, owner.life, operand, std::move(origin)};
   conflicts_.clear();
   memory.history.add(region, made, lanes_.clock(lane), conflicts_);
   std::erase_if(conflicts_, [&](const Conflict& conflict) {
     return lanes_.is_host(lane) && lanes_.is_host(conflict.earlier.epoch.lane);
   });
   for (auto& conflict : conflicts_) {
+    const auto end = std::ranges::find(memory.frees, conflict.earlier.life, &Free::life);
+    const Range bytes = common(conflict.bytes, owner.bytes);
     keep(
-        {std::move(conflict.earlier), made, conflict.bytes, memory.life, memory.is_pinned, memory.allocated,
-         memory.freed});
+        {std::move(conflict.earlier),
+         made,
+         {bytes.begin - owner.bytes.begin, bytes.end - owner.bytes.begin},
+         owner.life,
+         memory.is_pinned,
+         owner.allocated,
+         end == memory.frees.end() ? nullptr : end->origin});
   }
   return !conflicts_.empty();
 }
 
-void Checker::free(Memory& memory, const std::vector<Lane>& users, OriginPtr origin) {
+void Checker::free(Memory& memory, const Owner& owner, const std::vector<Lane>& users, OriginPtr origin) {
   for (const Lane user : users) {
-    memory.history.forget(lanes_.so_far(user));
+    memory.history.forget(owner.bytes, lanes_.so_far(user));
   }
-  ++memory.life;
-  memory.freed = std::move(origin);
+  std::erase_if(memory.frees, [&](const Free& other) { return owner.bytes.contains(other.bytes); });
+  if (origin != nullptr) {
+    memory.frees.push_back({owner.bytes, owner.life, std::move(origin)});
+  }
 }
 
-bool Checker::is_dangerous(const Memory& memory, Lane lane, Lane host) const {
-  return memory.history.is_exposed(lanes_.clock(lane), lanes_.clock(host));
+std::optional<uint64_t> Checker::first_danger(const Memory& memory, Range bytes, Lane lane, Lane host) const {
+  return memory.history.first_exposed(bytes, lanes_.clock(lane), lanes_.clock(host));
 }
 
 void Checker::keep(Race race) {

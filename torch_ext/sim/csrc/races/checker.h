@@ -1,14 +1,14 @@
-// Finds races between lanes: the order of lanes (Lanes), the accesses to one block of memory that later accesses must
-// still be compared with (History), and the races found (Checker).
+// Finds races between lanes: the order of lanes (Lanes), the accesses to a segment of memory that later accesses
+// must still be compared with (History), and the races found (Checker).
 //
 // Glossary of this folder:
 //   lane     a sequence of work in order: a stream of a device, a communication lane of a process group, the host
 //   tick     a stretch of a lane's work between two moments that other lanes can wait for
 //   epoch    one tick of one lane
 //   clock    for each lane, the last tick that is known to be over
-//   region   the bytes of a block that a view reaches
+//   region   the bytes of a segment that a view reaches
 //   access   a lane reads or writes a region in an epoch
-//   history  the accesses to one block that later ones must still be compared with
+//   history  the accesses to one segment that later ones must still be compared with
 //   race     two unordered accesses to the same bytes, at least one of them a write
 //
 // Nothing in this file knows torch. Callers hold a lock: no class here is safe to share.
@@ -19,7 +19,7 @@
 // replacement either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund 2009).
 // Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches.
 //
-// A block carries its history into its next life: see Note [Lives of a block].
+// Memory carries its history into its next life: see Note [Lives of a block].
 //
 // Note [Ticks begin late]
 // A lane's tick ends when other lanes may learn of it: an event is recorded, the host launches work. The next tick
@@ -41,10 +41,11 @@
 // ones.
 //
 // Note [Lives of a block]
-// Memory that is freed and handed out again is the same bytes: the new owner's accesses are compared with the old
-// owner's. Two kinds of accesses are over for a new owner without an edge: those of the lanes recorded for the old
-// owner, because the allocator waits for them before it hands out the block; and all, if the memory went back to the
-// host in between. Neither changes a lane's clock: only this block's history forgets the accesses.
+// Memory that is freed and handed out again is the same bytes: the new owner's accesses are compared with those of all
+// earlier owners. The allocator splits and merges blocks, so a history belongs to their segment and counts bytes from
+// its start. Two kinds of accesses are over for a new owner without an edge: those of the lanes recorded for an old
+// owner, because the allocator waits for them before it hands out the bytes; and all, if the segment went back to the
+// host in between. Neither changes a lane's clock: only the history of these bytes forgets the accesses.
 #pragma once
 
 #include "../std.h"
@@ -89,7 +90,7 @@ class Clock {
   std::vector<Tick> ticks_; // by lane; those past its end are 0
 };
 
-// Bytes from `begin` to before `end`, counted from the start of a block.
+// Bytes from `begin` to before `end`, counted from the start of a segment.
 struct Range {
   uint64_t begin = 0;
   uint64_t end = 0;
@@ -154,7 +155,7 @@ enum class Kind : uint8_t { kRead, kWrite };
 struct Access {
   Epoch epoch;
   Kind kind = Kind::kRead;
-  uint32_t life = 0;    // which owner of the block
+  uint32_t life = 0;    // which owner of the bytes
   uint32_t operand = 0; // which of its origin's operands
   OriginPtr origin;
 
@@ -173,12 +174,11 @@ class History {
   // it, once for each origin and kind.
   void add(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
 
-  // Drops accesses that are over by `clock`: no later access can race with them.
-  void forget(const Clock& clock);
-  void clear();
+  // Drops accesses within `bytes` that are over by `clock`: no later access can race with them.
+  void forget(Range bytes, const Clock& clock);
 
-  // Whether an access is over by neither clock.
-  bool is_exposed(const Clock& one, const Clock& other) const;
+  // The first of `bytes` with an access that is over by neither clock, if any.
+  std::optional<uint64_t> first_exposed(Range bytes, const Clock& one, const Clock& other) const;
 
   size_t size() const { return stretches_.size() + scattered_.size(); }
 
@@ -253,39 +253,52 @@ class Lanes {
   std::vector<State> lanes_;
 };
 
-// The checker's state of one block of memory.
+// An owner of memory.
+struct Owner {
+  Range bytes{0, std::numeric_limits<uint64_t>::max()};
+  uint32_t life = 0; // unique among the owners in a segment; 0: from before the check
+  OriginPtr allocated;
+};
+
+// The end of an owner.
+struct Free {
+  Range bytes;
+  uint32_t life;
+  OriginPtr origin;
+};
+
+// The checker's state of a segment of memory.
 struct Memory {
   History history;
   bool is_pinned = false;  // of the host, not of a device
-  uint32_t life = 0;       // number of frees
-  bool is_unnamed = false; // allocated by a kernel, which its first access will name
-  OriginPtr allocated;
-  OriginPtr freed; // by the previous owner
+  std::vector<Free> frees; // with an origin; of equal bytes the last one
 };
 
 struct Race {
   Access earlier;
   Access later;
-  Range bytes;   // of the block; reached by both, or close to it
-  uint32_t life; // of the block, at the later access
+  Range bytes;   // of the later owner; reached by both, or close to it
+  uint32_t life; // of the later owner
   bool is_pinned;
   OriginPtr allocated;
-  OriginPtr freed;
+  OriginPtr freed; // by the earlier owner
 };
 
 class Checker {
  public:
   Lanes& lanes() { return lanes_; }
 
-  // `lane` reads or writes `region` of `memory`. Returns whether that is a race. Call Lanes::launch for the work
-  // before.
-  bool access(Memory& memory, const Region& region, Lane lane, Kind kind, uint32_t operand, OriginPtr origin);
+  // `lane` reads or writes `region` of `memory`, whose owner there is `owner`. Returns whether that is a race. Call
+  // Lanes::launch for the work before.
+  bool access(
+      Memory& memory, const Owner& owner, const Region& region, Lane lane, Kind kind, uint32_t operand,
+      OriginPtr origin);
 
-  // The owner frees `memory`; the work of `users` so far is over before its next owner gets it.
-  void free(Memory& memory, const std::vector<Lane>& users, OriginPtr origin);
+  // `owner` frees its bytes; the work of `users` so far is over before their next owner gets them.
+  void free(Memory& memory, const Owner& owner, const std::vector<Lane>& users, OriginPtr origin);
 
-  // Whether an owner of `host` that works on `lane` could race with an earlier owner's work.
-  bool is_dangerous(const Memory& memory, Lane lane, Lane host = kHost) const;
+  // The first of `bytes` on which an owner of `host` that works on `lane` could race with an earlier owner's work.
+  std::optional<uint64_t> first_danger(const Memory& memory, Range bytes, Lane lane, Lane host = kHost) const;
 
   const std::vector<Race>& races() const { return races_; }
   void clear_races();

@@ -10,6 +10,7 @@
 
 #include "../allocator.h"
 #include "../bindings.h"
+#include "../block_pool.h"
 #include "../device.h"
 #include "../kernel.h"
 #include "../kernel_observer.h"
@@ -33,7 +34,9 @@ void start(Schedule::Kind schedule, uint64_t seed) {
   watch().forget();
   watch().set_schedule(schedule, seed);
   before = set_observer(&watch());
-  set_danger([](const void* data, c10::Stream stream) { return watch().is_dangerous(data, stream); });
+  set_danger([](const void* data, size_t size, c10::Stream stream) {
+    return watch().first_danger(data, size, stream);
+  });
   set_poison(PoisonFor::kRaces, true);
   begin_host_reads();
 }
@@ -148,10 +151,14 @@ class Trace {
     checker_.lanes().launch(lane);
     const auto kind = writes ? Kind::kWrite : Kind::kRead;
     return checker_.access(
-        memories_.at(memory), Region(begin, itemsize, sizes, strides), lane, kind, 0, numbered(origin));
+        memories_.at(memory), Owner{}, Region(begin, itemsize, sizes, strides), lane, kind, 0, numbered(origin));
   }
-  void free(size_t memory, const std::vector<Lane>& users) { checker_.free(memories_.at(memory), users, nullptr); }
-  bool is_dangerous(size_t memory, Lane lane) { return checker_.is_dangerous(memories_.at(memory), lane); }
+  void free(size_t memory, const std::vector<Lane>& users) {
+    checker_.free(memories_.at(memory), Owner{}, users, nullptr);
+  }
+  bool is_dangerous(size_t memory, Lane lane) {
+    return checker_.first_danger(memories_.at(memory), Owner{}.bytes, lane).has_value();
+  }
   size_t kept(size_t memory) const { return memories_.at(memory).history.size(); }
 
   std::vector<std::pair<uint64_t, uint64_t>> races() const {

@@ -5,6 +5,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "../allocator.h"
+#include "../blocks.h"
 #include "../device.h"
 #include "../generator.h"
 #include "../kernel_observer.h"
@@ -65,10 +66,10 @@ std::optional<Bytes> late_part(const sim::Access& access) {
     return std::nullopt;
   }
   const Block* block = block_at(access.data);
-  if (block == nullptr || !region_of(access, block->data()).is_one_run()) {
+  if (block == nullptr || !region_of(access, block->start).is_one_run()) {
     return std::nullopt;
   }
-  return Bytes{block->serial, static_cast<char*>(const_cast<void*>(access.data)), access.bytes};
+  return Bytes{block->start, static_cast<char*>(const_cast<void*>(access.data)), access.bytes};
 }
 
 } // namespace
@@ -112,7 +113,7 @@ void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoc
   }
 }
 
-void Schedule::publish(uint64_t block, const Clock& clock) {
+void Schedule::publish(const void* block, const Clock& clock) {
   const auto found = held_.find(block);
   if (found != held_.end()) {
     publish(found->second, &clock);
@@ -205,7 +206,7 @@ void Watch::publish(Lane lane, c10::ArrayRef<sim::Access> accesses) {
   checker_.lanes().launch(lane, host());
   for (const auto& access : accesses) {
     if (const Block* block = access.device.type() == kSim ? block_at(access.data) : nullptr) {
-      schedule_.publish(block->serial, checker_.lanes().clock(lane));
+      schedule_.publish(block->start, checker_.lanes().clock(lane));
     }
   }
 }
@@ -287,11 +288,10 @@ void Watch::allocated(const void* data, size_t /*bytes*/, c10::Stream stream) no
   // Kernels report when they end; attribute their allocations then.
   auto stack = running_kernel.device >= 0 ? nullptr : current_call_stack();
   std::lock_guard<std::mutex> lock(mutex_);
-  auto& owned = blocks_[block->serial];
-  owned.users.clear();
-  owned.kept = Clock();
-  owned.memory.is_unnamed = stack == nullptr;
-  owned.memory.allocated = stack ? operation("allocation", lane_of(stream), std::move(stack)) : nullptr;
+  auto& made = owned(*block);
+  made.owner.life = ++lives_;
+  made.is_unnamed = stack == nullptr;
+  made.owner.allocated = stack ? operation("allocation", lane_of(stream), std::move(stack)) : nullptr;
 }
 
 void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
@@ -299,19 +299,20 @@ void Watch::freed(const void* data, c10::DeviceIndex device) noexcept {
   if (block == nullptr) {
     return;
   }
-  const auto home = stream_of(device, block->home);
+  const DeviceSegment& segment = *block->segment;
   // Reports name the free only for dangerous blocks; skip the cost of the stack otherwise.
-  auto stack = is_dangerous(data, home) ? current_call_stack() : nullptr;
+  const bool dangerous = first_danger(data, block->size, stream_of(device, segment.home)).has_value();
+  auto stack = dangerous ? current_call_stack() : nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
-  schedule_.drop(block->serial);
-  const auto found = blocks_.find(block->serial);
-  if (found != blocks_.end()) {
-    auto& owned = found->second;
-    owned.memory.history.forget(owned.kept);
-    checker_.free(owned.memory, owned.users, stack ? operation("free", kHost, std::move(stack)) : nullptr);
-    owned.users.clear();
-    owned.kept = Clock();
+  schedule_.drop(data);
+  const auto found = segments_.find(segment.serial);
+  if (found != segments_.end()) {
+    auto& [serial, memory] = *found;
+    const auto& [owner, is_unnamed, users, kept] = owned(*block);
+    memory.history.forget(owner.bytes, kept);
+    checker_.free(memory, owner, users, stack ? operation("free", kHost, std::move(stack)) : nullptr);
   }
+  blocks_.erase(block->start);
 }
 
 void Watch::used_on(const void* data, c10::Stream stream) noexcept {
@@ -320,27 +321,33 @@ void Watch::used_on(const void* data, c10::Stream stream) noexcept {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  blocks_[block->serial].users.push_back(lane_of(stream));
+  owned(*block).users.push_back(lane_of(stream));
 }
 
 void Watch::kept_until(const void* data, const Moment& moment) noexcept {
   const Block* block = block_at(data);
-  if (block == nullptr) {
+  if (block == nullptr || block->state != Block::State::kLive) {
     return;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  blocks_[block->serial].kept.join(clock_of(moment));
+  owned(*block).kept.join(clock_of(moment));
 }
 
-bool Watch::is_dangerous(const void* data, c10::Stream stream) noexcept {
-  const Block* block = block_at(data);
+std::optional<size_t> Watch::first_danger(const void* data, size_t size, c10::Stream stream) noexcept {
+  const DeviceSegment* segment = segment_at(data);
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = block == nullptr ? blocks_.end() : blocks_.find(block->serial);
-  return found != blocks_.end() && checker_.is_dangerous(found->second.memory, lane_of(stream), host());
+  const auto found = segment == nullptr ? segments_.end() : segments_.find(segment->serial);
+  if (found == segments_.end()) {
+    return std::nullopt;
+  }
+  const auto begin = static_cast<uint64_t>(static_cast<const char*>(data) - segment->start);
+  const auto first = checker_.first_danger(found->second, {begin, begin + size}, lane_of(stream), host());
+  return first ? std::make_optional(*first - begin) : std::nullopt;
 }
 
 void Watch::forget() {
   std::lock_guard<std::mutex> lock(mutex_);
+  segments_.clear();
   blocks_.clear();
   pinned_.clear();
   checker_.clear_races();
@@ -461,11 +468,26 @@ std::pair<Memory*, const void*> Watch::memory_of(const sim::Access& access) {
     memory.is_pinned = true;
     return {&memory, pinned->start};
   }
-  const Block* block = block_at(access.data);
-  if (block == nullptr) {
+  const DeviceSegment* segment = segment_at(access.data);
+  if (segment == nullptr) {
     return {nullptr, nullptr};
   }
-  return {&blocks_[block->serial].memory, block->data()};
+  return {&segments_[segment->serial], segment->start};
+}
+
+Watch::Owned* Watch::owned_at(const void* pointer) {
+  const auto after = blocks_.upper_bound(static_cast<const char*>(pointer));
+  if (after == blocks_.begin()) {
+    return nullptr;
+  }
+  auto& [start, found] = *std::prev(after);
+  const auto size = found.owner.bytes.end - found.owner.bytes.begin;
+  return static_cast<const char*>(pointer) < start + size ? &found : nullptr;
+}
+
+Watch::Owned& Watch::owned(const Block& block) {
+  const auto begin = static_cast<uint64_t>(block.start - block.segment->start);
+  return blocks_.try_emplace(block.start, Owned{{{begin, begin + block.size}, 0, nullptr}}).first->second;
 }
 
 std::shared_ptr<Operation> Watch::operation(std::string_view name, Lane lane, CallStack stack) {
@@ -498,13 +520,17 @@ void Watch::access_all(Lane lane, c10::ArrayRef<sim::Access> accesses, const std
 
 void Watch::access_one(Lane lane, const sim::Access& access, uint32_t operand, const OriginPtr& by) {
   const auto [memory, start] = memory_of(access);
-  if (memory != nullptr) {
-    const auto kind = access.write ? Kind::kWrite : Kind::kRead;
-    if (std::exchange(memory->is_unnamed, false)) {
-      memory->allocated = by;
-    }
-    checker_.access(*memory, region_of(access, start), lane, kind, operand, by);
+  if (memory == nullptr) {
+    return;
   }
+  Owned unknown;
+  Owned* found = owned_at(access.data);
+  auto& [owner, is_unnamed, users, kept] = found == nullptr ? unknown : *found;
+  if (std::exchange(is_unnamed, false)) {
+    owner.allocated = by;
+  }
+  const auto kind = access.write ? Kind::kWrite : Kind::kRead;
+  checker_.access(*memory, owner, region_of(access, start), lane, kind, operand, by);
 }
 
 } // namespace torch_ext::sim::races

@@ -33,7 +33,7 @@ namespace torch_ext::sim::races {
 
 // A stretch of one block of device memory.
 struct Bytes {
-  uint64_t block; // its serial
+  const void* block; // its start
   char* at;
   size_t size;
 };
@@ -59,11 +59,11 @@ class Schedule {
   void hold(const std::vector<Bytes>& written, const Saved& before, Epoch epoch);
 
   // Publishes results that are over by `clock`: of one block, or of all.
-  void publish(uint64_t block, const Clock& clock);
+  void publish(const void* block, const Clock& clock);
   void publish(const Clock& clock);
 
   // The block was freed: drop its unpublished results.
-  void drop(uint64_t block) { held_.erase(block); }
+  void drop(const void* block) { held_.erase(block); }
 
  private:
   struct Held {
@@ -77,8 +77,8 @@ class Schedule {
   Kind kind_ = Kind::kEarly;
   uint64_t seed_ = 0;
   uint64_t trace_ = 0;
-  std::vector<uint64_t> counts_;                         // of kernels, by lane
-  std::unordered_map<uint64_t, std::vector<Held>> held_; // by block, in order
+  std::vector<uint64_t> counts_;                            // of kernels, by lane
+  std::unordered_map<const void*, std::vector<Held>> held_; // by block, in order
 };
 
 struct Operand {
@@ -139,8 +139,8 @@ class Watch final : public Observer {
   // A host operator has read or written pinned memory.
   void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
 
-  // Whether an earlier owner's work on the block at `data` could race with an owner on `stream`.
-  bool is_dangerous(const void* data, c10::Stream stream) noexcept;
+  // The first of `size` bytes at `data` on which an earlier owner's work could race with an owner on `stream`.
+  std::optional<size_t> first_danger(const void* data, size_t size, c10::Stream stream) noexcept;
 
   // `begin_rank` registers the calling thread as a rank; its clock starts as a copy of the host's. `end_rank` merges
   // its clock into the host's. See Note [Ranks that are threads] in checker.h.
@@ -167,10 +167,12 @@ class Watch final : public Observer {
   std::optional<int> rank_of(const Access& access); // the rank that launched it, where ranks are threads
 
  private:
+  // A live block.
   struct Owned {
-    Memory memory;
-    std::vector<Lane> users;
-    Clock kept; // the ends of operations that were dropped without a wait
+    Owner owner;
+    bool is_unnamed = false; // allocated by a kernel, which its first access will name
+    std::vector<Lane> users{};
+    Clock kept{}; // the ends of operations that were dropped without a wait
   };
 
   // All of these require the lock.
@@ -181,6 +183,9 @@ class Watch final : public Observer {
   Lane new_lane(LaneFacts facts);
   // The state and the start of the memory that `access` touches; nullptr for ordinary host memory.
   std::pair<Memory*, const void*> memory_of(const sim::Access& access);
+  // The live block that contains `pointer`; nullptr if it was allocated before the check.
+  Owned* owned_at(const void* pointer);
+  Owned& owned(const Block& block); // creates it
   // Publishes the late results in the blocks that `lane` is about to access and that it is ordered after.
   void publish(Lane lane, c10::ArrayRef<sim::Access> accesses);
   std::shared_ptr<Operation> operation(std::string_view name, Lane lane, CallStack stack);
@@ -196,7 +201,9 @@ class Watch final : public Observer {
   std::map<int, Lane> ranks_;                                                    // of all rank threads so far
   std::vector<Lane> rank_hosts_;                                                 // of the current rank threads
   std::vector<LaneFacts> facts_{{"the host", -1, false, nullptr, std::nullopt}}; // by lane
-  std::unordered_map<uint64_t, Owned> blocks_;                                   // by serial
+  std::unordered_map<uint64_t, Memory> segments_;                                // by serial
+  std::map<const char*, Owned> blocks_;                                          // by start; live ones
+  uint32_t lives_ = 0;                                                           // number of allocations
   std::unordered_map<uint64_t, Memory> pinned_;                                  // by serial
   std::map<std::string, uint64_t, std::less<>> names_;
 };

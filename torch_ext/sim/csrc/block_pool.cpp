@@ -1,0 +1,509 @@
+#include "block_pool.h"
+
+#include <c10/core/AllocatorConfig.h>
+#include <c10/util/Exception.h>
+
+#include "allocator.h"
+#include "blocks.h"
+#include "device.h"
+#include "memory_history.h"
+#include "std.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+namespace {
+
+using c10::CachingAllocator::kMinLargeAlloc;
+using c10::CachingAllocator::kRoundLarge;
+using c10::CachingAllocator::kSmallBuffer;
+using c10::CachingAllocator::kSmallSize;
+using c10::CachingAllocator::Stat;
+using c10::CachingAllocator::StatArray;
+using c10::CachingAllocator::StatType;
+using c10::CachingDeviceAllocator::DeviceStats;
+using Settings = c10::CachingAllocator::AcceleratorAllocatorConfig;
+
+std::atomic<FirstDanger> danger{nullptr};
+
+// Up to the next of `divisions` equal steps between two powers of two.
+size_t round_to_division(size_t nbytes, size_t divisions) {
+  const size_t floor = std::bit_floor(nbytes);
+  const size_t step = floor / std::bit_floor(divisions);
+  return nbytes == floor ? nbytes : step == 0 ? floor * 2 : (nbytes + step - 1) / step * step;
+}
+
+size_t round_up(size_t nbytes) {
+  const size_t divisions = Settings::roundup_power2_divisions(nbytes);
+  if (divisions > 1 && nbytes > kRoundBytes * divisions) {
+    return round_to_division(nbytes, divisions);
+  }
+  return std::max(kRoundBytes, (nbytes + kRoundBytes - 1) / kRoundBytes * kRoundBytes);
+}
+
+bool is_oversize(size_t size) {
+  return size >= Settings::max_split_size();
+}
+
+bool should_split(const Block& block, size_t size) {
+  const size_t rest = block.size - size;
+  return block.segment->is_small ? rest >= kRoundBytes : !is_oversize(size) && rest > kSmallSize;
+}
+
+// Bytes of a block that is idle in a segment with others.
+int64_t inactive_bytes(const Block* block) {
+  return block != nullptr && block->is_split() && block->state == Block::State::kIdle
+      ? static_cast<int64_t>(block->size)
+      : 0;
+}
+
+void change(StatArray& stats, bool is_small, int64_t by) {
+  for (const auto kind : {StatType::AGGREGATE, is_small ? StatType::SMALL_POOL : StatType::LARGE_POOL}) {
+    auto& stat = stats[static_cast<size_t>(kind)];
+    if (by > 0) {
+      stat.increase(static_cast<size_t>(by));
+    } else {
+      stat.decrease(static_cast<size_t>(-by));
+    }
+  }
+}
+
+size_t total(const StatArray& stats) {
+  return static_cast<size_t>(stats[static_cast<size_t>(StatType::AGGREGATE)].current);
+}
+
+template <typename Reset>
+void for_each_stat(DeviceStats& stats, Reset reset) {
+  for (StatArray* array :
+       {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
+        &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
+    std::ranges::for_each(*array, reset);
+  }
+  reset(stats.oversize_allocations);
+  reset(stats.oversize_segments);
+}
+
+} // namespace
+
+size_t segment_size(size_t nbytes) {
+  const size_t size = round_up(nbytes);
+  if (size <= kSmallSize) {
+    return kSmallBuffer;
+  }
+  return size < kMinLargeAlloc ? Settings::large_segment_size() : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
+}
+
+void set_danger(FirstDanger ask) {
+  danger = ask;
+}
+
+std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream) {
+  const Fit fit{stream.id(), round_up(nbytes)};
+  const bool is_small = fit.size <= kSmallSize;
+  auto whose = Short::kDevice;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    poll();
+    Block* block = take_idle(is_small, fit);
+    if (block == nullptr) {
+      block = take_fresh(is_small, fit, whose);
+    }
+    if (block == nullptr) {
+      break;
+    }
+    if (back(block, fit.size)) {
+      hand_out(block, fit.size, nbytes);
+      return {block, totals()};
+    }
+    insert(block);
+    whose = Short::kMachine;
+    lock.unlock(); // other devices of this process may hold idle memory
+    for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+      pool_of(index).drop_idle_pages();
+    }
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.num_ooms += 1;
+  }
+  raise_out_of_memory(*this, nbytes, whose);
+}
+
+Amounts BlockPool::give_back(Block* block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto size = static_cast<int64_t>(block->size);
+  change(stats_.allocation, block->segment->is_small, -1);
+  change(stats_.allocated_bytes, block->segment->is_small, -size);
+  if (is_oversize(block->size)) {
+    stats_.oversize_allocations.decrease(1);
+  }
+  if (block->users.empty()) {
+    settle(block);
+    return totals();
+  }
+  int64_t until = 0;
+  for (const auto& user : std::exchange(block->users, {})) {
+    until = std::max(until, end_of(user));
+  }
+  block->state = Block::State::kInUse;
+  in_use_.push_back({block, until});
+  return totals();
+}
+
+void BlockPool::add_user(Block* block, c10::Stream stream) {
+  if (stream.device_index() == device_ && stream.id() == block->segment->home) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::ranges::find(block->users, stream) == block->users.end()) {
+    block->users.push_back(stream);
+  }
+}
+
+void BlockPool::empty() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  release_cached();
+}
+
+void BlockPool::drop_idle_pages() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Idle* idle : {&small_, &large_}) {
+    std::ranges::for_each(idle->blocks, &drop_pages);
+  }
+}
+
+void BlockPool::set_limit(size_t nbytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  limit_ = nbytes;
+}
+
+void BlockPool::set_fraction(double fraction) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  fraction_ = fraction;
+}
+
+double BlockPool::fraction() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return fraction_;
+}
+
+Amounts BlockPool::amounts() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return totals();
+}
+
+std::vector<SegmentFacts> BlockPool::segments() {
+  std::vector<SegmentFacts> all;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [serial, segment] : segments_) {
+    auto& facts = all.emplace_back(segment->start, segment->size, segment->home, segment->is_small);
+    for (const Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
+      facts.blocks.emplace_back(block->start, block->size, block->requested, block->tag, block->state.load());
+    }
+  }
+  return all;
+}
+
+DeviceStats BlockPool::stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.max_split_size = static_cast<int64_t>(Settings::max_split_size());
+  return stats_;
+}
+
+void BlockPool::reset_accumulated() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for_each_stat(stats_, [](Stat& stat) { stat.reset_accumulated(); });
+  stats_.num_alloc_retries = stats_.num_ooms = stats_.num_sync_all_streams = 0;
+  stats_.num_device_alloc = stats_.num_device_free = 0;
+}
+
+void BlockPool::reset_peaks() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for_each_stat(stats_, [](Stat& stat) { stat.reset_peak(); });
+}
+
+int64_t BlockPool::now() const {
+  return stream_clock();
+}
+
+int64_t BlockPool::end_of(c10::Stream stream) const {
+  return busy_until(stream);
+}
+
+void BlockPool::sleep_until(int64_t moment) const {
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::max<int64_t>(moment - now(), 0)));
+}
+
+Amounts BlockPool::totals() const {
+  const auto allowed = fraction_ < 1 ? static_cast<size_t>(fraction_ * static_cast<double>(limit_)) : limit_;
+  return {total(stats_.allocated_bytes), total(stats_.reserved_bytes), limit_, allowed};
+}
+
+bool BlockPool::collects_garbage() const {
+  return fraction_ < 1 && Settings::garbage_collection_threshold() > 0;
+}
+
+Block* BlockPool::take_idle(bool is_small, Fit fit) {
+  const auto ask = danger.load();
+  if (Block* block = dangerous_ == 0 || ask == nullptr ? nullptr : take_dangerous(is_small, fit, ask)) {
+    return block;
+  }
+  auto& idle = idle_of(is_small);
+  idle.searches += collects_garbage() ? 1 : 0;
+  const auto found = idle.blocks.lower_bound(fit);
+  if (found == idle.blocks.end() || (*found)->segment->home != fit.home) {
+    return nullptr;
+  }
+  Block* block = *found;
+  // Oversize blocks serve oversize requests only, and those only if little is wasted.
+  const bool suits = is_oversize(fit.size)
+      ? block->size < fit.size + Settings::max_non_split_rounding_size()
+      : !is_oversize(block->size);
+  if (!suits) {
+    return nullptr;
+  }
+  remove(block);
+  return block;
+}
+
+// See Note [Dangerous blocks].
+Block* BlockPool::take_dangerous(bool is_small, Fit fit, FirstDanger ask) {
+  auto& blocks = idle_of(is_small).blocks;
+  for (auto each = blocks.lower_bound(fit); each != blocks.end() && (*each)->segment->home == fit.home; ++each) {
+    Block* block = *each;
+    if (!block->is_dangerous) {
+      continue;
+    }
+    const auto first = ask(block->start, block->size, stream_of(device_, fit.home));
+    if (!first.has_value()) {
+      block->is_dangerous = false;
+      --dangerous_;
+      continue;
+    }
+    remove(block);
+    const size_t before = std::min(*first / kRoundBytes * kRoundBytes, block->size - fit.size);
+    if (before == 0) {
+      return block;
+    }
+    count_inactive(is_small, block->is_split() ? 1 : 2, static_cast<int64_t>(block->size) - inactive_bytes(block));
+    Block* chosen = split(block, before);
+    block->is_dangerous = false;
+    insert(block);
+    return chosen;
+  }
+  return nullptr;
+}
+
+Block* BlockPool::take_fresh(bool is_small, Fit fit, Short& whose) {
+  if (collects_garbage()) {
+    collect_garbage();
+  }
+  Block* block = new_segment(is_small, fit, whose);
+  if (block == nullptr && release_oversize(is_small, fit)) {
+    block = new_segment(is_small, fit, whose);
+  }
+  if (block == nullptr) {
+    release_cached();
+    stats_.num_alloc_retries += 1;
+    block = new_segment(is_small, fit, whose);
+  }
+  return block;
+}
+
+Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
+  const auto amounts = totals();
+  const size_t size = segment_size(fit.size);
+  if (size > amounts.left()) {
+    whose = Short::kDevice;
+    return nullptr;
+  }
+  Block* block = map_segment(this, size, fit.home, is_small);
+  if (block == nullptr) {
+    whose = Short::kMachine;
+    return nullptr;
+  }
+  segments_[block->segment->serial] = block->segment;
+  change(stats_.segment, is_small, 1);
+  change(stats_.reserved_bytes, is_small, static_cast<int64_t>(size));
+  if (is_oversize(size)) {
+    stats_.oversize_segments.increase(1);
+  }
+  stats_.num_device_alloc += 1;
+  return block;
+}
+
+void BlockPool::hand_out(Block* block, size_t size, size_t requested) {
+  const bool is_small = block->segment->is_small;
+  const int64_t idle_before = inactive_bytes(block);
+  Block* rest = should_split(*block, size) ? split(block, size) : nullptr;
+  if (rest != nullptr) {
+    insert(rest);
+  }
+  count_inactive(is_small, (rest != nullptr ? 1 : 0) - (idle_before > 0 ? 1 : 0), inactive_bytes(rest) - idle_before);
+  block->is_dangerous = false;
+  block->requested = requested;
+  block->state = Block::State::kLive;
+  change(stats_.allocation, is_small, 1);
+  change(stats_.allocated_bytes, is_small, static_cast<int64_t>(block->size));
+  change(stats_.active, is_small, 1);
+  change(stats_.active_bytes, is_small, static_cast<int64_t>(block->size));
+  change(stats_.requested_bytes, is_small, static_cast<int64_t>(requested));
+  if (is_oversize(block->size)) {
+    stats_.oversize_allocations.increase(1);
+  }
+}
+
+// No stream uses the block any more.
+void BlockPool::settle(Block* block) {
+  const bool is_small = block->segment->is_small;
+  change(stats_.active, is_small, -1);
+  change(stats_.active_bytes, is_small, -static_cast<int64_t>(block->size));
+  change(stats_.requested_bytes, is_small, -static_cast<int64_t>(block->requested));
+  const auto ask = danger.load();
+  block->is_dangerous =
+      ask != nullptr && ask(block->start, block->size, stream_of(device_, block->segment->home)).has_value();
+  block->requested = 0;
+  int64_t blocks = 0;
+  int64_t bytes = 0;
+  const auto take_in = [&](Block* neighbour) {
+    const bool joins = neighbour != nullptr && neighbour->state == Block::State::kIdle;
+    if (joins) {
+      blocks -= 1;
+      bytes -= static_cast<int64_t>(neighbour->size);
+      remove(neighbour);
+    }
+    return joins;
+  };
+  block->state = Block::State::kIdle;
+  if (take_in(block->after)) {
+    merge_with_next(block);
+  }
+  if (Block* before = block->before; take_in(before)) {
+    merge_with_next(before);
+    block = before;
+  }
+  insert(block);
+  if (block->is_split()) {
+    blocks += 1;
+    bytes += static_cast<int64_t>(block->size);
+  }
+  count_inactive(is_small, blocks, bytes);
+}
+
+void BlockPool::insert(Block* block) {
+  auto& idle = idle_of(block->segment->is_small);
+  block->idle_since = idle.searches;
+  idle.blocks.insert(block);
+  dangerous_ += block->is_dangerous ? 1 : 0;
+}
+
+void BlockPool::remove(Block* block) {
+  idle_of(block->segment->is_small).blocks.erase(block);
+  dangerous_ -= block->is_dangerous ? 1 : 0;
+}
+
+void BlockPool::count_inactive(bool is_small, int64_t blocks, int64_t bytes) {
+  change(stats_.inactive_split, is_small, blocks);
+  change(stats_.inactive_split_bytes, is_small, bytes);
+}
+
+// Finds blocks whose users are done. Orders nothing for the host: see Note [Lives of a block] in races/checker.h.
+void BlockPool::poll() {
+  if (in_use_.empty()) {
+    return;
+  }
+  const int64_t moment = now();
+  const auto over = std::stable_partition(in_use_.begin(), in_use_.end(), [&](const InUse& each) {
+    return each.until > moment;
+  });
+  const std::vector<InUse> done(over, in_use_.end());
+  in_use_.erase(over, in_use_.end());
+  for (const auto& each : done) {
+    settle(each.block);
+  }
+}
+
+// Returns the large segments that have been idle for longer than the average, until enough is reserved no more.
+void BlockPool::collect_garbage() {
+  const auto threshold =
+      static_cast<size_t>(Settings::garbage_collection_threshold() * static_cast<double>(totals().allowed));
+  const size_t reserved = total(stats_.reserved_bytes);
+  if (reserved <= threshold) {
+    return;
+  }
+  std::vector<Block*> whole;
+  int64_t ages = 0;
+  const auto age = [&](const Block* block) { return large_.searches - block->idle_since; };
+  for (Block* block : large_.blocks) {
+    if (!block->is_split()) {
+      whole.push_back(block);
+      ages += age(block);
+    }
+  }
+  bool released = true;
+  while (released && !whole.empty() && reserved - total(stats_.reserved_bytes) < reserved - threshold) {
+    const double average = static_cast<double>(ages) / static_cast<double>(whole.size());
+    released =
+        std::erase_if(whole, [&](Block* block) {
+          const int64_t own = age(block);
+          const bool old = static_cast<double>(own) >= average && release(block);
+          ages -= old ? own : 0;
+          return old;
+        }) > 0;
+  }
+}
+
+// Returns oversize segments to the host, largest first, until they make up for the request; one, if one suffices.
+bool BlockPool::release_oversize(bool is_small, Fit fit) {
+  auto& blocks = idle_of(is_small).blocks;
+  const size_t wanted = std::max(fit.size, Settings::max_split_size());
+  auto found = blocks.lower_bound(Fit{fit.home, wanted});
+  if (found != blocks.end() && (*found)->segment->home == fit.home) {
+    return release(*found);
+  }
+  size_t released = 0;
+  while (released < wanted && found != blocks.begin()) {
+    Block* block = *--found;
+    if (block->segment->home != fit.home || !is_oversize(block->size)) {
+      break;
+    }
+    ++found;
+    const size_t size = block->size;
+    if (!release(block)) {
+      break;
+    }
+    released += size;
+  }
+  return released >= wanted;
+}
+
+void BlockPool::release_cached() {
+  stats_.num_sync_all_streams += 1;
+  for (const auto& each : std::exchange(in_use_, {})) {
+    sleep_until(each.until);
+    settle(each.block);
+  }
+  for (const Idle* idle : {&large_, &small_}) {
+    const std::vector<Block*> blocks(idle->blocks.begin(), idle->blocks.end());
+    std::ranges::for_each(blocks, [this](Block* block) { release(block); });
+  }
+}
+
+// Returns the segment of an idle block to the host. False if it has other blocks, or an operation still writes to it.
+bool BlockPool::release(Block* block) {
+  DeviceSegment* segment = block->segment;
+  if (block->is_split() || segment->pins.load(std::memory_order_acquire) != 0) {
+    return false;
+  }
+  remove(block);
+  segments_.erase(segment->serial);
+  change(stats_.segment, segment->is_small, -1);
+  change(stats_.reserved_bytes, segment->is_small, -static_cast<int64_t>(segment->size));
+  if (is_oversize(segment->size)) {
+    stats_.oversize_segments.decrease(1);
+  }
+  stats_.num_device_free += 1;
+  unmap_segment(block);
+  return true;
+}
+
+} // namespace torch_ext::sim

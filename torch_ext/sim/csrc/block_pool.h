@@ -1,0 +1,166 @@
+// The allocator of one device: the algorithm of CUDA's caching allocator, so that addresses within a segment,
+// statistics, fragmentation and out-of-memory errors are those of a GPU for the same sequence of calls.
+//
+//   request        rounded up to 512 bytes; pool of small requests up to 1 MiB, of large ones above, for each stream
+//   choice         the smallest idle block of the stream that suffices; of equal ones the one in the oldest segment,
+//                  whose addresses are the lowest where a driver hands out rising ones; then the one in front
+//   split          if at least 512 bytes remain of a small block, or more than 1 MiB of a large one
+//   new segment    2 MiB for small requests, 20 MiB for those below 10 MiB, else rounded up to 2 MiB
+//   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
+//
+// PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. `expandable_segments` has
+// no effect, as on platforms where CUDA lacks it; private pools do not exist.
+//
+// Note [Pools by stream]
+// A segment belongs to the stream that was current at its making, and serves its requests only: work on one stream is
+// in order, so the new owner of a block waits for nothing. Other streams that use the block must be named
+// (`record_stream`); then the block becomes idle at the first request after their work from before the free is over. A
+// program that omits this has its memory overwritten, as on a GPU.
+//
+// Note [Dangerous blocks]
+// The race checker knows the memory on which a stream could race with an earlier owner's work. While it runs, the
+// allocator hands out such memory first, from the first such byte of a block on, so any later request that fits shows
+// an unsafe free. A correct program has none, and gets CUDA's blocks.
+#pragma once
+
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
+
+#include "blocks.h"
+#include "std.h"
+
+namespace torch_ext::sim {
+
+// Which memory a request exhausts: the device's or the machine's (machine_memory.h).
+enum class Short : uint8_t { kDevice, kMachine };
+
+// The first of `size` bytes at `data` whose earlier owner's work could race with an owner on `stream`, if any.
+using FirstDanger = std::optional<size_t> (*)(const void* data, size_t size, c10::Stream stream);
+
+// The bytes of a new segment for a request.
+size_t segment_size(size_t nbytes);
+
+// Sets the check that runs at every free and request; nullptr turns it off.
+void set_danger(FirstDanger ask);
+
+// Snapshots of a block and of a segment.
+struct BlockFacts {
+  const void* data;
+  size_t size;
+  size_t requested;
+  uint32_t tag;
+  Block::State state;
+};
+struct SegmentFacts {
+  const void* start;
+  size_t size;
+  c10::StreamId home;
+  bool is_small;
+  std::vector<BlockFacts> blocks;
+};
+
+// Bytes of a pool. Every change reports the first two to the profiler.
+struct Amounts {
+  size_t allocated;
+  size_t reserved;
+  size_t limit;
+  size_t allowed; // the part of the limit that this process may use
+
+  size_t left() const { return allowed > reserved ? allowed - reserved : 0; }
+};
+
+// Safe to call from any thread. Never destroyed, because tensors may outlive every static object.
+class BlockPool {
+ public:
+  BlockPool(c10::DeviceIndex device, size_t limit) : device_(device), limit_(limit) {}
+  virtual ~BlockPool() = default;
+  C10_DISABLE_COPY_AND_ASSIGN(BlockPool);
+
+  c10::DeviceIndex device() const { return device_; }
+
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount.
+  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream);
+  Amounts give_back(Block* block);
+
+  // Records that `stream`, besides the home, uses the block, which must be live.
+  void add_user(Block* block, c10::Stream stream);
+
+  // Returns segments without a live block to the host, after waiting for streams that still use their blocks.
+  void empty();
+  void drop_idle_pages();
+
+  void set_limit(size_t nbytes);
+  // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
+  void set_fraction(double fraction);
+  double fraction();
+  Amounts amounts();
+  std::vector<SegmentFacts> segments();
+  c10::CachingDeviceAllocator::DeviceStats stats();
+  void reset_accumulated();
+  void reset_peaks();
+
+ protected:
+  // The clock of streams, which a test replaces.
+  virtual int64_t now() const;
+  virtual int64_t end_of(c10::Stream stream) const;
+  virtual void sleep_until(int64_t moment) const;
+
+ private:
+  struct Fit {
+    c10::StreamId home;
+    size_t size;
+  };
+  struct ByFit {
+    using is_transparent = void;
+    static auto key(const Block* block) {
+      return std::tuple(block->segment->home, block->size, block->segment->serial, block->start);
+    }
+    bool operator()(const Block* one, const Block* other) const { return key(one) < key(other); }
+    bool operator()(const Block* block, Fit fit) const {
+      return std::tuple(block->segment->home, block->size) < std::tuple(fit.home, fit.size);
+    }
+    bool operator()(Fit fit, const Block* block) const {
+      return std::tuple(fit.home, fit.size) < std::tuple(block->segment->home, block->size);
+    }
+  };
+  struct Idle {
+    std::set<Block*, ByFit> blocks;
+    int64_t searches = 0; // counted for the garbage collection only
+  };
+  struct InUse {
+    Block* block;
+    int64_t until; // on the clock of streams
+  };
+
+  // All of these require the lock.
+  Amounts totals() const;
+  Idle& idle_of(bool is_small) { return is_small ? small_ : large_; }
+  Block* take_idle(bool is_small, Fit fit);
+  Block* take_dangerous(bool is_small, Fit fit, FirstDanger ask);
+  Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
+  Block* new_segment(bool is_small, Fit fit, Short& whose);
+  void hand_out(Block* block, size_t size, size_t requested);
+  void settle(Block* block);
+  void insert(Block* block);
+  void remove(Block* block);
+  void count_inactive(bool is_small, int64_t blocks, int64_t bytes);
+  void poll();
+  void collect_garbage();
+  bool release_oversize(bool is_small, Fit fit);
+  void release_cached();
+  bool release(Block* block);
+  bool collects_garbage() const; // CUDA does so for a fraction only
+
+  const c10::DeviceIndex device_;
+  std::mutex mutex_;
+  size_t limit_;
+  double fraction_ = 1;
+  Idle small_;
+  Idle large_;
+  size_t dangerous_ = 0; // idle blocks that are
+  std::map<uint64_t, DeviceSegment*> segments_;
+  std::vector<InUse> in_use_;
+  c10::CachingDeviceAllocator::DeviceStats stats_;
+};
+
+} // namespace torch_ext::sim

@@ -1,0 +1,103 @@
+// The memory of devices: segments, which come from the host, and the blocks that divide each of them.
+//
+//               take              give_back, and streams still use it          they are done
+//     idle -------------> live ------------------------------------> in use ----------------> idle
+//                           \--- give_back ------------------------------------------------> idle
+//
+// An idle block may be split in two, and merges with its idle neighbours. So the blocks of a segment have no gap, and
+// of two neighbours at most one is idle.
+//
+// Note [Pages on demand]
+// The host gives a segment addresses, and pages only where they are written. A fresh block is taken from the front of
+// an idle one, so the bytes of an idle block that may have pages are a prefix of it (`backed`). Only those count as
+// memory of the machine: a rank with a few small tensors reserves 2 MiB for each stream, as with CUDA, and uses some
+// KiB. `drop_pages` gives the pages of an idle block back and leaves its addresses, so the blocks of a program do not
+// depend on what the machine has left.
+//
+// Note [The block at an address]
+// Kernels and observers have addresses only. A table of all address ranges of 2 MiB leads to the segment, and a table
+// behind the segment's memory, with an entry for each 512 bytes, to the block that starts there. Readers take no lock.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include "std.h"
+
+namespace torch_ext::sim {
+
+// Blocks are aligned and rounded up to a multiple of this many bytes, as CUDA's.
+constexpr size_t kRoundBytes = 512;
+
+class BlockPool;
+struct Block;
+
+struct DeviceSegment {
+  BlockPool* pool; // of its device
+  char* start;
+  size_t size;
+  size_t mapped;   // bytes, with the table of blocks
+  uint64_t serial; // unique in the process, never used again
+  c10::StreamId home;
+  bool is_small; // of the pool for small requests
+  std::atomic<uint32_t> pins{0};
+
+  bool contains(const void* pointer) const { return pointer >= start && pointer < start + size; }
+  std::atomic<Block*>& block_from(const void* pointer) const;
+};
+
+struct Block {
+  enum class State : uint8_t { kLive, kInUse, kIdle }; // kInUse: freed, but streams still use it
+
+  DeviceSegment* segment;
+  char* start;
+  size_t size;
+  Block* before = nullptr; // the neighbours in the segment
+  Block* after = nullptr;
+  std::atomic<State> state{State::kIdle};
+  size_t requested = 0;             // by its owner
+  std::vector<c10::Stream> users{}; // streams named since its allocation
+  uint32_t tag = 0;                 // of the kernel that allocated it: see memory_history.h
+  size_t backed = 0;                // bytes from its start that may have pages
+  int64_t idle_since = 0;           // the number of searches in its pool by then
+  bool is_poisoned = false;         // all of its bytes, since its last free
+  bool is_dangerous = false;        // see Note [Dangerous blocks] in block_pool.h
+
+  bool is_split() const { return before != nullptr || after != nullptr; }
+};
+
+// A new segment of one idle block; nullptr if the host refuses.
+Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small);
+// Returns the segment of an idle block that is not split to the host.
+void unmap_segment(Block* block);
+
+// Shortens an idle block to `size` bytes. Returns a new idle block with the rest.
+Block* split(Block* block, size_t size);
+// Joins an idle block and the idle one after it into the first.
+void merge_with_next(Block* block);
+
+// Counts the bytes of an idle block that are about to get their first pages, up to `size`. False, and nothing is
+// counted, if the machine's memory does not suffice.
+bool back(Block* block, size_t size);
+void drop_pages(Block* block);
+
+// The segment, or the block in any state, whose memory contains `pointer`; nullptr if it is not device memory. A caller
+// holds that memory.
+DeviceSegment* segment_at(const void* pointer);
+Block* block_at(const void* pointer);
+
+// Keeps the segments that contain the pointers from going back to the host while an operation still writes to them,
+// freed or not. The allocator may hand the blocks out again meanwhile, as on a GPU. Ignores host memory.
+class PinnedBlocks {
+ public:
+  PinnedBlocks() = default;
+  ~PinnedBlocks() { clear(); }
+  C10_DISABLE_COPY_AND_ASSIGN(PinnedBlocks);
+
+  void add(const void* pointer);
+  void clear() noexcept;
+
+ private:
+  std::vector<DeviceSegment*> segments_;
+};
+
+} // namespace torch_ext::sim
