@@ -10,7 +10,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
@@ -19,15 +18,19 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
+
+#ifdef SIM_IS_CUDA
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#endif
 
 #include "alias.h"
 #include "device.h"
@@ -347,6 +350,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       kernel.result(std::move(grad_input)), kernel.result(std::move(grad_weight)), kernel.result(std::move(grad_bias))};
 }
 
+int64_t fused_sdp_choice(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
+    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  // A mask that needs a gradient would get none from the fused kernel.
+  const bool mask_needs_grad = mask.has_value() && mask->defined() && mask->requires_grad();
+  if (mask_needs_grad || enable_gqa) {
+    return kSdpMath;
+  }
+  const int64_t host_choice = at::_fused_sdp_choice(
+      on_host(query), on_host(key), on_host(value), optional_on_host(mask), dropout, is_causal, scale, enable_gqa);
+  return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
+}
+
 #ifdef SIM_IS_CUDA
 using ConvolutionGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
@@ -370,14 +386,13 @@ bool no_ctc_loss_of_tensors(
     const at::Tensor& /*target_lengths*/, int64_t /*blank*/) {
   return false;
 }
-#endif
 
 // A host tensor with the sizes of `tensor`, without memory: Dynamo calls this with tensors that have none.
 at::Tensor sizes_on_host(const at::Tensor& tensor) {
   return at::from_blob(nullptr, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
 }
 
-int64_t choose_attention(
+int64_t choice_by_sizes(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
     bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const bool has_mask = mask.has_value() && mask->defined();
@@ -396,6 +411,7 @@ int64_t choose_attention(
       has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt, dropout, is_causal, scale, enable_gqa);
   return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
 }
+#endif
 
 using AttentionResult = std::tuple<
     at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
@@ -464,13 +480,12 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
     m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
     m.impl((name + ".Tensor").c_str(), TORCH_FN(no_ctc_loss_of_tensors));
   }
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choice_by_sizes);
 #else
-  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
 #endif
-  m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
+  m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
   m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
 }
