@@ -34,7 +34,7 @@ class TracedPool final : public BlockPool {
 class AllocatorTrace {
  public:
   explicit AllocatorTrace(size_t limit) : pool_(0, limit) {}
-  ~AllocatorTrace() {
+  ~AllocatorTrace() { // NOLINT(bugprone-exception-escape): for tests only
     for (const auto& [data, block] : held_) {
       pool_.give_back(block);
     }
