@@ -85,19 +85,9 @@ void drop_pages(Block* block);
 DeviceSegment* segment_at(const void* pointer);
 Block* block_at(const void* pointer);
 
-// Keeps the segments that contain the pointers from going back to the host while an operation still writes to them,
-// freed or not. The allocator may hand the blocks out again meanwhile, as on a GPU. Ignores host memory.
-class PinnedBlocks {
- public:
-  PinnedBlocks() = default;
-  ~PinnedBlocks() { clear(); }
-  C10_DISABLE_COPY_AND_ASSIGN(PinnedBlocks);
-
-  void add(const void* pointer);
-  void clear() noexcept;
-
- private:
-  std::vector<DeviceSegment*> segments_;
-};
+// Keeps the segment that contains `pointer` from going back to the host while an operation still writes there. The
+// allocator may hand the block out again meanwhile, as on a GPU. Returns nullptr for other memory.
+DeviceSegment* pin(const void* pointer);
+void unpin(DeviceSegment* segment) noexcept;
 
 } // namespace torch_ext::sim

@@ -123,11 +123,7 @@ Running::Running(
       sequence_(sequence),
       transfers_(std::move(transfers)),
       device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
-      held_(std::move(held)) {
-  for (const auto& tensor : held_) {
-    pins_.add(tensor.storage().data());
-  }
-}
+      held_(std::move(held)) {}
 
 std::exception_ptr Running::why() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -144,8 +140,7 @@ void Running::end(const std::exception_ptr& why) {
     }
     why_ = why;
     over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
-    pins_.clear();
-    if (is_let_go_) {
+    if (is_let_go_when_over_) {
       dropped.swap(held_);
     }
   }
@@ -217,13 +212,19 @@ void Running::abort() {
   end(why);
 }
 
-void Running::let_go() {
-  std::vector<at::Tensor> dropped;
-  std::lock_guard<std::mutex> lock(mutex_);
-  is_let_go_ = true;
-  if (is_over()) {
-    dropped.swap(held_);
+void Running::let_go_when_over() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_let_go_when_over_ = true;
   }
+  if (is_over()) {
+    let_go();
+  }
+}
+
+std::vector<at::Tensor> Running::take_held() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(held_, {});
 }
 
 std::vector<const void*> Running::memory() const {
@@ -265,7 +266,7 @@ SimWork::~SimWork() {
       }
     });
   }
-  running_->let_go();
+  running_->let_go_when_over();
 }
 
 bool SimWork::wait(std::chrono::milliseconds timeout) {
@@ -310,6 +311,7 @@ FuturePtr SimWork::getFuture() {
   // Do this before locking, because it may call the completion hook.
   if (outputs_.empty()) {
     settle(*running_); // without a tensor there is no stream that could wait for it
+    notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
   } else {
     running_->advance();
   }
