@@ -190,9 +190,8 @@ def freed_without_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> 
 @pair
 def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -> None:
     x, two = on.tensor(), on.tensor(512)
-    with dist._coalescing_manager(
-        device=on.device, async_ops=True
-    ) as together:  # earlier: all_gather_into_tensor_coalesced
+    group = dist._coalescing_manager(device=on.device, async_ops=True)
+    with group as together:  # earlier: all_gather_into_tensor_coalesced
         dist.all_gather_into_tensor(two, x)
     with on.on(on.main if fixed else on.side):
         together.wait()
