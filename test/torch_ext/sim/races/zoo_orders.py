@@ -103,6 +103,11 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
     "indexed_by_integers_and_by_a_mask": lambda y, host, fixed: y[y > 0] if fixed else y[y.long()],
     # The host must move its indices, and waits for that.
     "filled_by_indices_of_the_host": lambda y, host, fixed: y.index_fill_(0, y.long(), 3.0) if not fixed else y[[0, 1]],
+    # These raise errors of the device's library, which the host must read first.
+    "eigenvalues_and_no_factors": lambda y, host, fixed: (torch.linalg.eig if fixed else torch.linalg.qr)(
+        torch.diag(y)
+    ),
+    "inverse_with_a_check": lambda y, host, fixed: torch.linalg.inv_ex(torch.diag(y), check_errors=fixed),
 }
 
 
