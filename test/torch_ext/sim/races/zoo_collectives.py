@@ -235,6 +235,22 @@ def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
 
 
 @pair
+def freed_while_a_callback_reads(on: Stage, fixed: bool) -> None:
+    # As in torch's powerSGD_hook.
+    def hook(x: torch.Tensor, copy: torch.Tensor) -> Any:
+        def error(done: Any) -> torch.Tensor:
+            if fixed:
+                copy.record_stream(SIM.current_stream())
+            return done.value()[0] - copy  # earlier: sub
+
+        return dist.all_reduce(x, async_op=True).get_future().then(error)
+
+    future = hook(on.tensor(), on.tensor())
+    torch.zeros(256, device=on.device)  # later: zero_
+    future.wait()
+
+
+@pair
 def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
     inputs, outputs = [on.tensor(8) for _ in range(2)], [on.tensor(16) for _ in range(2)]
     group = dist._coalescing_manager(device=on.device, async_ops=True)
