@@ -20,7 +20,8 @@
 // Note [Dangerous blocks]
 // The race checker knows the memory on which a stream could race with an earlier owner's work. While it runs, the
 // allocator hands out such memory first, from the first such byte of a block on, so any later request that fits shows
-// an unsafe free. A correct program has none, and gets CUDA's blocks.
+// an unsafe free. It does so even while a collective holds up the streams that were named for the block, so that the
+// report does not depend on peers. A correct program has no such memory, and gets CUDA's blocks.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -28,6 +29,7 @@
 
 #include "blocks.h"
 #include "std.h"
+#include "stream.h"
 
 namespace torch_ext::sim {
 
@@ -130,6 +132,10 @@ class BlockPool {
   struct InUse {
     Block* block;
     int64_t until; // on the clock of streams
+    // The work that its users waited for. Not owned: its destructor would need the lock.
+    std::vector<std::weak_ptr<Elsewhere>> pending{};
+
+    bool is_held_up() const;
   };
 
   // All of these require the lock.
@@ -144,6 +150,7 @@ class BlockPool {
   void insert(Block* block);
   void remove(Block* block);
   void count_inactive(bool is_small, int64_t blocks, int64_t bytes);
+  void advance_users();
   void poll();
   void collect_garbage();
   bool release_oversize(bool is_small, Fit fit);

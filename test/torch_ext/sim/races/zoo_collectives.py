@@ -201,6 +201,22 @@ def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -
 
 
 @pair
+def freed_and_recorded_for_one_of_two_streams(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    with on.on(on.other):
+        x.mul(3)  # earlier: mul
+    with on.on(on.side):
+        work = dist.all_gather_into_tensor(two, x, async_op=True)
+        assert work is not None
+        work.wait()
+    x.record_stream(on.side)
+    if fixed:
+        x.record_stream(on.other)
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+
+
+@pair
 def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.side):
