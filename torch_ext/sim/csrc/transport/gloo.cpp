@@ -126,7 +126,7 @@ GlooWorks reduce(c10d::Backend& gloo, const Call& call) {
 
 GlooWorks reduce_scatter(c10d::Backend& gloo, const Call& call) {
   const auto reduction = *call.reduction;
-  const at::Tensor buffer = reduction.source(at::cat(call.inputs));
+  const at::Tensor buffer = reduction.source_copy(at::cat(call.inputs));
   Tensors buffers{buffer};
   const auto sizes = numels(call.inputs);
   const auto rank = gloo.getRank();
