@@ -33,7 +33,8 @@ ACCESSES: dict[str, tuple[Views, Views]] = {
     "conversion": (("copy_", lambda x, y: y.copy_(x.int())), ("mul", lambda x, y: y.mul(3))),
     "index_that_is_still_being_made": (
         ("zero_", lambda x, y: y.zero_()),
-        ("index_select", lambda x, y: x.index_select(0, y.view(torch.int32)[0])),
+        # A late zero leaves the bytes of 1.0, which must be an index too.
+        ("index_select", lambda x, y: x[:1].expand(1 << 30, 16).index_select(0, y.view(torch.int32)[0])),
     ),
     "statistics_of_batch_norm": (
         ("zero_", lambda x, y: y[0].zero_()),
