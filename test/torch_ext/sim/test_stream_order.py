@@ -371,17 +371,21 @@ def test_memory_recorded_for_a_stream_stays_until_its_collective_is_over(rank: i
 
 
 @ranks.world_of(2)
-def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end(rank: int, world_size: int) -> None:
-    before = SIM.memory_allocated()
+def test_memory_of_a_work_that_was_dropped_is_kept_until_its_end(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.all_reduce(full(1.0, 1000), async_op=True)
-        assert SIM.memory_allocated() > before
+        other = torch.zeros(1000, device="sim")
+        SIM.empty_cache()
         store().set("go", "")
-        SIM.synchronize()
     else:
         store().wait(["go"])
         dist.all_reduce(full(1.0, 1000))
-    assert SIM.memory_allocated() == before
+        other = torch.zeros(1000, device="sim")
+    SIM.synchronize()
+    assert (other == 0).all()
+    del other
+    torch.zeros(1000, device="sim")
+    assert SIM.memory_stats()["active_bytes.all.current"] == SIM.memory_allocated()
 
 
 @ranks.world_of(2)

@@ -83,6 +83,11 @@ void for_each_stat(DeviceStats& stats, Reset reset) {
   reset(stats.oversize_segments);
 }
 
+bool is_over(const std::weak_ptr<Elsewhere>& operation) {
+  const auto one = operation.lock();
+  return one == nullptr || one->over_at() != 0;
+}
+
 } // namespace
 
 size_t segment_size(size_t nbytes) {
@@ -138,11 +143,11 @@ Amounts BlockPool::give_back(Block* block) {
   if (is_oversize(block->size)) {
     stats_.oversize_allocations.decrease(1);
   }
-  if (block->users.empty()) {
+  InUse use{block, 0, std::exchange(block->pending, {})};
+  if (block->users.empty() && !use.is_held_up()) {
     settle(block);
     return totals();
   }
-  InUse use{block, 0};
   for (const auto& user : std::exchange(block->users, {})) {
     use.until = std::max(use.until, end_of(user));
     const auto pending = pending_of(user);
@@ -161,6 +166,12 @@ void BlockPool::add_user(Block* block, c10::Stream stream) {
   if (std::ranges::find(block->users, stream) == block->users.end()) {
     block->users.push_back(stream);
   }
+}
+
+void BlockPool::add_pending(Block* block, const std::shared_ptr<Elsewhere>& operation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(block->pending, &is_over);
+  block->pending.push_back(operation);
 }
 
 void BlockPool::empty() {
@@ -411,10 +422,7 @@ void BlockPool::count_inactive(bool is_small, int64_t blocks, int64_t bytes) {
 }
 
 bool BlockPool::InUse::is_held_up() const {
-  return std::ranges::any_of(pending, [](const auto& weak) {
-    const auto one = weak.lock();
-    return one != nullptr && one->over_at() == 0;
-  });
+  return !std::ranges::all_of(pending, &is_over);
 }
 
 // Advances the operations that hold up users, since no other thread may do so. Call without the lock: a completed

@@ -86,6 +86,7 @@ class BlockPool {
 
   // Records that `stream`, besides the home, uses the block, which must be live.
   void add_user(Block* block, c10::Stream stream);
+  void add_pending(Block* block, const std::shared_ptr<Elsewhere>& operation);
 
   // Returns segments without a live block to the host, after waiting for streams that still use their blocks.
   void empty();
@@ -131,9 +132,8 @@ class BlockPool {
   };
   struct InUse {
     Block* block;
-    int64_t until; // on the clock of streams
-    // The work that its users waited for. Not owned: its destructor would need the lock.
-    std::vector<std::weak_ptr<Elsewhere>> pending{};
+    int64_t until;                                 // on the clock of streams
+    std::vector<std::weak_ptr<Elsewhere>> pending; // those of the block, and the work that its users waited for
 
     bool is_held_up() const;
   };

@@ -133,7 +133,6 @@ class Launcher : public c10d::Backend {
     std::vector<Moment> moments;
     c10::DeviceIndex device = current_device();
     for (const auto& work : std::exchange(coalesced_, {})) {
-      work->become_part();
       const auto& parts = work->running()->transfers();
       transfers.insert(transfers.end(), parts.begin(), parts.end());
       const auto part = work->running()->take_held();

@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
+#include "allocator.h"
 #include "bindings.h"
 #include "device.h"
 #include "kernel_observer.h"
@@ -132,7 +133,6 @@ std::exception_ptr Running::why() const {
 
 void Running::end(const std::exception_ptr& why) {
   const auto now = SteadyClock::now();
-  std::vector<at::Tensor> dropped; // with no lock held: tensors may be known to Python
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_over()) {
@@ -140,9 +140,6 @@ void Running::end(const std::exception_ptr& why) {
     }
     why_ = why;
     over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
-    if (is_let_go_when_over_) {
-      dropped.swap(held_);
-    }
   }
   report_to_profiler();
   if (record_ != nullptr) {
@@ -212,16 +209,6 @@ void Running::abort() {
   end(why);
 }
 
-void Running::let_go_when_over() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    is_let_go_when_over_ = true;
-  }
-  if (is_over()) {
-    let_go();
-  }
-}
-
 std::vector<at::Tensor> Running::take_held() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::exchange(held_, {});
@@ -259,14 +246,11 @@ SimWork::SimWork(
       sequence_(sequence) {}
 
 SimWork::~SimWork() {
-  if (!running_->is_waited_for() && !is_part_) {
-    notify(end_.moment, [this](Observer& to) {
-      for (const void* data : running_->memory()) {
-        to.kept_until(data, end_.moment);
-      }
-    });
+  for (const void* data : running_->memory()) { // none after a wait, or if it is a part of another
+    notify(end_.moment, [&](Observer& to) { to.kept_until(data, end_.moment); });
+    keep_until_over(data, running_);
   }
-  running_->let_go_when_over();
+  running_->let_go();
 }
 
 bool SimWork::wait(std::chrono::milliseconds timeout) {

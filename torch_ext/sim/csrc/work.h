@@ -7,10 +7,11 @@
 // completion hook, with no lock held. A hook's exception goes to the waiters; the operation is over nevertheless.
 //
 // Note [What an operation holds]
-// Its tensors, as NCCL stashes them: until `wait`, although the operation may not be over then, and without a `wait`
-// until it is over. So a program frees the same memory at the same line, however late its peers are. The stream that
-// waits may use the memory again, because it waits for the operation; on another stream that is a race. The operation
-// then writes to the next owner's memory, as on a GPU, and never to the host's; likewise after `resize_(0)`.
+// Its tensors, as NCCL stashes them: until `wait`, although the operation may not be over then. So a program frees the
+// same memory at the same line, however late its peers are. The stream that waits may use the memory again, because it
+// waits for the operation; on another stream that is a race. The operation then writes to the next owner's memory, as
+// on a GPU, and never to the host's; likewise after `resize_(0)`. A work that dies without a `wait` frees the tensors
+// too, and their memory is handed out again when the operation is over, as NCCL's watchdog sees to it.
 //
 // Note [When a simccl work is done]
 // As with NCCL. An operation with `async_op=False` is done when its call returns. An asynchronous one has read its
@@ -111,9 +112,7 @@ class Running final : public Elsewhere {
   bool is_over() const { return over_at_ != 0; }
   std::exception_ptr why() const;
 
-  // Releases the tensors: now, or once the operation is over.
   void let_go() { take_held(); }
-  void let_go_when_over();
 
   // Moves the tensors to the caller.
   std::vector<at::Tensor> take_held();
@@ -147,7 +146,6 @@ class Running final : public Elsewhere {
   mutable std::mutex mutex_; // guards what follows
   std::exception_ptr why_;
   std::vector<at::Tensor> held_;
-  bool is_let_go_when_over_ = false;
 };
 
 using RunningPtr = std::shared_ptr<Running>;
@@ -188,9 +186,6 @@ class SimWork : public c10d::Work {
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
 
-  // Marks this work as part of a coalesced one, which waiters wait for instead.
-  void become_part() { is_part_ = true; }
-
  private:
   bool gathers_alike();
   FuturePtr make_future();
@@ -201,7 +196,6 @@ class SimWork : public c10d::Work {
   const Event end_;
   const bool blocks_host_;
   const uint64_t sequence_;
-  bool is_part_ = false;
   std::mutex mutex_;
   FuturePtr future_; // guarded by mutex_; made on first use
 };

@@ -188,6 +188,18 @@ def freed_without_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> 
 
 
 @pair
+def freed_without_a_wait_while_a_stream_reads(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    with on.on(on.other):
+        x.mul(3)  # earlier: mul
+    work = dist.all_gather_into_tensor(two, x, async_op=True)
+    if fixed:
+        on.main.wait_stream(on.other)
+    del work, x
+    torch.zeros(256, device=on.device)  # later: zero_
+
+
+@pair
 def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -> None:
     x, two = on.tensor(), on.tensor(512)
     group = dist._coalescing_manager(device=on.device, async_ops=True)
