@@ -330,19 +330,17 @@ def test_completion_hook_may_read_results_that_the_stream_waits_for(rank: int, w
 
 
 @ranks.world_of(2)
-def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int) -> None:
+def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank: int, world_size: int) -> None:
     mine, whole = full(1.0, 1000), torch.empty(1000 * world_size, device="sim")
     before = SIM.memory_allocated()
     if rank == 0:
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
         assert work is not None
         del mine
-        assert SIM.memory_allocated() == before  # until a wait
+        assert SIM.memory_allocated() == before
         work.wait()
-        assert SIM.memory_allocated() == before  # and until it is over
-        store().set("go", "")
-        SIM.synchronize()
         assert SIM.memory_allocated() < before
+        store().set("go", "")
     else:
         store().wait(["go"])
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
@@ -355,17 +353,39 @@ def test_tensors_are_held_until_the_wait_and_the_end(rank: int, world_size: int)
 
 
 @ranks.world_of(2)
-def test_tensors_of_a_work_that_was_dropped_are_held_until_its_end(rank: int, world_size: int) -> None:
-    before = SIM.memory_allocated()
+def test_memory_recorded_for_a_stream_stays_until_its_collective_is_over(rank: int, world_size: int) -> None:
+    x, other = full(1.0, 1000), torch.zeros(1000, device="sim")
+    if rank == 0:
+        with SIM.stream(SIM.Stream()):
+            _reduce(x).wait()
+            x.record_stream(SIM.current_stream())
+        del x
+        other = torch.zeros(1000, device="sim")
+        SIM.empty_cache()
+        store().set("go", "")
+    else:
+        store().wait(["go"])
+        dist.all_reduce(x)
+    SIM.synchronize()
+    assert (other == 0).all()
+
+
+@ranks.world_of(2)
+def test_memory_of_a_work_that_was_dropped_is_kept_until_its_end(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.all_reduce(full(1.0, 1000), async_op=True)
-        assert SIM.memory_allocated() > before
+        other = torch.zeros(1000, device="sim")
+        SIM.empty_cache()
         store().set("go", "")
-        SIM.synchronize()
     else:
         store().wait(["go"])
         dist.all_reduce(full(1.0, 1000))
-    assert SIM.memory_allocated() == before
+        other = torch.zeros(1000, device="sim")
+    SIM.synchronize()
+    assert (other == 0).all()
+    del other
+    torch.zeros(1000, device="sim")
+    assert SIM.memory_stats()["active_bytes.all.current"] == SIM.memory_allocated()
 
 
 @ranks.world_of(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +75,60 @@ def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size:
     work.wait()
     store().set("other is through", "")
     assert out.tolist() == [1.0] * 3 + [2.0] * 3
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor], Any]
+# Operations of two ranks on a tensor and one of twice its size, and where rank 1 gets a sum or elements of rank 0.
+OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], float]] = {
+    "all_reduce": (lambda x, two: dist.all_reduce(x, async_op=True), lambda x, two: x, 3.0),
+    "broadcast": (lambda x, two: dist.broadcast(x, 0, async_op=True), lambda x, two: x, 1.0),
+    "reduce": (lambda x, two: dist.reduce(x, 1, async_op=True), lambda x, two: x, 3.0),
+    "all_gather": (
+        lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True),
+        lambda x, two: two[: x.numel()],
+        1.0,
+    ),
+    "reduce_scatter": (lambda x, two: dist.reduce_scatter_tensor(x, two, async_op=True), lambda x, two: x, 3.0),
+    "all_to_all": (
+        lambda x, two: dist.all_to_all_single(two, two.clone(), async_op=True),
+        lambda x, two: two[: x.numel()],
+        1.0,
+    ),
+    "send": (
+        lambda x, two: dist.isend(x, 1) if dist.get_rank() == 0 else dist.irecv(x, 0),
+        lambda x, two: x,
+        1.0,
+    ),
+}
+
+
+def _free_after_a_wait(rank: int, world_size: int, kind: str) -> None:
+    assert _transport() == kind
+    for name, (launch, result, expected) in OPERATIONS.items():
+        x, two = full(rank + 1.0, 1 << 19), full(rank + 1.0, 1 << 20)
+        if rank == 1:
+            store().wait([f"{name} is freed"])
+        launch(x, two).wait()
+        if rank == 0:
+            _native.set_poison(True)
+            del x, two
+            _native.set_poison(False)
+            SIM.empty_cache()  # which must leave the memory that the operation writes to
+            store().set(f"{name} is freed", "")
+        else:
+            got = result(x, two)
+            assert (got == expected).all(), name
+    SIM.synchronize()
+    SIM.empty_cache()
+    assert rank == 1 or SIM.memory_reserved() == 0
+
+
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", kind)
+    ranks.run(2, _free_after_a_wait, kind)
 
 
 @ranks.world_of(2)

@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include "allocator.h"
+#include "blocks.h"
 #include "device.h"
 #include "std.h"
 
@@ -20,6 +21,16 @@ c10::DataPtr borrow(const c10::Storage& storage, c10::Device owner) {
   void* data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
   c10::raw::intrusive_ptr::incref(storage.unsafeGetStorageImpl());
   return {data, storage.unsafeGetStorageImpl(), &release_storage, owner};
+}
+
+// A DataPtr over the bytes of `storage` that keeps their segment mapped, and not the storage alive.
+c10::DataPtr borrow_unowned(const c10::Storage& storage) {
+  void* data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
+  auto* segment = pin(data);
+  if (segment == nullptr) {
+    return borrow(storage, kHost); // memory of the host
+  }
+  return {data, segment, [](void* context) { unpin(static_cast<DeviceSegment*>(context)); }, kHost};
 }
 
 c10::Storage make_storage(c10::DataPtr&& data, size_t nbytes, c10::Allocator* allocator) {
@@ -70,6 +81,12 @@ bool same_layout(const at::Tensor& one, const at::Tensor& other) {
 
 at::Tensor host_alias(const at::Tensor& tensor) {
   return make_tensor(alias_storage(tensor.storage()), c10::DispatchKey::CPU, tensor);
+}
+
+at::Tensor unowned_host_alias(const at::Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  const auto bytes = make_storage(borrow_unowned(storage), storage.nbytes(), c10::GetCPUAllocator());
+  return make_tensor(bytes, c10::DispatchKey::CPU, tensor);
 }
 
 at::Tensor on_host(const at::Tensor& tensor) {

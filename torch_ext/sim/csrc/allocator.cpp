@@ -169,6 +169,12 @@ void free_on_device(void* data) {
   report(data, -size, totals, pool.device());
 }
 
+void keep_until_over(const void* data, const std::shared_ptr<Elsewhere>& operation) {
+  if (Block* block = block_at(data)) {
+    block->segment->pool->add_pending(block, operation);
+  }
+}
+
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
   // A call before the first use must not freeze the devices: the program may still choose them.
   if (!is_initialized() && !is_in_bad_fork() && device >= 0 && device < device_count()) {

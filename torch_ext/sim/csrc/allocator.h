@@ -27,6 +27,9 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
 // Returns the memory at `data`, which came from `allocate_on`, to its pool. A DataPtr does so by itself.
 void free_on_device(void* data);
 
+// Keeps the block at `data`, freed or not, from being handed out again before `operation` is over.
+void keep_until_over(const void* data, const std::shared_ptr<Elsewhere>& operation);
+
 // The pool of `device`, or of the current one for -1.
 BlockPool& pool_of(c10::DeviceIndex device);
 void set_memory_limit(c10::DeviceIndex device, size_t nbytes);

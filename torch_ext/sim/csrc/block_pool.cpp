@@ -9,6 +9,7 @@
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
+#include "without_gil.h"
 
 namespace torch_ext::sim {
 namespace {
@@ -82,6 +83,11 @@ void for_each_stat(DeviceStats& stats, Reset reset) {
   reset(stats.oversize_segments);
 }
 
+bool is_over(const std::weak_ptr<Elsewhere>& operation) {
+  const auto one = operation.lock();
+  return one == nullptr || one->over_at() != 0;
+}
+
 } // namespace
 
 size_t segment_size(size_t nbytes) {
@@ -97,6 +103,7 @@ void set_danger(FirstDanger ask) {
 }
 
 std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream) {
+  advance_users();
   const Fit fit{stream.id(), round_up(nbytes)};
   const bool is_small = fit.size <= kSmallSize;
   auto whose = Short::kDevice;
@@ -136,16 +143,18 @@ Amounts BlockPool::give_back(Block* block) {
   if (is_oversize(block->size)) {
     stats_.oversize_allocations.decrease(1);
   }
-  if (block->users.empty()) {
+  InUse use{block, 0, std::exchange(block->pending, {})};
+  if (block->users.empty() && !use.is_held_up()) {
     settle(block);
     return totals();
   }
-  int64_t until = 0;
   for (const auto& user : std::exchange(block->users, {})) {
-    until = std::max(until, end_of(user));
+    use.until = std::max(use.until, end_of(user));
+    const auto pending = pending_of(user);
+    use.pending.insert(use.pending.end(), pending.begin(), pending.end());
   }
   block->state = Block::State::kInUse;
-  in_use_.push_back({block, until});
+  in_use_.push_back(std::move(use));
   return totals();
 }
 
@@ -157,6 +166,12 @@ void BlockPool::add_user(Block* block, c10::Stream stream) {
   if (std::ranges::find(block->users, stream) == block->users.end()) {
     block->users.push_back(stream);
   }
+}
+
+void BlockPool::add_pending(Block* block, const std::shared_ptr<Elsewhere>& operation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(block->pending, &is_over);
+  block->pending.push_back(operation);
 }
 
 void BlockPool::empty() {
@@ -406,14 +421,45 @@ void BlockPool::count_inactive(bool is_small, int64_t blocks, int64_t bytes) {
   change(stats_.inactive_split_bytes, is_small, bytes);
 }
 
+bool BlockPool::InUse::is_held_up() const {
+  return !std::ranges::all_of(pending, &is_over);
+}
+
+// Advances the operations that hold up users, since no other thread may do so. Call without the lock: a completed
+// operation frees its tensors.
+void BlockPool::advance_users() {
+  Elsewheres pending;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& each : in_use_) {
+      for (const auto& one : each.pending) {
+        pending.push_back(one.lock());
+      }
+    }
+  }
+  if (!pending.empty()) {
+    WithoutGil without;
+    for (const auto& one : pending) {
+      if (one != nullptr) {
+        one->advance();
+      }
+    }
+  }
+}
+
 // Finds blocks whose users are done. Orders nothing for the host: see Note [Lives of a block] in races/checker.h.
 void BlockPool::poll() {
   if (in_use_.empty()) {
     return;
   }
   const int64_t moment = now();
+  const auto ask = danger.load();
   const auto over = std::stable_partition(in_use_.begin(), in_use_.end(), [&](const InUse& each) {
-    return each.until > moment;
+    const auto is_dangerous = [&] {
+      const auto home = stream_of(device_, each.block->segment->home);
+      return ask != nullptr && ask(each.block->start, each.block->size, home).has_value();
+    };
+    return each.until > moment || (each.is_held_up() && !is_dangerous());
   });
   const std::vector<InUse> done(over, in_use_.end());
   in_use_.erase(over, in_use_.end());
@@ -478,9 +524,13 @@ bool BlockPool::release_oversize(bool is_small, Fit fit) {
 
 void BlockPool::release_cached() {
   stats_.num_sync_all_streams += 1;
-  for (const auto& each : std::exchange(in_use_, {})) {
+  for (auto& each : std::exchange(in_use_, {})) {
     sleep_until(each.until);
-    settle(each.block);
+    if (each.is_held_up()) {
+      in_use_.push_back(std::move(each)); // an operation still writes to it
+    } else {
+      settle(each.block);
+    }
   }
   for (const Idle* idle : {&large_, &small_}) {
     const std::vector<Block*> blocks(idle->blocks.begin(), idle->blocks.end());

@@ -20,7 +20,8 @@
 // Note [Dangerous blocks]
 // The race checker knows the memory on which a stream could race with an earlier owner's work. While it runs, the
 // allocator hands out such memory first, from the first such byte of a block on, so any later request that fits shows
-// an unsafe free. A correct program has none, and gets CUDA's blocks.
+// an unsafe free. It does so even while a collective holds up the streams that were named for the block, so that the
+// report does not depend on peers. A correct program has no such memory, and gets CUDA's blocks.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -28,6 +29,7 @@
 
 #include "blocks.h"
 #include "std.h"
+#include "stream.h"
 
 namespace torch_ext::sim {
 
@@ -84,6 +86,7 @@ class BlockPool {
 
   // Records that `stream`, besides the home, uses the block, which must be live.
   void add_user(Block* block, c10::Stream stream);
+  void add_pending(Block* block, const std::shared_ptr<Elsewhere>& operation);
 
   // Returns segments without a live block to the host, after waiting for streams that still use their blocks.
   void empty();
@@ -129,7 +132,10 @@ class BlockPool {
   };
   struct InUse {
     Block* block;
-    int64_t until; // on the clock of streams
+    int64_t until;                                 // on the clock of streams
+    std::vector<std::weak_ptr<Elsewhere>> pending; // those of the block, and the work that its users waited for
+
+    bool is_held_up() const;
   };
 
   // All of these require the lock.
@@ -144,6 +150,7 @@ class BlockPool {
   void insert(Block* block);
   void remove(Block* block);
   void count_inactive(bool is_small, int64_t blocks, int64_t bytes);
+  void advance_users();
   void poll();
   void collect_garbage();
   bool release_oversize(bool is_small, Fit fit);

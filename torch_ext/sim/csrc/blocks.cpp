@@ -181,19 +181,16 @@ Block* block_at(const void* pointer) {
   return entry->load(std::memory_order_acquire);
 }
 
-void PinnedBlocks::add(const void* pointer) {
-  DeviceSegment* segment = pointer == nullptr ? nullptr : segment_at(pointer);
+DeviceSegment* pin(const void* pointer) {
+  DeviceSegment* segment = segment_at(pointer);
   if (segment != nullptr) {
     segment->pins.fetch_add(1, std::memory_order_acq_rel);
-    segments_.push_back(segment);
   }
+  return segment;
 }
 
-void PinnedBlocks::clear() noexcept {
-  for (DeviceSegment* segment : segments_) {
-    segment->pins.fetch_sub(1, std::memory_order_acq_rel);
-  }
-  segments_.clear();
+void unpin(DeviceSegment* segment) noexcept {
+  segment->pins.fetch_sub(1, std::memory_order_acq_rel);
 }
 
 } // namespace torch_ext::sim

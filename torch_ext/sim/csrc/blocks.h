@@ -29,6 +29,7 @@ namespace torch_ext::sim {
 constexpr size_t kRoundBytes = 512;
 
 class BlockPool;
+class Elsewhere;
 struct Block;
 
 struct DeviceSegment {
@@ -56,11 +57,13 @@ struct Block {
   std::atomic<State> state{State::kIdle};
   size_t requested = 0;             // by its owner
   std::vector<c10::Stream> users{}; // streams named since its allocation
-  uint32_t tag = 0;                 // of the kernel that allocated it: see memory_history.h
-  size_t backed = 0;                // bytes from its start that may have pages
-  int64_t idle_since = 0;           // the number of searches in its pool by then
-  bool is_poisoned = false;         // all of its bytes, since its last free
-  bool is_dangerous = false;        // see Note [Dangerous blocks] in block_pool.h
+  // Operations that use it and that nothing waits for. Not owned: their destructors would need the pool's lock.
+  std::vector<std::weak_ptr<Elsewhere>> pending{};
+  uint32_t tag = 0;          // of the kernel that allocated it: see memory_history.h
+  size_t backed = 0;         // bytes from its start that may have pages
+  int64_t idle_since = 0;    // the number of searches in its pool by then
+  bool is_poisoned = false;  // all of its bytes, since its last free
+  bool is_dangerous = false; // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }
 };
@@ -85,19 +88,9 @@ void drop_pages(Block* block);
 DeviceSegment* segment_at(const void* pointer);
 Block* block_at(const void* pointer);
 
-// Keeps the segments that contain the pointers from going back to the host while an operation still writes to them,
-// freed or not. The allocator may hand the blocks out again meanwhile, as on a GPU. Ignores host memory.
-class PinnedBlocks {
- public:
-  PinnedBlocks() = default;
-  ~PinnedBlocks() { clear(); }
-  C10_DISABLE_COPY_AND_ASSIGN(PinnedBlocks);
-
-  void add(const void* pointer);
-  void clear() noexcept;
-
- private:
-  std::vector<DeviceSegment*> segments_;
-};
+// Keeps the segment that contains `pointer` from going back to the host while an operation still writes there. The
+// allocator may hand the block out again meanwhile, as on a GPU. Returns nullptr for other memory.
+DeviceSegment* pin(const void* pointer);
+void unpin(DeviceSegment* segment) noexcept;
 
 } // namespace torch_ext::sim

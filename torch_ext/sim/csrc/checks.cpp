@@ -45,6 +45,13 @@ bool takes_host_indices(const std::string& name) {
   return std::find(kHostIndexOperators.begin(), kHostIndexOperators.end(), name) != kHostIndexOperators.end();
 }
 
+// Operators that read on the host whether they have failed; others do so by an operator that their kernels for CUDA and
+// sim call alike. See the notes on synchronization in the documentation of torch.linalg.
+constexpr std::array<std::string_view, 8> kRaisingOperators{
+    "aten::_linalg_eigh",     "aten::_linalg_eigvals", "aten::_linalg_svd",    "aten::cholesky",
+    "aten::cholesky_inverse", "aten::linalg_eig",      "aten::linalg_eigvals", "aten::linalg_pinv",
+};
+
 bool holds_tensors(const c10::Argument& value) {
   return value.real_type()->str().find("Tensor") != std::string::npos;
 }
@@ -65,6 +72,9 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
     if (arguments[i].real_type()->str().find("Generator") != std::string::npos) {
       facts.generator = static_cast<int>(i);
     }
+    if (arguments[i].name() == "check_errors") {
+      facts.check_errors = static_cast<int>(i);
+    }
   }
   facts.is_view = facts.is_view || op.hasTag(at::Tag::inplace_view) || facts.name == "aten::is_set_to";
   const auto& returns = schema.returns();
@@ -72,7 +82,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
     facts.fresh.push_back(value.alias_info() == nullptr);
   }
   facts.host_reads = (op.hasTag(at::Tag::dynamic_output_shape) && !facts.is_indexing) ||
-      op.hasTag(at::Tag::data_dependent_output) ||
+      op.hasTag(at::Tag::data_dependent_output) || std::ranges::count(kRaisingOperators, facts.name) > 0 ||
       (!returns.empty() && std::none_of(returns.begin(), returns.end(), &holds_tensors));
   return facts;
 }
@@ -209,7 +219,7 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
     return arguments.size() < 2 || !arguments[1].isInt(); // with that, the size of the output is known
   }
   if (!facts.is_indexing) {
-    return facts.host_reads;
+    return facts.host_reads || (facts.check_errors >= 0 && arguments[facts.check_errors].toBool());
   }
   size_t masks = 0, others = 0;
   bool moves = false;

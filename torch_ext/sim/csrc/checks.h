@@ -71,7 +71,8 @@ struct OperatorFacts {
   std::vector<bool> written; // per argument: the operator writes to it
   std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
   bool is_view = false;      // touches no memory: results are views of arguments, or it compares metadata
-  bool host_reads = false;   // the op synchronizes: its result is on the host, or its size depends on data
+  bool host_reads = false;   // the op synchronizes: its result is on the host, its size depends on data, or it raises
+  int check_errors = -1;     // position of the argument that makes it raise, so that it synchronizes; -1 without one
   int generator = -1;        // position of the Generator argument, -1 without one
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host

@@ -30,7 +30,7 @@ at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
       !nccl_lacks(tensor.scalar_type()),
       "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
   check_bounds(name, tensor);
-  at::Tensor alias = host_alias(tensor.is_conj() ? tensor.conj() : tensor);
+  at::Tensor alias = unowned_host_alias(tensor.is_conj() ? tensor.conj() : tensor);
   // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
   // transport ignores strides, and would run past the memory of a tensor with holes.
   TORCH_CHECK_VALUE(

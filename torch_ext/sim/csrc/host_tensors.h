@@ -22,7 +22,7 @@ namespace torch_ext::sim {
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 
-// An alias in one dimension, in memory order: ranks have to agree on the number of elements only. Raises
+// An unowned alias in one dimension, in memory order: ranks have to agree on the number of elements only. Raises
 // RuntimeError for a tensor that is not on a sim device, ValueError for one with holes and AcceleratorError for one
 // whose memory is gone (Note [Bounds] in checks.h). name: of the operation, for messages.
 at::Tensor transport_view(const at::Tensor& tensor, const std::string& name);
@@ -49,7 +49,7 @@ class Reduction {
   c10d::ReduceOp::RedOpType wanted() const { return wanted_; }
   const c10d::ReduceOp& transport_op() const { return op_; }
 
-  // The elements that ranks combine, in one dimension. May alias `host`; read-only.
+  // The elements that ranks combine, in one dimension. May alias `host`.
   at::Tensor source(const at::Tensor& host) const;
   uint64_t source_bytes(const at::Tensor& host) const;
 

@@ -129,16 +129,15 @@ class Launcher : public c10d::Backend {
     TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
     coalescing_ = false;
     std::vector<TransferPtr> transfers;
-    Tensors outputs;
+    Tensors held;
     std::vector<Moment> moments;
     c10::DeviceIndex device = current_device();
     for (const auto& work : std::exchange(coalesced_, {})) {
-      work->become_part();
       const auto& parts = work->running()->transfers();
       transfers.insert(transfers.end(), parts.begin(), parts.end());
-      const auto result = work->result();
-      outputs.insert(outputs.end(), result.begin(), result.end());
-      device = outputs.empty() ? device : outputs.front().device().index();
+      const auto part = work->running()->take_held();
+      held.insert(held.end(), part.begin(), part.end());
+      device = part.empty() ? device : part.front().device().index();
       if (work->moment() != nullptr) {
         moments.push_back(work->moment());
       }
@@ -148,12 +147,12 @@ class Launcher : public c10d::Backend {
       notify([&](Observer& to) { end = to.joined(moments); });
     }
     constexpr const char* kName = "coalesced";
-    auto running =
-        std::make_shared<Running>(c10d::OpType::COALESCED, kName, rank_, sequence_, std::move(transfers), outputs);
+    auto running = std::make_shared<Running>(
+        c10d::OpType::COALESCED, kName, rank_, sequence_, std::move(transfers), std::move(held));
     keep_for_abort(running);
     return c10::make_intrusive<SimWork>(
-        c10d::OpType::COALESCED, rank_, sequence_, std::move(running), std::move(outputs), device, std::move(end),
-        blocking_wait_);
+        c10d::OpType::COALESCED, rank_, sequence_, std::move(running), /*outputs=*/Tensors(), device, std::move(end),
+        blocking_wait_); // without outputs, as NCCL's, which would keep them after `wait`
   }
 
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {

@@ -290,6 +290,12 @@ int64_t busy_until(c10::Stream stream) {
   return stream.id() == kAtEnd ? 0 : track_of(stream).busy_until.load();
 }
 
+Elsewheres pending_of(c10::Stream stream) {
+  return stream.id() == kAtEnd
+      ? Elsewheres()
+      : table_of(stream.device_index()).tracks[static_cast<size_t>(stream.id())].waits_for();
+}
+
 int64_t stream_clock() {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();

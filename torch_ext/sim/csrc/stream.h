@@ -63,8 +63,10 @@ void catch_up(c10::Stream stream);
 void synchronize(c10::Stream stream); // and until it is no longer busy
 void synchronize_device(c10::DeviceIndex device);
 
-// The time, on the clock of streams, until which `stream` counts as busy. Orders nothing for the host.
+// The time, on the clock of streams, until which `stream` counts as busy, and what it waits for then. Orders nothing
+// for the host.
 int64_t busy_until(c10::Stream stream);
+Elsewheres pending_of(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
 
 // `settle` runs, without the GIL, in a wait for a whole device: it finishes work besides kernels. Set once.

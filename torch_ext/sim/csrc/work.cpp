@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
+#include "allocator.h"
 #include "bindings.h"
 #include "device.h"
 #include "kernel_observer.h"
@@ -123,11 +124,7 @@ Running::Running(
       sequence_(sequence),
       transfers_(std::move(transfers)),
       device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
-      held_(std::move(held)) {
-  for (const auto& tensor : held_) {
-    pins_.add(tensor.storage().data());
-  }
-}
+      held_(std::move(held)) {}
 
 std::exception_ptr Running::why() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -136,7 +133,6 @@ std::exception_ptr Running::why() const {
 
 void Running::end(const std::exception_ptr& why) {
   const auto now = SteadyClock::now();
-  std::vector<at::Tensor> dropped; // with no lock held: tensors may be known to Python
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_over()) {
@@ -144,10 +140,6 @@ void Running::end(const std::exception_ptr& why) {
     }
     why_ = why;
     over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
-    pins_.clear();
-    if (is_let_go_) {
-      dropped.swap(held_);
-    }
   }
   report_to_profiler();
   if (record_ != nullptr) {
@@ -217,13 +209,9 @@ void Running::abort() {
   end(why);
 }
 
-void Running::let_go() {
-  std::vector<at::Tensor> dropped;
+std::vector<at::Tensor> Running::take_held() {
   std::lock_guard<std::mutex> lock(mutex_);
-  is_let_go_ = true;
-  if (is_over()) {
-    dropped.swap(held_);
-  }
+  return std::exchange(held_, {});
 }
 
 std::vector<const void*> Running::memory() const {
@@ -258,12 +246,9 @@ SimWork::SimWork(
       sequence_(sequence) {}
 
 SimWork::~SimWork() {
-  if (!running_->is_waited_for() && !is_part_) {
-    notify(end_.moment, [this](Observer& to) {
-      for (const void* data : running_->memory()) {
-        to.kept_until(data, end_.moment);
-      }
-    });
+  for (const void* data : running_->memory()) { // none after a wait, or if it is a part of another
+    notify(end_.moment, [&](Observer& to) { to.kept_until(data, end_.moment); });
+    keep_until_over(data, running_);
   }
   running_->let_go();
 }
@@ -310,6 +295,7 @@ FuturePtr SimWork::getFuture() {
   // Do this before locking, because it may call the completion hook.
   if (outputs_.empty()) {
     settle(*running_); // without a tensor there is no stream that could wait for it
+    notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
   } else {
     running_->advance();
   }

@@ -7,9 +7,11 @@
 // completion hook, with no lock held. A hook's exception goes to the waiters; the operation is over nevertheless.
 //
 // Note [What an operation holds]
-// Its tensors, as NCCL stashes them: until it is over, and a wait for it has returned or none is possible. A program
-// may free their storages nevertheless (`resize_(0)`); the operation then writes to the next owner's memory, as on a
-// GPU, and never to the host's.
+// Its tensors, as NCCL stashes them: until `wait`, although the operation may not be over then. So a program frees the
+// same memory at the same line, however late its peers are. The stream that waits may use the memory again, because it
+// waits for the operation; on another stream that is a race. The operation then writes to the next owner's memory, as
+// on a GPU, and never to the host's; likewise after `resize_(0)`. A work that dies without a `wait` frees the tensors
+// too, and their memory is handed out again when the operation is over, as NCCL's watchdog sees to it.
 //
 // Note [When a simccl work is done]
 // As with NCCL. An operation with `async_op=False` is done when its call returns. An asynchronous one has read its
@@ -37,7 +39,6 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "allocator.h"
 #include "profiler.h"
 #include "std.h"
 #include "stream.h"
@@ -87,7 +88,7 @@ using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 // An operation under way. Any thread may call it; call functions that block without the GIL.
 class Running final : public Elsewhere {
  public:
-  // name: for messages. held: device tensors.
+  // name: for messages. held: device tensors; see Note [What an operation holds].
   Running(
       c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
       std::vector<at::Tensor> held);
@@ -111,8 +112,10 @@ class Running final : public Elsewhere {
   bool is_over() const { return over_at_ != 0; }
   std::exception_ptr why() const;
 
-  // Releases the tensors, once the operation is over: a wait for it has returned, or none is possible any more.
-  void let_go();
+  void let_go() { take_held(); }
+
+  // Moves the tensors to the caller.
+  std::vector<at::Tensor> take_held();
 
   // Marks that a stream waits for the operation, so that the host may treat it as done.
   void mark_waited_for() { is_waited_for_ = true; }
@@ -143,8 +146,6 @@ class Running final : public Elsewhere {
   mutable std::mutex mutex_; // guards what follows
   std::exception_ptr why_;
   std::vector<at::Tensor> held_;
-  PinnedBlocks pins_; // a held storage may still be resized
-  bool is_let_go_ = false;
 };
 
 using RunningPtr = std::shared_ptr<Running>;
@@ -185,9 +186,6 @@ class SimWork : public c10d::Work {
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
 
-  // Marks this work as part of a coalesced one, which waiters wait for instead.
-  void become_part() { is_part_ = true; }
-
  private:
   bool gathers_alike();
   FuturePtr make_future();
@@ -198,7 +196,6 @@ class SimWork : public c10d::Work {
   const Event end_;
   const bool blocks_host_;
   const uint64_t sequence_;
-  bool is_part_ = false;
   std::mutex mutex_;
   FuturePtr future_; // guarded by mutex_; made on first use
 };

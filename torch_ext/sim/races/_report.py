@@ -53,6 +53,8 @@ def missing(race: Race) -> str:
 def _missing_edge(race: Race) -> str:
     earlier, later = race.earlier, race.later
     between = _between(earlier, later)
+    if earlier.lane_kind == "communication":
+        return _missing_wait(race, between)
     if race.reused and earlier.lane_kind != "host":
         return (
             f"the tensor was freed{_where(race.freed)} while {earlier.lane} could still use it: call "
@@ -60,11 +62,24 @@ def _missing_edge(race: Race) -> str:
         )
     if later.lane_kind == "host":
         return f"the host must wait for {earlier.lane} {between}: synchronize the stream or an event"
-    if earlier.lane_kind == "communication":
-        return f"call wait() on the work of {_name(earlier)} with {later.lane} current, {between}"
     if later.lane_kind == "communication":
         return f"the stream that is current at {_at(later)} must wait for {earlier.lane} before that"
     return f"{later.lane} must wait for {earlier.lane} {between}"
+
+
+def _missing_wait(race: Race, between: str) -> str:
+    # Programs have no handle of a group's lane: they order it by the works of its operations.
+    work, later = f"the work of {_name(race.earlier)}", race.later
+    if race.reused:
+        return (
+            f"the tensor was freed{_where(race.freed)} while {_name(race.earlier)} could still use it: keep it until "
+            "wait() was called on that work, with the stream current that the tensor was allocated on"
+        )
+    if later.lane_kind == "host":
+        return f"call wait() on {work}, and synchronize the stream that is current there, {between}"
+    if later.lane_kind == "communication":
+        return f"call wait() on {work} with the stream current that is current at {_at(later)}, {between}"
+    return f"call wait() on {work} with {later.lane} current, {between}"
 
 
 def _memory(race: Race) -> str:
@@ -80,9 +95,10 @@ def _access(side: str, access: Access) -> list[str]:
     in_backward = f" in {access.node}" if access.node else ""
     of_rank = "" if access.rank is None else f" of rank {access.rank}"
     lines = [f"  {side:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
-    lines += [f"             {frame}" for frame in access.stack[:_MOST_FRAMES]]
-    if len(access.stack) > _MOST_FRAMES:
-        lines.append(f"             and {len(access.stack) - _MOST_FRAMES} frames that called it")
+    frames = sorted(access.stack, key=lambda frame: frame.is_library)  # the user's first
+    lines += [f"             {frame}" for frame in frames[:_MOST_FRAMES]]
+    if len(frames) > _MOST_FRAMES:
+        lines.append(f"             and {len(frames) - _MOST_FRAMES} more frames")
     return lines
 
 

@@ -162,6 +162,21 @@ def test_columns_of_one_matrix_are_no_race_and_one_column_twice_is() -> None:
         assert racy == (first == second)
 
 
+def test_no_column_of_thousands_is_forgotten() -> None:
+    rows, columns = 100, 5000
+    trace = _native.RaceTrace()
+    one, other, block = trace.lane(), trace.lane(), trace.memory()
+    for _ in range(2):
+        for column in range(columns):
+            trace.access(one, block, True, column * 4, 4, [rows], [columns], 1)
+    assert trace.kept(block) == columns
+    for column in (0, columns // 2, columns - 1):
+        assert trace.access(other, block, False, column * 4, 4, [1], [1], 2)
+    assert trace.is_dangerous(block, other)
+    trace.access(one, block, True, 0, 4, [rows * columns], [1], 1)
+    assert trace.kept(block) == 1
+
+
 def test_a_block_used_in_order_keeps_one_stretch() -> None:
     trace = _native.RaceTrace()
     lane, block = trace.lane(), trace.memory()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from test.torch_ext.sim.races import zoo_memory, zoo_streams
 from test.torch_ext.sim.races.stage import Stage, pairs_of
 from torch_ext.sim import races
+from torch_ext.sim.races._report import missing
 
 EXPECTED = {
     "one_column_and_not_its_neighbour": """\
@@ -63,7 +65,7 @@ def report_of(name: str) -> str:
     text = re.sub(r"(\S*/)?(\w+\.py):\d+", r"\2:N", text)
     text = re.sub(r"\bstream \d+", "stream S", text)
     # The frames in which pytest called the program.
-    return re.sub(r"\n +(?!zoo_)\w+\.py:N in .*|\n +and \d+ frames that called it", "", text)
+    return re.sub(r"\n +(?!zoo_)\w+\.py:N in .*|\n +and \d+ more frames", "", text)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -71,3 +73,38 @@ def test_report_text(name: str) -> None:
     heading, _, text = report_of(name).partition("\n\n")
     assert heading == "1 race: accesses to the same memory that nothing orders"
     assert text == EXPECTED[name]
+
+
+def access(operator: str, lane: str, line: int, sequence: int | None = None) -> races.Access:
+    """Make an access of a program, called by torch."""
+    kind = "host" if lane == "the host" else "communication" if lane.startswith("the collectives") else "stream"
+    stack = (races.Frame(torch.__file__, 1, "call"), races.Frame("train.py", line, "step"))
+    return races.Access(operator, sequence, None, None, True, lane, kind, None, "torch.float32", (4,), stack)
+
+
+def race(earlier: races.Access, later: races.Access, freed: int = 0) -> races.Race:
+    where = (races.Frame("train.py", freed, "step"),) if freed else None
+    return races.Race(earlier, later, 0, 16, pinned=False, reused=bool(freed), allocated=None, freed=where)
+
+
+GROUP = "the collectives of group 0 on sim:0"
+
+
+@pytest.mark.parametrize(
+    ("lane", "freed", "expected"),
+    [
+        ("stream 5 of sim:0", 0, "call wait() on the work of gather number 3 with stream 5 of sim:0 current, between train.py:1 and train.py:9"),  # noqa: E501
+        ("the host", 0, "call wait() on the work of gather number 3, and synchronize the stream that is current there, between train.py:1 and train.py:9"),  # noqa: E501
+        (GROUP, 0, "call wait() on the work of gather number 3 with the stream current that is current at train.py:9, between train.py:1 and train.py:9"),  # noqa: E501
+        ("stream 5 of sim:0", 7, "the tensor was freed at train.py:7 while gather number 3 could still use it: keep it until wait() was called on that work, with the stream current that the tensor was allocated on"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_advice_names_no_lane_of_a_group(lane: str, freed: int, expected: str) -> None:
+    later = access("mul", lane, 9, 4 if lane == GROUP else None)
+    assert missing(race(access("gather", GROUP, 1, 3), later, freed)) == expected
+
+
+def test_lines_of_the_program_come_first() -> None:
+    text = races.render([race(access("add", "stream 5 of sim:0", 1), access("mul", "the default stream of sim:0", 9))])
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines.index("train.py:1 in step") + 1 == lines.index(f"{torch.__file__}:1 in call")

@@ -6,6 +6,7 @@ import pytest
 
 from test.torch_ext.sim.races import zoo_copies, zoo_memory, zoo_orders, zoo_patterns, zoo_streams
 from test.torch_ext.sim.races.stage import Pair, pairs_of, run
+from torch_ext.sim.races._schedule import VARIABLE
 
 PAIRS = pairs_of(zoo_streams, zoo_orders, zoo_memory, zoo_copies, zoo_patterns)
 
@@ -18,3 +19,11 @@ def test_the_race_is_reported_with_both_places(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_the_twin_is_silent(pair: Pair) -> None:
     assert run(pair, fixed=True) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["late", "random:1", "random:2", "random:3"])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_no_schedule_changes_the_verdict(pair: Pair, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, schedule)
+    assert (run(pair, fixed=False), run(pair, fixed=True)) == ([pair.expected], [])

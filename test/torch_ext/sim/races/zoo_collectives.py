@@ -145,6 +145,100 @@ def freed_before_it_is_sent(on: Stage, fixed: bool) -> None:
         work.wait()
 
 
+# Operations that read a tensor, which the program then frees. A work holds it until `wait`, and no longer: how late the
+# peer is must not matter. After `wait`, only the stream that waits may use the memory again.
+HOLDING: dict[str, tuple[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any]]]] = {
+    "gathered": (("_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True)),),
+    "scattered": (("_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(two[:128], x, async_op=True)),),
+    "sent": (("send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two))[0]),),
+}
+
+
+@rows({f"{name}_freed_after_a_wait_on_another_stream": row for name, row in HOLDING.items()}, "earlier")
+def freed_after_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    work = launch(x, two)
+    with on.on(on.main if fixed else on.side):
+        work.wait()
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+    work.wait()
+
+
+@rows({f"{name}_freed_before_the_wait": row for name, row in HOLDING.items()}, "earlier")
+def freed_before_the_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    work = launch(x, two)
+    if not fixed:
+        x.untyped_storage().resize_(0)  # which the work cannot prevent
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+    work.wait()
+
+
+@rows({f"{name}_freed_without_a_wait": row for name, row in HOLDING.items()}, "earlier")
+def freed_without_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    work = launch(x, two)
+    if not fixed:
+        x.untyped_storage().resize_(0)
+    del work, x
+    torch.zeros(256, device=on.device)  # later: zero_
+    SIM.synchronize()
+
+
+@pair
+def freed_without_a_wait_while_a_stream_reads(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    with on.on(on.other):
+        x.mul(3)  # earlier: mul
+    work = dist.all_gather_into_tensor(two, x, async_op=True)
+    if fixed:
+        on.main.wait_stream(on.other)
+    del work, x
+    torch.zeros(256, device=on.device)  # later: zero_
+
+
+@pair
+def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    group = dist._coalescing_manager(device=on.device, async_ops=True)
+    with group as together:  # earlier: all_gather_into_tensor_coalesced
+        dist.all_gather_into_tensor(two, x)
+    with on.on(on.main if fixed else on.side):
+        together.wait()
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+    together.wait()
+
+
+@pair
+def freed_and_recorded_for_one_of_two_streams(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    with on.on(on.other):
+        x.mul(3)  # earlier: mul
+    with on.on(on.side):
+        work = dist.all_gather_into_tensor(two, x, async_op=True)
+        assert work is not None
+        work.wait()
+    x.record_stream(on.side)
+    if fixed:
+        x.record_stream(on.other)
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+
+
+@pair
+def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
+    x, two = on.tensor(), on.tensor(512)
+    with on.on(on.side):
+        dist.all_gather_into_tensor(two, x)  # earlier: _all_gather_base
+    if fixed:
+        on.main.wait_stream(on.side)
+    del x
+    torch.zeros(256, device=on.device)  # later: zero_
+
+
 @pair
 def value_of_a_callback_read_before_its_future(on: Stage, fixed: bool) -> None:
     x = on.tensor()
@@ -166,6 +260,22 @@ def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
         twice.wait()
     x.zero_()  # later: zero_
     twice.wait()
+
+
+@pair
+def freed_while_a_callback_reads(on: Stage, fixed: bool) -> None:
+    # As in torch's powerSGD_hook.
+    def hook(x: torch.Tensor, copy: torch.Tensor) -> Any:
+        def error(done: Any) -> torch.Tensor:
+            if fixed:
+                copy.record_stream(SIM.current_stream())
+            return done.value()[0] - copy  # earlier: sub
+
+        return dist.all_reduce(x, async_op=True).get_future().then(error)
+
+    future = hook(on.tensor(), on.tensor())
+    torch.zeros(256, device=on.device)  # later: zero_
+    future.wait()
 
 
 @pair

@@ -129,6 +129,25 @@ def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> No
 
 
 @pair
+def pinned_memory_resized_while_it_is_written(on: Stage, fixed: bool) -> None:
+    # A larger size copies the bytes to new memory; an equal one, and a transposition, touch none.
+    x, host = on.tensor(16, 16), torch.ones(16, 16, pin_memory=True)
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    host.t_().resize_(256 if fixed else 512)  # later: resize_
+    on.main.synchronize()
+
+
+@pair
+def pinned_memory_is_the_result_of_a_host_operator(on: Stage, fixed: bool) -> None:
+    x, host = on.tensor(), on.pinned()
+    host.copy_(x, non_blocking=True)  # earlier: copy_
+    if fixed:
+        on.main.synchronize()
+    torch.full((256,), 7.0, out=host)  # later: fill_
+    on.main.synchronize()
+
+
+@pair
 def host_waits_for_another_stream(on: Stage, fixed: bool) -> None:
     x, host = on.tensor(), on.pinned()
     with on.on(on.side):

@@ -33,7 +33,8 @@ ACCESSES: dict[str, tuple[Views, Views]] = {
     "conversion": (("copy_", lambda x, y: y.copy_(x.int())), ("mul", lambda x, y: y.mul(3))),
     "index_that_is_still_being_made": (
         ("zero_", lambda x, y: y.zero_()),
-        ("index_select", lambda x, y: x.index_select(0, y.view(torch.int32)[0])),
+        # A late zero leaves the bytes of 1.0, which must be an index too.
+        ("index_select", lambda x, y: x[:1].expand(1 << 30, 16).index_select(0, y.view(torch.int32)[0])),
     ),
     "statistics_of_batch_norm": (
         ("zero_", lambda x, y: y[0].zero_()),
@@ -103,6 +104,11 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
     "indexed_by_integers_and_by_a_mask": lambda y, host, fixed: y[y > 0] if fixed else y[y.long()],
     # The host must move its indices, and waits for that.
     "filled_by_indices_of_the_host": lambda y, host, fixed: y.index_fill_(0, y.long(), 3.0) if not fixed else y[[0, 1]],
+    # These raise errors of the device's library, which the host must read first.
+    "eigenvalues_and_no_factors": lambda y, host, fixed: (torch.linalg.eig if fixed else torch.linalg.qr)(
+        torch.diag(y)
+    ),
+    "inverse_with_a_check": lambda y, host, fixed: torch.linalg.inv_ex(torch.diag(y), check_errors=fixed),
 }
 
 

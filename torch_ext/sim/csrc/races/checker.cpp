@@ -24,8 +24,6 @@ void tidy(std::vector<Range>& runs) {
 
 // Views of up to this many runs are kept run by run.
 constexpr uint64_t kRuns = 8;
-// A segment with more views of many runs forgets the oldest one: this bounds the time of a check.
-constexpr size_t kScattered = 4096;
 
 bool is_unordered(const Access& earlier, const Access& later, const Clock& clock) {
   const bool conflicting = earlier.kind == Kind::kWrite || later.kind == Kind::kWrite;
@@ -111,6 +109,9 @@ bool Region::meets(const Region& other) const {
   if (is_one_run() && other.is_one_run()) {
     return true;
   }
+  if (alternates_with(other)) {
+    return false;
+  }
   const auto mine = runs();
   const auto theirs = other.runs();
   for (size_t i = 0, j = 0; i < mine.size() && j < theirs.size();) {
@@ -120,6 +121,20 @@ bool Region::meets(const Region& other) const {
     ++(mine[i].end <= theirs[j].begin ? i : j);
   }
   return false;
+}
+
+bool Region::alternates_with(const Region& other) const {
+  if (is_one_run() || other.is_one_run()) {
+    return false;
+  }
+  const uint64_t period = dims_.front().stride;
+  const auto repeats = [period](const Dim& dim) { return dim.stride % period == 0; };
+  if (other.dims_.front().stride != period || !std::ranges::all_of(dims_, repeats) ||
+      !std::ranges::all_of(other.dims_, repeats)) {
+    return false;
+  }
+  const uint64_t offset = (other.begin_ % period + period - begin_ % period) % period;
+  return offset >= run_ && period - offset >= other.run_;
 }
 
 bool Region::operator==(const Region& other) const {
@@ -146,7 +161,7 @@ void History::add(const Region& region, const Access& access, const Clock& clock
 
 void History::add_run(Range bytes, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
   if (access.kind == Kind::kWrite) {
-    std::erase_if(scattered_, [&](const Scattered& other) { return bytes.contains(other.region.extent()); });
+    erase_scattered(bytes, [](const Access& /*any*/) { return true; });
   }
   size_t first = first_after(bytes.begin);
   if (first < stretches_.size() && stretches_[first].bytes == bytes) {
@@ -182,21 +197,43 @@ void History::add_scattered(
       }
     }
   }
-  std::erase_if(scattered_, [&](const Scattered& other) {
-    const bool replaced = access.kind == Kind::kWrite || other.access.kind == Kind::kRead;
-    return replaced && clock.covers(other.access.epoch) && other.region == region;
-  });
-  if (scattered_.size() >= kScattered) {
-    scattered_.erase(scattered_.begin());
+  for (auto& [lane, views] : scattered_) {
+    const auto [first, last] = views.by_begin.equal_range(region.begin());
+    for (auto each = first; each != last;) {
+      const auto& other = each->second;
+      const bool replaced = access.kind == Kind::kWrite || other.access.kind == Kind::kRead;
+      const bool erased = replaced && clock.covers(other.access.epoch) && other.region == region;
+      each = erased ? views.by_begin.erase(each) : std::next(each);
+    }
   }
-  scattered_.push_back({region, access});
+  auto& own = scattered_[access.epoch.lane];
+  own.by_begin.emplace(region.begin(), Scattered{region, access});
+  own.longest = std::max(own.longest, extent.end - extent.begin);
+  own.last = access.epoch.tick;
+}
+
+void History::erase_scattered(Range within, const std::function<bool(const Access&)>& is_wanted) {
+  for (auto& [lane, views] : scattered_) {
+    const auto last = views.by_begin.lower_bound(within.end);
+    for (auto each = views.by_begin.lower_bound(within.begin); each != last;) {
+      const auto& [region, access] = each->second;
+      const bool erased = within.contains(region.extent()) && is_wanted(access);
+      each = erased ? views.by_begin.erase(each) : std::next(each);
+    }
+  }
 }
 
 void History::check_scattered(
     const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) const {
-  for (const auto& other : scattered_) {
-    if (is_unordered(other.access, access, clock) && region.meets(other.region)) {
-      report(other.access, common(region.extent(), other.region.extent()), conflicts);
+  const Range extent = region.extent();
+  for (const auto& [lane, views] : scattered_) {
+    if (clock.covers({lane, views.last})) {
+      continue;
+    }
+    for (const auto& [begin, other] : views.near(extent)) {
+      if (is_unordered(other.access, access, clock) && region.meets(other.region)) {
+        report(other.access, common(extent, other.region.extent()), conflicts);
+      }
     }
   }
 }
@@ -223,6 +260,14 @@ void History::update(Stretch& stretch, const Access& access, const Clock& clock)
     std::erase_if(stretch.reads, [&](const Access& read) { return clock.covers(read.epoch); });
     stretch.reads.push_back(access);
   }
+}
+
+size_t History::size() const {
+  size_t count = stretches_.size();
+  for (const auto& [lane, views] : scattered_) {
+    count += views.by_begin.size();
+  }
+  return count;
 }
 
 // The first stretch that ends after `byte`.
@@ -289,24 +334,28 @@ void History::forget(Range bytes, const Clock& clock) {
     return !stretch.write.exists() && stretch.reads.empty();
   });
   stretches_.erase(kept, last);
-  std::erase_if(scattered_, [&](const Scattered& other) {
-    return bytes.contains(other.region.extent()) && is_over(other.access);
-  });
+  erase_scattered(bytes, is_over);
 }
 
 std::optional<uint64_t> History::first_exposed(Range bytes, const Clock& one, const Clock& other) const {
-  const auto exposed = [&](const Access& access) { return !one.covers(access.epoch) && !other.covers(access.epoch); };
+  const auto exposed = [&](Epoch epoch) { return !one.covers(epoch) && !other.covers(epoch); };
   uint64_t first = bytes.end;
   for (size_t i = first_after(bytes.begin); i < stretches_.size() && stretches_[i].bytes.begin < bytes.end; ++i) {
-    if (exposed(stretches_[i].write) || std::ranges::any_of(stretches_[i].reads, exposed)) {
+    if (exposed(stretches_[i].write.epoch) || std::ranges::any_of(stretches_[i].reads, exposed, &Access::epoch)) {
       first = std::max(stretches_[i].bytes.begin, bytes.begin);
       break;
     }
   }
-  for (const auto& each : scattered_) {
-    const Range reached = common(each.region.extent(), bytes);
-    if (!reached.empty() && exposed(each.access)) {
-      first = std::min(first, reached.begin);
+  for (const auto& [lane, views] : scattered_) {
+    if (!exposed({lane, views.last})) {
+      continue;
+    }
+    for (const auto& [begin, each] : views.near(bytes)) {
+      const Range reached = common(each.region.extent(), bytes);
+      if (!reached.empty() && exposed(each.access.epoch)) {
+        first = std::min(first, reached.begin);
+        break; // the next ones begin later
+      }
     }
   }
   return first < bytes.end ? std::make_optional(first) : std::nullopt;

@@ -17,7 +17,8 @@
 // For each stretch of bytes, a history keeps the last write and, since then, the last read of each lane; it drops reads
 // that are ordered before another read. An access that is not ordered after a dropped one is not ordered after its
 // replacement either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund 2009).
-// Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches.
+// Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches: by lane, since an
+// access that is ordered after all of a lane's views need not look at them, and by their first byte.
 //
 // Memory carries its history into its next life: see Note [Lives of a block].
 //
@@ -123,6 +124,7 @@ class Region {
   // Whether both contain a byte. Compares run by run where the extents meet.
   bool meets(const Region& other) const;
 
+  uint64_t begin() const { return begin_; }
   bool operator==(const Region& other) const;
 
  private:
@@ -131,6 +133,9 @@ class Region {
     uint64_t stride; // bytes
     bool operator==(const Dim&) const = default;
   };
+
+  // Whether no runs can meet: those of both repeat at the same distance, as columns of one matrix, at other places.
+  bool alternates_with(const Region& other) const;
 
   uint64_t begin_;
   uint64_t run_; // bytes
@@ -180,7 +185,7 @@ class History {
   // The first of `bytes` with an access that is over by neither clock, if any.
   std::optional<uint64_t> first_exposed(Range bytes, const Clock& one, const Clock& other) const;
 
-  size_t size() const { return stretches_.size() + scattered_.size(); }
+  size_t size() const;
 
  private:
   struct Stretch {
@@ -192,11 +197,24 @@ class History {
     Region region;
     Access access;
   };
+  // The views of many runs of one lane.
+  struct Views {
+    std::multimap<uint64_t, Scattered> by_begin{};
+    uint64_t longest = 0; // extent so far
+    Tick last = 0;
+
+    // Those that may meet `extent`.
+    auto near(Range extent) const {
+      return std::ranges::subrange(
+          by_begin.lower_bound(extent.begin - std::min(longest, extent.begin)), by_begin.lower_bound(extent.end));
+    }
+  };
 
   void add_run(Range bytes, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
   void add_scattered(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
   void check_scattered(
       const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) const;
+  void erase_scattered(Range within, const std::function<bool(const Access&)>& is_wanted);
   static void check(const Stretch& stretch, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
   static void update(Stretch& stretch, const Access& access, const Clock& clock);
   size_t first_after(uint64_t byte) const;
@@ -205,7 +223,7 @@ class History {
   void read(Range bytes, size_t first, const Access& access, const Clock& clock);
 
   std::vector<Stretch> stretches_; // in order, none overlapping another
-  std::vector<Scattered> scattered_;
+  std::map<Lane, Views> scattered_;
 };
 
 class Lanes {

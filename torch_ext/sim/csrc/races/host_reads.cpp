@@ -5,11 +5,13 @@
 //
 // `numpy` and DLPack export memory, whose later accesses cannot be observed. An export counts as a read of all of it.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <Python.h>
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "../allocator.h"
@@ -44,6 +46,13 @@ std::optional<sim::Access> pinned_access(const at::Tensor& tensor, bool write) {
   return pinned ? access_to(tensor, write) : std::nullopt;
 }
 
+// Whether resize_ with these arguments moves the tensor to larger memory.
+bool outgrows_its_memory(c10::ArrayRef<const c10::IValue> arguments) {
+  const at::Tensor& tensor = arguments[0].toTensor();
+  const auto elements = tensor.storage_offset() + c10::multiply_integers(arguments[1].toIntVector());
+  return static_cast<size_t>(elements) * tensor.itemsize() > tensor.storage().nbytes();
+}
+
 std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function) {
   if (pinned_blocks_made() == 0 || running_kernel.device >= 0 || is_unobserved()) {
     return nullptr;
@@ -73,9 +82,17 @@ std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function
     return nullptr;
   }
   const auto op = c10::Dispatcher::singleton().findOp(*name);
-  if (op.has_value() && is_kernel(*op)) {
-    watch().host_used(name->name, accesses);
+  if (!op.has_value() || !is_kernel(*op)) {
+    return nullptr;
   }
+  if (op->hasTag(at::Tag::inplace_view)) {
+    // It writes to the tensor, and not to its memory: a schema does not tell them apart.
+    if (name->name != "aten::resize_" || !outgrows_its_memory(inputs)) {
+      return nullptr;
+    }
+    accesses.front().write = false;
+  }
+  watch().host_used(name->name, accesses);
   return nullptr;
 }
 

@@ -105,12 +105,11 @@ TensorLists list_of(const Tensors& hosts) {
   return hosts.empty() ? TensorLists() : TensorLists{known(hosts)};
 }
 
-// gloo uses the buffers of all ranks for partial results, so only outputs may be passed without a copy.
+// gloo uses the buffers of all ranks for partial results: a call's inputs are copies.
 GlooWorks reduce(c10d::Backend& gloo, const Call& call) {
   const auto reduction = *call.reduction;
-  const at::Tensor from = call.inputs.front();
   const at::Tensor to = call.outputs.empty() ? at::Tensor() : call.outputs.front();
-  const at::Tensor buffer = to.defined() && to.is_alias_of(from) ? reduction.source(from) : reduction.source_copy(from);
+  const at::Tensor buffer = reduction.source(call.inputs.front());
   Tensors buffers{buffer};
   const auto then = [reduction, buffer, to] {
     if (to.defined()) {
@@ -237,6 +236,8 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     if (why_) {
       std::rethrow_exception(why_);
     }
+    call.inputs.clear(); // the operation may live on
+    call.outputs.clear();
   }
 
   // For the worker. Waits for gloo's works and raises the first failure, even if no local thread waits for the
@@ -286,7 +287,7 @@ class GlooCollective final : public Awaited, public std::enable_shared_from_this
     changed_.notify_all();
   }
 
-  Call call; // the worker's until carried; keeps its tensors until the last step
+  Call call; // the worker's until carried
 
  private:
   std::function<void()> then_; // guarded by mutex_, as the next
@@ -358,6 +359,7 @@ class GlooLetter final : public Awaited {
 
   void run() {
     at::AutoDispatchBelowADInplaceOrView below; // see GlooCollective::finish
+    std::exception_ptr why;
     try {
       if (call_.kind == OpType::SEND) {
         wait_for(works_[0]);
@@ -365,10 +367,12 @@ class GlooLetter final : public Awaited {
       } else {
         receive();
       }
-      end();
     } catch (...) {
-      end(std::current_exception());
+      why = std::current_exception();
     }
+    call_.inputs.clear(); // the operation may live on
+    call_.outputs.clear();
+    end(why);
   }
 
   void wait_for(const GlooWork& work) const {
@@ -421,7 +425,7 @@ class GlooLetter final : public Awaited {
   }
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
-  const Call call_; // holds the tensors
+  Call call_; // its tensors: used by the thread only
   const at::Tensor envelope_;
   std::vector<std::shared_ptr<GlooLetter>> earlier_; // used by the thread only
   std::vector<GlooWork> works_;                      // guarded by mutex_; the envelope's first
@@ -497,6 +501,9 @@ class Gloo final : public Transport {
 
  private:
   TransferPtr begin(Call call) override {
+    at::AutoDispatchBelowADInplaceOrView below; // see GlooCollective::finish
+    // gloo's threads and the worker read the inputs later, when the program may have freed them.
+    call.inputs = c10::fmap(call.inputs, [](const at::Tensor& input) { return input.clone(); });
     std::lock_guard<std::mutex> lock(mutex_);
     if (c10d::isP2POp(call.kind)) {
       return begin_letter(std::move(call));

@@ -136,8 +136,8 @@ class Transport {
   C10_DISABLE_COPY_AND_ASSIGN(Transport);
 
   // Begins a call, and applies the faults planted for it (Note [Seams] in transport.cpp). Reads all inputs before it
-  // returns, so they may be overwritten; holds the outputs until the transfer is over. May wait for peers that are far
-  // behind.
+  // returns, so they may be overwritten or freed; writes the outputs until the transfer is over. May wait for peers
+  // that are far behind.
   TransferPtr start(Call call);
 
   // Sets the limit of calls that name none.
