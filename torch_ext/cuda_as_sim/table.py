@@ -38,7 +38,7 @@ SUBMODULES = (
     "memory", "nccl", "nvtx", "profiler", "random", "sparse", "streams", "tunable",
 )  # fmt: skip
 
-_GRAPHS = "CUDA graphs need CUDA: the simulated accelerator runs each operator when it is called and captures none."
+_GRAPHS = "Graphs of the simulated accelerator are none of CUDA's driver."
 _NVML = "Power, clocks and processes come from NVML, which needs hardware that the simulated accelerator lacks."
 _CUBLAS = "cuBLAS is NVIDIA's library: the simulated accelerator computes with the CPU's kernels."
 _NCCL = "This calls NCCL itself; the simulated accelerator's collectives are simccl's, behind torch.distributed."
@@ -49,7 +49,7 @@ _COMPILER = "This compiles or tunes CUDA kernels, and the simulated accelerator 
 # Names that only CUDA has, and why they have no counterpart.
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("CUDAGraph", "export_dot", "export_graph_data", "graph", "graph_pool_handle", "make_graphed_callables",
+        ("export_dot", "export_graph_data",
          *(f"register_graph_{when}_hook" for when in
            ("capture_end", "capture_start", "destroy", "instantiate", "replay_end", "replay_start"))), _GRAPHS),
     **dict.fromkeys(
@@ -89,10 +89,6 @@ CONSTANTS: Mapping[str, Any] = {
 def _lazy_call(function: Callable[[], object], **kwargs: Any) -> None:
     """Call ``function`` now; torch does so once it has initialized CUDA."""
     function()
-
-
-def _is_capturing() -> bool:
-    return False
 
 
 def _capability(device: Any = None) -> tuple[int, int]:
@@ -174,7 +170,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "cudart": _cudart,
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
-    "is_current_stream_capturing": _is_capturing,
+    "is_current_stream_capturing": _native.is_current_stream_capturing,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
     "get_allocator_backend": lambda: "native",

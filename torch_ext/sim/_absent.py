@@ -8,7 +8,7 @@ from torch_ext.sim._name import NAME
 
 __all__ = ["REASONS", "refuse"]
 
-_GRAPHS = "kernels run when they are called, so there is nothing to capture into a graph"
+_GRAPHS = "its graphs are those of torch.accelerator.Graph"
 _POOLS = "memory comes from the allocator of the device alone, which no other can replace or divide"
 _HARDWARE = "there is no hardware behind the device that could be measured"
 _LIBRARIES = "kernels are those of the host, and none of NVIDIA's libraries is called"
@@ -47,7 +47,7 @@ def refuse(name: str) -> AttributeError:
     """Return the error of a lookup of ``torch.sim.<name>``.
 
     >>> print(refuse("graph"))
-    torch.sim has no 'graph': kernels run when they are called, so there is nothing to capture into a graph.
+    torch.sim has no 'graph': its graphs are those of torch.accelerator.Graph.
     """
     if name in REASONS:
         return AttributeError(f"torch.{NAME} has no {name!r}: {REASONS[name]}.")

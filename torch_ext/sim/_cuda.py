@@ -4,6 +4,7 @@ profiler activities, the name of NCCL's groups. The originals of a CUDA build, w
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,6 +27,10 @@ def complete(process_group_nccl: type) -> None:
         delattr(torch._C, name)
     for name, value in (*_C_FUNCTIONS.items(), *_MISSING_LIBRARIES.items()):
         setattr(torch._C, name, value)
+    # Torch made its class of graphs of a C++ class that cannot be replaced.
+    graphs = importlib.reload(torch.cuda.graphs)
+    for name in graphs.__all__:
+        setattr(torch.cuda, name, getattr(graphs, name))
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript would compile CUDA code where the build can
     _enable_profiling()
     _replace_storages()
@@ -77,7 +82,10 @@ _C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_cuda_memoryStats": _memory.memory_stats_as_nested_dict,
     "_cuda_sleep": _native.sleep,
     "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # turns off CUDA graphs in Inductor
-    "_cuda_isCurrentStreamCapturing": lambda: False,
+    "_cuda_isCurrentStreamCapturing": _native.is_current_stream_capturing,
+    "_CUDAGraph": _native.CUDAGraph,
+    "_graph_pool_handle": _native.graph_pool_handle,
+    "_host_emptyCache": lambda: None,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
     "_cuda_getCurrentStream": _current_stream,

@@ -183,8 +183,8 @@ def get_sync_debug_mode() -> int:
 
 
 def is_current_stream_capturing() -> bool:
-    """Return False: there are no graphs."""
-    return False
+    """Whether the current stream is in the capture of a graph."""
+    return _native.is_current_stream_capturing()
 
 
 def is_tf32_supported() -> bool:

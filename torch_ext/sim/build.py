@@ -56,7 +56,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 # Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
 # fully optimised. Everything that runs for each operator is in the other unit.
 _WIDE = frozenset(
-    {"autocast", "bindings", "finalization", "host_tensors", "observer_log", "profiler"}
+    {"autocast", "bindings", "finalization", "graph", "host_tensors", "observer_log", "profiler"}
     | {"races/report", "rpc_agent", "simccl", "work"}
     | {f"transport/{name}" for name in ("choice", "fingerprint", "gloo", "lane", "mailbox", "shared_memory")}
     | {"transport/transport"}

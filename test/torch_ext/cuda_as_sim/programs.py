@@ -402,10 +402,32 @@ def hints() -> None:
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
-def graphs_are_refused() -> None:
-    _raises(RuntimeError, "graphs", lambda: torch.cuda.CUDAGraph())
-    _raises(RuntimeError, "graphs", lambda: torch.cuda.graph(torch.cuda.CUDAGraph()))
-    assert torch.cuda.is_current_stream_capturing() is False
+def graphs() -> None:
+    x = torch.ones(4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+        assert torch.cuda.is_current_stream_capturing()
+        y = x * 3
+    graph.replay()
+    assert y.tolist() == [3.0] * 4 and not torch.cuda.is_current_stream_capturing()
+    _raises(NotImplementedError, "cudaGraph_t", graph.raw_cuda_graph)
+
+
+def graphed_callables() -> None:
+    eager = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).cuda()
+    sample = torch.randn(3, 4, device="cuda", requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(eager), (sample,))
+    for _ in range(2):
+        inputs = [torch.ones(3, 4, device="cuda", requires_grad=True) for _ in range(2)]
+        for module, x in zip((eager, graphed), inputs, strict=True):
+            module.zero_grad(set_to_none=True)
+            module(x).square().sum().backward()
+        pairs = zip((inputs[0], *eager.parameters()), (inputs[1], *graphed.parameters()), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def measurements_are_refused() -> None:
     _raises(RuntimeError, "NVML", lambda: torch.cuda.utilization())
 
 

@@ -65,10 +65,10 @@ class TestCuda(MultiProcessTestCase):
         moved = torch.load(f"{self.file_name}.{self.rank}", map_location=f"cuda:{1 - self.rank}")
         self.assertEqual(moved.get_device(), 1 - self.rank)
 
-    def test_graph(self):
-        def annotated(graph: torch.cuda.CUDAGraph | None, other: None | torch.cuda.CUDAGraph = None) -> None: ...
+    def test_pool(self):
+        def annotated(pool: torch.cuda.MemPool | None, other: None | torch.cuda.MemPool = None) -> None: ...
 
-        torch.cuda.CUDAGraph().replay()
+        torch.cuda.MemPool()
 
     def test_fails_and_says_so(self):
         self.assertFalse(torch.cuda.is_available())
@@ -104,8 +104,7 @@ def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path: P
     assert (events[-1]["passed"], events[-1]["failed"]) == (3, 0), done.stderr  # a known difference counts as passed
     assert sorted(one["reason"] for one in results if one["reason"]) == [
         "known difference: it asks for no device",
-        "torch.cuda: CUDAGraph: CUDA graphs need CUDA: the simulated accelerator runs each operator when it is "
-        "called and captures none.",
+        "torch.cuda: MemPool: CUDA's allocator can be replaced and divided; the simulated accelerator's cannot.",
     ]
     assert done.returncode == 0
 

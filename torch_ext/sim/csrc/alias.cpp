@@ -24,13 +24,13 @@ c10::DataPtr borrow(const c10::Storage& storage, c10::Device owner) {
 }
 
 // A DataPtr over the bytes of `storage` that keeps their segment mapped, and not the storage alive.
-c10::DataPtr borrow_unowned(const c10::Storage& storage) {
+c10::DataPtr borrow_unowned(const c10::Storage& storage, c10::Device owner) {
   void* data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().mutable_get();
   auto* segment = pin(data);
   if (segment == nullptr) {
-    return borrow(storage, kHost); // memory of the host
+    return borrow(storage, owner); // memory of the host
   }
-  return {data, segment, [](void* context) { unpin(static_cast<DeviceSegment*>(context)); }, kHost};
+  return {data, segment, [](void* context) { unpin(static_cast<DeviceSegment*>(context)); }, owner};
 }
 
 c10::Storage make_storage(c10::DataPtr&& data, size_t nbytes, c10::Allocator* allocator) {
@@ -85,8 +85,12 @@ at::Tensor host_alias(const at::Tensor& tensor) {
 
 at::Tensor unowned_host_alias(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
-  const auto bytes = make_storage(borrow_unowned(storage), storage.nbytes(), c10::GetCPUAllocator());
+  const auto bytes = make_storage(borrow_unowned(storage, kHost), storage.nbytes(), c10::GetCPUAllocator());
   return make_tensor(bytes, c10::DispatchKey::CPU, tensor);
+}
+
+c10::Storage unowned_storage(const c10::Storage& storage) {
+  return make_storage(borrow_unowned(storage, storage.device()), storage.nbytes(), device_allocator());
 }
 
 at::Tensor on_host(const at::Tensor& tensor) {

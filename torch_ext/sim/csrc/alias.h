@@ -21,6 +21,9 @@ at::Tensor host_alias(const at::Tensor& tensor);
 // bytes stay mapped, but may get another owner.
 at::Tensor unowned_host_alias(const at::Tensor& tensor);
 
+// The bytes of a device storage as another one, which keeps them mapped as that of `unowned_host_alias` does.
+c10::Storage unowned_storage(const c10::Storage& storage);
+
 // `tensor` itself when it lives on the host, its alias otherwise.
 at::Tensor on_host(const at::Tensor& tensor);
 

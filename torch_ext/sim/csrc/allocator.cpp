@@ -9,6 +9,7 @@
 #include "block_pool.h"
 #include "blocks.h"
 #include "device.h"
+#include "graph.h"
 #include "kernel_observer.h"
 #include "machine_memory.h"
 #include "memory_history.h"
@@ -103,7 +104,7 @@ class HostOverride final : public c10::Allocator {
  public:
   explicit HostOverride(c10::Allocator* host) { host_ = host; }
   c10::DataPtr allocate(size_t nbytes) override {
-    if (running_kernel.device < 0) {
+    if (running_kernel.device < 0 || is_replaying) {
       return host_->allocate(nbytes);
     }
     return allocate_on(running_kernel.device, nbytes, c10::Device(c10::DeviceType::CPU));
@@ -145,7 +146,10 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   }
   BlockPool& pool = pool_of(device);
   const auto stream = current_stream(pool.device());
-  const auto [block, totals] = pool.take(nbytes, stream);
+  const auto capture = is_capturing() ? capture_of(stream) : nullptr;
+  const bool is_captured = capture != nullptr && capture->origin().device_index() == pool.device();
+  const auto [block, totals] = pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{});
+  block->capture = is_captured ? capture->serial() : 0;
   if (!block->is_poisoned) {
     fill_with_poison(*block);
   }

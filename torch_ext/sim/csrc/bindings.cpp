@@ -155,6 +155,7 @@ PYBIND11_MODULE(_native, m) {
   bind_gloo_factory(m);
   bind_rpc_agent(m);
   bind_flight_record(m);
+  bind_graphs(m);
   bind_observer_log(m);
   races::bind_races(m);
 }

@@ -102,9 +102,9 @@ void set_danger(FirstDanger ask) {
   danger = ask;
 }
 
-std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream) {
+std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool) {
   advance_users();
-  const Fit fit{stream.id(), round_up(nbytes)};
+  const Fit fit{mempool, stream.id(), round_up(nbytes)};
   const bool is_small = fit.size <= kSmallSize;
   auto whose = Short::kDevice;
   for (int attempt = 0; attempt < 2; ++attempt) {
@@ -186,6 +186,41 @@ void BlockPool::drop_idle_pages() {
   }
 }
 
+void BlockPool::begin_capture(MempoolId mempool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& [count, captures] = graphs_[mempool];
+  ++count;
+  ++captures;
+}
+
+void BlockPool::end_capture(MempoolId mempool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --graphs_[mempool].captures;
+}
+
+void BlockPool::drop_graph(MempoolId mempool) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (--graphs_[mempool].count == 0) {
+    graphs_.erase(mempool);
+  }
+}
+
+bool BlockPool::is_captured(MempoolId mempool) const {
+  const auto found = graphs_.find(mempool);
+  return found != graphs_.end() && found->second.captures > 0;
+}
+
+void BlockPool::fill_blocks_of(uint64_t capture, int byte) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [serial, segment] : segments_) {
+    for (Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
+      if (block->capture == capture && block->state == Block::State::kLive) {
+        std::memset(block->start, byte, block->size);
+      }
+    }
+  }
+}
+
 void BlockPool::set_limit(size_t nbytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   limit_ = nbytes;
@@ -210,7 +245,7 @@ std::vector<SegmentFacts> BlockPool::segments() {
   std::vector<SegmentFacts> all;
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [serial, segment] : segments_) {
-    auto& facts = all.emplace_back(segment->start, segment->size, segment->home, segment->is_small);
+    auto& facts = all.emplace_back(segment->start, segment->size, segment->home, segment->is_small, segment->mempool);
     for (const Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
       facts.blocks.emplace_back(block->start, block->size, block->requested, block->tag, block->state.load());
     }
@@ -259,13 +294,14 @@ bool BlockPool::collects_garbage() const {
 
 Block* BlockPool::take_idle(bool is_small, Fit fit) {
   const auto ask = danger.load();
-  if (Block* block = dangerous_ == 0 || ask == nullptr ? nullptr : take_dangerous(is_small, fit, ask)) {
+  const bool ignores_danger = dangerous_ == 0 || ask == nullptr || fit.mempool != MempoolId{};
+  if (Block* block = ignores_danger ? nullptr : take_dangerous(is_small, fit, ask)) {
     return block;
   }
   auto& idle = idle_of(is_small);
   idle.searches += collects_garbage() ? 1 : 0;
   const auto found = idle.blocks.lower_bound(fit);
-  if (found == idle.blocks.end() || (*found)->segment->home != fit.home) {
+  if (found == idle.blocks.end() || !fit.is_served_by(*found)) {
     return nullptr;
   }
   Block* block = *found;
@@ -283,7 +319,7 @@ Block* BlockPool::take_idle(bool is_small, Fit fit) {
 // See Note [Dangerous blocks].
 Block* BlockPool::take_dangerous(bool is_small, Fit fit, FirstDanger ask) {
   auto& blocks = idle_of(is_small).blocks;
-  for (auto each = blocks.lower_bound(fit); each != blocks.end() && (*each)->segment->home == fit.home; ++each) {
+  for (auto each = blocks.lower_bound(fit); each != blocks.end() && fit.is_served_by(*each); ++each) {
     Block* block = *each;
     if (!block->is_dangerous) {
       continue;
@@ -331,7 +367,7 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
     whose = Short::kDevice;
     return nullptr;
   }
-  Block* block = map_segment(this, size, fit.home, is_small);
+  Block* block = map_segment(this, size, fit.home, is_small, fit.mempool);
   if (block == nullptr) {
     whose = Short::kMachine;
     return nullptr;
@@ -459,7 +495,7 @@ void BlockPool::poll() {
       const auto home = stream_of(device_, each.block->segment->home);
       return ask != nullptr && ask(each.block->start, each.block->size, home).has_value();
     };
-    return each.until > moment || (each.is_held_up() && !is_dangerous());
+    return is_captured(each.block->segment->mempool) || each.until > moment || (each.is_held_up() && !is_dangerous());
   });
   const std::vector<InUse> done(over, in_use_.end());
   in_use_.erase(over, in_use_.end());
@@ -502,14 +538,14 @@ void BlockPool::collect_garbage() {
 bool BlockPool::release_oversize(bool is_small, Fit fit) {
   auto& blocks = idle_of(is_small).blocks;
   const size_t wanted = std::max(fit.size, Settings::max_split_size());
-  auto found = blocks.lower_bound(Fit{fit.home, wanted});
-  if (found != blocks.end() && (*found)->segment->home == fit.home) {
+  auto found = blocks.lower_bound(Fit{fit.mempool, fit.home, wanted});
+  if (found != blocks.end() && fit.is_served_by(*found)) {
     return release(*found);
   }
   size_t released = 0;
   while (released < wanted && found != blocks.begin()) {
     Block* block = *--found;
-    if (block->segment->home != fit.home || !is_oversize(block->size)) {
+    if (!fit.is_served_by(block) || !is_oversize(block->size)) {
       break;
     }
     ++found;
@@ -526,7 +562,7 @@ void BlockPool::release_cached() {
   stats_.num_sync_all_streams += 1;
   for (auto& each : std::exchange(in_use_, {})) {
     sleep_until(each.until);
-    if (each.is_held_up()) {
+    if (each.is_held_up() || is_captured(each.block->segment->mempool)) {
       in_use_.push_back(std::move(each)); // an operation still writes to it
     } else {
       settle(each.block);
@@ -538,10 +574,11 @@ void BlockPool::release_cached() {
   }
 }
 
-// Returns the segment of an idle block to the host. False if it has other blocks, or an operation still writes to it.
+// Returns the segment of an idle block to the host. False if it has other blocks, an operation still writes to it, or
+// graphs use it.
 bool BlockPool::release(Block* block) {
   DeviceSegment* segment = block->segment;
-  if (block->is_split() || segment->pins.load(std::memory_order_acquire) != 0) {
+  if (block->is_split() || graphs_.contains(segment->mempool) || segment->pins.load(std::memory_order_acquire) != 0) {
     return false;
   }
   remove(block);

@@ -9,7 +9,12 @@
 //   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
 //
 // PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. `expandable_segments` has
-// no effect, as on platforms where CUDA lacks it; private pools do not exist.
+// no effect, as on platforms where CUDA lacks it.
+//
+// Note [Pools of graphs]
+// A capture allocates from the pool of its graph, or of several. Its segments stay until the last of the graphs is
+// gone, since their replays use the memory of blocks that are free by then, and serve no other request. In a capture, a
+// block with users stays in use until the end: their work is not done, and no clock tells when it will be.
 //
 // Note [Pools by stream]
 // A segment belongs to the stream that was current at its making, and serves its requests only: work on one stream is
@@ -58,6 +63,7 @@ struct SegmentFacts {
   size_t size;
   c10::StreamId home;
   bool is_small;
+  MempoolId mempool;
   std::vector<BlockFacts> blocks;
 };
 
@@ -81,7 +87,7 @@ class BlockPool {
   c10::DeviceIndex device() const { return device_; }
 
   // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount.
-  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream);
+  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream, MempoolId mempool = {});
   Amounts give_back(Block* block);
 
   // Records that `stream`, besides the home, uses the block, which must be live.
@@ -91,6 +97,13 @@ class BlockPool {
   // Returns segments without a live block to the host, after waiting for streams that still use their blocks.
   void empty();
   void drop_idle_pages();
+
+  // See Note [Pools of graphs]. `begin_capture` adds a graph, which `drop_graph` removes.
+  void begin_capture(MempoolId mempool);
+  void end_capture(MempoolId mempool);
+  void drop_graph(MempoolId mempool);
+  // Fills the live blocks that a capture has allocated.
+  void fill_blocks_of(uint64_t capture, int byte);
 
   void set_limit(size_t nbytes);
   // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
@@ -110,20 +123,29 @@ class BlockPool {
 
  private:
   struct Fit {
+    MempoolId mempool;
     c10::StreamId home;
     size_t size;
+
+    bool is_served_by(const Block* block) const {
+      return block->segment->home == home && block->segment->mempool == mempool;
+    }
   };
   struct ByFit {
     using is_transparent = void;
     static auto key(const Block* block) {
-      return std::tuple(block->segment->home, block->size, block->segment->serial, block->start);
+      return std::tuple(
+          block->segment->mempool, block->segment->home, block->size, block->segment->serial, block->start);
     }
     bool operator()(const Block* one, const Block* other) const { return key(one) < key(other); }
     bool operator()(const Block* block, Fit fit) const {
-      return std::tuple(block->segment->home, block->size) < std::tuple(fit.home, fit.size);
+      return key_of(block) < std::tuple(fit.mempool, fit.home, fit.size);
     }
     bool operator()(Fit fit, const Block* block) const {
-      return std::tuple(fit.home, fit.size) < std::tuple(block->segment->home, block->size);
+      return std::tuple(fit.mempool, fit.home, fit.size) < key_of(block);
+    }
+    static std::tuple<MempoolId, c10::StreamId, size_t> key_of(const Block* block) {
+      return {block->segment->mempool, block->segment->home, block->size};
     }
   };
   struct Idle {
@@ -156,6 +178,7 @@ class BlockPool {
   bool release_oversize(bool is_small, Fit fit);
   void release_cached();
   bool release(Block* block);
+  bool is_captured(MempoolId mempool) const;
   bool collects_garbage() const; // CUDA does so for a fraction only
 
   const c10::DeviceIndex device_;
@@ -167,6 +190,11 @@ class BlockPool {
   size_t dangerous_ = 0; // idle blocks that are
   std::map<uint64_t, DeviceSegment*> segments_;
   std::vector<InUse> in_use_;
+  struct Graphs {
+    int count = 0;
+    int captures = 0; // under way
+  };
+  std::map<MempoolId, Graphs> graphs_;
   c10::CachingDeviceAllocator::DeviceStats stats_;
 };
 

@@ -73,7 +73,7 @@ std::atomic<Block*>& DeviceSegment::block_from(const void* pointer) const {
   return table[static_cast<size_t>(static_cast<const char*>(pointer) - start) / kRoundBytes];
 }
 
-Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small) {
+Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool) {
   static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t table = size / kRoundBytes * sizeof(std::atomic<Block*>);
   const size_t mapped = round_to(size, kPlaceBytes) + round_to(table, page);
@@ -84,7 +84,7 @@ Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_sma
   if (is_small) {
     madvise(start, mapped, MADV_NOHUGEPAGE); // a first small tensor must not take 2 MiB of the machine
   }
-  auto* segment = new DeviceSegment{pool, start, size, mapped, next_serial.fetch_add(1), home, is_small};
+  auto* segment = new DeviceSegment{pool, start, size, mapped, next_serial.fetch_add(1), home, is_small, mempool};
   auto* block = new Block{segment, start, size};
   segment->block_from(start) = block;
   enter(*segment, segment);

@@ -28,6 +28,9 @@ namespace torch_ext::sim {
 // Blocks are aligned and rounded up to a multiple of this many bytes, as CUDA's.
 constexpr size_t kRoundBytes = 512;
 
+// Names a pool of graphs, as torch does; {0, 0}: none.
+using MempoolId = std::pair<unsigned long long, unsigned long long>;
+
 class BlockPool;
 class Elsewhere;
 struct Block;
@@ -39,7 +42,8 @@ struct DeviceSegment {
   size_t mapped;   // bytes, with the table of blocks
   uint64_t serial; // unique in the process, never used again
   c10::StreamId home;
-  bool is_small; // of the pool for small requests
+  bool is_small;     // of the pool for small requests
+  MempoolId mempool; // serves its captures only
   std::atomic<uint32_t> pins{0};
 
   bool contains(const void* pointer) const { return pointer >= start && pointer < start + size; }
@@ -59,6 +63,7 @@ struct Block {
   std::vector<c10::Stream> users{}; // streams named since its allocation
   // Operations that use it and that nothing waits for. Not owned: their destructors would need the pool's lock.
   std::vector<std::weak_ptr<Elsewhere>> pending{};
+  uint64_t capture = 0;      // the capture that allocated it; 0: none
   uint32_t tag = 0;          // of the kernel that allocated it: see memory_history.h
   size_t backed = 0;         // bytes from its start that may have pages
   int64_t idle_since = 0;    // the number of searches in its pool by then
@@ -69,7 +74,7 @@ struct Block {
 };
 
 // A new segment of one idle block; nullptr if the host refuses.
-Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small);
+Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool);
 // Returns the segment of an idle block that is not split to the host.
 void unmap_segment(Block* block);
 

@@ -9,6 +9,7 @@
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
+#include "graph.h"
 #include "kernel.h"
 #include "refusals.h"
 #include "replaced_kernels.h"
@@ -119,7 +120,7 @@ void account_results(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c
   }
 }
 
-void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -166,6 +167,22 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (kernel.is_watched() && !facts.is_view) {
     account_results(kernel, facts, torch::jit::last(*stack, schema.returns().size()));
+  }
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (C10_LIKELY(!is_capturing())) {
+    run_now(op, stack);
+    return;
+  }
+  auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  const auto device = common_device(facts_of(op), op.schema(), arguments);
+  const auto run = [op](torch::jit::Stack values) {
+    run_now(op, &values);
+    return values;
+  };
+  for (auto& result : run_kernels(device, run, arguments)) {
+    stack->push_back(std::move(result));
   }
 }
 

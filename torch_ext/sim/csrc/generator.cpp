@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include "device.h"
+#include "graph.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -118,6 +119,9 @@ at::Generator host_generator(const std::optional<at::Generator>& given, c10::Dev
       "' generator device but found '", source.device(), "'.");
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* impl = static_cast<GeneratorImpl*>(source.unsafeGetGeneratorImpl());
+  if (auto* recording = Recording::current()) {
+    recording->check_generator(impl->state());
+  }
   return at::detail::createCPUGenerator(impl->draw(count));
 }
 

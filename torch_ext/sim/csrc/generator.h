@@ -19,6 +19,12 @@ namespace torch_ext::sim {
 // Finaliser of the splitmix64 generator (Steele, Lea, Flood 2014): every input bit reaches every output bit.
 uint64_t mix(uint64_t value);
 
+struct PhiloxState {
+  uint64_t seed = c10::default_rng_seed_val;
+  uint64_t offset = 0;
+};
+using GeneratorState = std::shared_ptr<PhiloxState>;
+
 class GeneratorImpl final : public c10::GeneratorImpl {
  public:
   explicit GeneratorImpl(c10::DeviceIndex device);
@@ -33,18 +39,16 @@ class GeneratorImpl final : public c10::GeneratorImpl {
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override;
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
 
+  const GeneratorState& state() const { return state_; }
+
   // A seed for a host generator that is to produce `count` numbers; advances the offset.
   uint64_t draw(uint64_t count);
 
  private:
-  struct State {
-    uint64_t seed = c10::default_rng_seed_val;
-    uint64_t offset = 0;
-  };
   c10::GeneratorImpl* clone_impl() const override;
 
   // Shared with the generators that graphsafe_get_state hands out.
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  GeneratorState state_ = std::make_shared<PhiloxState>();
 };
 
 // Does not count as a use of the device: a process may seed generators and fork afterwards.

@@ -34,6 +34,7 @@
 
 #include "alias.h"
 #include "device.h"
+#include "graph.h"
 #include "kernel.h"
 #include "std.h"
 
@@ -465,16 +466,16 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
   m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
   m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
-  m.impl("native_batch_norm", TORCH_FN(native_batch_norm));
-  m.impl("native_batch_norm_backward", TORCH_FN(native_batch_norm_backward));
+  m.impl("native_batch_norm", TORCH_FN(Captured<&native_batch_norm>::call));
+  m.impl("native_batch_norm_backward", TORCH_FN(Captured<&native_batch_norm_backward>::call));
   m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
   m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
   m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
   m.impl("native_dropout", TORCH_FN(native_dropout));
 #ifdef SIM_IS_CUDA
-  m.impl("convolution", TORCH_FN(convolution));
-  m.impl("convolution_backward", TORCH_FN(convolution_backward_with_sizes));
+  m.impl("convolution", TORCH_FN(Captured<&convolution>::call));
+  m.impl("convolution_backward", TORCH_FN(Captured<&convolution_backward_with_sizes>::call));
   // Torch queries cuDNN's and MIOpen's own CTC loss on CUDA only.
   for (const std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
     m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
@@ -482,12 +483,12 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   }
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choice_by_sizes);
 #else
-  m.impl("convolution_overrideable", TORCH_FN(convolution));
-  m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  m.impl("convolution_overrideable", TORCH_FN(Captured<&convolution>::call));
+  m.impl("convolution_backward_overrideable", TORCH_FN(Captured<&convolution_backward>::call));
 #endif
   m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
-  m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
-  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
+  m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(Captured<&attention>::call));
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(Captured<&attention_backward>::call));
 }
 
 } // namespace torch_ext::sim

@@ -5,6 +5,7 @@
 #include "alias.h"
 #include "checks.h"
 #include "device.h"
+#include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
 #include "std.h"
@@ -61,6 +62,9 @@ std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
       write};
 }
 
+Kernel::Kernel(std::string_view name)
+    : name_(name), watched_(observer() != nullptr || Recording::current() != nullptr) {}
+
 Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
   if (!tensor.defined()) {
     return *this;
@@ -109,7 +113,11 @@ c10::DeviceIndex Kernel::launch() {
     }
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
-    if (watched_) {
+    if (auto* recording = Recording::current()) {
+      recording->begins(accesses());
+    } else if (is_capturing() && capture_of(stream) != nullptr) {
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "A graph of the simulated accelerator cannot capture ", name_, ".");
+    } else if (watched_) {
       notify([&](Observer& to) {
         if (to.wants_beginnings()) {
           to.kernel_begins(name_, stream, accesses());
@@ -117,7 +125,7 @@ c10::DeviceIndex Kernel::launch() {
       });
     }
   }
-  if (C10_UNLIKELY(is_profiling()) && touches_memory_) {
+  if (C10_UNLIKELY(is_profiling()) && touches_memory_ && Recording::current() == nullptr) {
     profiled_since_ = stream_clock();
   }
   scope_.emplace(device_->index(), name_);
@@ -175,7 +183,12 @@ Kernel::~Kernel() {
         {std::string(name_), device_->index(), current_stream(device_->index()).id(), profiled_since_, stream_clock(),
          current_correlation()});
   }
-  if (watched_ && touches_memory_) {
+  if (!watched_ || !touches_memory_) {
+    return;
+  }
+  if (auto* recording = Recording::current()) {
+    recording->used(name_, accesses());
+  } else {
     notify([this](Observer& to) { account_to(to); });
   }
 }

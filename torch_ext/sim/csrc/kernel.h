@@ -44,7 +44,7 @@ c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::
 class Kernel {
  public:
   // name: as the operator is called; must outlive the object.
-  explicit Kernel(std::string_view name) : name_(name), watched_(observer() != nullptr) {}
+  explicit Kernel(std::string_view name);
   ~Kernel();
   C10_DISABLE_COPY_AND_ASSIGN(Kernel);
 
@@ -71,7 +71,7 @@ class Kernel {
   // Waits for the inputs, so that the kernel's work may begin. Returns the device.
   c10::DeviceIndex launch();
 
-  // Whether an observer gets the reads and writes.
+  // Whether an observer or a graph gets the reads and writes.
   bool is_watched() const { return watched_; }
 
   // After `launch`: relabels a result that the kernel has allocated as device memory.

@@ -16,7 +16,22 @@
 
 namespace torch_ext::sim {
 
+namespace {
+thread_local CallStack replaced_stack;
+} // namespace
+
+CallStackOf::CallStackOf(const CallStack& stack) {
+  replaced_stack = stack;
+}
+
+CallStackOf::~CallStackOf() {
+  replaced_stack = nullptr;
+}
+
 CallStack current_call_stack() {
+  if (replaced_stack != nullptr) {
+    return replaced_stack;
+  }
   return torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
 }
 
@@ -181,7 +196,7 @@ py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& 
   return py::dict(
       "device"_a = static_cast<int>(device), "address"_a = address(facts.start), "total_size"_a = facts.size,
       "allocated_size"_a = allocated, "active_size"_a = active, "requested_size"_a = requested, "stream"_a = facts.home,
-      "segment_type"_a = facts.is_small ? "small" : "large", "segment_pool_id"_a = py::make_tuple(0, 0),
+      "segment_type"_a = facts.is_small ? "small" : "large", "segment_pool_id"_a = facts.mempool,
       "is_expandable"_a = false, "frames"_a = py::list(), "blocks"_a = blocks);
 }
 

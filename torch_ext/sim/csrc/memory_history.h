@@ -19,6 +19,14 @@ using CallStack = std::shared_ptr<torch::CapturedTraceback>;
 // Acquires the GIL briefly, so call it without any lock of ours.
 CallStack current_call_stack();
 
+// While alive, `current_call_stack` of this thread returns `stack`, unless that is null.
+class CallStackOf {
+ public:
+  explicit CallStackOf(const CallStack& stack);
+  ~CallStackOf();
+  C10_DISABLE_COPY_AND_ASSIGN(CallStackOf);
+};
+
 // A line for each frame, innermost first and at most `most` of them: "\n    train.py:8 in step". Empty without frames.
 std::string lines_of(const CallStack& stack, size_t most);
 

@@ -22,6 +22,7 @@
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
+#include "graph.h"
 #include "kernel.h"
 #include "pinned_memory.h"
 #include "std.h"
@@ -149,9 +150,12 @@ at::Tensor& set_empty(at::Tensor& self) {
 //
 // A copy without elements does nothing.
 void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination) {
-  Kernel kernel("aten::copy_");
-  kernel.on(device).reads(self).writes(destination).launch();
-  on_host(destination).copy_(on_host(self));
+  const auto copy = [device](const at::Tensor& self, const at::Tensor& destination) {
+    Kernel kernel("aten::copy_");
+    kernel.on(device).reads(self).writes(destination).launch();
+    on_host(destination).copy_(on_host(self));
+  };
+  run_kernels(device, copy, self, destination);
 }
 
 // Runs on the source's current stream. It first waits for the destination's current stream, which then waits for it.
@@ -315,9 +319,12 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0 && storage.data() != nullptr) {
-    Kernel kernel("aten::resize_");
-    kernel.on(device.index()).reads(storage.data(), kept).writes(fresh.get(), kept).launch();
-    std::memcpy(fresh.mutable_get(), storage.data(), kept);
+    const auto move = [device, kept](const void* from, void* to) {
+      Kernel kernel("aten::resize_");
+      kernel.on(device.index()).reads(from, kept).writes(to, kept).launch();
+      std::memcpy(to, from, kept);
+    };
+    run_kernels(device.index(), move, storage.data(), fresh.mutable_get());
   }
   storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
   storage.set_nbytes(nbytes);

@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "device.h"
+#include "graph.h"
 #include "host_tensors.h"
 #include "kernel.h"
 #include "kernel_observer.h"
@@ -128,6 +129,10 @@ class Launcher : public c10d::Backend {
   WorkPtr endCoalescing() override {
     TORCH_CHECK(coalescing_, "endCoalescing was called without startCoalescing.");
     coalescing_ = false;
+    if (!captured_.empty()) {
+      auto parts = std::exchange(captured_, {});
+      return capture(std::move(parts), c10d::OpType::COALESCED, "coalesced", /*asynchronous=*/true);
+    }
     std::vector<TransferPtr> transfers;
     Tensors held;
     std::vector<Moment> moments;
@@ -192,6 +197,18 @@ class Launcher : public c10d::Backend {
         !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
     const auto named = device_of(operation);
     const auto device = named.value_or(current_device());
+    if (is_capturing() && capture_of(current_stream(device)) != nullptr) {
+      const auto kind = operation.kind;
+      const char* name = operation.name;
+      const bool asynchronous = operation.asynchronous;
+      captured_.push_back(std::move(operation));
+      if (!coalescing_) {
+        return capture(std::exchange(captured_, {}), kind, name, asynchronous);
+      }
+      auto nothing = std::make_shared<Running>(kind, name, rank_, sequence_, std::vector<TransferPtr>(), Tensors());
+      return c10::make_intrusive<SimWork>(
+          kind, rank_, sequence_, std::move(nothing), Tensors(), device, nullptr, /*blocks_host=*/false);
+    }
     catch_up(current_stream(device)); // the inputs must be complete
     report_beginning(operation, device);
     WithoutGil without;
@@ -239,6 +256,52 @@ class Launcher : public c10d::Backend {
   std::shared_ptr<Transport> transport_;
 
  private:
+  // Makes `operations` a step of the current stream's capture (Note [Captures] in graph.h): one launch, or a coalesced
+  // one. Later kernels of the capture, which run, find zeros where results are due.
+  WorkPtr capture(std::vector<Operation> operations, c10d::OpType kind, const char* name, bool asynchronous) {
+    Tensors outputs;
+    Kept keep;
+    const auto device = device_of(operations.front()).value_or(current_device());
+    const auto stream = current_stream(device);
+    const auto target = capture_of(stream);
+    for (auto& operation : operations) {
+      outputs.insert(outputs.end(), operation.outputs.begin(), operation.outputs.end());
+      const auto accesses = accesses_of(operation, stream.device());
+      for (const auto& access : accesses) {
+        const auto reads = [&](const Access& other) { return !other.write && other.data == access.data; };
+        if (access.write && target->owns(access.data) && std::ranges::none_of(accesses, reads)) {
+          std::memset(const_cast<void*>(access.data), 0, access.bytes);
+        }
+      }
+      operation.inputs = keep(operation.inputs);
+      operation.outputs = keep(operation.outputs);
+    }
+    const auto group = c10::weak_intrusive_ptr<Launcher>(c10::intrusive_ptr<Launcher>::reclaim_copy(this));
+    const auto run = [group, operations, is_alone = kind != c10d::OpType::COALESCED, name] {
+      const auto self = group.lock();
+      TORCH_CHECK(self, "A graph has the operation ", name, " of a process group that is destroyed.");
+      if (!is_alone) {
+        self->startCoalescing();
+      }
+      WorkPtr work;
+      for (const auto& operation : operations) {
+        work = self->launch(operation);
+      }
+      work = is_alone ? work : self->endCoalescing();
+      const auto& made = static_cast<const SimWork&>(*work);
+      made.running()->let_go();
+      return made.end();
+    };
+    auto point = target->launch(name, stream, asynchronous, run);
+    if (!coalescing_ && !c10d::isP2POp(kind)) {
+      ++sequence_;
+    }
+    return c10::make_intrusive<SimWork>(
+        kind, rank_, sequence_,
+        std::make_shared<Running>(kind, name, rank_, sequence_, std::vector<TransferPtr>(), outputs), outputs, device,
+        nullptr, blocking_wait_ || kind == c10d::OpType::BARRIER, std::move(point));
+  }
+
   // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index.
   std::optional<c10::DeviceIndex> device_of(const Operation& operation) const {
     std::optional<c10::Device> device = getBoundDeviceId();
@@ -306,6 +369,7 @@ class Launcher : public c10d::Backend {
   uint64_t sequence_ = 0;
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<SimWork>> coalesced_;
+  std::vector<Operation> captured_; // since startCoalescing, or one
   std::shared_ptr<Underway> underway_ = std::make_shared<Underway>();
   const bool blocking_wait_;
   std::atomic<bool> aborted_{false};

@@ -6,6 +6,7 @@
 
 #include "allocator.h"
 #include "device.h"
+#include "graph.h"
 #include "kernel_observer.h"
 #include "std.h"
 #include "without_gil.h"
@@ -207,6 +208,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_allocator()->recordStream(data, stream);
   }
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    return is_capturing() && capture_of(stream) != nullptr;
+  }
   c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const override { return {}; }
 };
 
@@ -272,6 +276,7 @@ void catch_up(c10::Stream stream) {
 }
 
 bool is_idle(c10::Stream stream) {
+  check_host_wait(stream);
   auto& track = track_of(stream);
   const bool idle = track.busy_until <= stream_clock() && are_over(track.waits_for());
   if (idle) {
@@ -281,6 +286,7 @@ bool is_idle(c10::Stream stream) {
 }
 
 void synchronize(c10::Stream stream) {
+  check_host_wait(stream);
   catch_up(stream);
   sleep_until(track_of(stream).busy_until);
   notify([&](Observer& to) { to.host_knows(stream); });
@@ -306,6 +312,7 @@ void set_settle(void (*settle)()) {
 }
 
 void synchronize_device(c10::DeviceIndex device) {
+  check_host_wait(device);
   if (settle_others != nullptr) {
     settle_others();
   }
@@ -320,6 +327,10 @@ void synchronize_device(c10::DeviceIndex device) {
 
 void sleep(int64_t nanoseconds) {
   const auto stream = current_stream(checked_index(c10::DeviceIndex(-1)));
+  if (const auto capture = is_capturing() ? capture_of(stream) : nullptr) {
+    capture->add({"sleep", stream, [nanoseconds](Slots&) { sleep(nanoseconds); }});
+    return;
+  }
   catch_up(stream);
   auto& until = track_of(stream).busy_until;
   int64_t seen = until.load();
@@ -331,6 +342,9 @@ Event record(c10::Stream stream) {
   if (stream.id() == kAtEnd && end_of_operation != nullptr) {
     return *end_of_operation;
   }
+  if (const auto capture = is_capturing() ? capture_of(stream) : nullptr) {
+    return {0, {}, {}, stream.device_index(), capture->record(stream)};
+  }
   auto& track = track_of(stream);
   Event event{std::max(track.busy_until.load(), stream_clock()), track.waits_for(), {}, stream.device_index()};
   notify([&](Observer& to) { event.moment = to.recorded(stream); });
@@ -338,6 +352,12 @@ Event record(c10::Stream stream) {
 }
 
 void wait(c10::Stream stream, const Event& event) {
+  if (event.point != nullptr || is_capturing()) {
+    if (const auto capture = capture_to_wait_in(stream, event)) {
+      capture->wait(stream, *event.point);
+      return;
+    }
+  }
   auto& track = track_of(stream);
   raise_to(track.busy_until, event.done_at);
   track.wait_for(event.elsewhere);
@@ -345,6 +365,7 @@ void wait(c10::Stream stream, const Event& event) {
 }
 
 bool is_done(const Event& event) {
+  check_host_wait(event);
   const bool done = event.done_at <= stream_clock() && are_over(event.elsewhere);
   if (done) {
     notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
@@ -353,6 +374,7 @@ bool is_done(const Event& event) {
 }
 
 void synchronize(const Event& event) {
+  check_host_wait(event);
   if (!event.elsewhere.empty()) {
     WithoutGil without;
     for (const auto& one : event.elsewhere) {

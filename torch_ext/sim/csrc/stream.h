@@ -16,6 +16,7 @@
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
 //     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
+//     id = ... + b                           branch b of a graph: see Note [Streams of a capture] in graph.h
 //     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
 
@@ -29,7 +30,8 @@ namespace torch_ext::sim {
 
 constexpr c10::StreamId kStreamsPerClass = 32;
 constexpr c10::StreamId kStreamClasses = 2;
-constexpr c10::StreamId kStreamCount = 1 + kStreamClasses * kStreamsPerClass;
+constexpr c10::StreamId kFirstBranch = 1 + kStreamClasses * kStreamsPerClass;
+constexpr c10::StreamId kStreamCount = kFirstBranch + kStreamsPerClass;
 
 c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id);
 c10::Stream current_stream(c10::DeviceIndex device);
@@ -37,6 +39,11 @@ c10::Stream exchange_stream(c10::Stream stream);
 
 // Hands out the streams of a class in turn, and starts over after kStreamsPerClass, as on GPUs.
 c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
+
+// The stream of a branch of a graph; there are kStreamsPerClass.
+inline c10::Stream branch_stream(c10::DeviceIndex device, c10::StreamId branch) {
+  return stream_of(device, kFirstBranch + branch % kStreamsPerClass);
+}
 
 // Work outside of streams that streams wait for. Call it on any thread, without the GIL.
 class Elsewhere {
@@ -80,6 +87,7 @@ struct Event {
   Elsewheres elsewhere{}; // work that was not over when the event was recorded
   Moment moment{};        // for the observer
   c10::DeviceIndex device = -1;
+  std::shared_ptr<struct CapturePoint> point{}; // of an event that a capture recorded
 };
 
 Event record(c10::Stream stream);

@@ -12,6 +12,7 @@
 #include "allocator.h"
 #include "bindings.h"
 #include "device.h"
+#include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
 #include "std.h"
@@ -236,12 +237,12 @@ std::vector<RunningPtr> Underway::all() const {
 
 SimWork::SimWork(
     c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
-    c10::DeviceIndex device, Moment moment, bool blocks_host)
+    c10::DeviceIndex device, Moment moment, bool blocks_host, std::shared_ptr<CapturePoint> point)
     : c10d::Work(rank, kind),
       running_(std::move(running)),
       outputs_(std::move(outputs)),
       device_(device),
-      end_{0, {running_}, std::move(moment)},
+      end_{0, {running_}, std::move(moment), device, std::move(point)},
       blocks_host_(blocks_host),
       sequence_(sequence) {}
 
@@ -254,6 +255,9 @@ SimWork::~SimWork() {
 }
 
 bool SimWork::wait(std::chrono::milliseconds timeout) {
+  if (blocks_host_ && is_capturing()) {
+    check_host_wait(current_stream(device_));
+  }
   {
     WithoutGil without;
     if (blocks_host_ || timeout != kNoTimeout) {

@@ -168,9 +168,10 @@ using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
 class SimWork : public c10d::Work {
  public:
   // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: for `wait`.
+  // point: its end in a capture, which has not run it.
   SimWork(
       c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
-      c10::DeviceIndex device, Moment moment, bool blocks_host);
+      c10::DeviceIndex device, Moment moment, bool blocks_host, std::shared_ptr<CapturePoint> point = nullptr);
   ~SimWork() override;
 
   bool isCompleted() override;
@@ -185,6 +186,7 @@ class SimWork : public c10d::Work {
 
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
+  const Event& end() const { return end_; }
 
  private:
   bool gathers_alike();

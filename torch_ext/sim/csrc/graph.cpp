@@ -1,0 +1,608 @@
+#include "graph.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/functional.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "alias.h"
+#include "allocator.h"
+#include "bindings.h"
+#include "block_pool.h"
+#include "blocks.h"
+#include "device.h"
+#include "generator.h"
+#include "kernel_observer.h"
+#include "memory_history.h"
+#include "std.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+
+std::atomic<int> captures_underway{0};
+constinit thread_local bool is_replaying = false;
+
+namespace {
+
+constexpr int kGarbage = 0xff; // NaN, or -1 in integers
+constexpr int64_t kStreamKeys = kStreamCount + 1;
+
+// An error of CUDA's runtime (cudaError_t).
+struct CudaError {
+  int code;
+  const char* name;
+  const char* words;
+};
+
+constexpr CudaError kUnsupported{
+    900, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"};
+constexpr CudaError kInvalidated{
+    901, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"};
+constexpr CudaError kMerge{
+    902, "cudaErrorStreamCaptureMerge", "operation would result in a merge of separate capture sequences"};
+constexpr CudaError kUnjoined{904, "cudaErrorStreamCaptureUnjoined", "capturing stream has unjoined work"};
+constexpr CudaError kIsolation{
+    905, "cudaErrorStreamCaptureIsolation", "dependency created on uncaptured work in another stream"};
+constexpr CudaError kCapturedEvent{
+    907, "cudaErrorCapturedEvent", "operation not permitted on an event last recorded in a capturing stream"};
+
+[[noreturn]] void refuse(const CudaError& error) {
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, error.code,
+      c10::str(
+          SIM_TITLE " error: ", error.words, "\nSearch for `", error.name,
+          "' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."));
+}
+
+[[noreturn]] void refuse_and_invalidate(Capture& capture) {
+  capture.invalidate();
+  refuse(kUnsupported);
+}
+
+int64_t key_of(c10::Stream stream) {
+  return stream.device_index() * kStreamKeys + stream.id();
+}
+
+struct Captures {
+  std::mutex mutex;
+  std::map<int64_t, CapturePtr> by_stream;
+
+  // The captures that `matches` holds for; each once.
+  template <typename Matches>
+  std::vector<CapturePtr> find(Matches matches) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<CapturePtr> found;
+    for (const auto& [key, capture] : by_stream) {
+      if (matches(key, *capture)) {
+        found.push_back(capture);
+      }
+    }
+    return found;
+  }
+};
+
+Captures& captures = *new Captures(); // never freed: threads may outlive static objects
+
+std::atomic<uint64_t> next_serial{1};
+thread_local Recording* current_recording = nullptr;
+
+void merge(StepCounts& counts, const StepCounts& others) {
+  for (const auto& [key, count] : others) {
+    counts[key] = std::max(counts[key], count);
+  }
+}
+
+void check_unsafe_call() {
+  const auto found = captures.find([](int64_t, const Capture& capture) { return capture.forbids_unsafe_calls(); });
+  if (!found.empty()) {
+    std::ranges::for_each(found, [](const CapturePtr& capture) { capture->invalidate(); });
+    refuse(kUnsupported);
+  }
+}
+
+} // namespace
+
+CapturePtr capture_of(c10::Stream stream) {
+  std::lock_guard<std::mutex> lock(captures.mutex);
+  const auto found = captures.by_stream.find(key_of(stream));
+  return found == captures.by_stream.end() ? nullptr : found->second;
+}
+
+CapturePtr capture_to_wait_in(c10::Stream stream, const Event& event) {
+  const auto own = capture_of(stream);
+  const auto other = event.point == nullptr ? nullptr : event.point->capture.lock();
+  const bool is_underway = other != nullptr && capture_of(other->origin()) == other;
+  if (event.point != nullptr && !is_underway) {
+    refuse(kCapturedEvent);
+  }
+  if (own != nullptr && own != other) {
+    own->invalidate();
+    refuse(other == nullptr ? kIsolation : kMerge);
+  }
+  return other;
+}
+
+void check_host_wait(c10::Stream stream) {
+  if (is_capturing()) {
+    if (const auto capture = capture_of(stream)) {
+      refuse_and_invalidate(*capture);
+    }
+    check_unsafe_call();
+  }
+}
+
+void check_host_wait(c10::DeviceIndex device) {
+  if (is_capturing()) {
+    const auto found = captures.find([&](int64_t key, const Capture&) { return key / kStreamKeys == device; });
+    if (!found.empty()) {
+      refuse_and_invalidate(*found.front());
+    }
+    check_unsafe_call();
+  }
+}
+
+void check_host_wait(const Event& event) {
+  if (event.point != nullptr) {
+    if (const auto capture = event.point->capture.lock()) {
+      capture->invalidate();
+    }
+    refuse(kCapturedEvent);
+  }
+  if (is_capturing()) {
+    check_unsafe_call();
+  }
+}
+
+Capture::Capture(c10::Stream origin, MempoolId mempool, at::GraphCaptureMode mode)
+    : origin_(origin), mempool_(mempool), mode_(mode), serial_(next_serial++) {}
+
+void Capture::check_valid() const {
+  if (!is_valid_) {
+    refuse(kInvalidated);
+  }
+}
+
+StepCounts& Capture::counts_of(c10::Stream stream) {
+  return over_[key_of(stream)];
+}
+
+void Capture::add(GraphStep step) {
+  check_valid();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto key = key_of(step.stream);
+  counts_of(step.stream)[key] = ++begun_[key];
+  steps_.push_back(std::move(step));
+}
+
+std::shared_ptr<CapturePoint> Capture::record(c10::Stream stream) {
+  check_valid();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t slot = slots_++;
+  steps_.push_back(
+      {"record", stream, [slot](Slots& slots) { slots[slot] = sim::record(current_stream(current_device())); }});
+  return std::make_shared<CapturePoint>(CapturePoint{weak_from_this(), slot, counts_of(stream)});
+}
+
+void Capture::wait(c10::Stream stream, const CapturePoint& point) {
+  check_valid();
+  {
+    std::lock_guard<std::mutex> lock(captures.mutex);
+    captures.by_stream.try_emplace(key_of(stream), shared_from_this());
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  merge(counts_of(stream), point.over);
+  steps_.push_back(
+      {"wait", stream,
+       [slot = point.slot](Slots& slots) { sim::wait(current_stream(current_device()), slots[slot]); }});
+}
+
+std::shared_ptr<CapturePoint> Capture::launch(
+    std::string name, c10::Stream stream, bool asynchronous, std::function<Event()> run) {
+  check_valid();
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t slot = slots_++;
+  const int64_t lane = asynchronous ? -static_cast<int64_t>(slot) - 1 : key_of(stream);
+  auto over = counts_of(stream);
+  over[lane] = ++begun_[lane];
+  if (!asynchronous) {
+    counts_of(stream) = over;
+  }
+  steps_.push_back({std::move(name), stream, [slot, run = std::move(run)](Slots& slots) { slots[slot] = run(); }});
+  return std::make_shared<CapturePoint>(CapturePoint{weak_from_this(), slot, std::move(over)});
+}
+
+bool Capture::owns(const void* data) const {
+  const Block* block = block_at(data);
+  return block != nullptr && block->capture == serial_;
+}
+
+void Capture::save(const Access& write) {
+  if (owns(write.data)) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  size_t& known = saved_at_[write.data];
+  if (known < write.bytes) {
+    known = write.bytes;
+    auto* start = static_cast<char*>(const_cast<void*>(write.data));
+    saved_.emplace_back(start, std::string(start, write.bytes));
+  }
+}
+
+void Capture::add_generator(const GeneratorState& state) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  generators_.emplace_back(state, state->offset);
+}
+
+void Capture::check_generator(const GeneratorState& state) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(
+      std::ranges::any_of(generators_, [&](const auto& each) { return each.first == state; }),
+      "Attempt to increase offset for a " SIM_TITLE " generator not in capture mode.");
+}
+
+bool Capture::forbids_unsafe_calls() const {
+  switch (mode_) {
+    case at::GraphCaptureMode::Relaxed:
+      return false;
+    case at::GraphCaptureMode::ThreadLocal:
+      return thread_ == std::this_thread::get_id();
+    default:
+      return true;
+  }
+}
+
+std::vector<GraphStep> Capture::end(size_t& slots) {
+  {
+    std::lock_guard<std::mutex> lock(captures.mutex);
+    std::erase_if(captures.by_stream, [this](const auto& each) { return each.second.get() == this; });
+    --captures_underway;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [start, bytes] : std::ranges::reverse_view(saved_)) {
+    std::memcpy(start, bytes.data(), bytes.size());
+  }
+  for (const auto& [state, offset] : generators_) {
+    state->offset = offset;
+  }
+  pool_of(origin_.device_index()).fill_blocks_of(serial_, kGarbage);
+  check_valid();
+  for (const auto& [key, count] : begun_) {
+    if (counts_of(origin_)[key] < count) {
+      refuse(kUnjoined);
+    }
+  }
+  slots = slots_;
+  return std::move(steps_);
+}
+
+at::Tensor Kept::operator()(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) {
+    return tensor;
+  }
+  if (tensor.device().type() != kSim) {
+    return tensor.dim() == 0 ? tensor.clone() : tensor; // a number is passed by value
+  }
+  const auto& storage = tensor.storage();
+  auto known = std::ranges::find_if(storages_, [&](const auto& each) { return each.first.is_alias_of(storage); });
+  if (known == storages_.end()) {
+    known = storages_.emplace(storages_.end(), storage, unowned_storage(storage));
+  }
+  return view_of(known->second, tensor);
+}
+
+c10::IValue Kept::operator()(const c10::IValue& value) {
+  if (value.isTensor()) {
+    return (*this)(value.toTensor());
+  }
+  if (value.isTensorList()) {
+    return c10::List<at::Tensor>((*this)(value.toTensorVector()));
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> kept;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      kept.push_back((*this)(tensor));
+    }
+    return kept;
+  }
+  return value;
+}
+
+void store(const at::Tensor& again, const at::Tensor& first) {
+  if (first.defined() && first.numel() > 0 && first.const_data_ptr() != again.const_data_ptr()) {
+    on_host(first).copy_(on_host(again));
+  }
+}
+
+void store(const c10::IValue& again, const c10::IValue& first) {
+  if (first.isTensor()) {
+    store(again.toTensor(), first.toTensor());
+  } else if (first.isTensorList()) {
+    const auto results = again.toTensorVector(), places = first.toTensorVector();
+    for (size_t i = 0; i < places.size(); ++i) {
+      store(results[i], places[i]);
+    }
+  }
+}
+
+Recording::Recording(CapturePtr capture, c10::Stream stream)
+    : capture_(std::move(capture)), step_{"", stream, nullptr, /*is_kernel=*/true} {
+  step_.stack = current_call_stack();
+  current_recording = this;
+}
+
+Recording::~Recording() {
+  current_recording = nullptr;
+}
+
+Recording* Recording::current() noexcept {
+  return current_recording;
+}
+
+void Recording::begins(c10::ArrayRef<Access> accesses) {
+  for (const auto& access : accesses) {
+    if (access.write) {
+      capture_->save(access);
+    }
+  }
+}
+
+void Recording::used(std::string_view name, c10::ArrayRef<Access> accesses) {
+  if (step_.name.empty()) {
+    step_.name = name;
+  }
+  for (const auto& access : accesses) {
+    step_.accesses.emplace_back(access);
+  }
+}
+
+void Recording::keep(std::function<void()> run) {
+  if (!step_.name.empty()) { // else it has touched no memory
+    step_.run = [run = std::move(run)](Slots&) { run(); };
+    capture_->add(std::move(step_));
+  }
+}
+
+namespace {
+
+MempoolId new_mempool(bool by_user) {
+  const auto serial = next_serial++;
+  return by_user ? MempoolId{0, serial} : MempoolId{serial, 0};
+}
+
+// Everything that a replay changes in this thread.
+class ReplayScope {
+ public:
+  explicit ReplayScope(c10::DeviceIndex device) : device_(device), was_unobserved_(is_unobserved()) {
+    is_replaying = true;
+  }
+  ~ReplayScope() {
+    is_replaying = false;
+    set_unobserved(was_unobserved_);
+  }
+  C10_DISABLE_COPY_AND_ASSIGN(ReplayScope);
+
+  void run(const GraphStep& step, Slots& slots, c10::Stream stream) {
+    const CurrentDevice device(stream.device_index());
+    const auto previous = exchange_stream(stream);
+    const auto restore = c10::make_scope_exit([&] { exchange_stream(previous); });
+    const CallStackOf stack(step.stack);
+    if (!step.is_kernel) {
+      step.run(slots);
+      return;
+    }
+    const auto accesses = c10::fmap(step.accesses, [](const KeptAccess& each) { return each.get(); });
+    notify([&](Observer& to) {
+      if (to.wants_beginnings()) {
+        to.kernel_begins(step.name, stream, accesses);
+      }
+    });
+    set_unobserved(true);
+    step.run(slots);
+    set_unobserved(was_unobserved_);
+    notify([&](Observer& to) { to.kernel(step.name, stream, accesses); });
+  }
+
+ private:
+  const CurrentDevice device_;
+  const at::AutoDispatchBelowADInplaceOrView below_{};
+  const bool was_unobserved_;
+};
+
+class Graph final : public at::GraphImplInterface {
+ public:
+  explicit Graph(const at::GraphImplArgs& options = {}) : keeps_graph_(options.keep_graph) {}
+  ~Graph() override { reset(); }
+  C10_DISABLE_COPY_AND_ASSIGN(Graph);
+
+  void register_generator(const at::Generator& generator) {
+    generators_.push_back(static_cast<GeneratorImpl*>(generator.unsafeGetGeneratorImpl())->state());
+  }
+
+  void capture_begin(MempoolId pool, at::GraphCaptureMode mode) override {
+    TORCH_CHECK(
+        !is_instantiated_,
+        "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance.");
+    device_ = checked_index(-1);
+    const auto stream = current_stream(device_);
+    TORCH_CHECK(
+        stream.id() != 0,
+        SIM_TITLE
+        " graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on "
+        "the default stream.)");
+    if (const auto other = capture_of(stream)) {
+      refuse_and_invalidate(*other);
+    }
+    mempool_ = pool == MempoolId{} ? new_mempool(/*by_user=*/false) : pool;
+    capture_ = std::make_shared<Capture>(stream, mempool_, mode);
+    capture_->add_generator(static_cast<GeneratorImpl*>(default_generator(device_).unsafeGetGeneratorImpl())->state());
+    for (const auto& state : generators_) {
+      capture_->add_generator(state);
+    }
+    pool_of(device_).begin_capture(mempool_);
+    std::lock_guard<std::mutex> lock(captures.mutex);
+    captures.by_stream[key_of(stream)] = capture_;
+    ++captures_underway;
+  }
+
+  void capture_end() override {
+    TORCH_CHECK(capture_ != nullptr, "capture_end() called before capture_begin().");
+    TORCH_CHECK(
+        current_stream(checked_index(-1)) == capture_->origin(), "Capture must end on the same stream it began on.");
+    const auto capture = std::exchange(capture_, nullptr);
+    origin_ = capture->origin();
+    try {
+      steps_ = capture->end(slots_);
+    } catch (...) {
+      pool_of(device_).end_capture(mempool_);
+      pool_of(device_).drop_graph(mempool_);
+      throw;
+    }
+    pool_of(device_).end_capture(mempool_);
+    if (steps_.empty()) {
+      TORCH_WARN(
+          "The " SIM_TITLE
+          " Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream.");
+    }
+    is_captured_ = true;
+    is_instantiated_ = !keeps_graph_;
+  }
+
+  void instantiate() override {
+    TORCH_CHECK(is_captured_, "capture_end() must have been called before calling instantiate");
+    TORCH_CHECK(
+        !is_instantiated_ || keeps_graph_,
+        "instantiate() is intended to be called by the user only when keep_graph=true");
+    is_instantiated_ = true;
+  }
+
+  void replay() override {
+    TORCH_CHECK(is_captured_, "Called CUDAGraph::replay without a preceding successful capture.");
+    is_instantiated_ = true;
+    const auto stream = current_stream(device_);
+    if (const auto capture = is_capturing() ? capture_of(stream) : nullptr) {
+      refuse_and_invalidate(*capture);
+    }
+    ReplayScope scope(device_);
+    Slots slots(slots_);
+    std::map<int64_t, c10::Stream> streams{{key_of(*origin_), stream}};
+    for (const auto& step : steps_) {
+      const auto branch = static_cast<c10::StreamId>(streams.size() - 1);
+      const auto [found, is_new] =
+          streams.try_emplace(key_of(step.stream), branch_stream(step.stream.device_index(), branch));
+      scope.run(step, slots, found->second);
+    }
+  }
+
+  void reset() override {
+    if (capture_ != nullptr) {
+      size_t slots = 0;
+      try {
+        std::exchange(capture_, nullptr)->end(slots);
+      } catch (const c10::Error&) { // NOLINT: the graph is dropped, whatever is wrong with it
+      }
+      pool_of(device_).end_capture(mempool_);
+      pool_of(device_).drop_graph(mempool_);
+    }
+    generators_.clear();
+    if (std::exchange(is_captured_, false)) {
+      steps_.clear();
+      pool_of(device_).drop_graph(mempool_);
+    }
+    is_instantiated_ = false;
+  }
+
+  MempoolId pool() const override {
+    TORCH_CHECK(is_captured_, "Called CUDAGraph::pool() without a preceding successful capture.");
+    return mempool_;
+  }
+
+  void enable_debug_mode() override { is_debugged_ = true; }
+
+  // Writes a line for each step.
+  void debug_dump(const std::string& path) override {
+    if (!is_debugged_ && !keeps_graph_) {
+      TORCH_WARN(SIM_TITLE " Graphs debug not enabled, set with [graph].enable_debug_mode()");
+      return;
+    }
+    std::ofstream file(path);
+    file << "digraph steps {\n";
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      file << "  " << i << " [label=\"" << steps_[i].name << " on stream " << steps_[i].stream.id() << "\"]\n";
+    }
+    file << "}\n";
+  }
+
+ private:
+  const bool keeps_graph_;
+  bool is_debugged_ = false;
+  bool is_captured_ = false;
+  bool is_instantiated_ = false;
+  c10::DeviceIndex device_ = 0;
+  MempoolId mempool_{};
+  CapturePtr capture_;
+  std::optional<c10::Stream> origin_;
+  std::vector<GeneratorState> generators_;
+  std::vector<GraphStep> steps_;
+  size_t slots_ = 0;
+};
+
+at::GraphCaptureMode mode_named(const std::string& name) {
+  static const std::map<std::string, at::GraphCaptureMode> kModes{
+      {"global", at::GraphCaptureMode::Global},
+      {"thread_local", at::GraphCaptureMode::ThreadLocal},
+      {"relaxed", at::GraphCaptureMode::Relaxed}};
+  const auto found = kModes.find(name);
+  TORCH_CHECK(
+      found != kModes.end(), "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got ", name);
+  return found->second;
+}
+
+[[noreturn]] void refuse_handle(const Graph& /*graph*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "A graph of the simulated accelerator is none of CUDA's driver: it has no cudaGraph_t.");
+}
+
+} // namespace
+
+void bind_graphs(pybind11::module_& m) {
+  namespace py = pybind11;
+  using namespace pybind11::literals;
+  m.def("graph_pool_handle", [] { return new_mempool(/*by_user=*/true); });
+  m.def("is_current_stream_capturing", [] {
+    return is_capturing() && capture_of(current_stream(current_device())) != nullptr;
+  });
+  py::class_<Graph>(m, "CUDAGraph")
+      .def(
+          py::init([](bool keep_graph) { return std::make_unique<Graph>(at::GraphImplArgs{keep_graph}); }),
+          "keep_graph"_a = false)
+      .def(
+          "capture_begin",
+          [](Graph& self, std::optional<MempoolId> pool, const std::string& mode) {
+            self.capture_begin(pool.value_or(MempoolId{}), mode_named(mode));
+          },
+          "pool"_a = py::none(), "capture_error_mode"_a = "global")
+      .def("capture_end", &Graph::capture_end)
+      .def("instantiate", &Graph::instantiate)
+      .def("register_generator_state", &Graph::register_generator, "generator"_a)
+      .def("replay", &Graph::replay)
+      .def("reset", &Graph::reset)
+      .def("pool", &Graph::pool)
+      .def("enable_debug_mode", &Graph::enable_debug_mode)
+      .def("debug_dump", &Graph::debug_dump, "debug_path"_a)
+      .def("raw_cuda_graph", &refuse_handle)
+      .def("raw_cuda_graph_exec", &refuse_handle);
+}
+
+} // namespace torch_ext::sim
+
+namespace at {
+#ifdef SIM_IS_CUDA
+C10_REGISTER_CLASS_WITH_PRIORITY(GraphImplRegistry, CUDA, c10::REGISTRY_PREFERRED, torch_ext::sim::Graph);
+#else
+REGISTER_GRAPH_IMPL(SIM, torch_ext::sim::Graph);
+#endif
+} // namespace at

@@ -1,0 +1,248 @@
+// Graphs: work that is captured once, and replayed at the same addresses.
+//
+// Note [Captures]
+// While a stream is in a capture, its kernels and collectives become steps of a graph. The sizes and addresses of a
+// kernel's results are known only once it has run, so a capture runs kernels, and undoes them at its end: memory from
+// before the capture gets its bytes back, and that of the graph is filled with 0xff (NaN), since a GPU's would hold
+// garbage. Collectives do not run. So a program sees what CUDA shows: no work is done before the first replay.
+//
+// A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again and
+// copies each new result to where the result of the capture was. Its temporary memory is the host's, so that a replay
+// allocates nothing on the device.
+//
+// Note [Streams of a capture]
+// A capture has the stream on which it began, and every stream that has waited for an event of it. Other streams run as
+// ever. A replay puts the first on the stream that is current then, and each of the others on a branch, a stream that
+// no program has; events become steps as well. So the race check sees the order within the graph, and no more.
+//
+// Note [Calls that a capture forbids]
+// Host waits and queries that meet a capture raise and invalidate it, with CUDA's words and numbers: on its streams
+// always, elsewhere as its mode says (cudaStreamCaptureMode). Memory comes from the capture's pool, whose blocks stay
+// its own until its last graph is gone (block_pool.h).
+#pragma once
+
+#include <ATen/core/GraphImplInterface.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include "blocks.h"
+#include "generator.h"
+#include "kernel_observer.h"
+#include "memory_history.h"
+#include "std.h"
+#include "stream.h"
+
+namespace torch_ext::sim {
+
+// The bytes and the shape that a step uses, for the observer.
+struct KeptAccess {
+  explicit KeptAccess(const Access& access)
+      : access(access), sizes(access.sizes.vec()), strides(access.strides.vec()) {}
+  Access get() const {
+    Access made = access;
+    made.sizes = sizes;
+    made.strides = strides;
+    return made;
+  }
+
+  Access access;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+};
+
+using Slots = std::vector<Event>; // the events of one replay
+
+struct GraphStep {
+  std::string name;
+  c10::Stream stream;
+  std::function<void(Slots&)> run;
+  bool is_kernel = false; // the replay reports its accesses; other steps report themselves
+  std::vector<KeptAccess> accesses{};
+  CallStack stack{}; // of the capture
+};
+
+// How much of the work on each stream, and on the lane of each collective, is over.
+using StepCounts = std::map<int64_t, size_t>;
+
+// A moment of a capture that streams may wait for.
+struct CapturePoint {
+  std::weak_ptr<class Capture> capture;
+  size_t slot;
+  StepCounts over;
+};
+
+// Any thread may call it.
+class Capture final : public std::enable_shared_from_this<Capture> {
+ public:
+  Capture(c10::Stream origin, MempoolId mempool, at::GraphCaptureMode mode);
+
+  MempoolId mempool() const { return mempool_; }
+  c10::Stream origin() const { return origin_; }
+  uint64_t serial() const { return serial_; }
+
+  void add(GraphStep step);
+  std::shared_ptr<CapturePoint> record(c10::Stream stream);
+  void wait(c10::Stream stream, const CapturePoint& point);
+  // Adds an operation of a process group; `run` returns its end. asynchronous: whether it has a lane of its own.
+  std::shared_ptr<CapturePoint> launch(
+      std::string name, c10::Stream stream, bool asynchronous, std::function<Event()> run);
+
+  // Keeps the bytes that a kernel is about to write, unless they are the graph's.
+  void save(const Access& write);
+  bool owns(const void* data) const;
+
+  // Lets random kernels draw from `state` (CUDAGraph::register_generator_state); `check` raises for others.
+  void add_generator(const GeneratorState& state);
+  void check_generator(const GeneratorState& state);
+
+  // Whether the mode forbids the calling thread what could disturb the capture.
+  bool forbids_unsafe_calls() const;
+  void invalidate() { is_valid_ = false; }
+
+  // Takes the capture's streams out of it and undoes the work. Returns the steps; raises in CUDA's words for a capture
+  // that is invalid or has work that the origin has not waited for.
+  std::vector<GraphStep> end(size_t& slots);
+
+ private:
+  void check_valid() const;
+  StepCounts& counts_of(c10::Stream stream);
+
+  const c10::Stream origin_;
+  const MempoolId mempool_;
+  const at::GraphCaptureMode mode_;
+  const std::thread::id thread_ = std::this_thread::get_id();
+  const uint64_t serial_;
+  std::atomic<bool> is_valid_{true};
+  std::mutex mutex_; // guards what follows
+  std::vector<GraphStep> steps_;
+  size_t slots_ = 0;
+  StepCounts begun_;
+  std::map<int64_t, StepCounts> over_; // by stream
+  std::vector<std::pair<char*, std::string>> saved_;
+  std::map<const void*, size_t> saved_at_;
+  std::vector<std::pair<GeneratorState, uint64_t>> generators_; // and their offsets at the beginning
+};
+using CapturePtr = std::shared_ptr<Capture>;
+
+extern std::atomic<int> captures_underway;
+inline bool is_capturing() noexcept {
+  return C10_UNLIKELY(captures_underway.load(std::memory_order_relaxed) > 0);
+}
+
+// The capture that `stream` is in, if any.
+CapturePtr capture_of(c10::Stream stream);
+
+// The capture in which `stream` waits for `event`; null if neither is in one. Raises AcceleratorError for two captures,
+// and for an event and a stream of which only the stream is in one.
+CapturePtr capture_to_wait_in(c10::Stream stream, const Event& event);
+
+// Raise AcceleratorError where a host wait or query meets a capture. See Note [Calls that a capture forbids].
+void check_host_wait(c10::Stream stream);
+void check_host_wait(c10::DeviceIndex device);
+void check_host_wait(const Event& event);
+
+// True in a replay: temporary memory is the host's.
+extern constinit thread_local bool is_replaying;
+
+// Copies of a call's arguments or results that own no device memory. Tensors that share a storage still do.
+class Kept {
+ public:
+  at::Tensor operator()(const at::Tensor& tensor);
+  std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& tensor) {
+    return tensor.has_value() ? std::make_optional((*this)(*tensor)) : std::nullopt;
+  }
+  std::vector<int64_t> operator()(c10::IntArrayRef numbers) { return numbers.vec(); }
+  c10::IValue operator()(const c10::IValue& value);
+  template <typename Value>
+  std::vector<Value> operator()(const std::vector<Value>& values) {
+    std::vector<Value> kept;
+    kept.reserve(values.size());
+    for (const auto& value : values) {
+      kept.push_back((*this)(value));
+    }
+    return kept;
+  }
+  template <typename... Values>
+  std::tuple<Values...> operator()(const std::tuple<Values...>& values) {
+    return std::apply([this](const auto&... each) { return std::tuple<Values...>{(*this)(each)...}; }, values);
+  }
+  template <typename Value>
+  Value operator()(const Value& value) {
+    return value;
+  }
+
+ private:
+  std::vector<std::pair<c10::Storage, c10::Storage>> storages_; // real and unowned
+};
+
+// Copies what a replay computed to where the capture had its result.
+void store(const at::Tensor& again, const at::Tensor& first);
+void store(const c10::IValue& again, const c10::IValue& first);
+inline void store(const std::vector<c10::IValue>& again, const std::vector<c10::IValue>& first) {
+  for (size_t i = 0; i < first.size(); ++i) {
+    store(again[i], first[i]);
+  }
+}
+template <typename... Values>
+void store(const std::tuple<Values...>& again, const std::tuple<Values...>& first) {
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (store(std::get<i>(again), std::get<i>(first)), ...);
+  }(std::index_sequence_for<Values...>{});
+}
+template <typename Value>
+void store(const Value& /*again*/, const Value& /*first*/) {}
+
+// The run, in a capture, of the kernels that make one step. Kernels that they call belong to it.
+class Recording {
+ public:
+  explicit Recording(CapturePtr capture, c10::Stream stream);
+  ~Recording();
+  C10_DISABLE_COPY_AND_ASSIGN(Recording);
+
+  // Of this thread, if any.
+  static Recording* current() noexcept;
+
+  void begins(c10::ArrayRef<Access> accesses);
+  void used(std::string_view name, c10::ArrayRef<Access> accesses);
+  void keep(std::function<void()> run);
+  void check_generator(const GeneratorState& state) { capture_->check_generator(state); }
+
+ private:
+  const CapturePtr capture_;
+  GraphStep step_;
+};
+
+// Calls `function`, which computes on memory of `device`. If the current stream is in a capture, the call becomes a
+// step of it.
+template <typename Function, typename... Arguments>
+auto run_kernels(c10::DeviceIndex device, const Function& function, const Arguments&... arguments) {
+  using Result = std::invoke_result_t<Function, const Arguments&...>;
+  const auto capture =
+      is_capturing() && Recording::current() == nullptr ? capture_of(current_stream(device)) : CapturePtr();
+  if (capture == nullptr) {
+    return function(arguments...);
+  }
+  Recording recording(capture, current_stream(device));
+  Kept keep;
+  auto kept = std::make_tuple(keep(arguments)...);
+  if constexpr (std::is_void_v<Result>) {
+    function(arguments...);
+    recording.keep([function, kept] { std::apply(function, kept); });
+  } else {
+    Result result = function(arguments...);
+    recording.keep([function, kept, first = keep(result)] { store(std::apply(function, kept), first); });
+    return result;
+  }
+}
+
+// An operator's kernel for the dispatcher: `function`, whose first argument is a tensor, within `run_kernels`.
+template <auto function>
+struct Captured;
+template <typename Result, typename... Arguments, Result (*function)(const at::Tensor&, Arguments...)>
+struct Captured<function> {
+  static Result call(const at::Tensor& first, Arguments... others) {
+    return run_kernels(first.device().index(), function, first, others...);
+  }
+};
+
+} // namespace torch_ext::sim
