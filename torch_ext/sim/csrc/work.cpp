@@ -162,6 +162,13 @@ void Running::report_to_profiler() const {
   }
 }
 
+float Running::duration() const {
+  TORCH_CHECK(is_timed_, "getDuration only works if timing was enabled");
+  TORCH_CHECK(is_over(), "Both events must be completed before calculating elapsed time.");
+  const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
+  return static_cast<float>(over_at_ - started) / 1e6F;
+}
+
 void Running::finish(std::chrono::milliseconds timeout) {
   if (!is_over()) {
     std::exception_ptr failure;

@@ -13,6 +13,7 @@
 // them. A fault is applied once in each matching group.
 #include "transport.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -82,27 +83,6 @@ at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   return copy;
 }
 
-// A call whose result is corrupted after its arrival.
-class Corrupted final : public Transfer {
- public:
-  Corrupted(TransferPtr inner, Tensors outputs) : inner_(std::move(inner)), outputs_(std::move(outputs)) {}
-
-  bool advance() override { return inner_->advance(); }
-  void finish(Milliseconds timeout) override {
-    inner_->finish(timeout);
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& output : std::exchange(outputs_, {})) {
-      output.copy_(with_a_flipped_bit(output));
-    }
-  }
-  void abort(const std::exception_ptr& why) override { inner_->abort(why); }
-
- private:
-  const TransferPtr inner_;
-  std::mutex mutex_;
-  Tensors outputs_;
-};
-
 FaultKind kind_of(const std::string& name) {
   static const std::map<std::string, FaultKind> kinds{
       {"delay", FaultKind::kDelay},
@@ -120,6 +100,16 @@ std::exception_ptr Group::failure(const std::string& what) const {
   return std::make_exception_ptr(
       c10::DistBackendError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", called(rank), ": ", what)));
+}
+
+void Stepped::finish(Milliseconds timeout) {
+  inner_->finish(timeout);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto step = std::exchange(step_, nullptr)) {
+    // A thread outside of inference mode may write views made in it only below autograd.
+    at::AutoDispatchBelowADInplaceOrView below;
+    step();
+  }
 }
 
 bool Awaited::advance() {
@@ -183,7 +173,11 @@ TransferPtr Transport::start(Call call) {
   }
   if (call.inputs.empty()) {
     Tensors outputs = call.outputs;
-    return std::make_shared<Corrupted>(begin(std::move(call)), std::move(outputs));
+    return std::make_shared<Stepped>(begin(std::move(call)), [outputs = std::move(outputs)] {
+      for (const auto& output : outputs) {
+        output.copy_(with_a_flipped_bit(output));
+      }
+    });
   }
   for (auto& input : call.inputs) {
     input = with_a_flipped_bit(input);

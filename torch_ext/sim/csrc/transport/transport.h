@@ -65,6 +65,21 @@ class Transfer {
 
 using TransferPtr = std::shared_ptr<Transfer>;
 
+// A transfer with a last step, which the first thread that waits for it runs.
+class Stepped final : public Transfer {
+ public:
+  Stepped(TransferPtr inner, std::function<void()> step) : inner_(std::move(inner)), step_(std::move(step)) {}
+
+  bool advance() override { return inner_->advance(); }
+  void finish(std::chrono::milliseconds timeout) override;
+  void abort(const std::exception_ptr& why) override { inner_->abort(why); }
+
+ private:
+  const TransferPtr inner_;
+  std::mutex mutex_;
+  std::function<void()> step_; // guarded by mutex_
+};
+
 // Waits for a transfer or an operation. Raises nothing: the call's own `finish` reports the error.
 template <typename T>
 void settle(T& one) noexcept {
