@@ -226,14 +226,66 @@ def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, 
 
 @ranks.world_of(2)
 def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
-    received, peer = torch.empty(1, device="sim"), 1 - rank
-    work = dist.irecv(received, peer, tag=7)
-    assert work is not None
+    received = torch.empty(1, device="sim")
+    work = dist.irecv(received, 1, tag=7) if rank == 0 else None
     dist.barrier()
-    assert not work.is_completed()
-    dist.barrier()  # all ranks have polled before one sends
-    dist.send(torch.full((1,), float(rank), device="sim"), peer, tag=7)
+    assert work is None or not work.is_completed()
+    dist.barrier()  # the receiver has polled before its peer sends
+    if work is None:
+        dist.send(torch.ones(1, device="sim"), 0, tag=7)
+        return
     deadline = time.monotonic() + 20
     while not work.is_completed():  # polls alone: the state changes without a wait
         assert time.monotonic() < deadline
-    assert work.is_success() and received.item() == peer
+    assert work.is_success() and received.item() == 1
+
+
+def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
+    """Swap a tensor of the rank's number with the peer, and return the one that came."""
+    peer, mine, came = 1 - rank, torch.full((numel,), float(rank), device="sim"), torch.empty(numel, device="sim")
+    if kind == "batched":
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, came, peer)]):
+            work.wait()
+        return came
+    first = {"send": True, "recv": False, "in turn": rank == 0}[kind]
+    works = [dist.isend(mine, peer) if is_send else dist.irecv(came, peer) for is_send in (first, not first)]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    return came
+
+
+LARGE = (4 << 20) // 4 + 1  # elements: more than NCCL buffers
+
+
+def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: str) -> None:
+    _exchange("batched", rank, LARGE)
+    for _ in range(2):  # an exchange before is none of this one's business
+        _exchange("in turn", rank, LARGE)
+        if not error:
+            assert (_exchange(kind, rank, numel) == 1 - rank).all()
+            continue
+        with pytest.raises(RuntimeError, match=error.replace("PEER", str(1 - rank))):
+            _exchange(kind, rank, numel)[0].item()
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("kind", "numel", "error"),
+    [
+        ("send", LARGE, r"deadlock on a GPU: this rank called send at .*\d before recv, and rank PEER as well"),
+        ("recv", 1, r"deadlock on a GPU: this rank called recv at .*\d before send, and rank PEER as well"),
+        ("send", LARGE - 1, ""),
+        ("in turn", LARGE, ""),
+        ("batched", LARGE, ""),
+    ],
+    ids=["both send first", "both receive first", "both send little first", "in turn", "batched"],
+)
+def test_transfers_that_block_each_other_on_a_gpu_are_refused(
+    transport: str, kind: str, numel: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
+    ranks.run(2, _check_exchange, kind, numel, error)
+    if error and transport == "shared":
+        monkeypatch.setenv("TORCH_EXT_SIM_P2P", "buffered")
+        ranks.run(2, _check_exchange, kind, numel, "")

@@ -205,6 +205,7 @@ class Launcher : public c10d::Backend {
     for (auto& call : operation.calls) {
       // With one device per process, all ranks use number 0: do not compare it.
       call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
+      call.batched = coalescing_;
       transfers.push_back(start(call));
     }
     if (named.has_value()) {

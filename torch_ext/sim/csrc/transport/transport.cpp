@@ -11,6 +11,20 @@
 //
 // Calls are counted by group, from 1. An operation on a list of tensors, such as a coalesced one, is a call for each of
 // them. A fault is applied once in each matching group.
+//
+// Note [Transfers that block each other]
+// NCCL runs the transfers between two ranks in the order of their calls, on one stream, and a receive ends when its
+// send has run. A send of more bytes than NCCL buffers ends when its receive has begun; whether a smaller one does
+// depends on the machine, so it counts as one that does not block. Here a send is over at once, and a program would
+// pass that hangs on GPUs. So each rank counts its transfers with a peer, a send carries the numbers along, and the
+// receive that gets it compares. For the receive `r` and its send, ranks block each other for ever if
+//
+//   the peer started more receives before its send than this rank sends before `r`: both begin with a receive
+//   the send blocks, and this rank started one that blocks before `r`, and the peer has not received it before its own
+//
+// The numbers follow from the order of calls on either rank, so the verdict is the same in every run. Batched transfers
+// (batch_isend_irecv) start together and are not counted. No check in a group of gloo, which buffers, and with
+// TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -143,8 +157,40 @@ bool Awaited::end(const std::exception_ptr& why) {
   return true;
 }
 
+uint64_t bytes_that_nccl_buffers() {
+  constexpr uint64_t kDefault = uint64_t{4} << 20; // DEFAULT_BUFFSIZE of NCCL
+  const char* text = std::getenv(kBufferVariable);
+  return text == nullptr ? kDefault : std::strtoull(text, nullptr, /*base: as written*/ 0);
+}
+
+void Transport::take_turn(Call& call) {
+  const bool is_send = call.kind == c10d::OpType::SEND;
+  const char* wish = std::getenv("TORCH_EXT_SIM_P2P");
+  if (call.batched || group_->any_device || (wish != nullptr && std::string_view(wish) == "buffered")) {
+    call.turn.opposite = is_send ? 0 : ~uint64_t{0};
+    return;
+  }
+  Pair& pair = pairs_[call.root];
+  if (is_send) {
+    const bool blocks = call.inputs.front().nbytes() > bytes_that_nccl_buffers();
+    call.turn = {pair.received, blocks ? uint64_t{1} : 0};
+    ++pair.sent;
+    if (blocks) {
+      pair.blocking = pair.sent;
+      pair.site = call.site;
+    }
+  } else {
+    call.turn = {pair.sent, pair.blocking};
+    call.blocking_site = pair.site;
+    ++pair.received;
+  }
+}
+
 TransferPtr Transport::start(Call call) {
   call.site = site_of_call();
+  if (c10d::isP2POp(call.kind)) {
+    take_turn(call);
+  }
   if (group_->any_device) {
     call.device = -1;
   }
