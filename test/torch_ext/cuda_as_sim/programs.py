@@ -398,6 +398,10 @@ def hints() -> None:
     torch.set_float32_matmul_precision("high")
     torch.set_float32_matmul_precision("highest")
     torch.cuda.set_sync_debug_mode("warn")
+    torch.cuda.set_sync_debug_mode("error")
+    x = torch.ones(4, device="cuda")
+    x[x > 0] = 3.0
+    _raises(RuntimeError, "synchronizing", lambda: x.__setitem__(x > 0, x.sum()))
     torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.get_sync_debug_mode() == 0
 
