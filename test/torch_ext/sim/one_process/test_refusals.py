@@ -79,6 +79,25 @@ DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
     "scatter_add": lambda x: x.detach().scatter_add_(0, torch.zeros(6, dtype=torch.long, device="sim"), x.detach() + 1),
 }
 
+
+def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic: None) -> None:
+    largest = {torch.uint8: 255, torch.int16: 2**15 - 1, torch.int64: 2**63 - 1, torch.uint64: 2**64 - 1}
+    for dtype, value in largest.items():
+        assert torch.empty(3, dtype=dtype, device="sim").tolist() == [value] * 3
+    assert torch.empty(2, dtype=torch.bool, device="sim").all()
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2):
+        assert torch.empty_strided((2, 3), (3, 1), dtype=dtype, device="sim").to(torch.complex64).isnan().all()
+    grown = torch.zeros(2, device="sim").resize_(5)
+    assert grown.isnan().tolist() == [False, False, True, True, True]
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        fresh = torch.zeros(1 << 20, device="sim")
+        del fresh
+        assert not torch.empty(1 << 20, device="sim").isnan().any()
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 # Element types by what CUDA's message names; others than those of products are in test_ops.py.
 CONVOLUTIONS: dict[str, Callable[[Tensor], object]] = {
     "slow_conv2d_cuda": lambda x: F.conv2d(x[0], x[0]),
