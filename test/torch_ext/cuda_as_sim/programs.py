@@ -307,6 +307,13 @@ def streams_and_events() -> None:
     end.synchronize()
     assert end.query() and begin.elapsed_time(end) >= 0 and y.sum().item() == 128
     assert torch.cuda.default_stream().cuda_stream == 0 and isinstance(side, torch.Stream) and side.query()
+    assert torch.cuda.ExternalStream(side.cuda_stream, device=0) == side
+    assert side.__cuda_stream__() == (0, side.cuda_stream)
+    event = torch.cuda.Event(interprocess=True)
+    assert event.cuda_event == 0
+    event.record(side)
+    assert event.cuda_event == event._as_parameter_.value != 0
+    _raises(NotImplementedError, "cannot be shared between processes", event.ipc_handle)
     assert side.priority == -1 and torch.cuda.default_stream().priority == torch.cuda.Stream().priority == 0
     assert side._as_parameter_.value == side.cuda_stream
     assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream) and isinstance(begin, torch.cuda.Event)

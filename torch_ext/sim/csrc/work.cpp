@@ -330,7 +330,7 @@ FuturePtr SimWork::make_future() {
   if (const auto why = running_->why()) {
     made->setError(why);
   } else if (gathers_alike()) {
-    const c10::StreamGuard guard(next_stream(device_, /*high_priority=*/false));
+    const c10::StreamGuard guard(next_stream(device_, /*priority=*/0));
     sim::wait(current_stream(device_), end_);
     made->markCompleted(c10::IValue(std::vector<at::Tensor>{at::stack(outputs_)}));
   } else {
