@@ -128,9 +128,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!facts.has_host_kernel) {
     refuse_missing(op, device);
   }
-  if (facts.refusal != nullptr) {
-    check_refusal(*facts.refusal, arguments);
-  }
+  check_refusals(facts.refusals, arguments);
   Call call(device);
   Kernel kernel(facts.name);
   kernel.on(device);

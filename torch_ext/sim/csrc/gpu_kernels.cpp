@@ -35,6 +35,7 @@
 #include "alias.h"
 #include "device.h"
 #include "kernel.h"
+#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -328,6 +329,13 @@ at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
+  const bool is_flat = input.dim() < 5, is_dilated = std::ranges::any_of(dilation, [](int64_t by) { return by > 1; });
+  refuse_integers(
+      transposed ? (is_flat ? "slow_conv_transpose2d_out_cuda" : "slow_conv_transpose3d_out_cuda")
+          : is_flat && !is_dilated
+          ? "slow_conv2d_cuda"
+          : "slow_conv_dilated<>",
+      input.scalar_type());
   Kernel kernel("aten::convolution");
   kernel.reads(input).reads(weight).reads(bias).launch();
   return kernel.result(
