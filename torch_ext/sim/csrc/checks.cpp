@@ -96,6 +96,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
     if (arguments[i].real_type()->str().find("Generator") != std::string::npos) {
       facts.generator = static_cast<int>(i);
     }
+    facts.may_convert = facts.may_convert || arguments[i].name() == "dtype";
     if (arguments[i].name() == "check_errors") {
       facts.check_errors = static_cast<int>(i);
     }
@@ -108,6 +109,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   const auto& returns = schema.returns();
   for (const auto& value : returns) {
     facts.fresh.push_back(value.alias_info() == nullptr);
+    facts.makes_results = facts.makes_results || (value.alias_info() == nullptr && holds_tensors(value));
   }
   facts.host_reads = (op.hasTag(at::Tag::dynamic_output_shape) && !facts.is_indexing) ||
       op.hasTag(at::Tag::data_dependent_output) || std::ranges::count(kReadingOperators, facts.name) > 0 ||
