@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ import torch_ext.sim  # noqa: F401  # registers the device
 from torch_ext.cuda_as_sim import legacy, nccl, table
 from torch_ext.sim import _cuda, _module, _native
 from torch_ext.sim._imports import when_imported
-from torch_ext.sim._streams import Stream
+from torch_ext.sim._streams import Stream, refuse_to_share
 
 __all__: list[str] = []
 
@@ -54,7 +55,13 @@ def _install() -> None:
     _set(torch.backends.cuda, is_built=_is_built)
     for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):  # torch defines some at import, and calls none
         _set(torch.cuda.jiterator, **{name: lambda *args, **kwargs: table.Refused("jiterator")})
-    _set(Stream, cuda_stream=property(_stream_handle), _as_parameter_=property(_pointer_to_stream))
+    _set(
+        Stream,
+        cuda_stream=property(_stream_handle),
+        _as_parameter_=property(lambda self: ctypes.c_void_p(_stream_handle(self))),
+        __cuda_stream__=lambda self: (0, _stream_handle(self)),
+    )
+    _complete_events()
     _set(torch.autograd.profiler.emit_nvtx, __enter__=_begin_marks, __exit__=_end_marks)
     _set(torch, set_default_tensor_type=legacy.set_default_tensor_type)
     nccl.install()
@@ -96,8 +103,15 @@ def _stream_handle(self: Any) -> int:
     return int(self.native_handle) if self.stream_id else 0
 
 
-def _pointer_to_stream(self: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(_stream_handle(self))
+def _complete_events() -> None:
+    """Add CUDA's attributes to ``torch.Event``, the class of all events, which Python refuses to change."""
+    (members,) = gc.get_referents(vars(torch.Event))
+    members |= {
+        "cuda_event": property(lambda self: self.event_id),
+        "_as_parameter_": property(lambda self: ctypes.c_void_p(self.event_id)),
+        "ipc_handle": refuse_to_share,
+    }
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.Event))
 
 
 def _begin_marks(self: Any) -> Any:

@@ -63,8 +63,7 @@ REFUSED: Mapping[str, str] = {
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
     **dict.fromkeys(
-        ("ExternalStream", "GreenContext", "check_error", "cudaStatus", "gds", "get_stream_from_external",
-         "green_contexts"), _DRIVER),
+        ("GreenContext", "check_error", "cudaStatus", "gds", "green_contexts"), _DRIVER),
     **dict.fromkeys(("_compile_kernel", "jiterator", "tunable"), _COMPILER),
 }  # fmt: skip
 

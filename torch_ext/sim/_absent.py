@@ -31,8 +31,8 @@ REASONS: Mapping[str, str] = {
          "utilization"), _HARDWARE),
     **dict.fromkeys(("current_blas_handle", "current_solver_handle", "has_magma", "sparse"), _LIBRARIES),
     **dict.fromkeys(
-        ("CudaError", "DeferredCudaCallError", "ExternalStream", "GreenContext", "check_error", "cudaStatus", "cudart",
-         "get_arch_list", "get_gencode_flags", "get_stream_from_external", "ipc_collect", "profiler"), _DRIVER),
+        ("CudaError", "DeferredCudaCallError", "GreenContext", "check_error", "cudaStatus", "cudart",
+         "get_arch_list", "get_gencode_flags", "ipc_collect", "profiler"), _DRIVER),
     **dict.fromkeys(
         (f"{kind}{what}" for what in ("Storage", "Tensor") for kind in
          ("BFloat16", "Bool", "Byte", "Char", "ComplexDouble", "ComplexFloat", "Double", "Float", "Half", "Int", "Long",

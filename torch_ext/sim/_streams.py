@@ -15,7 +15,7 @@ _NANOSECONDS_PER_CYCLE = 1
 
 
 class Stream(torch.Stream):
-    """A stream of a sim device. A negative ``priority`` asks for one of the high-priority streams."""
+    """A stream of a sim device. Lower numbers have a higher ``priority``; nothing runs earlier for that."""
 
     def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if kwargs:
@@ -26,16 +26,33 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """-1 for a stream of high priority, else 0."""
-        return -1 if _native.is_high_priority(self.stream_id) else 0
+        """A number of :meth:`priority_range`."""
+        return _native.stream_priority(self.stream_id)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority; lower numbers come first."""
-        return (0, -1)
+        """Return the lowest and the highest priority, those that torch has for GPUs."""
+        return (0, -3)
 
     def __repr__(self) -> str:
         return f"torch.{NAME}.Stream(device={NAME}:{self.device_index}, stream_id={self.stream_id})"
+
+
+class ExternalStream(Stream):
+    """The stream of ``device`` with a handle that a program passed to a library (``native_handle``), or 0."""
+
+    def __new__(cls, stream_ptr: int, device: Device = None) -> ExternalStream:
+        index = index_of(device)
+        stream_id = _native.stream_with_handle(index, stream_ptr) if stream_ptr else 0
+        if stream_id is None:
+            raise ValueError(f"{stream_ptr:#x} is the handle of no stream of {NAME}:{index}.")
+        made: ExternalStream = super().__new__(cls, stream_id=stream_id, device_index=index, device_type=_DEVICE_TYPE)  # type: ignore[assignment]
+        return made
+
+
+def get_stream_from_external(data_ptr: int, device: Device = None) -> Stream:
+    """Return the stream of ``device`` with the handle ``data_ptr``."""
+    return ExternalStream(data_ptr, device)
 
 
 class _EventKind(type(torch.Event)):  # type: ignore[misc]  # torch gives the metaclass no stable name
@@ -54,6 +71,19 @@ class Event(torch.Event, metaclass=_EventKind):
         return torch.Event(
             torch.device(NAME), enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
         )
+
+    @classmethod
+    def from_ipc_handle(cls, device: Device, handle: bytes) -> torch.Event:
+        """Refuse: see :func:`refuse_to_share`."""
+        return refuse_to_share()
+
+
+def refuse_to_share(event: torch.Event | None = None) -> Any:
+    """Refuse to share an event with another process, whose streams could not wait for this process's."""
+    raise NotImplementedError(
+        f"Events of {NAME} cannot be shared between processes. Synchronize the event, and tell the other process "
+        "by other means, such as torch.multiprocessing.Event."
+    )
 
 
 def _as_sim_stream(plain: torch.Stream) -> Stream:

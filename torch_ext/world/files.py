@@ -22,9 +22,11 @@ from torch_ext.world._os import monotonic
 from torch_ext.world.channel import Channel, channel_pair
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.settings import ProcessDeadline
-from torch_ext.world.wording import printable
+from torch_ext.world.wording import FATAL, printable
 
-_TAIL_BYTES = 16 << 10
+# The length of an output's tail, and a bound for the stacks that faulthandler writes for a dying process: at most 100
+# frames of 100 threads.
+_TAIL_BYTES, _STACKS_BYTES = 16 << 10, 2 << 20
 # Bytes to read from one rank per turn: more than a pipe holds, so that one turn empties the pipe of a rank that ended.
 # Length in bytes above which a line is printed in pieces, and above which only a tail of the output is kept.
 _TURN_BYTES, _LINE_BYTES, _KEPT_BYTES = 4 << 20, 1 << 20, 32 << 20
@@ -101,13 +103,15 @@ class Capture:
             print(self._prefix + printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
 
     def tail(self) -> str:
-        """Return the last 16 KiB."""
+        """Return the last 16 KiB, or more if they begin within faulthandler's stacks: those are complete."""
         return "" if self._file.closed else self._tail_bytes().decode(errors="replace")
 
     def _tail_bytes(self) -> bytes:
         end = self._file.seek(0, os.SEEK_END)
-        self._file.seek(max(0, end - _TAIL_BYTES))
-        return self._file.read()
+        self._file.seek(max(0, end - _STACKS_BYTES))
+        text = self._file.read()
+        fatal = text.rfind(FATAL.encode())
+        return text[fatal if 0 <= fatal < len(text) - _TAIL_BYTES else -_TAIL_BYTES :]
 
     def close(self) -> None:
         self._file.close()

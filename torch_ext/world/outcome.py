@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, RankStatus, Receipt, Wait
-from torch_ext.world.wording import place_in, ranks_phrase
+from torch_ext.world.wording import FATAL, place_in, ranks_phrase
 
 
 class Ending(Enum):
@@ -42,8 +42,7 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-# faulthandler's line above the stacks of a dying process; the name of an exception.
-_FATAL = "Fatal Python error:"
+# The name of an exception.
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*")
 
 
@@ -105,7 +104,7 @@ class Outcome:
         """The user's line where the rank ended or was stopped, such as ``"at test_a.py:31"``; empty if unknown."""
         if self.receipt is not None and self.receipt.status is RankStatus.FAILED:
             return f"at {self.receipt.place}" if self.receipt.place else ""
-        fatal = self.output.rpartition(_FATAL)[2] if self.ending is Ending.KILLED and _FATAL in self.output else ""
+        fatal = self.output.rpartition(FATAL)[2] if self.ending is Ending.KILLED and FATAL in self.output else ""
         return self.died_at or place_in(self.stacks) or place_in(fatal)
 
     def describe(self) -> str:

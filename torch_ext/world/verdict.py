@@ -26,7 +26,7 @@ from torch_ext.world.outcome import (
     ran_out_of_time,
     read_record,
 )
-from torch_ext.world.wording import left_behind, ranks_phrase, without_ranks
+from torch_ext.world.wording import FATAL, left_behind, ranks_phrase, without_ranks
 
 # Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences of another rank's end.
 _PEER_IS_GONE = re.compile(
@@ -273,7 +273,7 @@ def _kind(value: object, kinds: Mapping[Callable[[object], bool], str]) -> str:
     return next((words for is_kind, words in kinds.items() if is_kind(value)), "")
 
 
-_CAUSE = ("Fatal Python error:", "terminate called", "Windows fatal exception:")
+_CAUSE = (FATAL, "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
 _COLLECTIVES = 3
 # Report the delay of a rank that timed out if it has waited for a core for this share of its time.

@@ -144,6 +144,8 @@ _NOT_THE_USERS = re.compile(
 _FOLDERS_BETWEEN = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), os.__file__)
 )
+# faulthandler's line above the stacks of a dying process.
+FATAL = "Fatal Python error:"
 # A line of a traceback (with a comma, the outermost first) or of faulthandler (the innermost first).
 _WRITTEN = re.compile(r'^\s*File "(.*)", line (\d+)(,?) in (\S+)', re.MULTILINE)
 # The handler calls the function of an RPC; the caller is where that function waits for another RPC.

@@ -307,6 +307,13 @@ def streams_and_events() -> None:
     end.synchronize()
     assert end.query() and begin.elapsed_time(end) >= 0 and y.sum().item() == 128
     assert torch.cuda.default_stream().cuda_stream == 0 and isinstance(side, torch.Stream) and side.query()
+    assert torch.cuda.ExternalStream(side.cuda_stream, device=0) == side
+    assert side.__cuda_stream__() == (0, side.cuda_stream)
+    event = torch.cuda.Event(interprocess=True)
+    assert event.cuda_event == 0
+    event.record(side)
+    assert event.cuda_event == event._as_parameter_.value != 0
+    _raises(NotImplementedError, "cannot be shared between processes", event.ipc_handle)
     assert side.priority == -1 and torch.cuda.default_stream().priority == torch.cuda.Stream().priority == 0
     assert side._as_parameter_.value == side.cuda_stream
     assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream) and isinstance(begin, torch.cuda.Event)
@@ -398,6 +405,10 @@ def hints() -> None:
     torch.set_float32_matmul_precision("high")
     torch.set_float32_matmul_precision("highest")
     torch.cuda.set_sync_debug_mode("warn")
+    torch.cuda.set_sync_debug_mode("error")
+    x = torch.ones(4, device="cuda")
+    x[x > 0] = 3.0
+    _raises(RuntimeError, "synchronizing", lambda: x.__setitem__(x > 0, x.sum()))
     torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.get_sync_debug_mode() == 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
 
-NAME = re.compile(r"TORCH_EXT_[A-Z_]*[A-Z]")
+NAME = re.compile(r"TORCH_EXT_[A-Z0-9_]*[A-Z0-9]")
 
 NATIVE = [path for path in (CHECKOUT / "torch_ext").rglob("*") if path.suffix in (".cpp", ".h")]
 PACKAGE = [path for folder in ("torch_ext", "testing") for path in python_files(folder)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,8 +87,63 @@ def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> N
         dist.all_reduce(torch.ones(1, device="sim", dtype=torch.bool), OPS.AVG)
     with pytest.raises(TypeError, match="PreMulSum Data type"):
         dist.all_reduce(torch.ones(1, device="sim", dtype=torch.int32), dist._make_nccl_premul_sum(2.0))
-    with pytest.raises((RuntimeError, ValueError), match="contiguous"):
-        dist.all_reduce(torch.ones(4, 4, device="sim")[:, ::2])
+    fnuz = torch.ones(1, device="sim", dtype=torch.float8_e4m3fnuz)
+    with pytest.raises(RuntimeError, match="Unsupported Float8 type for NCCL reduction"):
+        dist.all_reduce(fnuz)
+    dist.broadcast(fnuz, 0)
+    for call in (dist.broadcast, dist.reduce):
+        with pytest.raises(dist.DistBackendError, match=r"invalid root 2 \(root should be in the 0..2 range\)"):
+            call(torch.ones(1, device="sim"), 2)
+
+
+# Collectives whose tensors ProcessGroupNCCL hands to NCCL as they are, on one with other strides and on another.
+IN_MEMORY_ORDER: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all_reduce": lambda x, other: dist.all_reduce(x),
+    "broadcast": lambda x, other: dist.broadcast(x, 0),
+    "reduce": lambda x, other: dist.reduce(x, 0),
+    "all_gather": lambda x, other: dist.all_gather([other, other.clone()], x),
+    "all_gather_into_tensor": lambda x, other: dist.all_gather_into_tensor(other.new_empty(8, 4), x),
+    "gather": lambda x, other: dist.gather(x, [other, other.clone()] if dist.get_rank() == 0 else None),
+    "reduce_scatter": lambda x, other: dist.reduce_scatter(x, [other, other]),
+    "all_to_all": lambda x, other: dist.all_to_all([x, x], [other, other]),
+    "all_to_all_single": lambda x, other: dist.all_to_all_single(other, x),
+}
+
+
+@ranks.world_of(2)
+def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size: int) -> None:
+    whole = torch.arange(32.0, device="sim").view(4, 8) + 32 * rank
+    transposed, holes = whole[:, :4].contiguous().t(), whole[:, ::2]
+    for name, call in IN_MEMORY_ORDER.items():
+        for strided in (transposed, holes):
+            with pytest.raises(ValueError, match=r"contiguous.*, but got sizes \[4, 4\] with strides"):
+                call(strided, torch.empty(4, 4, device="sim"))
+                raise AssertionError(name)
+    image = torch.full((2, 3, 4, 4), float(rank), device="sim").to(memory_format=torch.channels_last)
+    dist.all_reduce(image)
+    assert (image == 1).all()
+    # The tensors of a list are copied from and to one flat tensor.
+    targets = [torch.zeros(4, 8, device="sim")[:, ::2], torch.zeros(4, 4, device="sim").t()]
+    work = dist.all_gather(targets, holes.contiguous(), async_op=True)
+    assert work is not None
+    work.wait()
+    assert all(torch.equal(one, holes + 32 * (r - rank)) for r, one in enumerate(targets))
+    part = torch.empty(4, 4, device="sim")
+    dist.reduce_scatter(part, [holes, transposed.contiguous().t().t()])
+    both = [whole[:, ::2] + 32 * (r - rank) for r in range(2)] if rank == 0 else []
+    assert rank == 1 or torch.equal(part, both[0] + both[1])
+    dist.send(transposed, 1) if rank == 0 else dist.recv(transposed, 0)
+    assert rank == 0 or torch.equal(transposed, whole[:, :4].t() - 32)
+    with pytest.raises(NotImplementedError, match="ProcessGroupNCCL does not support recvAnysource"):
+        dist.recv(part)
+    with pytest.raises(RuntimeError, match="getDuration only works if timing was enabled"):
+        work._get_duration()
+    dist.group.WORLD._enable_collectives_timing()  # type: ignore[union-attr]
+    timed = dist.all_reduce(part, async_op=True)
+    assert timed is not None
+    timed.wait()
+    SIM.synchronize()
+    assert 0 < timed._get_duration() < 60_000
 
 
 def _values(rank: int, numel: int) -> torch.Tensor:
@@ -170,14 +226,66 @@ def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, 
 
 @ranks.world_of(2)
 def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
-    received, peer = torch.empty(1, device="sim"), 1 - rank
-    work = dist.irecv(received, peer, tag=7)
-    assert work is not None
+    received = torch.empty(1, device="sim")
+    work = dist.irecv(received, 1, tag=7) if rank == 0 else None
     dist.barrier()
-    assert not work.is_completed()
-    dist.barrier()  # all ranks have polled before one sends
-    dist.send(torch.full((1,), float(rank), device="sim"), peer, tag=7)
+    assert work is None or not work.is_completed()
+    dist.barrier()  # the receiver has polled before its peer sends
+    if work is None:
+        dist.send(torch.ones(1, device="sim"), 0, tag=7)
+        return
     deadline = time.monotonic() + 20
     while not work.is_completed():  # polls alone: the state changes without a wait
         assert time.monotonic() < deadline
-    assert work.is_success() and received.item() == peer
+    assert work.is_success() and received.item() == 1
+
+
+def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
+    """Swap a tensor of the rank's number with the peer, and return the one that came."""
+    peer, mine, came = 1 - rank, torch.full((numel,), float(rank), device="sim"), torch.empty(numel, device="sim")
+    if kind == "batched":
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, came, peer)]):
+            work.wait()
+        return came
+    first = {"send": True, "recv": False, "in turn": rank == 0}[kind]
+    works = [dist.isend(mine, peer) if is_send else dist.irecv(came, peer) for is_send in (first, not first)]
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    return came
+
+
+LARGE = (4 << 20) // 4 + 1  # elements: more than NCCL buffers
+
+
+def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: str) -> None:
+    _exchange("batched", rank, LARGE)
+    for _ in range(2):  # an exchange before is none of this one's business
+        _exchange("in turn", rank, LARGE)
+        if not error:
+            assert (_exchange(kind, rank, numel) == 1 - rank).all()
+            continue
+        with pytest.raises(RuntimeError, match=error.replace("PEER", str(1 - rank))):
+            _exchange(kind, rank, numel)[0].item()
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+@pytest.mark.parametrize(
+    ("kind", "numel", "error"),
+    [
+        ("send", LARGE, r"deadlock on a GPU: this rank called send at .*\d before recv, and rank PEER as well"),
+        ("recv", 1, r"deadlock on a GPU: this rank called recv at .*\d before send, and rank PEER as well"),
+        ("send", LARGE - 1, ""),
+        ("in turn", LARGE, ""),
+        ("batched", LARGE, ""),
+    ],
+    ids=["both send first", "both receive first", "both send little first", "in turn", "batched"],
+)
+def test_transfers_that_block_each_other_on_a_gpu_are_refused(
+    transport: str, kind: str, numel: int, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", transport)
+    ranks.run(2, _check_exchange, kind, numel, error)
+    if error and transport == "shared":
+        monkeypatch.setenv("TORCH_EXT_SIM_P2P", "buffered")
+        ranks.run(2, _check_exchange, kind, numel, "")

@@ -27,6 +27,7 @@ class _OnSim(BackendConformance):
     world_size = 3  # type: ignore[assignment]
     # gloo lacks the last two types: the transport over gloo sends them as other types.
     types = (*BackendConformance.types, torch.bool, torch.complex64)
+    lacks = {"dense tensors in another order than row-major": "ProcessGroupNCCL refuses them"}
     avoids = {
         "messages by tag": "NCCL has no tags",
         "recv from any rank": "NCCL receives from a given rank only",

@@ -64,12 +64,8 @@ def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     "case",
     [
         ("", 2, "only Python files below testing and test/distributed go upstream"),
-        ("..", 2, "'..' is no file, folder or REV.."),
+        ("..", 2, "'..' is no file or folder of"),
         ("README.md", 2, "README.md: only Python files below testing and test/distributed go upstream"),
-        ("HEAD..HEAD", 2, "'HEAD..HEAD' is no file, folder or REV.."),
-        ("HEAD..", 1, "upstream already has everything: nothing to export"),
-        ("nowhere..", 2, "is no git checkout with the revision 'nowhere'"),
-        ("--all..", 2, "is no git checkout with the revision '--all'"),
         (f"{SUITE}::Nothing", 1, "test/distributed/test_suite.py defines no Nothing"),
         ("test/distributed/empty", 1, "upstream already has everything: nothing to export"),
     ],
@@ -94,8 +90,7 @@ def test_a_suite_is_named_from_where_the_command_runs(
 def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, fail: Callable[..., str]) -> None:
     for text in (b"x = 1\n<<<<<<< HEAD\n", b"x = 1\n# \xe9\n", b"x\0"):
         (root / SUITE).write_bytes(text)
-        for item in (SUITE, "HEAD.."):
-            assert "test_suite.py is no Python in UTF-8: " in fail(item, "--onto", checkout)
+        assert "test_suite.py is no Python in UTF-8: " in fail(SUITE, "--onto", checkout)
     commit(checkout, {HELPERS: "<<<<<<< HEAD\n"})
     sentence = f"{HELPERS} of {checkout} in HEAD is no Python in UTF-8: "
     assert sentence in fail("--against", checkout, command=drift.main)
@@ -106,9 +101,9 @@ def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, fai
         (tmp_path / name).mkdir()
     git(tmp_path / "new", "init", "-q")
     for folder, sentence in (
-        ("nowhere", "nowhere is no git checkout with the revision 'HEAD'"),
-        ("plain", "plain is no git checkout with the revision 'HEAD'"),
-        ("new", "new is no git checkout with the revision 'HEAD'"),
+        ("nowhere", "nowhere is no git checkout with a commit"),
+        ("plain", "plain is no git checkout with a commit"),
+        ("new", "new is no git checkout with a commit"),
         ("ours", "ours has no torch/testing/_internal in its HEAD; give a git checkout of PyTorch"),
     ):
         assert sentence in fail(SUITE, "--onto", tmp_path / folder)
@@ -136,7 +131,7 @@ def test_file_with_a_non_ascii_name_is_exported(root: Path, checkout: Path) -> N
     (root / "test/distributed/test_ö.py").write_text(OTHER, encoding="utf-8")
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
-    command.add(linker, ["HEAD.."], root)
+    command.add(linker, ["test/distributed/test_ö.py"], root)
     assert [each.path for each in linker.targets.values() if each.whole] == ["test/distributed/test_ö.py"]
     assert linker.problems == []
 

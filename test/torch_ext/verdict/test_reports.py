@@ -123,8 +123,8 @@ ERRORS = {
         "raise ExceptionGroup('several', [ValueError('one of them'), KeyError('another')])",
     ),
     "overflow_of_the_c_stack": (
-        "failed by 1: was killed by SIGSEGV...Fatal Python error: Segmentation",
-        "for number in range(8): threading.Thread(target=forever, daemon=True).start()\n"
+        "failed by 1: was killed by SIGSEGV at test_suite.py:...Fatal Python error: Segmentation",
+        "for number in range(80): threading.Thread(target=forever, daemon=True).start()\n"
         "sys.setrecursionlimit(10**9)\ndeeper(0)",
     ),
     "long_command_line_left": (

@@ -39,7 +39,7 @@ c10::Storage make_storage(c10::DataPtr&& data, size_t nbytes, c10::Allocator* al
 }
 
 c10::Storage alias_storage(const c10::Storage& storage) {
-  return make_storage(borrow(storage, kHost), storage.nbytes(), c10::GetCPUAllocator());
+  return make_storage(borrow(storage, kHost), storage.nbytes(), alias_allocator());
 }
 
 at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const at::Tensor& like) {
@@ -64,6 +64,7 @@ at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const 
 c10::Storage adopt_storage(const c10::Storage& host, bool sole_owner, c10::DeviceIndex device) {
   const c10::Device owner(kSim, device);
   const size_t nbytes = host.nbytes();
+  count_result(host.data());
   if (!sole_owner) {
     return make_storage(borrow(host, owner), nbytes, device_allocator());
   }
@@ -187,6 +188,12 @@ const AliasSet::StoragePair* AliasSet::find(c10::Storage StoragePair::* side, co
 c10::Storage AliasSet::device_storage(const at::Tensor& host, c10::DeviceIndex device) {
   if (const auto* known = find(&StoragePair::host, host.storage())) {
     return known->device;
+  }
+  if (const auto* data = host.storage().data(); data != nullptr && !device_of_pointer(data).has_value()) {
+    // The kernel gave an output its scratch memory.
+    c10::DataPtr copy = allocate_on(device, host.storage().nbytes(), c10::Device(kSim, device));
+    std::memcpy(copy.get(), data, host.storage().nbytes());
+    return make_storage(std::move(copy), host.storage().nbytes(), device_allocator());
   }
   // Results that share memory with each other keep sharing it: the first one brings the storage in.
   storages_.push_back({adopt_storage(host.storage(), /*sole_owner=*/false, device), host.storage()});

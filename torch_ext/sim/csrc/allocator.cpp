@@ -64,16 +64,58 @@ void fill_with_poison(Block& block) {
 
 // Call it while no other thread can own the block.
 void note(MemoryEvent::Kind kind, const Block& block) {
-  if (is_recording_memory()) {
+  if (is_recording_memory() && !block.is_scratch) {
     const auto& segment = *block.segment;
     note_memory({kind, segment.pool->device(), block.start, block.size, segment.home, 0, 0, nullptr});
   }
 }
 
+void report_allocation(const Block& block, const Amounts& totals) {
+  report(block.start, static_cast<int64_t>(block.size), totals, block.segment->pool->device());
+  note(MemoryEvent::Kind::kAllocate, block);
+}
+
+class HostOverride : public c10::Allocator {
+ public:
+  static inline c10::Allocator* host = nullptr; // torch's own
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    return take(nbytes, running_kernel.device < 0 ? Allocations::kScratch : running_kernel.allocations);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+
+ protected:
+  static c10::DataPtr take(size_t nbytes, Allocations allocations) {
+    if (allocations == Allocations::kScratch || is_replaying) {
+      return host->allocate(nbytes);
+    }
+    const bool may_be_scratch = allocations == Allocations::kMayBeResults;
+    return allocate_on(running_kernel.device, nbytes, c10::Device(c10::DeviceType::CPU), may_be_scratch);
+  }
+
+ private:
+  // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so look the pointer up
+  // to find its owner.
+  static void delete_raw(void* data) {
+    if (device_of_pointer(data).has_value()) {
+      free_on_device(data);
+    } else {
+      host->raw_deleter()(data);
+    }
+  }
+};
+
 class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    return allocate_on(current_device(), nbytes, c10::Device(kSim, current_device()));
+    const c10::Device device(kSim, current_device());
+    if (is_replaying) {
+      c10::DataPtr data = HostOverride::host->allocate(nbytes);
+      data.unsafe_set_device(device);
+      return data;
+    }
+    return allocate_on(device.index(), nbytes, device);
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
   bool initialized() override { return is_initialized(); }
@@ -100,30 +142,11 @@ class Allocator final : public c10::DeviceAllocator {
   }
 };
 
-class HostOverride final : public c10::Allocator {
+class AliasAllocator final : public HostOverride {
  public:
-  explicit HostOverride(c10::Allocator* host) { host_ = host; }
   c10::DataPtr allocate(size_t nbytes) override {
-    if (running_kernel.device < 0 || is_replaying) {
-      return host_->allocate(nbytes);
-    }
-    return allocate_on(running_kernel.device, nbytes, c10::Device(c10::DeviceType::CPU));
+    return take(nbytes, running_kernel.device < 0 ? Allocations::kScratch : Allocations::kCounted);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
-
- private:
-  // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so look the pointer up
-  // to find its owner.
-  static void delete_raw(void* data) {
-    if (device_of_pointer(data).has_value()) {
-      free_on_device(data);
-    } else {
-      host_->raw_deleter()(data);
-    }
-  }
-
-  static inline c10::Allocator* host_ = nullptr;
 };
 
 } // namespace
@@ -139,7 +162,7 @@ c10::DeviceAllocator* device_allocator() {
   return allocator;
 }
 
-c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device owner) {
+c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device owner, bool may_be_scratch) {
   ensure_initialized();
   if (nbytes == 0) {
     return {nullptr, owner};
@@ -148,7 +171,8 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   const auto stream = current_stream(pool.device());
   const auto capture = is_capturing() ? capture_of(stream) : nullptr;
   const bool is_captured = capture != nullptr && capture->origin().device_index() == pool.device();
-  const auto [block, totals] = pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{});
+  const auto [block, totals] =
+      pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{}, may_be_scratch);
   block->capture = is_captured ? capture->serial() : 0;
   if (!block->is_poisoned) {
     fill_with_poison(*block);
@@ -156,10 +180,18 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   block->is_poisoned = false;
   block->tag = tag_of(running_kernel.name);
   char* const data = block->start;
-  report(data, static_cast<int64_t>(block->size), totals, pool.device());
-  note(MemoryEvent::Kind::kAllocate, *block);
+  if (!may_be_scratch) {
+    report_allocation(*block, totals);
+  }
   notify([&](Observer& to) { to.allocated(data, block->size, stream); });
   return {data, data, &free_on_device, owner};
+}
+
+void count_result(const void* data) {
+  Block* block = block_at(data);
+  if (block != nullptr && block->is_scratch) {
+    report_allocation(*block, block->segment->pool->count_result(block));
+  }
 }
 
 void free_on_device(void* data) {
@@ -168,9 +200,11 @@ void free_on_device(void* data) {
   notify([&](Observer& to) { to.freed(data, pool.device()); });
   note(MemoryEvent::Kind::kFree, *block);
   fill_with_poison(*block);
-  const auto size = static_cast<int64_t>(block->size);
+  const auto size = static_cast<int64_t>(block->is_scratch ? 0 : block->size);
   const Amounts totals = pool.give_back(block);
-  report(data, -size, totals, pool.device());
+  if (size != 0) {
+    report(data, -size, totals, pool.device());
+  }
 }
 
 void keep_until_over(const void* data, const std::shared_ptr<Elsewhere>& operation) {
@@ -197,6 +231,11 @@ void set_poison(PoisonFor whom, bool enabled) {
   }
 }
 
+c10::Allocator* alias_allocator() {
+  static auto* allocator = new AliasAllocator();
+  return allocator;
+}
+
 std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
   const Block* block = block_at(pointer);
   if (block == nullptr || block->state != Block::State::kLive) {
@@ -206,7 +245,7 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
 }
 
 void install_allocator() {
-  // See Note [All memory in the arena]. Torch registers its own allocators with priority 0; the highest priority wins.
+  // See Note [Results in the arena]. Torch registers its own allocators with priority 0; the highest priority wins.
   constexpr uint8_t kPriority = 1;
   // Settings that mean nothing here. Torch refuses names that nobody reads.
   c10::CachingAllocator::AcceleratorAllocatorConfig::registerDeviceConfigParserHook(
@@ -215,7 +254,8 @@ void install_allocator() {
        "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "graph_capture_record_stream_reuse",
        "per_process_memory_fraction", "throw_on_cudamalloc_oom", "pinned_free_catch_all"});
   c10::SetAllocator(kSim, device_allocator(), kPriority);
-  c10::SetCPUAllocator(new HostOverride(c10::GetCPUAllocator()), kPriority);
+  HostOverride::host = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(new HostOverride(), kPriority);
 }
 
 } // namespace torch_ext::sim

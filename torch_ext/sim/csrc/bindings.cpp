@@ -135,7 +135,10 @@ PYBIND11_MODULE(_native, m) {
     return std::make_tuple(memory.cap, memory.run, memory.process);
   });
   m.def("before_finalization", &before_finalization, py::call_guard<py::gil_scoped_release>());
-  m.def("is_high_priority", [](c10::StreamId id) { return id > kStreamsPerClass; });
+  m.def("stream_priority", &priority_of);
+  m.def("stream_with_handle", [](DeviceIndex device, uintptr_t handle) {
+    return stream_with_handle(checked_index(device), handle);
+  });
   m.def("set_sync_debug", [](int mode) { set_sync_debug(static_cast<SyncDebug>(mode)); });
   m.def("sync_debug", [] { return static_cast<int>(sync_debug()); });
   m.def("sleep", &sleep);

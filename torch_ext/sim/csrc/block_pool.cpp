@@ -102,7 +102,7 @@ void set_danger(FirstDanger ask) {
   danger = ask;
 }
 
-std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool) {
+std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, bool is_scratch) {
   advance_users();
   const Fit fit{mempool, stream.id(), round_up(nbytes)};
   const bool is_small = fit.size <= kSmallSize;
@@ -118,7 +118,7 @@ std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, Me
       break;
     }
     if (back(block, fit.size)) {
-      hand_out(block, fit.size, nbytes);
+      hand_out(block, fit.size, nbytes, is_scratch);
       return {block, totals()};
     }
     insert(block);
@@ -135,13 +135,21 @@ std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, Me
   raise_out_of_memory(*this, nbytes, whose);
 }
 
+Amounts BlockPool::count_result(Block* block) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  block->is_scratch = false;
+  count(block);
+  return totals();
+}
+
 Amounts BlockPool::give_back(Block* block) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto size = static_cast<int64_t>(block->size);
-  change(stats_.allocation, block->segment->is_small, -1);
-  change(stats_.allocated_bytes, block->segment->is_small, -size);
-  if (is_oversize(block->size)) {
-    stats_.oversize_allocations.decrease(1);
+  if (!block->is_scratch) {
+    change(stats_.allocation, block->segment->is_small, -1);
+    change(stats_.allocated_bytes, block->segment->is_small, -static_cast<int64_t>(block->size));
+    if (is_oversize(block->size)) {
+      stats_.oversize_allocations.decrease(1);
+    }
   }
   InUse use{block, 0, std::exchange(block->pending, {})};
   if (block->users.empty() && !use.is_held_up()) {
@@ -382,7 +390,7 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
   return block;
 }
 
-void BlockPool::hand_out(Block* block, size_t size, size_t requested) {
+void BlockPool::hand_out(Block* block, size_t size, size_t requested, bool is_scratch) {
   const bool is_small = block->segment->is_small;
   const int64_t idle_before = inactive_bytes(block);
   Block* rest = should_split(*block, size) ? split(block, size) : nullptr;
@@ -392,12 +400,20 @@ void BlockPool::hand_out(Block* block, size_t size, size_t requested) {
   count_inactive(is_small, (rest != nullptr ? 1 : 0) - (idle_before > 0 ? 1 : 0), inactive_bytes(rest) - idle_before);
   block->is_dangerous = false;
   block->requested = requested;
+  block->is_scratch = is_scratch;
   block->state = Block::State::kLive;
+  if (!is_scratch) {
+    count(block);
+  }
+}
+
+void BlockPool::count(const Block* block) {
+  const bool is_small = block->segment->is_small;
   change(stats_.allocation, is_small, 1);
   change(stats_.allocated_bytes, is_small, static_cast<int64_t>(block->size));
   change(stats_.active, is_small, 1);
   change(stats_.active_bytes, is_small, static_cast<int64_t>(block->size));
-  change(stats_.requested_bytes, is_small, static_cast<int64_t>(requested));
+  change(stats_.requested_bytes, is_small, static_cast<int64_t>(block->requested));
   if (is_oversize(block->size)) {
     stats_.oversize_allocations.increase(1);
   }
@@ -406,9 +422,11 @@ void BlockPool::hand_out(Block* block, size_t size, size_t requested) {
 // No stream uses the block any more.
 void BlockPool::settle(Block* block) {
   const bool is_small = block->segment->is_small;
-  change(stats_.active, is_small, -1);
-  change(stats_.active_bytes, is_small, -static_cast<int64_t>(block->size));
-  change(stats_.requested_bytes, is_small, -static_cast<int64_t>(block->requested));
+  if (!std::exchange(block->is_scratch, false)) {
+    change(stats_.active, is_small, -1);
+    change(stats_.active_bytes, is_small, -static_cast<int64_t>(block->size));
+    change(stats_.requested_bytes, is_small, -static_cast<int64_t>(block->requested));
+  }
   const auto ask = danger.load();
   block->is_dangerous =
       ask != nullptr && ask(block->start, block->size, stream_of(device_, block->segment->home)).has_value();

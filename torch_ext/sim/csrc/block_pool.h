@@ -86,8 +86,10 @@ class BlockPool {
 
   c10::DeviceIndex device() const { return device_; }
 
-  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount.
-  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream, MempoolId mempool = {});
+  // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount. With `is_scratch`, it
+  // counts in statistics after `count_result` only.
+  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream, MempoolId mempool = {}, bool is_scratch = false);
+  Amounts count_result(Block* block);
   Amounts give_back(Block* block);
 
   // Records that `stream`, besides the home, uses the block, which must be live.
@@ -167,7 +169,8 @@ class BlockPool {
   Block* take_dangerous(bool is_small, Fit fit, FirstDanger ask);
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
-  void hand_out(Block* block, size_t size, size_t requested);
+  void hand_out(Block* block, size_t size, size_t requested, bool is_scratch);
+  void count(const Block* block);
   void settle(Block* block);
   void insert(Block* block);
   void remove(Block* block);

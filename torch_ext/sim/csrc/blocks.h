@@ -68,6 +68,7 @@ struct Block {
   size_t backed = 0;         // bytes from its start that may have pages
   int64_t idle_since = 0;    // the number of searches in its pool by then
   bool is_poisoned = false;  // all of its bytes, since its last free
+  bool is_scratch = false;   // a kernel's, and no result so far: see Note [Scratch memory] in allocator.h
   bool is_dangerous = false; // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }

@@ -45,12 +45,36 @@ bool takes_host_indices(const std::string& name) {
   return std::find(kHostIndexOperators.begin(), kHostIndexOperators.end(), name) != kHostIndexOperators.end();
 }
 
-// Operators that read on the host whether they have failed; others do so by an operator that their kernels for CUDA and
-// sim call alike. See the notes on synchronization in the documentation of torch.linalg.
-constexpr std::array<std::string_view, 8> kRaisingOperators{
-    "aten::_linalg_eigh",     "aten::_linalg_eigvals", "aten::_linalg_svd",    "aten::cholesky",
-    "aten::cholesky_inverse", "aten::linalg_eig",      "aten::linalg_eigvals", "aten::linalg_pinv",
+// Operators whose CUDA kernel reads on the host whether it has failed, or values; others do so by an operator that
+// their kernels for CUDA and sim call alike. See the notes on synchronization in the documentation of torch.linalg.
+constexpr std::array<std::string_view, 11> kReadingOperators{
+    "aten::_linalg_eigh",      "aten::_linalg_eigvals", "aten::_linalg_svd",       "aten::cholesky",
+    "aten::cholesky_inverse",  "aten::linalg_eig",      "aten::linalg_eigvals",    "aten::linalg_pinv",
+    "aten::embedding_renorm_", "aten::linalg_lstsq",    "aten::linalg_matrix_exp",
 };
+
+// Operators that read values on the host if an argument is a tensor of the device, or false. `histc` looks for the
+// extremes where both bounds are equal.
+struct Conditional {
+  std::string_view name;
+  size_t position;
+};
+constexpr std::array<Conditional, 7> kConditional{{
+    {"aten::histc", 2},       // min
+    {"aten::index_fill_", 3}, // value
+    {"aten::masked_fill_", 2},
+    {"aten::multinomial", 2},    // replacement
+    {"aten::normal", 1},         // std
+    {"aten::searchsorted", 5},   // sorter
+    {"aten::segment_reduce", 6}, // unsafe
+}};
+
+bool reads_by(const c10::IValue& argument, const c10::IValue& next) {
+  if (argument.isTensor()) {
+    return argument.toTensor().defined() && argument.toTensor().device().type() == kSim;
+  }
+  return argument.isBool() ? !argument.toBool() : argument.isScalar() && next.isScalar() && argument == next;
+}
 
 bool holds_tensors(const c10::Argument& value) {
   return value.real_type()->str().find("Tensor") != std::string::npos;
@@ -60,7 +84,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   OperatorFacts facts;
   const auto& schema = op.schema();
   facts.name = schema.operator_name().name;
-  facts.refusal = refusal_of(facts.name);
+  facts.refusals = refusals_of(facts.name);
   facts.host_indices = takes_host_indices(facts.name);
   facts.is_indexing = facts.host_indices && facts.name.find("index") != std::string::npos;
   facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));
@@ -72,17 +96,23 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
     if (arguments[i].real_type()->str().find("Generator") != std::string::npos) {
       facts.generator = static_cast<int>(i);
     }
+    facts.may_convert = facts.may_convert || arguments[i].name() == "dtype";
     if (arguments[i].name() == "check_errors") {
       facts.check_errors = static_cast<int>(i);
     }
+  }
+  if (const auto* found = std::ranges::find(kConditional, facts.name, &Conditional::name);
+      found != kConditional.end()) {
+    facts.reads_by = static_cast<int>(found->position);
   }
   facts.is_view = facts.is_view || op.hasTag(at::Tag::inplace_view) || facts.name == "aten::is_set_to";
   const auto& returns = schema.returns();
   for (const auto& value : returns) {
     facts.fresh.push_back(value.alias_info() == nullptr);
+    facts.makes_results = facts.makes_results || (value.alias_info() == nullptr && holds_tensors(value));
   }
   facts.host_reads = (op.hasTag(at::Tag::dynamic_output_shape) && !facts.is_indexing) ||
-      op.hasTag(at::Tag::data_dependent_output) || std::ranges::count(kRaisingOperators, facts.name) > 0 ||
+      op.hasTag(at::Tag::data_dependent_output) || std::ranges::count(kReadingOperators, facts.name) > 0 ||
       (!returns.empty() && std::none_of(returns.begin(), returns.end(), &holds_tensors));
   return facts;
 }
@@ -219,7 +249,9 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
     return arguments.size() < 2 || !arguments[1].isInt(); // with that, the size of the output is known
   }
   if (!facts.is_indexing) {
-    return facts.host_reads || (facts.check_errors >= 0 && arguments[facts.check_errors].toBool());
+    const auto at = static_cast<size_t>(facts.reads_by);
+    return facts.host_reads || (facts.check_errors >= 0 && arguments[facts.check_errors].toBool()) ||
+        (facts.reads_by >= 0 && reads_by(arguments[at], at + 1 < arguments.size() ? arguments[at + 1] : c10::IValue()));
   }
   size_t masks = 0, others = 0;
   bool moves = false;
@@ -234,7 +266,9 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
   const bool writes = arguments.size() > kAccumulate;
   const bool fills = writes && masks == 1 && others == 0 && !arguments[kAccumulate].toBool() &&
       arguments[kValues].toTensor().numel() == 1;
-  return moves || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
+  // Torch leaves a number of the program on the host only where the device's name is CUDA's.
+  const bool reads_number = fills && kSim == c10::DeviceType::CUDA && !arguments[kValues].toTensor().is_cpu();
+  return moves || reads_number || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
 }
 
 void refuse_devices(c10::Device first, c10::Device second, const std::string& what) {

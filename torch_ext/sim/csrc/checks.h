@@ -68,16 +68,19 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
 // Facts that the fallback needs about an operator, derived once from its schema.
 struct OperatorFacts {
   std::string name;
-  std::vector<bool> written; // per argument: the operator writes to it
-  std::vector<bool> fresh;   // per result: none of the arguments, nor a view of one
-  bool is_view = false;      // touches no memory: results are views of arguments, or it compares metadata
-  bool host_reads = false;   // the op synchronizes: its result is on the host, its size depends on data, or it raises
-  int check_errors = -1;     // position of the argument that makes it raise, so that it synchronizes; -1 without one
-  int generator = -1;        // position of the Generator argument, -1 without one
+  std::vector<bool> written;  // per argument: the operator writes to it
+  std::vector<bool> fresh;    // per result: none of the arguments, nor a view of one
+  bool is_view = false;       // touches no memory: results are views of arguments, or it compares metadata
+  bool host_reads = false;    // the op synchronizes: its result is on the host, its size depends on data, or it raises
+  int check_errors = -1;      // position of the argument that makes it raise, so that it synchronizes; -1 without one
+  int reads_by = -1;          // position of the argument that decides whether the op synchronizes; -1 without one
+  int generator = -1;         // position of the Generator argument, -1 without one
+  bool makes_results = false; // some result is a new tensor
+  bool may_convert = false;   // has an argument `dtype`, to which it converts its input first
   bool has_host_kernel = false;
   bool host_indices = false; // tensors in its tensor lists may live on the host
   bool is_indexing = false;  // its tensor lists are indices
-  const Refusal* refusal = nullptr;
+  Refusals refusals;
 };
 
 const OperatorFacts& facts_of(const c10::OperatorHandle& op);

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include "alias.h"
+#include "allocator.h"
 #include "checks.h"
 #include "device.h"
 #include "generator.h"
@@ -120,6 +121,19 @@ void account_results(Kernel& kernel, const OperatorFacts& facts, c10::ArrayRef<c
   }
 }
 
+// See Note [Scratch memory] in allocator.h.
+Allocations allocations_of(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments) {
+  if (facts.makes_results) {
+    return Allocations::kMayBeResults;
+  }
+  if (facts.may_convert && arguments.front().isTensor() && arguments.back().isTensor()) {
+    const auto from = arguments.front().toTensor().scalar_type(), to = arguments.back().toTensor().scalar_type();
+    const bool in_one_kernel = (from == at::kHalf || from == at::kBFloat16) && to == at::kFloat;
+    return from == to || in_one_kernel ? Allocations::kScratch : Allocations::kCounted;
+  }
+  return Allocations::kScratch;
+}
+
 void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
@@ -129,9 +143,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!facts.has_host_kernel) {
     refuse_missing(op, device);
   }
-  if (facts.refusal != nullptr) {
-    check_refusal(*facts.refusal, arguments);
-  }
+  check_refusals(facts.refusals, arguments);
   Call call(device);
   Kernel kernel(facts.name);
   kernel.on(device);
@@ -153,7 +165,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (facts.generator >= 0) {
     call.draw_from_device(facts, (*stack)[first + facts.generator]);
   }
-  kernel.launch();
+  kernel.allocates(allocations_of(facts, arguments)).launch();
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);

@@ -13,6 +13,8 @@ namespace torch_ext::sim {
 namespace {
 
 constexpr uint64_t kOffsetStep = 4;
+constexpr uint64_t kThreads = 256;            // of a block
+constexpr uint64_t kBlocks = 2048 / kThreads; // that run at a time, on the device's one multiprocessor (table.py)
 constexpr int64_t kStateBytes = 16;
 static_assert(kStateBytes == 2 * sizeof(uint64_t), "the state is the seed followed by the offset");
 
@@ -91,7 +93,8 @@ c10::GeneratorImpl* GeneratorImpl::clone_impl() const {
 
 uint64_t GeneratorImpl::draw(uint64_t count) {
   const uint64_t seed = mix(mix(state_->seed) ^ state_->offset);
-  state_->offset += (count + kOffsetStep - 1) / kOffsetStep * kOffsetStep;
+  const uint64_t blocks = std::min(kBlocks, (count + kThreads - 1) / kThreads);
+  state_->offset += ((count - 1) / (kThreads * blocks * kOffsetStep) + 1) * kOffsetStep;
   return seed;
 }
 

@@ -4,9 +4,10 @@
 // A generator's state is that of a GPU's Philox generator, 16 bytes, little endian:
 //     bytes 0-7   seed
 //     bytes 8-15  offset, a multiple of 4
-// Every random kernel draws from a host generator seeded with a hash of both, and advances the offset by the number of
-// elements, rounded up to a multiple of 4. So equal states give equal numbers, any change of seed or offset changes the
-// numbers, and code that computes offsets (DTensor does, per shard) works as on GPUs. A GPU's numbers differ.
+// Every random kernel draws from a host generator seeded with a hash of both, and advances the offset by what CUDA's
+// kernels use (calc_execution_policy in torch): the numbers that each of their threads draws, four at a time. So equal
+// states give equal numbers, any change of seed or offset changes the numbers, and code that computes offsets (DTensor
+// does, per shard) works as on GPUs. A GPU's numbers differ.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -7,10 +7,15 @@
 // Dropout. The host kernel accepts no generator, so it would draw from the host's.
 //
 // Convolution and fused attention. Torch sends both to operators that exist to be overridden by a device.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/cat.h>
@@ -18,24 +23,27 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
-#ifdef SIM_IS_CUDA
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/from_blob.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#endif
-
 #include "alias.h"
+#include "allocator.h"
 #include "device.h"
+#include "generator.h"
 #include "graph.h"
 #include "kernel.h"
+#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -313,7 +321,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
     return {at::zeros_like(input), at::zeros_like(input, input.options().dtype(at::kBool))};
   }
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
-  return {input * mask * (1 / (1 - p)), mask};
+  return {(input * mask).mul_(1 / (1 - p)), mask};
 }
 
 // The values of at::SDPBackend (aten/src/ATen/native/transformers/sdp_utils_cpp.h), whose header compiles too slowly.
@@ -329,6 +337,13 @@ at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
+  const bool is_flat = input.dim() < 5, is_dilated = std::ranges::any_of(dilation, [](int64_t by) { return by > 1; });
+  refuse_integers(
+      transposed ? (is_flat ? "slow_conv_transpose2d_out_cuda" : "slow_conv_transpose3d_out_cuda")
+          : is_flat && !is_dilated
+          ? "slow_conv2d_cuda"
+          : "slow_conv_dilated<>",
+      input.scalar_type());
   Kernel kernel("aten::convolution");
   kernel.reads(input).reads(weight).reads(bias).launch();
   return kernel.result(
@@ -349,19 +364,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
       transposed, output_padding, groups, output_mask);
   return {
       kernel.result(std::move(grad_input)), kernel.result(std::move(grad_weight)), kernel.result(std::move(grad_bias))};
-}
-
-int64_t fused_sdp_choice(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
-    bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  // A mask that needs a gradient would get none from the fused kernel.
-  const bool mask_needs_grad = mask.has_value() && mask->defined() && mask->requires_grad();
-  if (mask_needs_grad || enable_gqa) {
-    return kSdpMath;
-  }
-  const int64_t host_choice = at::_fused_sdp_choice(
-      on_host(query), on_host(key), on_host(value), optional_on_host(mask), dropout, is_causal, scale, enable_gqa);
-  return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
 }
 
 #ifdef SIM_IS_CUDA
@@ -387,17 +389,33 @@ bool no_ctc_loss_of_tensors(
     const at::Tensor& /*target_lengths*/, int64_t /*blank*/) {
   return false;
 }
+#endif
+
+// --- fused attention: query is (B, H, S, D), key and value are (B, G, T, D), where G divides H ---
+//
+// The host's fused kernel has no dropout and no gradient of a bias, and needs as many heads of keys as of queries. So
+// heads of keys are repeated, and calls with the other two go by the formula, with P in the host's memory. M is 0 or
+// 1 / (1 - p), for dropout.
+//
+//   P = softmax(scale * Q K^T + bias)       O = (P * M) V                dV = (P * M)^T dO
+//   dP = (dO V^T) * M                       dS = P * (dP - sum(dP * P))   dQ = scale * dS K, dK = scale * dS^T Q
+//
+// Results and gradients get the strides of torch's meta kernels, which compiled code checks.
 
 // A host tensor with the sizes of `tensor`, without memory: Dynamo calls this with tensors that have none.
-at::Tensor sizes_on_host(const at::Tensor& tensor) {
-  return at::from_blob(nullptr, tensor.sizes(), tensor.strides(), at::TensorOptions(tensor.scalar_type()));
+at::Tensor sizes_on_host(const at::Tensor& tensor, std::optional<int64_t> heads = std::nullopt) {
+  auto sizes = tensor.sizes().vec();
+  if (heads.has_value() && sizes.size() == 4 && sizes[1] != 0 && *heads % sizes[1] == 0) {
+    sizes[1] = *heads;
+  }
+  return at::from_blob(nullptr, sizes, tensor.strides(), at::TensorOptions(tensor.scalar_type()));
 }
 
-int64_t choice_by_sizes(
+int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& mask, double dropout,
     bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  const bool has_mask = mask.has_value() && mask->defined();
-  bool is_unknown = enable_gqa || (has_mask && mask->requires_grad());
+  const bool has_mask = given(mask);
+  bool is_unknown = dropout == 1; // the formula would divide by zero
   for (const auto& tensor : {query, key, value, has_mask ? *mask : query}) {
     is_unknown = is_unknown || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || tensor.is_nested();
   }
@@ -407,12 +425,79 @@ int64_t choice_by_sizes(
   // Hide the call from Dynamo's modes, which do not know these tensors.
   const c10::impl::ExcludeDispatchKeyGuard unseen(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const auto heads = enable_gqa && query.dim() == 4 ? std::make_optional(query.size(1)) : std::nullopt;
+  // This kernel stands for all fused kernels of a GPU, each of which a program may choose (torch.nn.attention).
+  auto& context = at::globalContext();
+  const bool has_flash = context.userEnabledFlashSDP();
+  context.setSDPUseFlash(has_flash || context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP());
+  const auto restored = c10::make_scope_exit([&] { context.setSDPUseFlash(has_flash); });
   const int64_t host_choice = at::_fused_sdp_choice(
-      sizes_on_host(query), sizes_on_host(key), sizes_on_host(value),
-      has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt, dropout, is_causal, scale, enable_gqa);
+      sizes_on_host(query), sizes_on_host(key, heads), sizes_on_host(value, heads),
+      has_mask ? std::make_optional(sizes_on_host(*mask)) : std::nullopt, /*dropout_p=*/0, is_causal, scale);
   return host_choice == kSdpFlash ? kSdpOverrideable : kSdpMath;
 }
-#endif
+
+at::Tensor repeated_heads(const at::Tensor& tensor, int64_t heads) {
+  const at::Tensor host = on_host(tensor);
+  return host.size(1) == heads ? host : host.repeat_interleave(heads / host.size(1), 1);
+}
+
+// Stores a gradient of repeated heads.
+at::Tensor store_heads(const at::Tensor& grad, const at::Tensor& destination) {
+  auto sizes = destination.sizes().vec();
+  const bool repeated = sizes[1] != grad.size(1);
+  if (repeated) {
+    sizes.insert(sizes.begin() + 2, grad.size(1) / sizes[1]);
+  }
+  on_host(destination).copy_(repeated ? grad.reshape(sizes).sum(2) : grad);
+  return destination;
+}
+
+class AttentionFormula {
+ public:
+  AttentionFormula(
+      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& bias,
+      double dropout, bool is_causal, std::optional<double> scale, int64_t seed)
+      : scale_(scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))))),
+        query_(on_host(query).to(accumulate_type(query))),
+        key_(repeated_heads(key, query.size(1)).to(query_.scalar_type())),
+        value_(repeated_heads(value, query.size(1)).to(query_.scalar_type())),
+        scores_(at::matmul(query_, key_.mT()).mul_(scale_)) {
+    if (is_causal) {
+      scores_.masked_fill_(
+          at::ones({query.size(2), key.size(2)}, at::kBool).tril_().logical_not_(),
+          -std::numeric_limits<double>::infinity());
+    }
+    if (given(bias)) {
+      scores_.add_(on_host(*bias));
+    }
+    weights_ = at::_safe_softmax(scores_, -1);
+    factors_ = at::ones({}, scores_.options());
+    if (dropout > 0) {
+      const auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
+      factors_ = at::empty_like(scores_).bernoulli_(1 - dropout, generator).div_(1 - dropout);
+    }
+  }
+
+  at::Tensor output() const { return at::matmul(weights_ * factors_, value_); }
+  at::Tensor logsumexp() const { return at::logsumexp(scores_, -1); }
+
+  // Of query, key, value and the scores.
+  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> gradients(const at::Tensor& grad_output) const {
+    const at::Tensor grad = on_host(grad_output).to(query_.scalar_type());
+    const at::Tensor grad_weights = at::matmul(grad, value_.mT()).mul_(factors_);
+    const at::Tensor grad_scores = weights_ * (grad_weights - (grad_weights * weights_).sum(-1, /*keepdim=*/true));
+    return {
+        at::matmul(grad_scores, key_).mul_(scale_), at::matmul(grad_scores.mT(), query_).mul_(scale_),
+        at::matmul((weights_ * factors_).mT(), grad), grad_scores};
+  }
+
+ private:
+  double scale_;
+  at::Tensor query_, key_, value_;
+  at::Tensor scores_, weights_; // (B, H, S, T)
+  at::Tensor factors_;          // of dropout
+};
 
 using AttentionResult = std::tuple<
     at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
@@ -420,40 +505,72 @@ using AttentionResult = std::tuple<
 AttentionResult attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const OptionalTensor& bias, double dropout,
     bool is_causal, bool /*return_debug_mask*/, std::optional<double> scale) {
-  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable");
-  kernel.reads(query).reads(key).reads(value).reads(bias).launch();
-  auto [output, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
-      on_host(query), on_host(key), on_host(value), dropout, is_causal, optional_on_host(bias), scale);
-  // The host kernel draws no random numbers (it has no dropout) and has no ragged batches: their results are tensors of
-  // the shapes that torch's meta kernel gives, which compiled code checks.
+  const int64_t heads = query.size(1);
+  const at::Tensor output = at::empty_like(query);
+  const at::Tensor logsumexp =
+      at::empty({query.size(0), heads, query.size(2)}, query.options().dtype(accumulate_type(query)));
+  // The host kernel has no ragged batches: their results are tensors of the shapes that torch's meta kernel gives.
   const auto none = [&query](c10::IntArrayRef size) { return at::zeros(size, query.options().dtype(at::kLong)); };
+  const at::Tensor seed = none({});
+  Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable");
+  kernel.reads(query).reads(key).reads(value).reads(bias).writes(output).writes(logsumexp).writes(seed);
+  const auto device = kernel.allocates(Allocations::kScratch).launch();
+  if (dropout > 0) {
+    const auto drawn =
+        static_cast<int64_t>(host_generator(std::nullopt, device, logsumexp.numel() * key.size(2)).current_seed());
+    on_host(seed).fill_(drawn);
+    const AttentionFormula formula(query, key, value, bias, dropout, is_causal, scale, drawn);
+    on_host(output).copy_(formula.output());
+    on_host(logsumexp).copy_(formula.logsumexp());
+  } else {
+    const auto [host_output, host_logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+        on_host(query), repeated_heads(key, heads), repeated_heads(value, heads), dropout, is_causal,
+        optional_on_host(bias), scale);
+    on_host(output).copy_(host_output);
+    on_host(logsumexp).copy_(host_logsumexp);
+  }
   return {
-      kernel.result(std::move(output)),
-      kernel.result(logsumexp.contiguous()),
-      none({0}),
-      none({0}),
-      query.sym_size(2),
-      key.sym_size(2),
-      none({}),
-      none({}),
-      at::empty({0}, query.options())};
+      output,    logsumexp,         none({0}),
+      none({0}), query.sym_size(2), key.sym_size(2),
+      seed,      none({}),          at::empty({0}, query.options())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
     const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& bias, std::array<bool, 4> /*grad_input_mask*/, const at::Tensor& output,
-    const at::Tensor& logsumexp, const at::Tensor& /*cum_seq_q*/, const at::Tensor& /*cum_seq_k*/, int64_t /*max_q*/,
-    int64_t /*max_k*/, double dropout, bool is_causal, const at::Tensor& /*philox_seed*/,
-    const at::Tensor& /*philox_offset*/, std::optional<double> scale) {
+    const at::Tensor& bias, std::array<bool, 4> grad_input_mask, const at::Tensor& output, const at::Tensor& logsumexp,
+    const at::Tensor& /*cum_seq_q*/, const at::Tensor& /*cum_seq_k*/, int64_t /*max_q*/, int64_t /*max_k*/,
+    double dropout, bool is_causal, const at::Tensor& philox_seed, const at::Tensor& /*philox_offset*/,
+    std::optional<double> scale) {
+  if (!grad_output.defined()) {
+    return {};
+  }
+  const int64_t heads = query.size(1);
+  const at::Tensor grad_query = at::empty_like(query);
+  const at::Tensor grad_key = at::empty_like(key);
+  const at::Tensor grad_value = at::empty_like(value);
+  const at::Tensor grad_bias = bias.defined() && grad_input_mask[3] ? at::empty_like(bias) : at::Tensor();
   Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable_backward");
-  kernel.reads(grad_output).reads(query).reads(key).reads(value).reads(bias).reads(output).reads(logsumexp).launch();
-  const auto mask = bias.defined() ? std::make_optional(on_host(bias)) : std::nullopt;
-  auto [grad_query, grad_key, grad_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      on_host(grad_output), on_host(query), on_host(key), on_host(value), on_host(output), on_host(logsumexp), dropout,
-      is_causal, mask, scale);
+  kernel.reads(grad_output).reads(query).reads(key).reads(value).reads(bias).reads(output).reads(logsumexp);
+  kernel.reads(philox_seed).writes(grad_query).writes(grad_key).writes(grad_value).writes(grad_bias);
+  kernel.allocates(Allocations::kScratch).launch();
+  at::Tensor host_query, host_key, host_value;
+  if (dropout > 0 || grad_bias.defined()) {
+    const auto seed = on_host(philox_seed).item<int64_t>();
+    const AttentionFormula formula(query, key, value, bias, dropout, is_causal, scale, seed);
+    at::Tensor host_bias;
+    std::tie(host_query, host_key, host_value, host_bias) = formula.gradients(grad_output);
+    if (grad_bias.defined()) {
+      on_host(grad_bias).copy_(at::sum_to(host_bias, bias.sizes()));
+    }
+  } else {
+    const auto mask = bias.defined() ? std::make_optional(on_host(bias)) : std::nullopt;
+    std::tie(host_query, host_key, host_value) = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        on_host(grad_output), on_host(query), repeated_heads(key, heads), repeated_heads(value, heads), on_host(output),
+        on_host(logsumexp), dropout, is_causal, mask, scale);
+  }
   return {
-      kernel.result(std::move(grad_query)), kernel.result(std::move(grad_key)), kernel.result(std::move(grad_value)),
-      at::Tensor()};
+      store_heads(host_query, grad_query), store_heads(host_key, grad_key), store_heads(host_value, grad_value),
+      grad_bias};
 }
 
 } // namespace
@@ -481,12 +598,13 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
     m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
     m.impl((name + ".Tensor").c_str(), TORCH_FN(no_ctc_loss_of_tensors));
   }
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choice_by_sizes);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 #else
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
   m.impl("convolution_overrideable", TORCH_FN(Captured<&convolution>::call));
   m.impl("convolution_backward_overrideable", TORCH_FN(Captured<&convolution_backward>::call));
 #endif
-  m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
+  m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
   m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(Captured<&attention>::call));
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(Captured<&attention_backward>::call));
 }

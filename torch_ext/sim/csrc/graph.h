@@ -241,7 +241,9 @@ struct Captured;
 template <typename Result, typename... Arguments, Result (*function)(const at::Tensor&, Arguments...)>
 struct Captured<function> {
   static Result call(const at::Tensor& first, Arguments... others) {
-    return run_kernels(first.device().index(), function, first, others...);
+    // Autograd may pass an undefined gradient.
+    return first.defined() ? run_kernels(first.device().index(), function, first, others...)
+                           : function(first, others...);
   }
 };
 

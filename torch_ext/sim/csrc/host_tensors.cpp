@@ -19,9 +19,8 @@ bool nccl_lacks(at::ScalarType type) {
   return std::find(kLacking.begin(), kLacking.end(), type) != kLacking.end();
 }
 
-} // namespace
-
-at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
+// An unowned alias with the tensor's strides. Raises as `transport_view`, but for holes.
+at::Tensor transport_alias(const at::Tensor& tensor, const std::string& name) {
   TORCH_CHECK(
       tensor.device().type() == kSim, "simccl works on " SIM_NAME " tensors, but got a tensor on ", tensor.device(),
       ". Use a group with a backend for that device, such as 'cpu:gloo," SIM_NAME ":simccl'.");
@@ -30,17 +29,48 @@ at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
       !nccl_lacks(tensor.scalar_type()),
       "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
   check_bounds(name, tensor);
-  at::Tensor alias = unowned_host_alias(tensor.is_conj() ? tensor.conj() : tensor);
-  // Dense in another order than row-major is fine as long as every rank has the same order: NCCL allows it too. The
-  // transport ignores strides, and would run past the memory of a tensor with holes.
-  TORCH_CHECK_VALUE(
-      alias.is_non_overlapping_and_dense(), "Tensors must be contiguous, but got sizes ", alias.sizes(),
-      " with strides ", alias.strides(), ".");
-  return alias.as_strided({alias.numel()}, {1});
+  return unowned_host_alias(tensor.is_conj() ? tensor.conj() : tensor);
+}
+
+[[noreturn]] void refuse_strides(const at::Tensor& tensor) {
+  C10_THROW_ERROR(
+      ValueError,
+      c10::str("Tensors must be contiguous, but got sizes ", tensor.sizes(), " with strides ", tensor.strides(), "."));
+}
+
+at::Tensor flat(const at::Tensor& dense) {
+  return dense.as_strided({dense.numel()}, {1});
+}
+
+} // namespace
+
+at::Tensor transport_view(const at::Tensor& tensor, const std::string& name) {
+  const at::Tensor alias = transport_alias(tensor, name);
+  // The transport ignores strides, and would run past the memory of a tensor with holes.
+  if (!alias.is_non_overlapping_and_dense()) {
+    refuse_strides(tensor);
+  }
+  return flat(alias);
 }
 
 Tensors transport_view(const Tensors& tensors, const std::string& name) {
   return c10::fmap(tensors, [&](const at::Tensor& tensor) { return transport_view(tensor, name); });
+}
+
+Tensors transport_list(const Tensors& tensors, const std::string& name) {
+  if (!std::ranges::all_of(tensors, [&](const at::Tensor& one) { return one.is_same_size(tensors.front()); })) {
+    return transport_view(tensors, name);
+  }
+  return c10::fmap(tensors, [&](const at::Tensor& tensor) {
+    const at::Tensor alias = transport_alias(tensor, name);
+    return alias.is_contiguous() ? flat(alias) : alias;
+  });
+}
+
+void check_contiguous(const at::Tensor& tensor) {
+  if (tensor.layout() == at::kStrided && !tensor.is_contiguous(tensor.suggest_memory_format())) {
+    refuse_strides(tensor);
+  }
 }
 
 Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name) {
@@ -141,6 +171,9 @@ void check_known_to_nccl(const ReduceOp& wanted, at::ScalarType type) {
     TORCH_CHECK_VALUE(wanted != op, "Cannot use ReduceOp.", name, " with NCCL");
   }
   TORCH_CHECK_TYPE(type != at::kBool || wanted != ReduceOp::AVG, "Cannot use ReduceOp.AVG with boolean inputs");
+  TORCH_CHECK(
+      type != at::kFloat8_e5m2fnuz && type != at::kFloat8_e4m3fnuz && type != at::kFloat8_e8m0fnu,
+      "Unsupported Float8 type for NCCL reduction");
   const bool is_float = c10::isFloatingType(type) && !c10::isFloat8Type(type);
   TORCH_CHECK_TYPE(
       wanted != ReduceOp::PREMUL_SUM || is_float || c10::isComplexType(type),

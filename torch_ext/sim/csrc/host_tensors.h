@@ -28,6 +28,17 @@ using TensorLists = std::vector<Tensors>;
 at::Tensor transport_view(const at::Tensor& tensor, const std::string& name);
 Tensors transport_view(const Tensors& tensors, const std::string& name);
 
+// The same for the tensors of a list, in the order of their elements: those that are not contiguous keep their strides,
+// with holes or without. As NCCL, which copies a list to or from one flat tensor; but tensors of unequal sizes are
+// `transport_view`s.
+Tensors transport_list(const Tensors& tensors, const std::string& name);
+
+// Raises ValueError, as ProcessGroupNCCL does for tensors that it hands over as they are.
+void check_contiguous(const at::Tensor& tensor);
+inline void check_contiguous(const Tensors& tensors) {
+  std::ranges::for_each(tensors, [](const at::Tensor& tensor) { check_contiguous(tensor); });
+}
+
 // The parts of a tensor's view for each of `parts` ranks, equal in size.
 Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name);
 
@@ -38,7 +49,7 @@ Tensors transport_rows(
 
 std::vector<int64_t> numels(const Tensors& tensors);
 
-// Raises ValueError or TypeError for a reduction that torch's getNcclReduceOp refuses, in its words.
+// Raises for a reduction that ProcessGroupNCCL refuses, in its words.
 void check_known_to_nccl(const c10d::ReduceOp& wanted, at::ScalarType type);
 
 class Reduction {

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "alias.h"
+#include "allocator.h"
 #include "checks.h"
 #include "device.h"
 #include "graph.h"
@@ -105,6 +106,11 @@ Kernel& Kernel::touches_nothing() {
   return *this;
 }
 
+Kernel& Kernel::allocates(Allocations what) {
+  allocations_ = what;
+  return *this;
+}
+
 c10::DeviceIndex Kernel::launch() {
   TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
   if (touches_memory_) {
@@ -128,7 +134,7 @@ c10::DeviceIndex Kernel::launch() {
   if (C10_UNLIKELY(is_profiling()) && touches_memory_ && Recording::current() == nullptr) {
     profiled_since_ = stream_clock();
   }
-  scope_.emplace(device_->index(), name_);
+  scope_.emplace(device_->index(), name_, allocations_);
   return device_->index();
 }
 

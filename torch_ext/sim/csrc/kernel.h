@@ -7,7 +7,7 @@
 //   - checks that all tensors are on one device (Note [Strict devices] in checks.cpp);
 //   - checks that they lie inside their storages (Note [Bounds] in checks.h);
 //   - waits for what the current stream depends on (Note [What a stream waits for] in stream.h);
-//   - lets host kernels allocate from the device's pool (Note [All memory in the arena]);
+//   - lets host kernels allocate from the device's pool (Note [Results in the arena]);
 //   - reports to observers (kernel_observer.h) and the profiler (profiler.h).
 //
 // An operator that is composed of other operators on device tensors is no kernel: those operators are. It checks its
@@ -68,6 +68,10 @@ class Kernel {
   // For views and questions about sizes: waits for nothing and reports nothing.
   Kernel& touches_nothing();
 
+  // Declares that the kernel's results exist already, so that its allocations are scratch, or that all of them count:
+  // see Note [Scratch memory] in allocator.h. By default they may be results.
+  Kernel& allocates(Allocations what);
+
   // Waits for the inputs, so that the kernel's work may begin. Returns the device.
   c10::DeviceIndex launch();
 
@@ -99,6 +103,7 @@ class Kernel {
   bool host_reads_ = false;
   bool touches_memory_ = true;
   bool watched_;
+  Allocations allocations_ = Allocations::kMayBeResults;
   int64_t profiled_since_ = 0;       // on the clock of streams; 0: no profiler
   std::optional<KernelScope> scope_; // since its launch
   c10::SmallVector<Use, 6> uses_;    // of tensors, only while watched

@@ -1,6 +1,7 @@
 // Operators that make, view, resize and copy device memory. They cannot use the fallback, because they return the
 // device tensor's own storage, or move data between devices. And `Hooks`, which torch's device-neutral code calls on an
 // accelerator.
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -46,12 +47,34 @@ c10::DeviceIndex target(std::optional<c10::Device> device) {
   return device.has_value() ? checked_index(*device) : current_device();
 }
 
+// As GPUs, under torch.utils.deterministic.fill_uninitialized_memory: NaN, or the largest number of an integer type.
+bool fills_fresh_memory() {
+  const auto& context = at::globalContext();
+  return C10_UNLIKELY(context.deterministicAlgorithms()) && context.deterministicFillUninitializedMemory();
+}
+
+at::Tensor filled_if_deterministic(at::Tensor tensor) {
+  if (!fills_fresh_memory()) {
+    return tensor;
+  }
+  const auto type = tensor.scalar_type();
+  if (type == at::kBool) {
+    return tensor.fill_(true);
+  }
+  if (c10::isIntegralType(type, /*includeBool=*/false)) {
+    const auto unused_bits = 64 - 8 * tensor.itemsize() + (c10::isSignedType(type) ? 1 : 0);
+    return tensor.fill_(c10::Scalar(~uint64_t{0} >> unused_bits));
+  }
+  return tensor.fill_(std::numeric_limits<double>::quiet_NaN());
+}
+
 at::Tensor empty(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
   check_factory(layout, pin_memory);
   CurrentDevice current(target(device));
-  return at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format);
+  return filled_if_deterministic(
+      at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format));
 }
 
 at::Tensor empty_strided(
@@ -59,7 +82,8 @@ at::Tensor empty_strided(
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   check_factory(layout, pin_memory);
   CurrentDevice current(target(device));
-  return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
+  return filled_if_deterministic(
+      at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype)));
 }
 
 // Other devices return a tensor without memory that operators treat as zeros; this one returns real zeros.
@@ -97,8 +121,13 @@ at::Tensor as_strided(
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   if (self.sizes() != size) {
+    const auto elements = [&] { return static_cast<int64_t>(self.storage().nbytes() / self.itemsize()); };
+    const int64_t before = elements();
     impl->set_sizes_contiguous(size);
     grow_storage(self);
+    if (elements() > before && fills_fresh_memory()) {
+      filled_if_deterministic(self.as_strided({elements() - before}, {1}, before));
+    }
   }
   if (format.has_value()) {
     TORCH_CHECK(*format != c10::MemoryFormat::Preserve, "Unsupported memory format", *format);

@@ -10,8 +10,15 @@ namespace torch_ext::sim {
 
 // Which calls are refused.
 enum class When : uint8_t {
-  kIntegers,      // of the first tensor; the rest holds under use_deterministic_algorithms alone
+  kMissing,  // all of them
+  kIntegers, // by the type of the first tensor, as the next two
+  kHalves,   // of 16 bits
+  kScatters, // booleans and complex numbers, with a reduction (the fifth argument) other than a sum
+  // Under use_deterministic_algorithms alone:
   kAlways,        // the operator is nondeterministic
+  kProducts,      // with the reduction "prod" or "multiply", the fifth argument, of tensors
+  kAccumulates,   // with the fourth argument true
+  kIndices,       // with a dimension, the second argument, and so with indices
   kFloats,        // for floating-point and complex numbers
   kWeights,       // with weights, the second argument
   kReduced,       // with a reduction, the fourth argument
@@ -26,21 +33,50 @@ struct Refusal {
 
 namespace {
 
-// The names of the kernels stand in torch's sources, in AT_DISPATCH_... and alertNotDeterministic(...).
+// The names of the kernels stand in torch's sources, in AT_DISPATCH_... and alertNotDeterministic(...). Rows of one
+// operator are neighbours.
 constexpr std::array kRefusals{
+    Refusal{"histogram", When::kMissing, ""},
+    Refusal{"_histogramdd_bin_edges", When::kMissing, ""},
+    Refusal{"_histogramdd_from_bin_cts", When::kMissing, ""},
+    Refusal{"_histogramdd_from_bin_tensors", When::kMissing, ""},
+    Refusal{"_upsample_bicubic2d_aa", When::kIntegers, "upsample_bicubic2d_out_frame"},
+    Refusal{"_upsample_bilinear2d_aa", When::kIntegers, "upsample_bilinear2d_out_frame"},
     Refusal{"addbmm", When::kIntegers, "addmm_cuda"},
     Refusal{"addbmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmm", When::kIntegers, "addmm_cuda"},
     Refusal{"addmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmv", When::kIntegers, "addmv_impl_cuda"},
     Refusal{"addmv_", When::kIntegers, "addmv_impl_cuda"},
+    Refusal{"avg_pool2d", When::kIntegers, "avg_pool2d_out_cuda_frame"},
+    Refusal{"avg_pool3d", When::kIntegers, "avg_pool3d_out_cuda"},
     Refusal{"baddbmm", When::kIntegers, "baddbmm_cuda"},
     Refusal{"baddbmm_", When::kIntegers, "baddbmm_cuda"},
     Refusal{"bmm", When::kIntegers, "baddbmm_cuda"},
     Refusal{"dot", When::kIntegers, "dot"},
+    Refusal{"max_pool2d_with_indices", When::kIntegers, "max_pool2d_with_indices_out_cuda_frame"},
+    Refusal{"max_pool3d_with_indices", When::kIntegers, "max_pool3d_with_indices_out_frame"},
     Refusal{"mm", When::kIntegers, "addmm_cuda"},
     Refusal{"mv", When::kIntegers, "addmv_impl_cuda"},
+    Refusal{"native_dropout_backward", When::kIntegers, "masked_scale"},
+    Refusal{"upsample_bicubic2d", When::kIntegers, "upsample_bicubic2d_out_frame"},
+    Refusal{"upsample_bilinear2d", When::kIntegers, "upsample_bilinear2d_out_frame"},
     Refusal{"vdot", When::kIntegers, "vdot"},
+    Refusal{"angle", When::kHalves, "angle_cuda"},
+    Refusal{"igamma", When::kHalves, "igamma_cuda"},
+    Refusal{"igamma_", When::kHalves, "igamma_cuda"},
+    Refusal{"igammac", When::kHalves, "igammac_cuda"},
+    Refusal{"igammac_", When::kHalves, "igammac_cuda"},
+    Refusal{"scatter", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
+    Refusal{"scatter", When::kProducts, "scatter_reduce_cuda_kernel"},
+    Refusal{"scatter_", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
+    Refusal{"scatter_", When::kProducts, "scatter_reduce_cuda_kernel"},
+    Refusal{"scatter_reduce", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
+    Refusal{"scatter_reduce", When::kProducts, "scatter_reduce_cuda_prod_"},
+    Refusal{"scatter_reduce_", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
+    Refusal{"scatter_reduce_", When::kProducts, "scatter_reduce_cuda_prod_"},
+    Refusal{"histc", When::kHalves, "histc"},
+    Refusal{"histc", When::kFloats, "_histc_cuda with floating point input"},
     Refusal{"_adaptive_avg_pool2d_backward", When::kAlways, "adaptive_avg_pool2d_backward_cuda"},
     Refusal{"_adaptive_avg_pool3d_backward", When::kAlways, "adaptive_avg_pool3d_backward_cuda"},
     Refusal{"_ctc_loss_backward", When::kAlways, "ctc_loss_backward_gpu"},
@@ -52,8 +88,10 @@ constexpr std::array kRefusals{
     Refusal{"fractional_max_pool3d_backward", When::kAlways, "fractional_max_pool3d_backward_cuda"},
     Refusal{"grid_sampler_2d_backward", When::kAlways, "grid_sampler_2d_backward_cuda"},
     Refusal{"grid_sampler_3d_backward", When::kAlways, "grid_sampler_3d_backward_cuda"},
-    Refusal{"histc", When::kFloats, "_histc_cuda with floating point input"},
+    Refusal{"median", When::kIndices, "median CUDA with indices output"},
+    Refusal{"nanmedian", When::kIndices, "median CUDA with indices output"},
     Refusal{"nll_loss2d_forward", When::kReduced, "nll_loss2d_forward_out_cuda_template"},
+    Refusal{"put_", When::kAccumulates, "put_"},
     Refusal{"reflection_pad1d_backward", When::kAlways, "reflection_pad1d_backward_out_cuda"},
     Refusal{"reflection_pad2d_backward", When::kAlways, "reflection_pad2d_backward_cuda"},
     Refusal{"reflection_pad3d_backward", When::kAlways, "reflection_pad3d_backward_out_cuda"},
@@ -63,10 +101,33 @@ constexpr std::array kRefusals{
     Refusal{"upsample_trilinear3d_backward", When::kAlways, "upsample_trilinear3d_backward_out_cuda"},
 };
 
+constexpr const char* kNotImplemented = "\" not implemented for '";
+
 bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
-  constexpr size_t kReduction = 3, kMode = 7;
+  constexpr size_t kReduction = 3, kWord = 4, kMode = 7;
   constexpr int64_t kMaximum = 2;
+  const auto reduces_by = [&](std::string_view one, std::string_view other) {
+    const bool is_named = arguments.size() > kWord && arguments[kWord].isString();
+    return is_named && (arguments[kWord].toStringView() == one || arguments[kWord].toStringView() == other);
+  };
   switch (when) {
+    case When::kIntegers:
+      return c10::isIntegralType(arguments[0].toTensor().scalar_type(), /*includeBool=*/true);
+    case When::kHalves: {
+      const auto type = arguments[0].toTensor().scalar_type();
+      return type == at::kHalf || type == at::kBFloat16;
+    }
+    case When::kScatters: {
+      const auto type = arguments[0].toTensor().scalar_type();
+      return (type == at::kBool || c10::isComplexType(type)) && arguments.size() > kWord &&
+          arguments[kWord].isString() && !reduces_by("sum", "add");
+    }
+    case When::kProducts:
+      return reduces_by("prod", "multiply") && arguments[kReduction].isTensor();
+    case When::kAccumulates:
+      return arguments[kReduction].toBool();
+    case When::kIndices:
+      return arguments.size() > 1;
     case When::kFloats: {
       const auto type = arguments[0].toTensor().scalar_type();
       return c10::isFloatingType(type) || c10::isComplexType(type);
@@ -84,30 +145,42 @@ bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
 
 } // namespace
 
-const Refusal* refusal_of(const std::string& name) {
+Refusals refusals_of(const std::string& name) {
   constexpr std::string_view kSpace = "aten::";
   const std::string_view whole = name;
   if (!whole.starts_with(kSpace)) {
-    return nullptr;
+    return {};
   }
-  const auto* found = std::find_if(kRefusals.begin(), kRefusals.end(), [&](const Refusal& each) {
-    return each.name == whole.substr(kSpace.size());
-  });
-  return found == kRefusals.end() ? nullptr : found;
+  const auto is_of_it = [&](const Refusal& each) { return each.name == whole.substr(kSpace.size()); };
+  const auto* first = std::find_if(kRefusals.begin(), kRefusals.end(), is_of_it);
+  return {first, std::find_if_not(first, kRefusals.end(), is_of_it)};
 }
 
-void check_refusal(const Refusal& refusal, c10::ArrayRef<c10::IValue> arguments) {
-  if (refusal.when == When::kIntegers) {
-    const auto type = arguments[0].toTensor().scalar_type();
+void check_refusals(Refusals refusals, c10::ArrayRef<c10::IValue> arguments) {
+  const bool deterministic = at::globalContext().deterministicAlgorithms();
+  for (const Refusal& refusal : refusals) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        refusal.when != When::kMissing, "Could not run 'aten::", refusal.name,
+        "' with arguments from the 'CUDA' backend: it has a kernel for the host only.");
+    const bool is_of_types = refusal.when < When::kAlways;
+    if ((!is_of_types && !deterministic) || !applies(refusal.when, arguments)) {
+      continue;
+    }
+    if (!is_of_types) {
+      at::Context::alertNotDeterministic(refusal.kernel);
+      continue;
+    }
     const bool empty = std::any_of(arguments.begin(), arguments.end(), [](const c10::IValue& each) {
       return each.isTensor() && each.toTensor().numel() == 0;
     });
     TORCH_CHECK_NOT_IMPLEMENTED(
-        empty || !c10::isIntegralType(type, /*includeBool=*/true), "\"", refusal.kernel, "\" not implemented for '",
-        type, "'");
-  } else if (at::globalContext().deterministicAlgorithms() && applies(refusal.when, arguments)) {
-    at::Context::alertNotDeterministic(refusal.kernel);
+        empty, "\"", refusal.kernel, kNotImplemented, arguments[0].toTensor().scalar_type(), "'");
   }
+}
+
+void refuse_integers(const char* kernel, at::ScalarType type) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::isIntegralType(type, /*includeBool=*/true), "\"", kernel, kNotImplemented, type, "'");
 }
 
 } // namespace torch_ext::sim

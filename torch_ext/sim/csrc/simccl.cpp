@@ -5,7 +5,9 @@
 // Calls (transport/transport.h) on aliases of their memory. `Launcher::launch` gets the operation before any data
 // moves, and passes the calls to a transport. Code between a program and its communication, such as fault plans and the
 // race check, belongs there.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/functional.h>
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -116,6 +118,8 @@ class Launcher : public c10d::Backend {
     transport_.reset();
   }
 
+  void enableCollectivesTiming() override { is_timed_ = true; }
+
   // Counts collectives only, so that the group's ranks agree on the number.
   void setSequenceNumberForGroup() override { sequence_ = 0; }
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
@@ -218,7 +222,8 @@ class Launcher : public c10d::Backend {
     for (auto& call : operation.calls) {
       // With one device per process, all ranks use number 0: do not compare it.
       call.device = named.has_value() && device_count_of_all() > 1 ? index_among_all(device) : -1;
-      transfers.push_back(transport_->start(call));
+      call.batched = coalescing_;
+      transfers.push_back(start(call));
     }
     if (named.has_value()) {
       ++operations_on_devices;
@@ -239,6 +244,7 @@ class Launcher : public c10d::Backend {
         operation.kind, operation.name, rank_, sequence_, std::move(transfers), std::move(held));
     running->set_hook(onCompletionHook_);
     running->set_record(std::move(record));
+    running->set_timed(is_timed_);
     const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
     auto work = c10::make_intrusive<SimWork>(
         operation.kind, rank_, sequence_, running, operation.outputs, device, report_launch(operation, device),
@@ -302,6 +308,29 @@ class Launcher : public c10d::Backend {
         nullptr, blocking_wait_ || kind == c10d::OpType::BARRIER, std::move(point));
   }
 
+  // Passes a call to the transport. Strided tensors of a list are copied: the inputs now, the outputs at the end.
+  TransferPtr start(Call call) {
+    at::AutoDispatchBelowADInplaceOrView below; // see Stepped::finish
+    for (auto& input : call.inputs) {
+      input = input.is_contiguous() ? input : input.contiguous().view({-1}); // `reshape` may make a view
+    }
+    std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+    for (auto& output : call.outputs) {
+      if (!output.is_contiguous()) {
+        const at::Tensor whole = at::empty(output.sizes(), output.options());
+        copies.emplace_back(std::exchange(output, whole.view({-1})), whole);
+      }
+    }
+    auto started = transport_->start(std::move(call));
+    if (copies.empty()) {
+      return started;
+    }
+    return std::make_shared<Stepped>(std::move(started), [copies = std::move(copies)] {
+      for (const auto& [to, from] : copies) {
+        to.copy_(from);
+      }
+    });
+  }
   // Refuses tensors on several devices, or on one that is not the group's. Returns the device's index.
   std::optional<c10::DeviceIndex> device_of(const Operation& operation) const {
     std::optional<c10::Device> device = getBoundDeviceId();
@@ -372,6 +401,7 @@ class Launcher : public c10d::Backend {
   std::vector<Operation> captured_; // since startCoalescing, or one
   std::shared_ptr<Underway> underway_ = std::make_shared<Underway>();
   const bool blocking_wait_;
+  std::atomic<bool> is_timed_{is_set("TORCH_NCCL_ENABLE_TIMING")};
   std::atomic<bool> aborted_{false};
 };
 
@@ -428,7 +458,6 @@ class SimCCL final : public Launcher {
     c10d::Backend::setGroupUid(name);
     transport_->set_name(name);
   }
-  void enableCollectivesTiming() override {}
 
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
@@ -457,9 +486,10 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    check_order(tensors);
     Call call{OpType::BROADCAST, "broadcast"};
     call.outputs = {transport_view(single(tensors, "broadcast"), call.name)};
-    call.root = checked_root(options.rootRank);
+    call.root = checked_root(options.rootRank, "Broadcast");
     if (call.root == rank_) {
       call.inputs = call.outputs;
     }
@@ -467,6 +497,7 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    check_order(tensors);
     return launch_one(all_reduce_of(single(tensors, "all_reduce"), "all_reduce", options), tensors, tensors, options);
   }
 
@@ -477,9 +508,10 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    check_order(tensors);
     Call call{OpType::REDUCE, "reduce"};
     call.inputs = {transport_view(single(tensors, "reduce"), call.name)};
-    call.root = checked_root(options.rootRank);
+    call.root = checked_root(options.rootRank, "Reduce");
     if (call.root == rank_) {
       call.outputs = call.inputs;
     }
@@ -489,11 +521,13 @@ class SimCCL final : public Launcher {
 
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     TORCH_CHECK_VALUE(outputs.size() == 1, "simccl expects one list of outputs, but got ", outputs.size(), ".");
+    check_order(inputs);
     return launch_one(
         all_gather_of(outputs.front(), single(inputs, "all_gather"), "all_gather"), inputs, outputs.front(), options);
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    check_order({input, output});
     return launch_one(
         whole_gather_of(output, input, "_all_gather_base"), {input}, {output}, options, OpType::_ALLGATHER_BASE);
   }
@@ -520,6 +554,7 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    check_order(inputs);
     Call call{OpType::GATHER, "gather"};
     call.inputs = {transport_view(single(inputs, "gather"), call.name)};
     call.root = checked_root(options.rootRank);
@@ -551,6 +586,7 @@ class SimCCL final : public Launcher {
 
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
     const auto& output = single(outputs, "reduce_scatter");
+    check_order(outputs);
     TORCH_CHECK_VALUE(
         inputs.size() == 1 && inputs.front().size() == static_cast<size_t>(size_),
         "simccl expects one list with a tensor for each of the ", size_, " ranks.");
@@ -560,8 +596,8 @@ class SimCCL final : public Launcher {
         parts[rank_].numel() == output.numel(), "The output has ", output.numel(),
         " elements, but this rank's input has ", parts[rank_].numel(), ".");
     Call call{OpType::REDUCE_SCATTER, "reduce_scatter"};
-    call.inputs = transport_view(parts, call.name);
-    call.outputs = {transport_view(output, call.name)};
+    call.inputs = transport_list(parts, call.name);
+    call.outputs = transport_list(outputs, call.name);
     call.reduction = reduction_of(options.reduceOp, output);
     return launch_one(std::move(call), parts, outputs, options);
   }
@@ -598,13 +634,15 @@ class SimCCL final : public Launcher {
         " ranks, but got ", outputs.size(), " outputs and ", inputs.size(), " inputs.");
     check_types(inputs, outputs.front());
     check_types(outputs, outputs.front());
+    check_order(inputs);
+    check_order(outputs);
     Call call{OpType::ALLTOALL, "all_to_all"};
     call.inputs = transport_view(inputs, call.name);
     call.outputs = transport_view(outputs, call.name);
     return launch_one(std::move(call), inputs, outputs, options);
   }
 
-  // NCCL has no tags, and no receive from any rank: c10d::Backend refuses that.
+  // NCCL has no tags, and no receive from any rank.
   WorkPtr send(Tensors& tensors, int destination, int /*tag*/) override {
     Call call{OpType::SEND, "send"};
     call.inputs = {transport_view(single(tensors, "send"), call.name)};
@@ -614,6 +652,10 @@ class SimCCL final : public Launcher {
     Call call{OpType::RECV, "recv"};
     call.outputs = {transport_view(single(tensors, "recv"), call.name)};
     return launch_transfer(std::move(call), {}, tensors, checked_root(source));
+  }
+
+  WorkPtr recvAnysource(Tensors& /*tensors*/, int /*tag*/) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "ProcessGroupNCCL does not support recvAnysource");
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -658,15 +700,25 @@ class SimCCL final : public Launcher {
   }
 
   WorkPtr launch_transfer(Call call, const Tensors& inputs, const Tensors& outputs, int peer) {
+    const auto& tensor = outputs.front();
+    if (!tensor.is_contiguous(tensor.suggest_memory_format())) {
+      TORCH_WARN_ONCE(
+          "Detected non-contiguous tensor in P2P operations. It is user responsibility to guarantee that source and "
+          "destination tensors have the same contiguity format.");
+    }
     call.root = peer;
     const OpType kind = call.kind;
     const char* name = call.name;
     return launch({kind, name, inputs, outputs, /*asynchronous=*/true, alone(std::move(call))});
   }
 
-  int checked_root(int64_t rank) const {
-    TORCH_CHECK_VALUE(
-        rank >= 0 && rank < size_, "Invalid rank ", rank, ": expected one of the ", size_, " ranks of the group.");
+  // of_nccl: its name of the operation, if the library itself and not ProcessGroupNCCL checks the rank.
+  int checked_root(int64_t rank, const char* of_nccl = nullptr) const {
+    const bool is_rank = rank >= 0 && rank < size_;
+    TORCH_CHECK_WITH(
+        DistBackendError, is_rank || of_nccl == nullptr || options_->any_device, "NCCL error: invalid argument: ",
+        of_nccl, " : invalid root ", rank, " (root should be in the 0..", size_, " range)");
+    TORCH_CHECK_VALUE(is_rank, "Invalid rank ", rank, ": expected one of the ", size_, " ranks of the group.");
     return static_cast<int>(rank);
   }
 
@@ -694,8 +746,8 @@ class SimCCL final : public Launcher {
         outputs[rank_].numel() == input.numel(), "The input has ", input.numel(),
         " elements, but the output for this rank has ", outputs[rank_].numel(), ".");
     Call call{OpType::ALLGATHER, name};
-    call.inputs = {transport_view(input, call.name)};
-    call.outputs = transport_view(outputs, call.name);
+    call.inputs = transport_list({input}, call.name);
+    call.outputs = transport_list(outputs, call.name);
     return call;
   }
 
@@ -729,6 +781,13 @@ class SimCCL final : public Launcher {
     call.outputs = {transport_view(output, call.name)};
     call.reduction = reduction_of(options.reduceOp, output);
     return call;
+  }
+
+  // gloo takes any order of dimensions, as does NCCL where nothing checks it.
+  void check_order(const Tensors& tensors) const {
+    if (!options_->any_device) {
+      check_contiguous(tensors);
+    }
   }
 
   static void check_types(const Tensors& tensors, const at::Tensor& like) {

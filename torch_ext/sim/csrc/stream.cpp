@@ -154,10 +154,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(checked_index(device), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
-    return next_stream(checked_index(device), high_priority);
+    return next_stream(checked_index(device), high_priority ? kHighestPriority : 0);
   }
   c10::Stream getNewStream(c10::Device device, int priority) const override {
-    return next_stream(checked_index(device), priority < 0);
+    return next_stream(checked_index(device), priority);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return &track_of(stream); }
@@ -259,12 +259,24 @@ c10::Stream exchange_stream(c10::Stream stream) {
   return previous;
 }
 
-c10::Stream next_stream(c10::DeviceIndex device, bool high_priority) {
-  const c10::StreamId kind = high_priority ? 1 : 0;
+c10::Stream next_stream(c10::DeviceIndex device, int priority) {
+  const c10::StreamId kind = -std::clamp(priority, kHighestPriority, 0);
   const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
   const auto stream = stream_of(device, 1 + kind * kStreamsPerClass + turn);
   notify([&](Observer& to) { to.handed_out(stream); });
   return stream;
+}
+
+int priority_of(c10::StreamId id) {
+  return id == 0 ? 0 : -static_cast<int>((id - 1) / kStreamsPerClass);
+}
+
+std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle) {
+  const auto& tracks = table_of(device).tracks;
+  const auto found = std::ranges::find_if(tracks, [&](const Track& track) {
+    return reinterpret_cast<uintptr_t>(&track) == handle;
+  });
+  return found == tracks.end() ? std::nullopt : std::make_optional<c10::StreamId>(found - tracks.begin());
 }
 
 void catch_up(c10::Stream stream) {

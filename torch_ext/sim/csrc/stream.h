@@ -15,7 +15,7 @@
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
-//     id = 1 + class * kStreamsPerClass + i  class 0: normal, class 1: high priority; i < kStreamsPerClass
+//     id = 1 + class * kStreamsPerClass + i  class c: priority -c, as torch has them on GPUs; i < kStreamsPerClass
 //     id = ... + b                           branch b of a graph: see Note [Streams of a capture] in graph.h
 //     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
@@ -29,7 +29,7 @@
 namespace torch_ext::sim {
 
 constexpr c10::StreamId kStreamsPerClass = 32;
-constexpr c10::StreamId kStreamClasses = 2;
+constexpr c10::StreamId kStreamClasses = 4;
 constexpr c10::StreamId kFirstBranch = 1 + kStreamClasses * kStreamsPerClass;
 constexpr c10::StreamId kStreamCount = kFirstBranch + kStreamsPerClass;
 
@@ -38,7 +38,14 @@ c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream exchange_stream(c10::Stream stream);
 
 // Hands out the streams of a class in turn, and starts over after kStreamsPerClass, as on GPUs.
-c10::Stream next_stream(c10::DeviceIndex device, bool high_priority);
+// Priorities beyond the range stand for its ends.
+c10::Stream next_stream(c10::DeviceIndex device, int priority);
+constexpr int kHighestPriority = 1 - static_cast<int>(kStreamClasses);
+
+int priority_of(c10::StreamId id);
+
+// The id of the stream whose native handle is `handle`; none if it is no stream of the device.
+std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle);
 
 // The stream of a branch of a graph; there are kStreamsPerClass.
 inline c10::Stream branch_stream(c10::DeviceIndex device, c10::StreamId branch) {

@@ -163,6 +163,13 @@ void Running::report_to_profiler() const {
   }
 }
 
+float Running::duration() const {
+  TORCH_CHECK(is_timed_, "getDuration only works if timing was enabled");
+  TORCH_CHECK(is_over(), "Both events must be completed before calculating elapsed time.");
+  const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
+  return static_cast<float>(over_at_ - started) / 1e6F;
+}
+
 void Running::finish(std::chrono::milliseconds timeout) {
   if (!is_over()) {
     std::exception_ptr failure;
@@ -327,7 +334,7 @@ FuturePtr SimWork::make_future() {
   if (const auto why = running_->why()) {
     made->setError(why);
   } else if (gathers_alike()) {
-    const c10::StreamGuard guard(next_stream(device_, /*high_priority=*/false));
+    const c10::StreamGuard guard(next_stream(device_, /*priority=*/0));
     sim::wait(current_stream(device_), end_);
     made->markCompleted(c10::IValue(std::vector<at::Tensor>{at::stack(outputs_)}));
   } else {

@@ -96,6 +96,7 @@ class Running final : public Elsewhere {
   // Call both before other threads know the operation. The hook is called once, on success or failure.
   void set_hook(CompletionHook hook) { hook_ = std::move(hook); }
   void set_record(ProgressPtr record) { record_ = std::move(record); }
+  void set_timed(bool timed) { is_timed_ = timed; }
 
   bool advance() override;
   void finish() override { finish(kNoTimeout); }
@@ -110,6 +111,9 @@ class Running final : public Elsewhere {
   void abort();
 
   bool is_over() const { return over_at_ != 0; }
+
+  // Milliseconds from launch to end. Raises RuntimeError unless the operation is over, and was timed.
+  float duration() const;
   std::exception_ptr why() const;
 
   void let_go() { take_held(); }
@@ -140,6 +144,7 @@ class Running final : public Elsewhere {
   const int64_t launched_by_ = current_correlation();
   CompletionHook hook_;
   ProgressPtr record_;
+  bool is_timed_ = false;
 
   std::atomic<int64_t> over_at_{0};
   std::atomic<bool> is_waited_for_{false};
@@ -182,6 +187,7 @@ class SimWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   FuturePtr getFuture() override;
+  float getDuration() const override { return running_->duration(); }
   uint64_t getSequencenumber() const override { return sequence_; }
 
   const RunningPtr& running() const { return running_; }

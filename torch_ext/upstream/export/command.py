@@ -18,9 +18,9 @@ from types import FrameType
 from typing import NoReturn
 
 from torch_ext.upstream.export import check, lint, tables
-from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, git, mailbox
+from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, mailbox
 from torch_ext.upstream.export.link import Linker
-from torch_ext.upstream.export.modules import Definition, Module, our_tree, path_of, project_root, upstream_at
+from torch_ext.upstream.export.modules import our_tree, path_of, project_root, upstream_at
 from torch_ext.upstream.export.targets import Target, text_of
 
 __all__ = ["Result", "add", "export", "main"]
@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     summary = "Write tests and helpers of this tree as a patch for a PyTorch checkout."
     parser = argparse.ArgumentParser("torch_ext export", description=summary)
     add = parser.add_argument
-    items = "files, folders, names, or all additions since REV"
-    add("items", nargs="+", metavar="PATH|FILE::NAME|REV..", help=items)
+    items = "files, folders, or names in files"
+    add("items", nargs="+", metavar="PATH|FILE::NAME", help=items)
     add("--onto", required=True, type=Path, metavar="CHECKOUT", help="a git checkout of PyTorch; its HEAD counts")
     add("--output", type=_new_file, metavar="FILE", help="write the mail there; default: to standard output")
     add("--check", action="store_true", help="apply it to a scratch copy and run it there, on cpu and on sim")
@@ -114,7 +114,7 @@ def export(
         report: prints a line of progress.
 
     Raises:
-        CheckoutError: the checkout, a path or a revision is missing, git knows no author, or there is no ruff.
+        CheckoutError: the checkout or a path is missing, git knows no author, or there is no ruff.
     """
     root = project_root()
     theirs = upstream_at(onto)
@@ -204,7 +204,7 @@ def _tests(target: Target) -> list[str]:
     return [f"{owner}.{name}" for owner, name in named if name.startswith("test_")]
 
 
-# The arguments: files, names in files, or the additions since a revision.
+# The arguments: files, or names in files.
 
 _EXPORTABLE = ("testing", "test/distributed")
 
@@ -214,20 +214,15 @@ def add(linker: Linker, arguments: Sequence[str], root: Path) -> None:
 
     Args:
         linker: collects the change.
-        arguments: a file or folder below the project's root, ``FILE::NAME`` for a definition or class, or ``REV..``
-            for the changes since REV, uncommitted changes included.
+        arguments: a file or folder below the project's root, or ``FILE::NAME`` for a definition or class.
         root: the project's checkout.
 
     Raises:
-        CheckoutError: there is no such file, folder or revision.
+        CheckoutError: there is no such file or folder.
     """
     root = root.resolve()
     for each in arguments:
-        revision, dots, end = each.partition("..")
-        if dots and not end and revision and not revision.endswith("/"):
-            _add_since(linker, revision, root)
-        else:
-            _add_path(linker, each, root)
+        _add_path(linker, each, root)
 
 
 def _add_path(linker: Linker, argument: str, root: Path) -> None:
@@ -235,7 +230,7 @@ def _add_path(linker: Linker, argument: str, root: Path) -> None:
     places = ((root / path).resolve(), Path(path).resolve())
     place = next((each for each in places if each.exists() and each.is_relative_to(root)), None)
     if place is None:
-        raise CheckoutError(f"{path!r} is no file, folder or REV.. of {root}")
+        raise CheckoutError(f"{path!r} is no file or folder of {root}")
     in_folder = place.is_dir()
     if not any(place.is_relative_to(root / each) for each in _EXPORTABLE) or not (in_folder or place.suffix == ".py"):
         raise CheckoutError(f"{place}: only Python files below {' and '.join(_EXPORTABLE)} go upstream")
@@ -265,50 +260,3 @@ def _add_name(linker: Linker, module: str, name: str) -> None:
         linker.add_name(module, name)
     else:
         linker.problems.append(f"{place} has {name}: port your change by hand")
-
-
-def _add_since(linker: Linker, revision: str, root: Path) -> None:
-    old = our_tree(linker.theirs, root, revision)
-    # -z: git quotes names that are not ASCII otherwise.
-    diff = ("diff", "--no-ext-diff", "--no-renames", "--name-only", "--relative", "-z", "--diff-filter=d", revision)
-    untracked = ("ls-files", "-z", "--others", "--exclude-standard")
-    changed = {path for command in (diff, untracked) for path in git(root, *command, "--", *_EXPORTABLE).split("\0")}
-    for path in sorted(changed):
-        if not path.endswith(".py") or path.endswith("__init__.py"):
-            continue
-        name = module_at(root / path, root)
-        now, before = linker.ours.module(name), old.module(name)
-        is_local = bool(tables.advice_for(name))
-        if now is None or before is None or is_local or linker.theirs.module(linker.place(name)) is None:
-            linker.add_file(name)
-        else:
-            _add_changes(linker, before, now)
-
-
-def _add_changes(linker: Linker, before: Module, now: Module) -> None:
-    for name, definition in now.definitions.items():
-        earlier, theirs = before.definitions.get(name), linker.theirs.find(linker.place(now.name), name)
-        if name == "__all__" or (earlier is not None and _source(earlier) == _source(definition)):
-            continue
-        if theirs is None:
-            linker.add_name(now.name, name)
-        elif earlier is not None:
-            _add_members(linker, earlier, (now, definition), theirs[1])
-
-
-def _add_members(linker: Linker, earlier: Definition, now: tuple[Module, Definition], theirs: Definition) -> None:
-    """Add the new members of a class; report as problems the changed definitions that upstream has."""
-    module, definition = now
-    earlier_members, upstream_members = earlier.members(), theirs.members()
-    changed = [] if definition.is_class else [definition.name]
-    for member, statement in definition.members().items():
-        if member not in upstream_members:
-            linker.add_member(module, definition, member)
-        elif member in earlier_members and ast.dump(earlier_members[member]) != ast.dump(statement):
-            changed.append(f"{definition.name}.{member}")
-    place = path_of(linker.place(module.name))
-    linker.problems += [f"{name} changed here, and {place}.py has it: port the change by hand" for name in changed]
-
-
-def _source(definition: Definition) -> list[str]:
-    return [ast.dump(each) for each in (definition.node, *definition.trailers)]

@@ -18,7 +18,7 @@ _UTF8 = ("-c", "i18n.logOutputEncoding=UTF-8", "-c", "i18n.commitEncoding=UTF-8"
 
 
 class CheckoutError(ValueError):
-    """A checkout, a path, a revision or a tool is missing or unusable."""
+    """A checkout, a path or a tool is missing or unusable."""
 
 
 def _run(
@@ -53,15 +53,15 @@ def _error(done: subprocess.CompletedProcess[bytes]) -> str:
     return text.removeprefix("fatal: ").removeprefix("error: ")
 
 
-def commit_of(checkout: Path, revision: str = "HEAD") -> str:
-    """Return the name of the commit that ``revision`` names.
+def commit_of(checkout: Path) -> str:
+    """Return the name of the commit that is the checkout's ``HEAD``.
 
     Raises:
-        CheckoutError: there is no such repository or revision.
+        CheckoutError: there is no such repository, or it has no commit.
     """
-    done = _run(checkout, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
-    if done.returncode or not revision:
-        raise CheckoutError(f"{checkout} is no git checkout with the revision {revision!r}: {_error(done)}")
+    done = _run(checkout, "rev-parse", "--verify", "HEAD^{commit}")
+    if done.returncode:
+        raise CheckoutError(f"{checkout} is no git checkout with a commit: {_error(done)}")
     return done.stdout.decode().strip()
 
 

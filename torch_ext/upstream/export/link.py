@@ -75,10 +75,6 @@ class Linker:
         if found is not None and (target := self._target_for(found[0].name)).whole is None:
             self._add_definition(target, *found)
 
-    def add_member(self, module: Module, definition: Definition, name: str) -> None:
-        """Export one member of a class that upstream has, into that class."""
-        self._add_member(self._target_for(module.name), module, definition, name, definition.name)
-
     def _add_tests(self, target: Target, module: Module, definition: Definition) -> None:
         theirs = self.theirs.find(target.module, definition.name)
         if theirs is not None and definition.is_class and theirs[1].is_class:

@@ -207,10 +207,9 @@ def project_root() -> Path:
     return root
 
 
-def our_tree(theirs: Tree, root: Path | None = None, revision: str = "") -> Tree:
-    """Return the modules of this project, on disk or in ``revision``, and those of torch from ``theirs``."""
-    root = root or project_root()
-    ours = tree_at(root, revision) if revision else _disk_tree(root)
+def our_tree(theirs: Tree, root: Path | None = None) -> Tree:
+    """Return the modules of this project, as they are on disk, and those of torch from ``theirs``."""
+    ours = _disk_tree(root or project_root())
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 
 
@@ -222,14 +221,14 @@ def installed_tree() -> Tree:
     return _disk_tree(Path(found.origin).parents[1])
 
 
-def tree_at(checkout: Path, revision: str = "HEAD") -> Tree:
-    """Return the modules of a git repository in ``revision``, without uncommitted changes.
+def tree_at(checkout: Path) -> Tree:
+    """Return the modules of a git repository in its ``HEAD``, without uncommitted changes.
 
     Raises:
-        CheckoutError: there is no such repository or revision.
+        CheckoutError: there is no such repository.
     """
-    commit = commit_of(checkout, revision)
-    return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in {revision}")
+    commit = commit_of(checkout)
+    return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in HEAD")
 
 
 def upstream_at(checkout: Path) -> Tree:

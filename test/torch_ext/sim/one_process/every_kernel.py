@@ -251,6 +251,16 @@ HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "unique": lambda x: x.unique(),
     "equal": lambda x: torch.equal(x, x + 1),
     "print": lambda x: repr(x),
+    "bounds of a histogram": lambda x: torch.histc(x, 2),
+    "value that is filled in": lambda x: x.masked_fill(x > 0, x.sum()),
+    "value that is filled in by index": lambda x: x.index_fill(0, x.long(), x.sum()),
+    "check of probabilities": lambda x: torch.multinomial(x, 2),
+    "check of deviations": lambda x: torch.normal(x, x),
+    "check of an order": lambda x: torch.searchsorted(x, x, sorter=x.long()),
+    "check of lengths": lambda x: torch.segment_reduce(x, "sum", lengths=make(2, dtype=torch.long) * 2),
+    "rows with a maximum norm": lambda x: torch.nn.functional.embedding(x.long(), x.view(2, 2), max_norm=1.0),
+    "least squares": lambda x: torch.linalg.lstsq(x.view(2, 2), x.view(2, 2)),
+    "matrix_exp": lambda x: torch.matrix_exp(x.view(2, 2)),
 }
 NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
@@ -259,6 +269,11 @@ NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "integers as index": lambda x: x[x.long()],
     "integers as index of what is written": lambda x: x.index_put_((x.long(),), x.clone()),
     "mask of what is filled": lambda x: x.index_put_((x > 0,), x.sum()),
+    "histogram between bounds": lambda x: torch.histc(x, 2, 0, 1),
+    "number that is filled in": lambda x: x.masked_fill(x > 0, 3.0),
+    "probabilities drawn again": lambda x: torch.multinomial(x, 2, replacement=True),
+    "one deviation": lambda x: torch.normal(x, 1.0),
+    "places in a sorted tensor": lambda x: torch.searchsorted(x, x),
     "repeat_interleave to a size": lambda x: torch.repeat_interleave(x.long(), output_size=4),
 }
 

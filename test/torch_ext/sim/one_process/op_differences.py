@@ -25,13 +25,11 @@ class Rounded(NamedTuple):
 
 _GELSY = "LAPACK's gelsy rounds by the alignment of its workspace: the host does not always equal itself"
 _BY_NAME = "torch chooses the type it accumulates in by the device's name, and knows only its own devices"
-_PATH = "for some shapes one of them takes the fused kernel and the other the decomposition"
 ROUNDED: dict[str, Rounded] = {
     "linalg.lstsq": Rounded(_GELSY, full=1e-5),
     "linalg.lstsq.grad_oriented": Rounded(_GELSY, full=1e-5),
     "nn.functional.linear_cross_entropy.chunked": Rounded(_BY_NAME, half=5e-2),
     "nn.functional.linear_cross_entropy.chunked_none": Rounded(_BY_NAME, half=5e-2),
-    "nn.functional.scaled_dot_product_attention": Rounded(_PATH, full=3e-5, half=3e-2),
 }
 
 # Arguments that are on the host for every accelerator.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.testing import _utils
+from torch.testing._internal.common_dtype import all_types_and_complex_and
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -157,15 +158,15 @@ def _compare(op: Any, dtype: torch.dtype) -> int:
         try:
             device = _call(op, sample, "sim", **how)
         except NotImplementedError as error:
-            if dtype not in op.supported_dtypes("cuda") and _REFUSED_PRODUCT.match(str(error)):
+            if dtype not in op.supported_dtypes("cuda") and _REFUSED.match(str(error)):
                 continue
             raise
         _assert_same_result(op, host, device)
     return compared
 
 
-# Products of integer matrices, which CUDA lacks: see csrc/refusals.h.
-_REFUSED_PRODUCT = re.compile(r'"(addmm_cuda|addmv_impl_cuda|baddbmm_cuda|dot|vdot)" not implemented for')
+# What CUDA lacks: see csrc/refusals.h.
+_REFUSED = re.compile(r""""[\w<>]+" not implemented for '|Could not run 'aten::\w+' with arguments from the 'CUDA'""")
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
@@ -182,6 +183,24 @@ def _compare_all_types(op: Any) -> int:
 @pytest.mark.parametrize("op", [op for op in op_db if _key(op) not in GPU_ONLY], ids=_key)
 def test_operator_equals_the_host(op: Any) -> None:
     assert _compare_all_types(op) > 0
+
+
+def _types_of_the_host_alone(op: Any) -> list[torch.dtype]:
+    """Without bfloat16, which the database lists for the GPU of this machine, and types without other operators."""
+    types = all_types_and_complex_and(torch.bool, torch.half)
+    found = {dtype for dtype in types if dtype in op.supported_dtypes("cpu") - op.supported_dtypes("cuda")}
+    return [] if _key(op) in GPU_ONLY or _key(op).startswith("torch._scaled_mm") else sorted(found, key=str)
+
+
+@pytest.mark.parametrize("op", [op for op in op_db if _types_of_the_host_alone(op)], ids=_key)
+def test_types_that_cuda_lacks_are_refused(op: Any) -> None:
+    for dtype in _types_of_the_host_alone(op):
+        samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 40))
+        assert samples
+        with pytest.raises(NotImplementedError, match=_REFUSED), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for sample in samples:  # one is refused; others may have no elements
+                _call(op, sample, "sim", grad=False)
 
 
 def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_there() -> None:

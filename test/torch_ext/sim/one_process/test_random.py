@@ -24,12 +24,19 @@ def test_state_is_seed_and_offset_and_restores_the_sequence() -> None:
     SIM.manual_seed(7)
     torch.rand(5, device="sim")
     state = SIM.get_rng_state()
-    assert state.view(torch.int64).tolist() == [7, 8]
+    assert state.view(torch.int64).tolist() == [7, 4]
     numbers = torch.randn(4, device="sim")
     SIM.set_rng_state(state)
     assert torch.equal(numbers, torch.randn(4, device="sim"))
     with pytest.raises(RuntimeError, match="16 bytes"):
         SIM.set_rng_state(state[:8])
+
+
+def test_offset_advances_as_by_the_threads_of_a_gpu_with_one_multiprocessor() -> None:
+    SIM.manual_seed(7)
+    for numbers, expected in ((5, 4), (8192, 8), (8193, 16), (1 << 20, 16 + 512)):  # 2048 threads draw 4 at a time
+        torch.rand(numbers, device="sim")
+        assert SIM.get_rng_state().view(torch.int64)[1] == expected
 
 
 def test_devices_have_their_own_generators_and_reject_foreign_ones() -> None:

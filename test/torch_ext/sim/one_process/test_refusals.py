@@ -37,10 +37,14 @@ NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] 
         lambda x: F.grid_sample(x, torch.zeros(1, 3, 3, 3, 3, device="sim"), align_corners=False).sum().backward(),
         VOLUME,
     ),
+    "median CUDA with indices output": (lambda x: x.median(0), (6,)),
     "nll_loss2d_forward_out_cuda_template": (
         lambda x: F.nll_loss(x, torch.zeros(1, 6, 6, dtype=torch.long, device="sim")),
         IMAGE,
     ),
+    "put_": (lambda x: x.detach().clone().put_(x.long(), x, accumulate=True), (6,)),
+    "scatter_reduce_cuda_kernel": (lambda x: x.detach().scatter(0, x.long(), x, reduce="multiply"), (6,)),
+    "scatter_reduce_cuda_prod_": (lambda x: x.scatter_reduce(0, x.long(), x, "prod"), (6,)),
     "reflection_pad1d_backward_out_cuda": (lambda x: F.pad(x, (1, 1), "reflect").sum().backward(), (1, 2, 6)),
     "reflection_pad2d_backward_cuda": (lambda x: F.pad(x, (1,) * 4, "reflect").sum().backward(), IMAGE),
     "reflection_pad3d_backward_out_cuda": (lambda x: F.pad(x, (1,) * 6, "reflect").sum().backward(), VOLUME),
@@ -61,6 +65,9 @@ NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] 
 DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
     "bincount without weights": lambda x: torch.bincount(x.detach().long()),
     "cumsum": lambda x: x.cumsum(0),
+    "median without indices": lambda x: x.median(),
+    "scatter": lambda x: x.scatter(0, x.long(), x),
+    "scatter_reduce with a sum": lambda x: x.scatter_reduce(0, x.long(), x, "sum"),
     "kthvalue": lambda x: x.kthvalue(1),
     "replication_pad": lambda x: F.pad(x.view(1, 2, 3), (1, 1), "replicate").sum().backward(),
     "embedding_bag of sums": lambda x: (
@@ -70,6 +77,35 @@ DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
         x.view(1, 6, 1, 1), torch.zeros(1, 1, 1, dtype=torch.long, device="sim"), reduction="none"
     ),
     "scatter_add": lambda x: x.detach().scatter_add_(0, torch.zeros(6, dtype=torch.long, device="sim"), x.detach() + 1),
+}
+
+
+def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic: None) -> None:
+    largest = {torch.uint8: 255, torch.int16: 2**15 - 1, torch.int64: 2**63 - 1, torch.uint64: 2**64 - 1}
+    for dtype, value in largest.items():
+        assert torch.empty(3, dtype=dtype, device="sim").tolist() == [value] * 3
+    assert torch.empty(2, dtype=torch.bool, device="sim").all()
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.float8_e5m2):
+        assert torch.empty_strided((2, 3), (3, 1), dtype=dtype, device="sim").to(torch.complex64).isnan().all()
+    grown = torch.zeros(2, device="sim").resize_(5)
+    assert grown.isnan().tolist() == [False, False, True, True, True]
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        fresh = torch.zeros(1 << 20, device="sim")
+        del fresh
+        assert not torch.empty(1 << 20, device="sim").isnan().any()
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+# Element types by what CUDA's message names; others than those of products are in test_ops.py.
+CONVOLUTIONS: dict[str, Callable[[Tensor], object]] = {
+    "slow_conv2d_cuda": lambda x: F.conv2d(x[0], x[0]),
+    "slow_conv2d_cuda ": lambda x: F.conv1d(x[0, 0], x[0, 0]),
+    "slow_conv_dilated<>": lambda x: F.conv2d(x[0], x[0, :, :, :1, :1], dilation=2),
+    "slow_conv_dilated<> ": lambda x: F.conv3d(x, x),
+    "slow_conv_transpose2d_out_cuda": lambda x: F.conv_transpose2d(x[0], x[0]),
+    "slow_conv_transpose3d_out_cuda": lambda x: F.conv_transpose3d(x, x),
 }
 
 PRODUCTS: dict[str, Callable[[Tensor], object]] = {
@@ -112,6 +148,21 @@ def test_product_of_integer_matrices_is_refused(kernel: str) -> None:
     assert (
         torch.ones(2, 0, dtype=torch.int64, device="sim") @ torch.ones(0, 2, dtype=torch.int64, device="sim")
     ).sum() == 0
+
+
+@pytest.mark.parametrize("kernel", CONVOLUTIONS)
+def test_convolution_of_integers_is_refused(kernel: str) -> None:
+    with pytest.raises(NotImplementedError, match=f'"{kernel.strip()}" not implemented for'):
+        CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, dtype=torch.int64, device="sim"))
+    CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, device="sim"))
+
+
+def test_scatter_of_booleans_is_refused_with_a_product() -> None:
+    x, index = torch.ones(2, dtype=torch.bool, device="sim"), torch.zeros(2, dtype=torch.long, device="sim")
+    with pytest.raises(NotImplementedError, match="cuda_scatter_gather_base_kernel_func"):
+        x.scatter(0, index, x, reduce="multiply")
+    x.scatter(0, index, x)
+    x.scatter_reduce(0, index, x, "sum")
 
 
 class _Refusing(Tensor):

@@ -22,6 +22,22 @@ def test_streams_become_current_everywhere_at_once() -> None:
     assert SIM.current_device() == 0
 
 
+def test_priorities_are_those_of_torch_on_gpus() -> None:
+    assert SIM.Stream.priority_range() == (0, -3)
+    assert [SIM.Stream(priority=wish).priority for wish in (2, 0, -1, -3, -9)] == [0, 0, -1, -3, -3]
+    assert SIM.default_stream().priority == 0
+
+
+def test_a_handle_leads_back_to_its_stream() -> None:
+    for stream in (SIM.Stream("sim:1"), SIM.default_stream("sim:1")):
+        assert SIM.ExternalStream(stream.native_handle, device="sim:1") == stream
+    assert SIM.get_stream_from_external(0, "sim:1") == SIM.default_stream("sim:1")
+    with pytest.raises(ValueError, match="0x7 is the handle of no stream of sim:0"):
+        SIM.ExternalStream(7)
+    with pytest.raises(NotImplementedError, match="cannot be shared between processes"):
+        SIM.Event.from_ipc_handle(0, bytes(64))
+
+
 def test_sleep_delays_the_stream_and_events_carry_the_delay_across() -> None:
     one, two = SIM.Stream(), SIM.Stream()
     event = SIM.Event()

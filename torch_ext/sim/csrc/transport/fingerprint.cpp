@@ -171,6 +171,24 @@ std::string unequal_letter(
       c10::toString(tensor.scalar_type()), recv.site.empty() ? "" : " at ", recv.site, ".");
 }
 
+std::string mutual_block(const std::string& sender, const Turn& sent, const char* site, const Call& recv) {
+  const bool after_sends = sent.blocking > 0 && recv.turn.blocking > sent.opposite;
+  if (!after_sends && sent.opposite <= recv.turn.opposite) {
+    return "";
+  }
+  const auto at = [](const std::string& place) { return place.empty() ? "" : " at " + place; };
+  const char* first = after_sends ? "send" : "recv";
+  const char* second = after_sends ? "recv" : "send";
+  return c10::str(
+      "deadlock on a GPU: this rank called ", first, at(after_sends ? recv.blocking_site : recv.site), " before ",
+      second, ", and ", sender, " as well, whose send is", at(site),
+      ". NCCL runs the transfers of two ranks one after the other, and a send of more than ", kBufferVariable, "=",
+      bytes_that_nccl_buffers(),
+      " bytes ends only when its recv begins. Pass both to "
+      "torch.distributed.batch_isend_irecv, or let one of the two ranks call ",
+      second, " first. TORCH_EXT_SIM_P2P=buffered allows it.");
+}
+
 std::string disagreement_of_all(const std::vector<Participant>& ranks) {
   auto message = shared_device(ranks);
   return message.empty() && is_exchange(*ranks.front().print) ? unequal_exchange(ranks) : message;

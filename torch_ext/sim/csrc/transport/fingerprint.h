@@ -37,6 +37,10 @@ std::string unequal_letter(
     const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
     const Call& recv);
 
+// Why a send of `sender` and the receive that gets it would block each other on a GPU (Note [Transfers that block each
+// other] in transport.cpp); empty if they would not.
+std::string mutual_block(const std::string& sender, const Turn& sent, const char* site, const Call& recv);
+
 // The fault in the calls of all ranks, in order, of which no two have a `difference`: two ranks use one device, or one
 // sends the other an unexpected number of elements in an all-to-all. Empty without a fault.
 std::string disagreement_of_all(const std::vector<Participant>& ranks);

@@ -298,6 +298,7 @@ constexpr int kEnvelopes = 0, kData = 1; // tags of gloo
 
 struct Envelope {
   int64_t elements;
+  Turn turn;
   int8_t type;
   char site[kSiteBytes];
 };
@@ -307,6 +308,7 @@ at::Tensor envelope_of(const Call& call) {
   if (call.kind == OpType::SEND) {
     auto& written = *reinterpret_cast<Envelope*>(bytes.mutable_data_ptr<uint8_t>());
     written.elements = call.inputs.front().numel();
+    written.turn = call.turn;
     written.type = static_cast<int8_t>(call.inputs.front().scalar_type());
     copy_text(written.site, kSiteBytes, call.site);
   }
@@ -421,6 +423,9 @@ class GlooLetter final : public Awaited {
     if (!agrees) {
       std::rethrow_exception(group_->failure(unequal_letter(
           group_->called(call_.root), sent.elements, sent.type, sent.site, group_->called(group_->rank), call_)));
+    }
+    if (auto message = mutual_block(group_->called(call_.root), sent.turn, sent.site, call_); !message.empty()) {
+      std::rethrow_exception(group_->failure(message));
     }
   }
 

@@ -47,6 +47,7 @@ TransferPtr Mailbox::send(Call call) {
   written.elements = static_cast<uint64_t>(tensor.numel());
   written.type = static_cast<int8_t>(tensor.scalar_type());
   written.data = data;
+  written.turn = call.turn;
   copy_text(written.site, kSiteBytes, call.site);
   auto& last = last_sent_[static_cast<size_t>(to)];
   auto& link = last == 0 ? group_->own().first_letter(to) : letter(group_->rank, last).next;
@@ -107,6 +108,9 @@ void Mailbox::open(Pending& to, uint64_t place) {
     why = group_->failure(unequal_letter(
         group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
         group_->called(group_->rank), to.call));
+  } else if (
+      auto message = mutual_block(group_->called(from), received.turn, received.site, to.call); !message.empty()) {
+    why = group_->failure(message);
   } else {
     copy_bytes(tensor.mutable_data_ptr(), group_->memory(from).heap(data, tensor.nbytes()), tensor.nbytes());
   }

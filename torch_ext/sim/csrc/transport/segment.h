@@ -10,11 +10,11 @@
 //   ...               size * 8                         where the first letter to each rank lies in the heap, or 0
 //   rounded to 4096   grows                            the heap (Arena): data of collectives, and letters (Letter)
 //
-//   Slot (1024)                                        Letter (192), in the heap
+//   Slot (1024)                                        Letter (256), in the heap
 //   +-----------------------------+ 0                  +-----------------------------+ 0
 //   | number, written last        |                    | next: the letter after it   |
 //   | inputs, counts: in the heap |                    | state: by the reader        |
-//   | claims[kPieces]: by peers   |                    | tag, type, elements, data   |
+//   | claims[kPieces]: by peers   |                    | type, elements, data, turn  |
 //   | fingerprint                 |                    | site                        |
 //   +-----------------------------+                    +-----------------------------+
 //
@@ -48,7 +48,7 @@ constexpr uint64_t kSlots = 256;   // as many collectives of a group can be unde
 constexpr uint32_t kPieces = 64;   // as many parts of an all-reduce are shared out between ranks
 constexpr size_t kSiteBytes = 200; // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
-constexpr uint64_t kLayoutVersion = 1;
+constexpr uint64_t kLayoutVersion = 2;
 
 enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
@@ -87,11 +87,19 @@ constexpr size_t kSlotStride = 1024;
 constexpr uint32_t kLetterRead = 1;
 constexpr uint32_t kLetterPassed = 2;
 
+// The place of a transfer between two ranks among theirs: see Note [Transfers that block each other] in transport.cpp.
+// By default it blocks nothing.
+struct Turn {
+  uint64_t opposite; // transfers of the pair in the other direction that this rank started earlier
+  uint64_t blocking; // of a send: 1 if it blocks; of a receive: number of the last earlier send that blocks, 0: none
+};
+
 struct Letter {
   std::atomic<uint64_t> next;
   std::atomic<uint32_t> state; // by the reader
   uint64_t elements;
   uint64_t data;
+  Turn turn;
   int8_t type;
   char site[kSiteBytes];
 };

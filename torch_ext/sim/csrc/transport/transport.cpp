@@ -11,8 +11,23 @@
 //
 // Calls are counted by group, from 1. An operation on a list of tensors, such as a coalesced one, is a call for each of
 // them. A fault is applied once in each matching group.
+//
+// Note [Transfers that block each other]
+// NCCL runs the transfers between two ranks in the order of their calls, on one stream, and a receive ends when its
+// send has run. A send of more bytes than NCCL buffers ends when its receive has begun; whether a smaller one does
+// depends on the machine, so it counts as one that does not block. Here a send is over at once, and a program would
+// pass that hangs on GPUs. So each rank counts its transfers with a peer, a send carries the numbers along, and the
+// receive that gets it compares. For the receive `r` and its send, ranks block each other for ever if
+//
+//   the peer started more receives before its send than this rank sends before `r`: both begin with a receive
+//   the send blocks, and this rank started one that blocks before `r`, and the peer has not received it before its own
+//
+// The numbers follow from the order of calls on either rank, so the verdict is the same in every run. Batched transfers
+// (batch_isend_irecv) start together and are not counted. No check in a group of gloo, which buffers, and with
+// TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -82,27 +97,6 @@ at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   return copy;
 }
 
-// A call whose result is corrupted after its arrival.
-class Corrupted final : public Transfer {
- public:
-  Corrupted(TransferPtr inner, Tensors outputs) : inner_(std::move(inner)), outputs_(std::move(outputs)) {}
-
-  bool advance() override { return inner_->advance(); }
-  void finish(Milliseconds timeout) override {
-    inner_->finish(timeout);
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& output : std::exchange(outputs_, {})) {
-      output.copy_(with_a_flipped_bit(output));
-    }
-  }
-  void abort(const std::exception_ptr& why) override { inner_->abort(why); }
-
- private:
-  const TransferPtr inner_;
-  std::mutex mutex_;
-  Tensors outputs_;
-};
-
 FaultKind kind_of(const std::string& name) {
   static const std::map<std::string, FaultKind> kinds{
       {"delay", FaultKind::kDelay},
@@ -120,6 +114,16 @@ std::exception_ptr Group::failure(const std::string& what) const {
   return std::make_exception_ptr(
       c10::DistBackendError(
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str("simccl on ", called(rank), ": ", what)));
+}
+
+void Stepped::finish(Milliseconds timeout) {
+  inner_->finish(timeout);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto step = std::exchange(step_, nullptr)) {
+    // A thread outside of inference mode may write views made in it only below autograd.
+    at::AutoDispatchBelowADInplaceOrView below;
+    step();
+  }
 }
 
 bool Awaited::advance() {
@@ -153,8 +157,40 @@ bool Awaited::end(const std::exception_ptr& why) {
   return true;
 }
 
+uint64_t bytes_that_nccl_buffers() {
+  constexpr uint64_t kDefault = uint64_t{4} << 20; // DEFAULT_BUFFSIZE of NCCL
+  const char* text = std::getenv(kBufferVariable);
+  return text == nullptr ? kDefault : std::strtoull(text, nullptr, /*base: as written*/ 0);
+}
+
+void Transport::take_turn(Call& call) {
+  const bool is_send = call.kind == c10d::OpType::SEND;
+  const char* wish = std::getenv("TORCH_EXT_SIM_P2P");
+  if (call.batched || group_->any_device || (wish != nullptr && std::string_view(wish) == "buffered")) {
+    call.turn.opposite = is_send ? 0 : ~uint64_t{0};
+    return;
+  }
+  Pair& pair = pairs_[call.root];
+  if (is_send) {
+    const bool blocks = call.inputs.front().nbytes() > bytes_that_nccl_buffers();
+    call.turn = {pair.received, blocks ? uint64_t{1} : 0};
+    ++pair.sent;
+    if (blocks) {
+      pair.blocking = pair.sent;
+      pair.site = call.site;
+    }
+  } else {
+    call.turn = {pair.sent, pair.blocking};
+    call.blocking_site = pair.site;
+    ++pair.received;
+  }
+}
+
 TransferPtr Transport::start(Call call) {
   call.site = site_of_call();
+  if (c10d::isP2POp(call.kind)) {
+    take_turn(call);
+  }
   if (group_->any_device) {
     call.device = -1;
   }
@@ -183,7 +219,11 @@ TransferPtr Transport::start(Call call) {
   }
   if (call.inputs.empty()) {
     Tensors outputs = call.outputs;
-    return std::make_shared<Corrupted>(begin(std::move(call)), std::move(outputs));
+    return std::make_shared<Stepped>(begin(std::move(call)), [outputs = std::move(outputs)] {
+      for (const auto& output : outputs) {
+        output.copy_(with_a_flipped_bit(output));
+      }
+    });
   }
   for (auto& input : call.inputs) {
     input = with_a_flipped_bit(input);

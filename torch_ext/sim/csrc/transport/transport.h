@@ -15,6 +15,7 @@
 
 #include "../host_tensors.h"
 #include "../std.h"
+#include "segment.h"
 
 namespace torch_ext::sim {
 
@@ -39,13 +40,20 @@ struct Call {
   Tensors outputs{};
   int root = -1; // of a transfer between two ranks: the peer
   std::optional<Reduction> reduction{};
-  int device = -1;    // index of the sim device that the tensors are on
-  std::string site{}; // file and line of the call, as far as known
+  int device = -1;             // index of the sim device that the tensors are on
+  std::string site{};          // file and line of the call, as far as known
+  Turn turn{};                 // of a transfer
+  bool batched = false;        // a transfer that starts together with others
+  std::string blocking_site{}; // of a receive: the send that `turn.blocking` names
   std::chrono::milliseconds timeout{c10d::kUnsetTimeout};
 
   // "all_reduce at train.py:12"
   std::string what() const { return c10::str(name, site.empty() ? "" : " at ", site); }
 };
+
+// A send of more bytes waits for its receive on a GPU.
+constexpr const char* kBufferVariable = "NCCL_BUFFSIZE";
+uint64_t bytes_that_nccl_buffers();
 
 // A call under way.
 class Transfer {
@@ -64,6 +72,21 @@ class Transfer {
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;
+
+// A transfer with a last step, which the first thread that waits for it runs.
+class Stepped final : public Transfer {
+ public:
+  Stepped(TransferPtr inner, std::function<void()> step) : inner_(std::move(inner)), step_(std::move(step)) {}
+
+  bool advance() override { return inner_->advance(); }
+  void finish(std::chrono::milliseconds timeout) override;
+  void abort(const std::exception_ptr& why) override { inner_->abort(why); }
+
+ private:
+  const TransferPtr inner_;
+  std::mutex mutex_;
+  std::function<void()> step_; // guarded by mutex_
+};
 
 // Waits for a transfer or an operation. Raises nothing: the call's own `finish` reports the error.
 template <typename T>
@@ -161,7 +184,18 @@ class Transport {
   const std::shared_ptr<Group> group_;
 
  private:
-  uint64_t started_ = 0; // calls
+  // The transfers with a peer that were not batched.
+  struct Pair {
+    uint64_t sent = 0;
+    uint64_t received = 0;
+    uint64_t blocking = 0; // number of the last send that blocks
+    std::string site{};    // and its place
+  };
+
+  void take_turn(Call& call);
+
+  uint64_t started_ = 0;      // calls
+  std::map<int, Pair> pairs_; // by peer
 };
 
 // Gives a group the transport that its ranks agree on (Note [Agreeing on a transport] in choice.cpp) and that
