@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -142,6 +144,7 @@ def test_work_from_outside_cannot_be_waited_for_and_a_captured_event_not_outside
 
 
 def test_graphs_share_a_pool_that_lasts_as_long_as_they() -> None:
+    gc.collect()  # graphs of other tests
     SIM.empty_cache()
     x = torch.ones(1024, device="sim")
     before = SIM.memory_reserved()
@@ -183,3 +186,48 @@ def test_races_within_a_graph_are_found(ordered: bool) -> None:
         found = races.stop()
     operators = {(race.earlier.operator, race.later.operator) for race in found}
     assert operators == (set() if ordered else {("aten::add", "aten::mul")})
+
+
+def test_memory_of_a_graph_serves_no_other_tensor_of_its_stream() -> None:
+    stream, x, graph = SIM.Stream(), torch.ones(4, device="sim"), torch.accelerator.Graph()
+    with SIM.stream(stream):
+        with graph:
+            y = (x * 2) + 1  # the product is freed
+        others = [torch.zeros(4, device="sim") for _ in range(8)]
+        graph.replay()
+        assert y.tolist() == [3.0] * 4 and not any(other.any() for other in others)
+        assert y.data_ptr() not in {other.data_ptr() for other in others}
+        assert all(abs(y.data_ptr() - other.data_ptr()) > 2**20 for other in others)  # another segment
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused"),
+    [("global", {"here", "elsewhere"}), ("thread_local", {"here"}), ("relaxed", set())],
+)
+def test_a_mode_says_which_threads_may_wait_for_other_streams(mode: str, refused: set[str]) -> None:
+    found = set()
+
+    def wait(place: str) -> None:
+        try:
+            SIM.Stream().synchronize()
+        except torch.AcceleratorError:
+            found.add(place)
+
+    for place in ("here", "elsewhere"):
+        graph = torch.accelerator.Graph(capture_error_mode=mode)
+        with SIM.stream(SIM.Stream()), contextlib.suppress(torch.AcceleratorError), graph:
+            torch.ones(1, device="sim").add_(1)
+            if place == "here":
+                wait(place)
+            else:
+                thread = threading.Thread(target=wait, args=(place,))
+                thread.start()
+                thread.join()
+    assert found == refused
+
+
+def test_a_generator_draws_in_a_capture_only_if_it_is_the_default_one() -> None:
+    x, own = torch.ones(4, device="sim"), torch.Generator("sim")
+    with pytest.raises(RuntimeError, match="generator not in capture mode"), capture():
+        x.add_(1)
+        x.normal_(generator=own)
