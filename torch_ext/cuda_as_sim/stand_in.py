@@ -25,8 +25,9 @@ __all__: list[str] = []
 
 # torch.version.cuda: programs test that it is set, and new enough for bfloat16.
 _VERSION = "12.8"
-# Torch's own definitions work with the replaced names: classes of storages, and a table of statistics.
-_KEPT_NAMES = frozenset({"memory_summary", *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
+# Torch's own definitions work with the replaced names: classes of storages, graphs, and a table of statistics.
+_GRAPHS = {"CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"}
+_KEPT_NAMES = frozenset({"memory_summary", *_GRAPHS, *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
 class _Cuda(ModuleType):
