@@ -77,7 +77,7 @@ def test_variables_read_are_documented() -> None:
 
 def _only_set() -> set[str]:
     """Variables set for the processes of other programs, which may read them."""
-    lines = [line for path in DOCUMENTED_IN for line in _text(path).splitlines() if "set, not read" in line]
+    lines = [line for path in DOCUMENTED_IN for line in _text(path).splitlines() if "do not set it" in line]
     return {name for line in lines for name in NAME.findall(line)}
 
 
