@@ -241,9 +241,10 @@ struct Captured;
 template <typename Result, typename... Arguments, Result (*function)(const at::Tensor&, Arguments...)>
 struct Captured<function> {
   static Result call(const at::Tensor& first, Arguments... others) {
-    // Autograd may pass an undefined gradient.
-    return first.defined() ? run_kernels(first.device().index(), function, first, others...)
-                           : function(first, others...);
+    if (first.defined()) {
+      return run_kernels(first.device().index(), function, first, others...);
+    }
+    return function(first, others...); // an undefined gradient
   }
 };
 
