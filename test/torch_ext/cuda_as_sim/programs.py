@@ -1013,6 +1013,59 @@ def records_and_errors_of_nccl() -> None:
         dist.destroy_process_group()
 
 
+def stream_sanitizer() -> None:
+    # Torch's own, which TORCH_CUDA_SANITIZER=1 turns on. It follows the callbacks of torch.cuda._gpu_trace.
+    from torch.cuda import _gpu_trace, _sanitizer
+
+    called = []
+    for when in ("event_creation", "event_record", "event_wait", "event_synchronization", "event_deletion"):
+        getattr(_gpu_trace, f"register_callback_for_{when}")(
+            lambda *numbers, when=when: called.append((when, *numbers))
+        )
+    event, stream = torch.cuda.Event(), torch.cuda.current_stream().cuda_stream
+    event.record()
+    number = event.cuda_event
+    event.wait()
+    event.synchronize()
+    del event
+    on_stream = [("event_record", number, stream), ("event_wait", number, stream)]
+    assert called == [
+        ("event_creation", number),
+        *on_stream,
+        *((f"event_{when}", number) for when in ("synchronization", "deletion")),
+    ], called
+
+    for when in ("memory_allocation", "memory_deallocation", "stream_creation"):
+        getattr(_gpu_trace, f"register_callback_for_{when}")(lambda number, when=when: called.append((when, number)))
+    called.clear()
+    x = torch.ones(2, device="cuda")
+    address = x.data_ptr()
+    del x
+    side = torch.cuda.Stream()
+    memory = [(f"memory_{when}", address) for when in ("allocation", "deallocation")]
+    assert called == [*memory, ("stream_creation", side.cuda_stream)], called
+
+    other = torch.ones(1, device="cuda")
+
+    def step(order: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        _sanitizer.cuda_sanitizer.enable()
+        try:
+            x = torch.ones(256, device="cuda")
+            order()
+            with torch.cuda.stream(side):
+                x.mul_(2)
+            torch.cuda.synchronize()
+        finally:
+            _sanitizer.cuda_sanitizer.disable()
+
+    step(lambda: side.wait_stream(torch.cuda.current_stream()))
+    step(torch.cuda.synchronize)
+    step(torch.cuda.current_stream().synchronize)
+    step(other.nonzero)  # the host waits for the stream
+    _raises(_sanitizer.CUDASanitizerErrors, "1 errors", lambda: step(lambda: None))
+
+
 # --- running ---
 
 

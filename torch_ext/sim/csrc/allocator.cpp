@@ -9,6 +9,7 @@
 #include "block_pool.h"
 #include "blocks.h"
 #include "device.h"
+#include "gpu_trace.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "machine_memory.h"
@@ -73,6 +74,7 @@ void note(MemoryEvent::Kind kind, const Block& block) {
 void report_allocation(const Block& block, const Amounts& totals) {
   report(block.start, static_cast<int64_t>(block.size), totals, block.segment->pool->device());
   note(MemoryEvent::Kind::kAllocate, block);
+  trace([&](const auto& to) { to.trace_gpu_memory_allocation(kSim, traced(block.start)); });
 }
 
 class HostOverride : public c10::Allocator {
@@ -201,6 +203,9 @@ void free_on_device(void* data) {
   note(MemoryEvent::Kind::kFree, *block);
   fill_with_poison(*block);
   const auto size = static_cast<int64_t>(block->is_scratch ? 0 : block->size);
+  if (size != 0) {
+    trace([&](const auto& to) { to.trace_gpu_memory_deallocation(kSim, traced(data)); });
+  }
   const Amounts totals = pool.give_back(block);
   if (size != 0) {
     report(data, -size, totals, pool.device());

@@ -6,6 +6,7 @@
 
 #include "allocator.h"
 #include "device.h"
+#include "gpu_trace.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "std.h"
@@ -175,21 +176,28 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         " does not match recording stream's device ", static_cast<int>(stream.device_index()), ".");
     if (*event == nullptr) {
       *event = new Event();
+      trace([&](const auto& to) { to.trace_gpu_event_creation(kSim, traced(*event)); });
     }
     *static_cast<Event*>(*event) = sim::record(stream);
+    trace([&](const auto& to) { to.trace_gpu_event_record(kSim, traced(*event), handle_of(stream)); });
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       wait(stream, *static_cast<Event*>(event));
+      trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, traced(event), handle_of(stream)); });
     }
   }
   bool queryEvent(void* event) const override { return event == nullptr || is_done(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       synchronize(*static_cast<Event*>(event));
+      trace([&](const auto& to) { to.trace_gpu_event_synchronization(kSim, traced(event)); });
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
+    if (event != nullptr) {
+      trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, traced(event)); });
+    }
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
@@ -264,11 +272,16 @@ c10::Stream next_stream(c10::DeviceIndex device, int priority) {
   const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
   const auto stream = stream_of(device, 1 + kind * kStreamsPerClass + turn);
   notify([&](Observer& to) { to.handed_out(stream); });
+  trace([&](const auto& to) { to.trace_gpu_stream_creation(kSim, handle_of(stream)); });
   return stream;
 }
 
 int priority_of(c10::StreamId id) {
   return id == 0 ? 0 : -static_cast<int>((id - 1) / kStreamsPerClass);
+}
+
+uintptr_t handle_of(c10::Stream stream) {
+  return stream.id() == 0 || stream.id() == kAtEnd ? 0 : reinterpret_cast<uintptr_t>(&track_of(stream));
 }
 
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle) {
@@ -302,6 +315,7 @@ void synchronize(c10::Stream stream) {
   catch_up(stream);
   sleep_until(track_of(stream).busy_until);
   notify([&](Observer& to) { to.host_knows(stream); });
+  trace([&](const auto& to) { to.trace_gpu_stream_synchronization(kSim, handle_of(stream)); });
 }
 
 int64_t busy_until(c10::Stream stream) {
@@ -335,6 +349,7 @@ void synchronize_device(c10::DeviceIndex device) {
   }
   sleep_until(until);
   notify([&](Observer& to) { to.host_knows(device); });
+  trace([](const auto& to) { to.trace_gpu_device_synchronization(kSim); });
 }
 
 void sleep(int64_t nanoseconds) {

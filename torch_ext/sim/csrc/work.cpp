@@ -12,6 +12,7 @@
 #include "allocator.h"
 #include "bindings.h"
 #include "device.h"
+#include "gpu_trace.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
@@ -251,9 +252,16 @@ SimWork::SimWork(
       device_(device),
       end_{0, {running_}, std::move(moment), device, std::move(point)},
       blocks_host_(blocks_host),
-      sequence_(sequence) {}
+      sequence_(sequence) {
+  // NCCL's stream has waited for the current one when the end of the operation is recorded on it.
+  trace([&](const auto& to) {
+    to.trace_gpu_event_creation(kSim, traced(this));
+    to.trace_gpu_event_record(kSim, traced(this), handle_of(current_stream(device_)));
+  });
+}
 
 SimWork::~SimWork() {
+  trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, traced(this)); });
   for (const void* data : running_->memory()) { // none after a wait, or if it is a part of another
     notify(end_.moment, [&](Observer& to) { to.kept_until(data, end_.moment); });
     keep_until_over(data, running_);
@@ -276,6 +284,7 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
   }
   running_->mark_waited_for();
   sim::wait(current_stream(device_), end_);
+  trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, traced(this), handle_of(current_stream(device_))); });
   running_->let_go();
   return true;
 }

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from torch_ext.sim import races
+from torch_ext.sim._name import NAME
 
-SIM = torch.get_device_module("sim")
+SIM = torch.get_device_module(NAME)
 
 _MARK = re.compile(r"#.*\b(earlier|later): (\w+)( nowhere)?")
 
@@ -24,7 +25,7 @@ class Stage:
     """Streams and tensors of one program. Everything created here is ordered before all steps of the program."""
 
     def __init__(self) -> None:
-        self.device = torch.device("sim", SIM.current_device())
+        self.device = torch.device(NAME, SIM.current_device())
         self.main = SIM.current_stream()
         self.side, self.other = SIM.Stream(), SIM.Stream()
 

@@ -17,7 +17,7 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
     if fixed:
         x.record_stream(on.side)
     del x
-    torch.ones(256, device="sim:0")  # later: fill_
+    torch.ones(256, device=on.device)  # later: fill_
 
 
 # The blocks of the next programs lie in one segment, because nothing else allocates on these streams.

@@ -43,7 +43,7 @@ def optimizer_on_the_side(on: Stage, fixed: bool) -> None:
 @pair
 def copy_between_devices(on: Stage, fixed: bool) -> None:
     # A copy is in order with the current streams of both devices, and with no other.
-    x, y = on.tensor(), on.tensor(device="sim:1")
+    x, y = on.tensor(), on.tensor(device=f"{on.device.type}:1")
     side = SIM.Stream(1)
     x.fill_(2)
     y.copy_(x)  # earlier: copy_
