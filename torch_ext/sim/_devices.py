@@ -113,7 +113,8 @@ class device_of(device):
 
 
 def synchronize(device: Device = None) -> None:
-    """Wait until every stream of ``device`` is idle."""
+    """Wait until every stream of ``device`` is idle. The first use of a device, as on CUDA."""
+    _native.init()
     torch.accelerator.synchronize(index_of(device))
 
 

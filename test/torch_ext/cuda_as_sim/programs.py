@@ -1003,8 +1003,12 @@ def records_and_errors_of_nccl() -> None:
     c10d = typing.cast(typing.Any, torch._C._distributed_c10d)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        dist.all_reduce(torch.ones(2, device="cuda"))
-        assert dist.group.WORLD is not None
+        work = dist.all_reduce(torch.ones(2, device="cuda"), async_op=True)
+        assert work is not None and dist.group.WORLD is not None
+        work.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            _raises(NotImplementedError, "deprecated", work.is_success)
         backend: typing.Any = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):

@@ -14,6 +14,9 @@ from test.torch_ext.interpreter import python
 SHORT = """
 import subprocess, sys, torch
 
+assert not torch.cuda.is_initialized()
+torch.cuda.synchronize()
+assert torch.cuda.is_initialized()
 assert torch.ones(1, device="cu" + "da").is_cuda
 if __name__ == "__main__" and sys.argv[-1] != "child" and sys.argv[0].endswith(".py"):
     subprocess.run([sys.executable, __file__, "child"], check=True)

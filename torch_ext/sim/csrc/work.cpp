@@ -302,6 +302,7 @@ bool SimWork::isCompleted() {
 }
 
 bool SimWork::isSuccess() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(kSim != c10::DeviceType::CUDA, "WorkNCCL::isSuccess() is deprecated");
   return running_->is_over() && !running_->failed();
 }
 
