@@ -1,20 +1,16 @@
 """Compare checkers of races: which of the zoo's pairs each reports, and which of their safe twins.
 
-Runs every pair of test/torch_ext/sim/races that needs one process under ``torch.sim.races`` and under torch's CUDA
-stream sanitizer, on the simulated device as CUDA's. Prints the counts, and the pairs on which the two differ.
+Runs every pair that needs one process under ``torch.sim.races`` and under torch's CUDA stream sanitizer, on the
+simulated device as CUDA's. Prints the counts, and the pairs on which the two differ.
 
-    TORCH_EXT_SIM=cuda python benchmarks/race_checkers.py
+    TORCH_EXT_SIM=cuda python -m test.torch_ext.sim.races.compare_checkers
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.cuda import _sanitizer
