@@ -31,7 +31,7 @@ from simulate import lower_bound, makespan
 from torch_ext import cache
 from torch_ext.results import TestName
 from torch_ext.runner.names import NameCache, environment_key, find_test_files
-from torch_ext.runner.schedule import Packed, Plan, make_plan, slots_of
+from torch_ext.runner.schedule import Plan, make_plan, slots_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _LINE = re.compile(r"^(\S+)::(\w+)::(\w+)  (?:passed|skipped|expected failure)  ([\d.]+) s")
@@ -95,7 +95,7 @@ def on_paper(plan: Plan) -> None:
     copies = Plan(tuple(batch._replace(cls=f"{batch.cls}{copy}") for batch in plan for copy in range(20)))
     for what, each in (("the suites", plan), ("twenty times the suites", copies)):
         for slots in (8, 64):
-            bound, span = lower_bound(each, slots), makespan(each, Packed(slots), slots)
+            bound, span = lower_bound(each, slots), makespan(each, slots)
             total = f"{len(each.batches)} classes, {sum(batch.expected_s for batch in each):.0f} s"
             print(f"  {what} ({total}) on {slots} slots: {span:.1f} s, {span / bound:.2f} of the lower bound")
 

@@ -1,11 +1,11 @@
-"""Simulates a whole run: the real queue and policy under a clock that jumps from one end of a class to the next."""
+"""Simulates a whole run: the real queue under a clock that jumps from one end of a class to the next."""
 
 from __future__ import annotations
 
 import heapq
 from typing import NamedTuple
 
-from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots, slots_of
+from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first, slots_of
 
 __all__ = ["Span", "lower_bound", "makespan", "simulate"]
 
@@ -19,33 +19,26 @@ class Span(NamedTuple):
     slots: tuple[int, ...]
 
 
-def simulate(plan: Plan, policy: Packed, slots: int) -> list[Span]:
+def simulate(plan: Plan, slots: int, at_once: int | None = None, *, in_order: bool = False) -> list[Span]:
     """Run ``plan`` on ``slots`` slots. A class takes as long as expected; importing a file takes no time."""
-    queue = Queue(plan, policy, Slots(slots))
+    queue = Queue(plan if in_order else longest_first(plan), slots, at_once or slots)
     ends: list[tuple[float, int, Span]] = []
     spans: list[Span] = []
     now_s = 0.0
     while True:
-        opened = True
-        while opened:  # classes that have begun make room for more files
-            files = queue.files_to_open()
-            for file in files:
-                queue.loaded(file)
-            while (batch := queue.start()) is not None:
-                span = Span(batch, now_s, now_s + batch.expected_s, queue.running[batch])
-                heapq.heappush(ends, (span.ended_s, len(spans), span))
-                spans.append(span)
-            opened = bool(files)
+        while (batch := queue.start()) is not None:
+            span = Span(batch, now_s, now_s + batch.expected_s, queue.running[batch])
+            heapq.heappush(ends, (span.ended_s, len(spans), span))
+            spans.append(span)
         if not ends:
             return spans
         now_s, _, span = heapq.heappop(ends)
         queue.ended(span.batch)
-        queue.files_done()
 
 
-def makespan(plan: Plan, policy: Packed, slots: int) -> float:
+def makespan(plan: Plan, slots: int, at_once: int | None = None, *, in_order: bool = False) -> float:
     """Return the duration of ``plan`` on ``slots`` slots, in seconds."""
-    return max((span.ended_s for span in simulate(plan, policy, slots)), default=0.0)
+    return max((span.ended_s for span in simulate(plan, slots, at_once, in_order=in_order)), default=0.0)
 
 
 def lower_bound(plan: Plan, slots: int) -> float:

@@ -20,7 +20,7 @@ from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, count_devices, shared_environment
-from torch_ext.runner.schedule import Batch, Packed, Plan, Queue, Slots
+from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
@@ -130,18 +130,13 @@ class RunExecutor:
             return
         packs = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
-        slots = Slots(machine.slots)
-        at_once = (self._options.jobs or slots.number) if packs else 1
-        queue = Queue(plan, Packed(at_once, strict=not packs), slots)
+        at_once = (self._options.jobs or machine.slots) if packs else 1
+        queue = Queue(longest_first(plan) if packs else plan, machine.slots, at_once)
         loop = Loop(lambda: sink(Tick()), _TICK_S)
         try:
             while not queue.over:
-                for file in queue.files_to_open():
-                    loop.add(self._open(file, queue))
                 while not self._stops and (batch := queue.start()) is not None:
                     loop.add(self._run_class(batch, queue, machine, sink, packs))
-                for file in queue.files_done():
-                    self._zygotes.forget(file)
                 if self._stops:
                     return
                 if loop:
@@ -150,19 +145,15 @@ class RunExecutor:
             self._stops = False
             loop.close()
 
-    def _open(self, file: TestFile, queue: Queue) -> Task[None]:
-        with contextlib.suppress(LoadError, ZygoteDiedError):  # each class that needs the file reports it
-            yield from self._zygotes.of_file(file)
-        queue.loaded(file)
-
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
         place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)
         try:
             continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
             self._stops = self._stops or not continues
         finally:
-            queue.ended(batch)
             place.leave()
+            if queue.ended(batch):
+                self._zygotes.forget(batch.file)
 
     def _machine(self, plan: Plan, packs: bool) -> Machine:
         devices = Devices(0, "")

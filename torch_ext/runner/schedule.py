@@ -1,12 +1,10 @@
 """Decides which class runs when, and on which slots. Starts no processes and reads no clock.
 
-A run executes a :class:`Plan`; :class:`Slots` are a machine's places for ranks. :class:`Packed` chooses which class of
-the :class:`Queue` begins next.
+A run executes a :class:`Plan`; :class:`Slots` are a machine's places for ranks, and the :class:`Queue` fills them.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import NamedTuple
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.names import TestFile
 
-__all__ = ["Batch", "Need", "Packed", "Plan", "Queue", "Slots", "cores", "make_plan", "slots_of"]
+__all__ = ["Batch", "Need", "Plan", "Queue", "Slots", "cores", "longest_first", "make_plan", "slots_of"]
 
 # Expected duration of a test that has never run.
 _UNKNOWN_S = 1.0
@@ -167,101 +165,38 @@ class Slots:
         self._free = sorted([*self._free, *acquired])
 
 
-class Packed:
-    """Chooses which class begins: as many concurrently as there are slots for their ranks.
-
-    The longest class goes first, because at the end it would run on when all other classes have finished. If it does
-    not fit, the longest class that fits goes first. Classes that must run alone come last, one by one.
-
-    Args:
-        at_once: the maximal number of concurrent classes.
-        strict: begin classes only in the order of the plan, even if one of them is not ready.
-    """
-
-    def __init__(self, at_once: int, *, strict: bool = False) -> None:
-        self._at_once = at_once
-        self.strict = strict
-
-    def order(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return ``batches`` in the order in which they should become ready, which is the order of imports."""
-        return list(batches) if self.strict else sorted(batches, key=lambda one: (one.need.alone, -one.expected_s))
-
-    def choose(self, ready: Sequence[Batch], running: Sequence[Batch], free: int, slots: int) -> Batch | None:
-        """Return which of ``ready`` begins now, with ``free`` of ``slots``; None to wait for one of ``running``."""
-        if len(running) >= self._at_once or any(batch.need.alone for batch in running):
-            return None
-        for batch in self.order(ready):
-            if batch.need.alone:
-                return None if running else batch
-            if slots_of(batch.need, slots) <= free:
-                return batch
-        return None
-
-
-# Number of files open ahead of the running classes. An open file has a process that has imported it.
-_AHEAD = 2
+def longest_first(batches: Iterable[Batch]) -> list[Batch]:
+    """Return ``batches`` so that no long class is left for the end; those that run alone come last."""
+    return sorted(batches, key=lambda one: (one.need.alone, -one.expected_s))
 
 
 class Queue:
-    """The state of a run, file by file: closed, open (being imported), ready (imported), done.
+    """Chooses the classes that run: the first of ``batches`` that fits into the free slots begins next.
 
-    A file is imported once: it stays open until all of its classes have run. To limit the number of open files, the
-    policy chooses among the classes of a few files, and the next file opens when one is done.
+    A class that must run alone holds all slots. At most ``at_once`` classes run.
     """
 
-    def __init__(self, plan: Plan, policy: Packed, slots: Slots) -> None:
-        self._policy = policy
-        self._slots = slots
-        self._waiting: dict[str, list[Batch]] = {}
-        for batch in policy.order(plan.batches):
-            self._waiting.setdefault(batch.file.name, []).append(batch)
-        self._files = {batch.file.name: batch.file for batch in plan}
-        self._closed = list(self._waiting)
-        self._ready: dict[str, None] = {}
-        self._open: dict[str, None] = {}
-        self.running: dict[Batch, tuple[int, ...]] = {}
-
-    def files_to_open(self) -> list[TestFile]:
-        """Return the files to import now, each file once."""
-        busy = {batch.file.name for batch in self.running}
-        opened = []
-        while self._closed and len(set(self._open) - busy) < _AHEAD:
-            name = self._closed.pop(0)
-            self._open[name] = None
-            opened.append(self._files[name])
-        return opened
-
-    def loaded(self, file: TestFile) -> None:
-        """Note that the import of ``file`` has ended."""
-        self._ready[file.name] = None
+    def __init__(self, batches: Iterable[Batch], slots: int, at_once: int) -> None:
+        self._waiting = list(batches)
+        self._slots = Slots(slots)
+        self._at_once = at_once
+        self.running: dict[Batch, tuple[int, ...]] = {}  # with their slots
 
     def start(self) -> Batch | None:
-        """Return the class that begins now, with its slots in :attr:`running`; None to wait."""
-        ready = self._policy.order([batch for name in self._may_run() for batch in self._waiting[name]])
-        chosen = self._policy.choose(ready, tuple(self.running), self._slots.free, self._slots.number)
-        if chosen is not None:
-            self._waiting[chosen.file.name].remove(chosen)
-            self.running[chosen] = self._slots.acquire(slots_of(chosen.need, self._slots.number))
-        return chosen
+        """Return the class that begins now; None to wait."""
+        for batch in self._waiting if len(self.running) < self._at_once else ():
+            if (number := slots_of(batch.need, self._slots.number)) <= self._slots.free:
+                self._waiting.remove(batch)
+                self.running[batch] = self._slots.acquire(number)
+                return batch
+        return None
 
-    def _may_run(self) -> list[str]:
-        if not self._policy.strict:
-            return list(self._ready)
-        return list(itertools.takewhile(lambda name: name in self._ready, self._open))
-
-    def ended(self, batch: Batch) -> None:
-        """Release the slots of ``batch``, which has ended."""
+    def ended(self, batch: Batch) -> bool:
+        """Release the slots of ``batch``, which has ended. Return whether it was the last class of its file."""
         self._slots.release(self.running.pop(batch))
-
-    def files_done(self) -> list[TestFile]:
-        """Return the files whose classes have all ended, each file once."""
-        busy = {batch.file.name for batch in self.running}
-        done = [name for name in self._ready if not self._waiting[name] and name not in busy]
-        for name in done:
-            del self._ready[name], self._open[name]
-        return [self._files[name] for name in done]
+        return all(other.file != batch.file for other in (*self._waiting, *self.running))
 
     @property
     def over(self) -> bool:
         """Whether every class has ended."""
-        return not (self._closed or self._open or self.running)
+        return not (self._waiting or self.running)

@@ -1,4 +1,4 @@
-"""Which class runs when: the policies, the queue and the slots, under a clock that jumps."""
+"""Which class runs when: the queue and the slots, under a clock that jumps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.simulate import Span, lower_bound, makespan, simulate
 from test.torch_ext.runner.fakes import file
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.places import Machine
-from torch_ext.runner.schedule import Batch, Need, Packed, Plan, Queue, Slots, make_plan, slots_of
+from torch_ext.runner.schedule import Batch, Need, Plan, Queue, make_plan, slots_of
 from torch_ext.world.protocol import Devices
 
 # The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
@@ -51,14 +51,14 @@ def most_at_once(spans: Sequence[Span]) -> int:
 @pytest.mark.parametrize("copies", [1, 20])
 def test_packed_stays_within_a_tenth_of_the_lower_bound(slots: int, copies: int) -> None:
     recorded = plan(RECORDED, alone=(67, 68), copies=copies)
-    assert makespan(recorded, Packed(slots), slots) <= 1.1 * lower_bound(recorded, slots)
+    assert makespan(recorded, slots) <= 1.1 * lower_bound(recorded, slots)
 
 
-@pytest.mark.parametrize("policy", [Packed(1, strict=True), Packed(3), Packed(64)])
+@pytest.mark.parametrize(("at_once", "in_order"), [(1, True), (3, False), (64, False)])
 @pytest.mark.parametrize("slots", [1, 5, 8])
-def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Packed, slots: int) -> None:
+def test_every_class_runs_once_and_no_slot_is_given_twice(at_once: int, in_order: bool, slots: int) -> None:
     recorded = plan(RECORDED, alone=(4, 68))
-    spans = simulate(recorded, policy, slots)
+    spans = simulate(recorded, slots, at_once, in_order=in_order)
     assert len(spans) == len(recorded.batches) and {span.batch for span in spans} == set(recorded.batches)
     for span in spans:
         assert len(span.slots) == slots_of(span.batch.need, slots)
@@ -70,42 +70,27 @@ def test_every_class_runs_once_and_no_slot_is_given_twice(policy: Packed, slots:
 
 def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it() -> None:
     recorded = plan(RECORDED)
-    spans = simulate(recorded, Packed(1, strict=True), 64)
+    spans = simulate(recorded, 64, 1, in_order=True)
     assert [span.batch for span in spans] == list(recorded.batches) and most_at_once(spans) == 1
-    assert makespan(recorded, Packed(1, strict=True), 64) == pytest.approx(sum(batch.expected_s for batch in recorded))
+    assert makespan(recorded, 64, 1, in_order=True) == pytest.approx(sum(batch.expected_s for batch in recorded))
 
 
 def test_concurrent_classes_stay_below_the_limit() -> None:
-    assert most_at_once(simulate(plan(RECORDED), Packed(3), 64)) == 3
+    assert most_at_once(simulate(plan(RECORDED), 64, 3)) == 3
 
 
 def test_longest_class_starts_first_and_oversized_class_waits() -> None:
-    spans = simulate(plan([(1, 2, 0), (5, 3, 0), (4, 2, 0), (2, 1, 0)]), Packed(9), 4)
+    spans = simulate(plan([(1, 2, 0), (5, 3, 0), (4, 2, 0), (2, 1, 0)]), 4, 9)
     assert [(span.batch.cls, span.begun_s) for span in spans] == [
         ("C1_0", 0), ("C3_0", 0), ("C2_0", 5), ("C0_0", 5)
     ]  # fmt: skip
 
 
-def test_few_files_are_open_at_a_time_and_each_once() -> None:
-    queue = Queue(plan([(1, 4, where) for where in range(9)]), Packed(1), Slots(4))
-    opened = queue.files_to_open()
-    assert len(opened) == 2 and queue.files_to_open() == []
-    for each in opened:
-        queue.loaded(each)
-    batch = queue.start()
-    assert batch is not None and queue.start() is None and len(queue.files_to_open()) == 1
-    queue.ended(batch)
-    assert queue.files_done() == [batch.file] and queue.files_done() == []
-
-
-def test_a_serial_run_waits_for_a_file_that_loads_late() -> None:
-    queue = Queue(plan([(1, 1, 0), (1, 1, 1)]), Packed(1, strict=True), Slots(4))
-    first, second = queue.files_to_open()
-    queue.loaded(second)
-    assert queue.start() is None
-    queue.loaded(first)
-    batch = queue.start()
-    assert batch is not None and batch.file == first
+def test_the_last_class_of_a_file_says_so() -> None:
+    queue = Queue(plan([(1, 1, 0), (1, 1, 1), (1, 1, 0)]), 4, 4)
+    first, other, last = (queue.start(), queue.start(), queue.start())
+    assert first is not None and other is not None and last is not None and queue.start() is None
+    assert [queue.ended(batch) for batch in (first, other, last)] == [False, True, True] and queue.over
 
 
 def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:

@@ -27,7 +27,7 @@ from torch_ext.runner.cluster.machines import Machines, in_one_line
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, RunClass
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.schedule import Batch, Packed, Plan
+from torch_ext.runner.schedule import Batch, Plan, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.world.wording import PREFIX
 
@@ -85,7 +85,7 @@ class ClusterExecutor:
             return
         self._sink, self._folder = sink, _folder_of(self._options.root, [batch.file for batch in plan])
         self._machines.connect(_runtime_environment(self._folder))
-        self._waiting = [_Job(batch, list(batch.tests)) for batch in Packed(1).order(plan.batches)]
+        self._waiting = [_Job(batch, list(batch.tests)) for batch in longest_first(plan)]
         self._placed, self._running = [], {}
         try:
             while self._waiting or self._placed or self._running:
