@@ -48,7 +48,7 @@ from torch_ext.personality import AS_CUDA, VARIABLE
 from torch_ext.program import autoload
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
+from torch_ext.world.channel import Channel, ChannelClosedError, close_all
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
@@ -328,12 +328,8 @@ def _states(zygote: ZygoteClient) -> dict[str, object]:
     Raises:
         ZygoteDiedError, ChannelClosedError: the zygote is gone.
     """
-    local, remote = channel_pair()
-    with contextlib.closing(local):
-        with contextlib.closing(remote):
-            child = zygote.start("torch_ext.program.serve:send_loaded", None, [remote.fileno()], os.environ)
-        with contextlib.closing(child):
-            paths, _ = local.receive()
+    with zygote.ask("torch_ext.program.serve:send_loaded", None, os.environ) as (channel, _):
+        paths, _ = channel.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
     return {path: _state(path) for path in (*paths, *own)}
 

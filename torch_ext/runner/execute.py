@@ -24,7 +24,7 @@ from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
-from torch_ext.world.channel import ChannelClosedError, channel_pair, close_all
+from torch_ext.world.channel import ChannelClosedError, close_all
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Devices
 from torch_ext.world.tree import (
@@ -100,29 +100,19 @@ class RunExecutor:
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Task: have a child of the zygote name its tests; naming may run the project's code too."""
-        local, remote = channel_pair()
         stacks, stacks_writer = os.pipe()
-        descriptors = [remote.fileno(), stacks_writer]
+        target = "torch_ext.runner.class_process:collect"
         try:
-            child = zygote.start("torch_ext.runner.class_process:collect", module, descriptors, self.environment)
-        except BaseException:
-            close_all([stacks])
-            raise
-        finally:
-            remote.close()
-            os.close(stacks_writer)
-        try:
-            if not (yield from arrives(local, self._zygotes.limit_s, child.pid)):
+            with zygote.ask(target, module, self.environment, stacks_writer) as (channel, child):
+                if (yield from arrives(channel, self._zygotes.limit_s, child.pid)):
+                    message: TestNames = channel.receive()[0]
+                    return message
                 child.send_signal(STACK_SIGNAL)
                 found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
                 text = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
                 raise HungImportError(f"{found}\n\n{text}; its stacks are above" if found else text)
-            message: TestNames = local.receive()[0]
-            return message
         finally:
-            local.close()
-            child.close()
-            os.close(stacks)
+            close_all([stacks, stacks_writer])
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""

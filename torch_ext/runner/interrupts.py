@@ -87,9 +87,4 @@ def held() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _current is None else _current.held()
 
 
-def _forked() -> None:
-    if _current is not None:
-        _current.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=lambda: _current and _current.leave_to_parent())

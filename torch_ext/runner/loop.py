@@ -7,7 +7,8 @@ fork.
 from __future__ import annotations
 
 import contextlib
-import selectors
+import math
+import select
 from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -36,6 +37,11 @@ class Pause(NamedTuple):
     def end_s(self) -> float:
         """The end of the wait if no file becomes readable."""
         return min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
+
+    @property
+    def descriptors(self) -> set[int]:
+        """The descriptors of ``files``; -1 for one that is closed."""
+        return {file if isinstance(file, int) else file.fileno() for file in self.files}
 
 
 Task = Generator[Pause, None, T]
@@ -73,14 +79,12 @@ class Loop:
 
     def turn(self) -> None:
         """Wait until a task can go on, and run every task that can. Also returns after a tick."""
-        if not self._tasks:
-            raise AssertionError("there is nothing to wait for")
+        waits = [(task, wait.descriptors, wait.end_s) for task, wait in self._tasks.items()]
+        left_s = min(self._tick_s, min(end_s for *_, end_s in waits) - _os.monotonic())
+        ready = _readable(set().union(*(descriptors for _, descriptors, _ in waits)), max(0.0, left_s))
         now_s = _os.monotonic()
-        left_s = min(self._tick_s, min(wait.end_s for wait in self._tasks.values()) - now_s)
-        ready = _readable([wait.files for wait in self._tasks.values()], max(0.0, left_s))
-        now_s = _os.monotonic()
-        for (task, wait), woken in zip(list(self._tasks.items()), ready, strict=True):
-            if task in self._tasks and (woken or now_s >= wait.end_s):
+        for task, descriptors, end_s in waits:
+            if task in self._tasks and (descriptors & ready or now_s >= end_s):
                 self._advance(task)
         self._tick()
 
@@ -100,22 +104,10 @@ class Loop:
             self._tasks.popitem()[0].close()
 
 
-def _readable(waits: list[tuple[_HasFileno | int, ...]], timeout_s: float) -> list[bool]:
-    """Wait until a file of ``waits`` is readable; return for each wait whether one of its files is."""
-    by_file: dict[int, list[int]] = {}
-    for number, files in enumerate(waits):
-        for file in files:
-            by_file.setdefault(file if isinstance(file, int) else file.fileno(), []).append(number)
-    ready = [False] * len(waits)
-    with selectors.DefaultSelector() as selector:
-        for descriptor, numbers in by_file.items():
-            try:
-                selector.register(descriptor, selectors.EVENT_READ, numbers)
-            except (OSError, ValueError):  # another task has closed a file: wake the waiting task to check
-                for number in numbers:
-                    ready[number] = True
-                timeout_s = 0.0
-        for key, _ in selector.select(None if timeout_s == float("inf") else timeout_s):
-            for number in key.data:
-                ready[number] = True
-    return ready
+def _readable(descriptors: set[int], timeout_s: float) -> set[int]:
+    """Wait until one of ``descriptors`` is readable; return those that are, or that another task has closed."""
+    closed, selector = descriptors & {-1}, select.poll()
+    for descriptor in descriptors - closed:
+        selector.register(descriptor, select.POLLIN)
+    timeout_ms = 0 if closed else None if timeout_s == float("inf") else math.ceil(timeout_s * 1000)
+    return closed | {descriptor for descriptor, _ in selector.poll(timeout_ms)}

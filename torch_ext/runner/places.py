@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from torch_ext.runner.schedule import cores
-from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient
 
@@ -37,7 +37,6 @@ __all__ = ["Machine", "Place", "count_devices", "shared_environment"]
 _SLOTS_PER_CORE = 4
 # Torch's shared memory manager makes a socket below TMPDIR; its name takes 34 of the 107 bytes of an address.
 _LONGEST_TMPDIR = 107 - 34
-_DESCRIBE_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 
 
 class Place(NamedTuple):
@@ -100,19 +99,11 @@ class Machine:
 
 def count_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
     """Have a child of ``zygote`` count the devices that ranks must share; none if the child fails."""
-    local, remote = channel_pair()
-    try:
-        child = zygote.start(_DESCRIBE_DEVICES, None, [remote.fileno()], environment)
-    finally:
-        remote.close()
-    try:
+    with zygote.ask("torch_ext.testing._internal._distributed.machine:main", None, environment) as (channel, _):
         with suppress(ChannelClosedError):
-            message: Devices = local.receive()[0]
+            message: Devices = channel.receive()[0]
             return message
-        return Devices(0, "")
-    finally:
-        local.close()
-        child.close()
+    return Devices(0, "")
 
 
 def shared_environment(environment: dict[str, str]) -> dict[str, str]:

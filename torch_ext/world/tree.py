@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_ext.world import _os, wording
@@ -182,6 +182,21 @@ class ZygoteClient:
         order = Order(target, payload, len(descriptors))
         request = Start((order,), dict(environment), interpreter)
         return Child(self.channel, request, descriptors, self.pid)
+
+    @contextlib.contextmanager
+    def ask(
+        self, target: str, payload: Any, environment: Mapping[str, str], *more: int
+    ) -> Iterator[tuple[Channel, Child]]:
+        """Context: a child that runs ``target``, and the channel to it, the first of its descriptors, before ``more``.
+
+        Raises as :meth:`start`.
+        """
+        local, remote = channel_pair()
+        with contextlib.closing(local):
+            with contextlib.closing(remote):
+                child = self.start(target, payload, [remote.fileno(), *more], environment)
+            with contextlib.closing(child):
+                yield local, child
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
