@@ -20,15 +20,7 @@ from typing import Any
 
 from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status, TestName, TestResult
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.messages import (
-    Body,
-    ClassEnded,
-    ClassLeft,
-    ClassOrder,
-    TestEnded,
-    TestNames,
-    TestStarted,
-)
+from torch_ext.runner.messages import Body, ClassEnded, ClassLeft, ClassOrder, TestEnded, TestNames, TestStarted
 from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
@@ -48,8 +40,7 @@ _THREADED = "MultiThreadedTestCase"
 def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
     """Return the tests of the loaded ``module``, in unittest's order, each with the name of its class.
 
-    Honors the module's ``load_tests`` function. If several classes have the same ``__name__``, uses another name of the
-    class in the module, if there is one.
+    Honors the module's ``load_tests`` function.
     """
     found = sys.modules[module]
     tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(found)))
@@ -58,7 +49,7 @@ def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
 
 
 def _class_names(classes: Collection[type], known: Mapping[str, object]) -> dict[type, str]:
-    """Return the name of each class.
+    """Return the name of each class; of several with one ``__name__``, another of their names in ``known``, if any.
 
     >>> one, other = type("TestA", (), {}), type("TestA", (), {})
     >>> names = _class_names([one, other], {"TestA": one, "TestB": other})
@@ -174,18 +165,19 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
 
 
 def check_calls(test: unittest.TestCase, report_body: Callable[[bool], None] = lambda begins: None) -> None:
-    """Make ``setUp``, ``tearDown`` and the test method of ``test`` fail if a call does not run the body.
+    """Make ``setUp``, ``tearDown``, the method and the cleanups of ``test`` fail if a call does not run the body.
 
-    Calls ``report_body`` with True before the test method runs, and with False after it. Leaves coroutines to
-    :class:`unittest.IsolatedAsyncioTestCase`, which awaits them. Does not replace the test method itself, since suites
-    look it up on the instance.
+    Calls ``report_body`` with True before the method runs, and with False after it. Leaves coroutines to
+    :class:`unittest.IsolatedAsyncioTestCase`, which awaits them. Keeps the method itself, which suites look up on the
+    instance.
     """
+    is_async = isinstance(test, unittest.IsolatedAsyncioTestCase)
     for name in ("setUp", "tearDown"):
         setattr(test, name, _checked(getattr(test, name), name))
     call = test._callTestMethod  # type: ignore[attr-defined]
 
     def call_and_check(method: Callable[..., Any]) -> None:
-        awaits = isinstance(test, unittest.IsolatedAsyncioTestCase) and inspect.iscoroutinefunction(method)
+        awaits = is_async and inspect.iscoroutinefunction(method)
         report_body(True)
         try:
             call(method if awaits else _checked(method, test._testMethodName))
@@ -193,7 +185,7 @@ def check_calls(test: unittest.TestCase, report_body: Callable[[bool], None] = l
             report_body(False)
 
     test._callTestMethod = call_and_check  # type: ignore[attr-defined]
-    if not isinstance(test, unittest.IsolatedAsyncioTestCase):
+    if not is_async:
         clean_up = test._callCleanup  # type: ignore[attr-defined]
 
         def clean_up_and_check(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -205,10 +197,9 @@ def check_calls(test: unittest.TestCase, report_body: Callable[[bool], None] = l
 def check_class_fixtures(cls: type[unittest.TestCase]) -> None:
     """Make the fixtures of ``cls`` and of its module fail if a call does not run the body."""
     set_up, add = cls.setUpClass, cls.addClassCleanup
-
+    refusal = None
     try:
         check_fixtures(cls)
-        refusal = None
     except TypeError as error:  # raise it in setUpClass, so that unittest attributes it to the class
         refusal = error
 
@@ -220,17 +211,15 @@ def check_class_fixtures(cls: type[unittest.TestCase]) -> None:
     def add_cleanup(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         add(_checked(function, _cleanup_name(function)), *args, **kwargs)
 
+    tear_down = _checked(cls.tearDownClass, "tearDownClass")
+    replaced: dict[str, Callable[..., Any]]
+    replaced = {"setUpClass": set_up_class, "tearDownClass": tear_down, "addClassCleanup": add_cleanup}
+    for name, function in replaced.items():
+        setattr(cls, name, staticmethod(function))
     module = sys.modules[cls.__module__]
-    replaced: list[tuple[object, str, Any]] = [
-        (cls, "setUpClass", staticmethod(set_up_class)),
-        (cls, "tearDownClass", staticmethod(_checked(cls.tearDownClass, "tearDownClass"))),
-        (cls, "addClassCleanup", staticmethod(add_cleanup)),
-    ]
     for name in ("setUpModule", "tearDownModule"):
         if hasattr(module, name):
-            replaced.append((module, name, _checked(getattr(module, name), name)))
-    for holder, name, replacement in replaced:
-        setattr(holder, name, replacement)
+            setattr(module, name, _checked(getattr(module, name), name))
 
 
 def _cleanup_name(function: Callable[..., Any]) -> str:
@@ -285,11 +274,11 @@ class _ClassResult(unittest.TestResult):
         self._output = output  # descriptor of the file behind stdout and stderr, even if a test redirects them
         self._interrupts = Interrupts()
         self._has_outlived_zygote = False
-        self._planned: unittest.TestCase | None = None
-        self._frames = sys.getrecursionlimit()
-        self._reset()
+        self.begin(None)
 
-    def _reset(self) -> None:
+    def begin(self, test: unittest.TestCase | None) -> None:
+        """Note that unittest is about to run ``test``; None: no test."""
+        self._planned, self._frames = test, sys.getrecursionlimit()
         self._runs, self._has_ending = 0, False
         self._started_s = self._took_s = 0.0
         self._error: BaseException | None = None  # the first of the current test
@@ -306,22 +295,18 @@ class _ClassResult(unittest.TestResult):
     def send_end(self, result: TestResult) -> None:
         """Report the result of a test or, without a method, of the class."""
         self._left.pop(result.test.method, None)
-        self.send(TestEnded(result, self._printed_bytes()))
+        _os.flush_output()
+        self.send(TestEnded(result, os.fstat(self._output).st_size))
 
     def report_body(self, begins: bool) -> None:
         """Report the begin and end of the body, in which ranks have the whole time limit of the test."""
-        if _os.getpid() == self._pid and _has_ranks(self._planned):
+        if _os.getpid() == self._pid and hasattr(type(self._planned), "world_size"):
             self.send(Body(begins))
 
     def end_fork(self, error: BaseException | None) -> None:
         """End a test's forked child that continues as if it were this process; ``error`` is the child's exception."""
         if _os.getpid() != self._pid:
             end_fork(error, wording.read_error(error)[1] if error is not None else "")
-
-    def begin(self, test: unittest.TestCase) -> None:
-        """Note that unittest is about to run ``test``."""
-        self._planned, self._frames = test, sys.getrecursionlimit()
-        self._reset()
 
     @_os.with_room
     def startTest(self, test: unittest.TestCase) -> None:
@@ -363,29 +348,20 @@ class _ClassResult(unittest.TestResult):
         if planned is None or status is None:
             return
         if self._runs > 1 and status is Status.FAILED:
-            note = f"The class ran this test {self._runs} times; any failure counts."
-            self._problems.append(Remark(note))
-        reasons, ranks = "; ".join(self._reasons), _ranks_of(planned)
-        self.send_end(
-            TestResult(self._name(planned), status, self._took_s, tuple(self._problems), reasons, ranks=ranks)
-        )
+            self._problems.append(Remark(f"The class ran this test {self._runs} times; any failure counts."))
+        reasons, ranks, problems = "; ".join(self._reasons), _ranks_of(planned), tuple(self._problems)
+        self.send_end(TestResult(self._name(planned), status, self._took_s, problems, reasons, ranks=ranks))
 
     def _name(self, test: unittest.TestCase) -> TestName:
         return replace(self._class, method=test._testMethodName)
 
     def _end_with_zygote(self) -> None:
-        """If the zygote of this process is gone, wait for the kernel to kill this process too.
-
-        The zygote's channels close before that, and a test that began in between would fail for another test's deed.
-        The supervisor runs the test in another process instead.
+        """If the zygote is gone, wait for the kernel to kill this process too: a test that began before that would fail
+        for another test's deed. The supervisor runs it in another process instead.
         """
         if not self._has_outlived_zygote and provider.given_zygote_ended():
             _os.sleep(_END_S)
             self._has_outlived_zygote = True
-
-    def _printed_bytes(self) -> int:
-        _os.flush_output()
-        return os.fstat(self._output).st_size
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self._end(Status.PASSED)
@@ -439,10 +415,6 @@ class _ClassResult(unittest.TestResult):
             self.stop()
 
 
-def _has_ranks(test: unittest.TestCase | None) -> bool:
-    return hasattr(type(test), "world_size")
-
-
 def _is_fixture(test: object) -> bool:
     """Whether ``test`` is unittest's placeholder for a failed ``setUpClass`` or ``tearDownClass``."""
     return not isinstance(test, unittest.TestCase)
@@ -456,9 +428,8 @@ def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:
 
 def _escaped(error: BaseException) -> Problem:
     """Describe an exception that has escaped from unittest's loop, outside of any test."""
-    called = [
-        _FIXTURES[f.f_code.co_name] for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_name in _FIXTURES
-    ]
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [_FIXTURES[name] for name in names if name in _FIXTURES]
     return _problem((type(error), error, error.__traceback__), where=called[-1] if called else "")  # type: ignore[arg-type]
 
 

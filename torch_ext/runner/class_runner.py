@@ -134,7 +134,7 @@ class ClassRunner:
                 self._running, self._began_s = event.test, _os.monotonic()
                 self._sink(Began(event.test))
         elif isinstance(event, (TestEnded, TestStarted)):
-            test = event.test if isinstance(event, TestStarted) else event.result.test
+            test = event.result.test if isinstance(event, TestEnded) else event.test
             process.end_broken(f"reported {test.method}(), which it was not to run")
         elif isinstance(event, Notice):
             self._sink(Stalled(self._running or self._class, event.text))
@@ -169,11 +169,9 @@ class ClassRunner:
 
     def _lost_zygote(self, problem: Problem, *, fruitless: bool = True) -> None:
         self._close_zygote()
-        if not fruitless:
-            return
-        if not self._may_lose_zygote:
+        if fruitless and not self._may_lose_zygote:
             self._file_failed(problem)
-        self._may_lose_zygote = False
+        self._may_lose_zygote = self._may_lose_zygote and not fruitless
 
     def _file_failed(self, problem: Problem) -> None:
         self._fail(TestName(self._batch.file.name), problem)
@@ -185,16 +183,12 @@ class ClassRunner:
         output = process.new_output() if process else ""
         self._report(TestResult(test, Status.FAILED, duration_s, (problem,)), output)
 
-    def _report(self, result: TestResult, output: str = "") -> None:
+    def _report(self, result: TestResult, output: str) -> None:
         failed = result.status.counted is Status.FAILED
         self._failed = self._failed or failed
-        self._sink(replace(result, warnings=_announcements(output), output=output if failed else ""))
-
-
-def _announcements(output: str) -> tuple[str, ...]:
-    """Return the harness's own messages in ``output``."""
-    lines = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
-    return tuple(line.removeprefix(wording.PREFIX) for line in lines)
+        own = (line for line in output.splitlines() if line.startswith(wording.PREFIX))
+        warnings = tuple(line.removeprefix(wording.PREFIX) for line in own)
+        self._sink(replace(result, warnings=warnings, output=output if failed else ""))
 
 
 # In seconds: time past the test's limit after which a parent half counts as hung, though it should end its ranks at the
@@ -212,18 +206,13 @@ _EVENTS = (Body, ClassEnded, ClassLeft, Notice, TestEnded, TestStarted)
 
 
 class ClassChild:
-    """A class process that executes ``order``.
-
-    Raises:
-        ZygoteDiedError: the zygote is gone.
-    """
+    """A class process that executes ``order``. Raises ZygoteDiedError if the zygote is gone."""
 
     def __init__(self, order: ClassOrder, zygote: ZygoteClient, place: Place, options: RunOptions) -> None:
         self.lost_zygote = False  # the process ended because its zygote did
         self._zygote = zygote
-        self._hung: str | None = None  # the stacks, if it was killed because it hung
-        self._stopped = ""  # description of a process that a signal had stopped
-        self._broke = ""  # description of junk that it wrote into its channel
+        # Why this side killed the process, with `{when}` for the time; its stacks, if it hung
+        self._why_killed, self._hung = "", ""
         self._test: TestStarted | None = None
         self._fixture_s = options.timeout_s or _FIXTURE_S
         self._allow(self._fixture_s)
@@ -296,7 +285,7 @@ class ClassChild:
 
     def end_broken(self, what: str) -> None:
         """End the process because of ``what``, a phrase that lacks its subject; ignore its further messages."""
-        self._broke = f"{what}, and was ended. {WRITE_TO_OWN}"
+        self._why_killed = f"{what}, and was ended. {WRITE_TO_OWN}"
         self._child.send_signal(signal.SIGKILL)
         self._allow(_KILL_S)
 
@@ -315,12 +304,11 @@ class ClassChild:
             return
         now_s = _os.monotonic()
         stopped = self._find_stopped() if now_s >= self._look_for_stopped_s else ""
-        if stopped or (
-            now_s >= self._deadline.look_s and self._deadline.is_over(now_s, _os.cpu_time_s(self._child.pid))
-        ):
+        is_late = now_s >= self._deadline.look_s and self._deadline.is_over(now_s, _os.cpu_time_s(self._child.pid))
+        if stopped or is_late:
             yield from self._end(stopped or self._find_stopped())
-            return
-        yield from self._pump(min(self._deadline.look_s, self._look_for_stopped_s))
+        else:
+            yield from self._pump(min(self._deadline.look_s, self._look_for_stopped_s))
 
     def _find_stopped(self) -> str:
         self._look_for_stopped_s = float("inf")
@@ -330,9 +318,10 @@ class ClassChild:
 
     def _end(self, stopped: str) -> Task[None]:
         """Collect the hung process's stacks, then have its zygote kill it; if the zygote is stopped too, kill both."""
-        self._stopped = stopped
-        self._hung = ""
-        if not stopped:
+        if stopped:
+            self._why_killed = f"hung{{when}} until it was killed: {stopped} had been stopped by a signal (SIGSTOP)."
+        else:
+            self._why_killed = "hung{when} until it was killed; its stacks:"
             self._child.send_signal(STACK_SIGNAL)
             self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
         self._child.send_signal(signal.SIGKILL)
@@ -352,20 +341,9 @@ class ClassChild:
             self.lost_zygote = True
 
     def death(self, what: str, when: str = "") -> Died:
-        """Describe the end of the process.
-
-        Args:
-            what: a phrase for the process.
-            when: a phrase for the time, after the verb.
-        """
-        if self._broke:
-            return Died(f"{what} {self._broke}")
-        if self._stopped:
-            return Died(
-                f"{what} hung{when} until it was killed: {self._stopped} had been stopped by a signal (SIGSTOP)."
-            )
-        if self._hung is not None:
-            return Died(f"{what} hung{when} until it was killed; its stacks:", self._hung)
+        """Describe the end of the process, with phrases for the process and, after the verb, for the time."""
+        if self._why_killed:
+            return Died(f"{what} {self._why_killed.replace('{when}', when)}", self._hung)
         if self.lost_zygote or self._child.ended is None:
             return Died(f"{what} ended{when} because its zygote was killed.")
         code = self._child.ended.exit_code
@@ -376,15 +354,10 @@ class ClassChild:
     def exited_cleanly(self) -> bool:
         """Whether the process exited by itself, with code 0."""
         ended = self._child.ended
-        clean = self._hung is None and not self._broke and not self.lost_zygote
-        return clean and ended is not None and ended.exit_code == 0
+        return not (self._why_killed or self.lost_zygote) and ended is not None and ended.exit_code == 0
 
     def new_output(self, to: int | None = None) -> str:
-        """Return the output of the process since the last call, unless it was already shown.
-
-        Args:
-            to: end position in the whole output, in bytes; None: its current end.
-        """
+        """Return the output since the last call, up to position ``to`` in bytes, unless it was already shown."""
         return wording.trim_stacks(self._output.new(to))
 
 
@@ -402,11 +375,11 @@ class _Output:
     def writers(self) -> list[int]:
         return [os.dup(self._file.fileno()) for _ in range(2)]
 
-    def new(self, to: int | None = None) -> str:
+    def new(self, to: int | None) -> str:
         """Return the output since the last call, up to position ``to``; empty if the output is shown."""
         return "" if self.shows else self._read(to).decode(errors="replace")
 
-    def _read(self, to: int | None) -> bytes:
+    def _read(self, to: int | None = None) -> bytes:
         if to is None:
             to = os.fstat(self._file.fileno()).st_size
         # Not read(): writers share this file's position and move it.
@@ -417,7 +390,7 @@ class _Output:
     def show(self) -> None:
         """Print the new complete lines."""
         if self.shows:
-            *lines, self._line = (self._line + self._read(None)).split(b"\n")
+            *lines, self._line = (self._line + self._read()).split(b"\n")
             for line in lines:
                 self._print(line)
 

@@ -19,7 +19,7 @@ from torch_ext.runner.loop import Loop, Task, arrives
 from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Machine, count_devices, shared_environment
+from torch_ext.runner.places import Machine, count_devices
 from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
@@ -50,7 +50,7 @@ class RunExecutor:
     def __init__(self, options: RunOptions) -> None:
         self._options = options
         machine_memory.share()  # before any process starts, so that all share one page
-        self.environment = shared_environment(options.environment())
+        self.environment = options.environment()
         self._stops = False  # failfast: a test has failed
         with held():
             try:

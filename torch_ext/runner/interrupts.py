@@ -87,4 +87,9 @@ def held() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _current is None else _current.held()
 
 
-os.register_at_fork(after_in_child=lambda: _current and _current.leave_to_parent())
+def _forked() -> None:
+    if _current is not None:
+        _current.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_forked)

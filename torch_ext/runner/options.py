@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import getpass
 import math
 import os
+import re
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +236,10 @@ class RunOptions:
     def environment(self) -> dict[str, str]:
         """Return the environment of every process of the run: the user's, with the command line's additions."""
         environment = dict(os.environ)
+        with suppress(KeyError, OSError):  # the user has no name
+            # Inductor's default lies below TMPDIR; classes with a private one share this cache.
+            folder = "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+            environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), folder))
         for row in TABLE:
             value = getattr(self, row.field)
             if row.variable and value != getattr(RunOptions, row.field):

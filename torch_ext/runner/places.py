@@ -17,9 +17,7 @@ A class with ``alone = True`` runs without others, to have resources such as idl
 
 from __future__ import annotations
 
-import getpass
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,7 @@ from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["Machine", "Place", "count_devices", "shared_environment"]
+__all__ = ["Machine", "Place", "count_devices"]
 
 # Slots per core: more than one, since ranks wait for each other most of the time.
 _SLOTS_PER_CORE = 4
@@ -56,11 +54,9 @@ class Place(NamedTuple):
 
 
 class Machine:
-    """Makes the places of a run's classes.
+    """Makes the places of a run's classes, below the folder ``scratch``, for processes with ``environment``.
 
     Args:
-        scratch: the folder of the run.
-        environment: of every process of the run.
         devices: the devices that ranks must share; none on ``cpu`` and on simulated devices, which are unlimited.
         slots: the number of slots, if the user has set it.
     """
@@ -104,14 +100,3 @@ def count_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devic
             message: Devices = channel.receive()[0]
             return message
     return Devices(0, "")
-
-
-def shared_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return ``environment`` with an Inductor cache that all classes of all runs share, despite separate ``TMPDIR``.
-
-    Inductor keeps compiled code below ``TMPDIR`` unless a variable names another folder.
-    """
-    with suppress(KeyError, OSError):  # the user has no name
-        name = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"torchinductor_{name}"))
-    return environment

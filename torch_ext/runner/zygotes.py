@@ -57,19 +57,16 @@ class RunZygotes:
 
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:
-            root = self._root or self._start_root(file)
-            root.wait_ready()
+            if self._root is None:
+                path = (str(file.import_root), *filter(None, sys.path))
+                # In the root rather than in each file's zygote: most files of a run need these modules.
+                preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
+                with held():
+                    self._root = start_root(Preparation(path, preload), self._scratch, self._environment)
+            self._root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
             raise SetupError(own_message(trace) or f"the zygote cannot load its modules\n{trace}") from None
-        return root
-
-    def _start_root(self, file: TestFile) -> RootZygote:
-        path = [str(file.import_root), *(entry for entry in sys.path if entry)]
-        # In the root rather than in each file's zygote: most files of a run need these modules.
-        preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
-        with held():
-            self._root = start_root(Preparation(tuple(path), preload), self._scratch, self._environment)
         return self._root
 
     def root(self, file: TestFile) -> ZygoteClient:
@@ -99,7 +96,9 @@ class RunZygotes:
             return self._own()
         while True:
             if (zygote := self._of_files.get(file.name)) is None:  # another task may have dropped it
-                zygote = self._of_files[file.name] = self._load(file)
+                first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
+                order = ModuleOrder(file.module, str(file.import_root), argv[0], self._environment, argv, first)
+                zygote = self._of_files[file.name] = self._ready_root(file).load(order, self.limit_s)
             try:
                 if zygote.channel.poll() or zygote.check():
                     zygote.wait_loaded()
@@ -109,18 +108,10 @@ class RunZygotes:
                 raise
             yield Pause((zygote.channel,), zygote.look_s)
 
-    def _load(self, file: TestFile) -> ModuleZygote:
-        """Have a new zygote load ``file`` in the background."""
-        first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
-        return self._ready_root(file).load(order, self.limit_s)
-
     def copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
         """Task: return a copy of the file's zygote for one class; the caller closes it. See Note [Neighbours].
 
-        Raises:
-            LoadError: the import failed.
-            ZygoteDiedError: the process ended during the import.
+        Raises as :meth:`of_file`.
         """
         try:
             return (yield from self._copy_of(file))
@@ -148,12 +139,8 @@ class RunZygotes:
         """
         if self._options.script:
             provider.forget(provider.zygote_for("__main__"))
-            return
-        if zygote is not None and self._of_files.get(file.name) is not zygote:
-            return
-        dropped = self._of_files.pop(file.name, None)
-        if dropped is not None:
-            dropped.close()
+        elif (known := self._of_files.get(file.name)) and zygote in (None, known):
+            self._of_files.pop(file.name).close()
         if self._root is not None and self._root.process.poll() is not None:
             self.close()
 

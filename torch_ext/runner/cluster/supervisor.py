@@ -22,7 +22,7 @@ from torch_ext.runner.cluster.hosts import RankProxy, RemoteRanks
 from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
-from torch_ext.runner.places import Machine, Place, count_devices, shared_environment
+from torch_ext.runner.places import Machine, Place, count_devices
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -59,7 +59,7 @@ class _Supervisor:
     def __init__(self, channel: Channel, settings: Settings, folder: str) -> None:
         self._channel = channel
         self._options = replace(settings.options, root=Path.cwd(), show_output=False)
-        environment = shared_environment(self._options.environment())
+        environment = self._options.environment()
         self._zygotes = RunZygotes(self._options, environment, folder)
         here = TestFile("", Path.cwd(), "", Path.cwd())
         devices = count_devices(self._zygotes.root(here), environment)
