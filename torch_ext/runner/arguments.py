@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch_ext
 from torch_ext.personality import AS_CUDA, SIM
@@ -48,7 +48,7 @@ _GONE = {
     "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
     "trace": "--json FILE says when each class and test began and ended",
 }
-_SECTION, _TYPED = "[tool.torch_ext]", "command line"
+_SECTION = "[tool.torch_ext]"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,13 +108,6 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     group.add_argument(*row.flags, **how)
 
 
-class _Setting(NamedTuple):
-    """The value of one option, and its source."""
-
-    value: Any
-    source: str
-
-
 def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
     """Parse the arguments of ``run_test.py``, or of the test file ``file`` (absolute) if that was started itself.
 
@@ -131,8 +124,8 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
         _complete(parser)
     try:
         typed = parser.read(argv)
-        settings = _settings(full) | {field: _Setting(value, _TYPED) for field, value in typed.items()}
-        given = {field: one.value for field, one in settings.items()}
+        settings = _settings(full) | {field: (value, "command line") for field, value in typed.items()}
+        given = {field: value for field, (value, _) in settings.items()}
         places = _places(given) if file is None else _of_file(file, shown, typed)
         options = RunOptions(**{**given, **places, "command": _command()})
         for flag, is_set in (("--show-output", options.show_output), ("--upstream", options.upstream)):
@@ -146,15 +139,14 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
     return options
 
 
-def _settings(parser: _Parser) -> dict[str, _Setting]:
-    """Return the settings from outside the command line, each from its strongest source."""
-    settings: dict[str, _Setting] = {}
+def _settings(parser: _Parser) -> dict[str, tuple[Any, str]]:
+    """Return value and source of each option that is set outside the command line, from its strongest source."""
+    settings: dict[str, tuple[Any, str]] = {}
     for source, flags in _sources():
         try:
-            found = parser.read(flags)
+            settings |= {field: (value, source) for field, value in parser.read(flags).items()}
         except SetupError as error:
             raise SetupError(f"{source}: {error}") from None
-        settings |= {field: _Setting(value, source) for field, value in found.items()}
     return settings
 
 
@@ -195,15 +187,13 @@ def _flags_of(path: Path) -> list[str]:
             raise SetupError(f"{path}: {key} of {_SECTION}: got {str(value).lower()}, expected {expected}")
         if row.field == "typed_root":
             value = str(path.parent / value)
-        flag = row.flags[-1]
-        flags += [flag] * value if not row.metavar else [
-            f"{flag}={each}" for each in (value if isinstance(value, list) else [value])
-        ]  # fmt: skip
+        values = value if isinstance(value, list) else [value]
+        flags += [f"{row.flags[-1]}={each}" for each in values] if row.metavar else [row.flags[-1]] * value
     return flags
 
 
 def _of_file(file: Path, shown: str, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return root and patterns for a file that was started itself. Only the command line selects its tests."""
+    """Return the places for a file that was started itself. Only the command line selects its tests."""
     root = default_root() if file.is_relative_to(default_root()) else file.parent
     nothing = {row.field: getattr(RunOptions(root), row.field) for row in TABLE if not row.alone}
     return {**nothing, "root": root, "include": typed.get("include", ()), "script": shown}
@@ -211,7 +201,6 @@ def _of_file(file: Path, shown: str, typed: Mapping[str, Any]) -> dict[str, Any]
 
 def _places(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the root, and the fields that depend on it."""
-    include = given.get("include", ())
     if upstream := given.get("upstream"):
         return _upstream_places(given, upstream)
     for flag, field in (("--cuda-as-sim", "cuda_as_sim"), ("--differences", "differences")):
@@ -220,11 +209,10 @@ def _places(given: Mapping[str, Any]) -> dict[str, Any]:
     if root := given.get("typed_root"):
         folder = Path(root).resolve()
         if not folder.is_dir():
-            raise SetupError(
-                f"got the root {folder}, which is not a folder; give the folder of the suites with --root DIR"
-            )
+            hint = "give the folder of the suites with --root DIR"
+            raise SetupError(f"got the root {folder}, which is not a folder; {hint}")
         return {"root": folder}
-    return _outside(include) or {"root": default_root()}
+    return _outside(given.get("include", ())) or {"root": default_root()}
 
 
 def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[str, Any]:
@@ -251,22 +239,22 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
         return None  # the working directory has an unrelated file or folder of that name
     path = first.resolve()
     root = path if path.is_dir() else path.parent
-    within = [str(Path(text.partition("::")[0]).resolve()) + text[len(text.partition("::")[0]) :] for text in include]
-    return {"root": root, "include": tuple(within), "typed_root": os.path.relpath(root)}
+    parts = (text.partition("::") for text in include)
+    within = tuple("".join([str(Path(path).resolve()), *names]) for path, *names in parts)
+    return {"root": root, "include": within, "typed_root": os.path.relpath(root)}
 
 
-def _show(options: RunOptions, settings: Mapping[str, _Setting]) -> None:
+def _show(options: RunOptions, settings: Mapping[str, tuple[Any, str]]) -> None:
     """Print the value and the source of each option."""
     from torch_ext.runner.reporters.tally import ReportFile
 
     lines = []
-    names = {row.field: row.name for row in TABLE} | {"verbosity": "verbosity"}
-    for field, name in names.items():
+    for field, name in ({row.field: row.name for row in TABLE} | {"verbosity": "verbosity"}).items():
         value = options.root if field == "typed_root" else getattr(options, field)
         text = "-" if value is None or value in ("", ()) else str(value)
         if isinstance(value, tuple) and value:
             text = ("/" if field == "shard" else " ").join(map(str, value))
-        source = settings[field].source if field in settings else "default"
+        _, source = settings.get(field, (None, "default"))
         lines.append(f"{name:<14}  {text:<24}  {source}\n")
     ReportFile("-", "the list of options").write("".join(lines))
 

@@ -9,10 +9,10 @@ part with the least work so far.
 
 Note [The history]
 ~~~~~~~~~~~~~~~~~~
-One JSON file in the cache's folder records result and duration of the 20,000 tests that ran last. A run reads the file
-once. At its end it takes a lock, adds its results to the current content and renames the file into place, so concurrent
-runs lose no results. A history that cannot be read or written never fails a run; see Note [Trusted folders] for its
-permissions. A test that ran in several rounds failed if it failed in any round.
+One JSON file in the cache's folder records result and duration of the 50,000 tests that ran last. A run reads it once,
+and at its end adds its results to the current content under a lock, so concurrent runs lose none. A history that cannot
+be read or written never fails a run; see Note [Trusted folders] for its permissions. A test that ran in several rounds
+failed if it failed in any.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def narrow(
     chosen, note, why = tests, "", ""
     if options.changed:
         files = _changed_files(options.root, options.changed)
-        affected = {one.file.name for one in collected if _depends(one, files)}
+        paths_of = {one.file.name: (one.file.path, *map(Path, one.imported)) for one in collected if not one.error}
+        affected = {name for name, paths in paths_of.items() if any(path.resolve() in files for path in paths)}
         chosen = [test for test in tests if test.file in affected]
         why = f"no test file, nor a module that it imports, differs from {options.changed}"
     if options.last_failed:
@@ -159,11 +160,6 @@ def _part(options: RunOptions, tests: Sequence[TestName], part: int, parts: int)
     plan = hashlib.sha256("\0".join(f"{test.id} {weights[test]}" for test in tests).encode()).hexdigest()[:8]
     about = f", {sum(map(weights.__getitem__, chosen)):.0f} of {sum(weights.values()):.0f} s" if known else ""
     return chosen, f"Part {part} of {parts}: {len(chosen)} of {len(tests)} tests{about}, of plan {plan}."
-
-
-def _depends(collected: Collected, files: frozenset[Path]) -> bool:
-    paths = {str(collected.file.path), *collected.imported}
-    return bool(collected.error) or any(Path(path).resolve() in files for path in paths)
 
 
 def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]]:
@@ -231,7 +227,6 @@ def _git(folder: Path, *arguments: str) -> str:
     return os.fsdecode(done.stdout)
 
 
-_FOLDER, _FILE = "history", "tests.json"  # below the cache's folder
 _TESTS = 50_000
 
 
@@ -246,8 +241,8 @@ class History:
     """The records of the tests below ``root``, in the cache's ``folder``; None: no history."""
 
     def __init__(self, folder: Path | None, root: Path) -> None:
-        place = None if folder is None else folder / _FOLDER
-        self._path = place / _FILE if place is not None and not cache.why_not_trusted(place) else None
+        place = None if folder is None else folder / "history"
+        self._path = place / "tests.json" if place is not None and not cache.why_not_trusted(place) else None
         self._root = root
 
     @cached_property
@@ -260,12 +255,12 @@ class History:
     def failed(self, test: TestName) -> bool:
         """Whether ``test`` failed in its last run, by itself or with its class or file."""
         found = (self._known.get(self._key(each)) for each in (test, *_above(test)))
-        return any(record is not None and record.failed for record in found)
+        return any(record and record.failed for record in found)
 
     def expected_s(self, test: TestName) -> float | None:
         """Return the duration of ``test`` in its last run, in seconds; None if it has never run."""
         found = self._known.get(self._key(test))
-        return found.duration_s if found is not None else None
+        return found.duration_s if found else None
 
     def save(self, results: Iterable[TestResult]) -> None:
         """Add the results of one run, each the last of its round. Does nothing if the history cannot be written."""

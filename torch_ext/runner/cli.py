@@ -170,7 +170,9 @@ def _execute(options: RunOptions, upstream: Upstream | None = None) -> int:
             return _list(chosen)
         from torch_ext.runner.rounds import Rounds  # on use: a list needs no reporter
 
-        return Rounds(chosen, executor).run()
+        rounds = Rounds(chosen, executor)
+        _warn(rounds.warning)
+        return rounds.run()
 
 
 def _warn(*sentences: str) -> None:

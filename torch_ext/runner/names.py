@@ -91,7 +91,6 @@ def describe(path: Path, root: Path) -> TestFile:
     return TestFile(path.relative_to(root).as_posix(), path, ".".join(reversed(parts)), folder)
 
 
-_NAMES = "names"  # folder below the cache's folder
 # A file may count devices during its import; these variables change the number.
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -139,7 +138,7 @@ class NameCache:
 
     def __init__(self, folder: Path | None, shared_key: Mapping[str, str] | None) -> None:
         # A sentence about why the folder is not trusted, with the remedy; empty if it is in use
-        self.refused = cache.why_not_trusted(folder / _NAMES) if folder is not None and shared_key is not None else ""
+        self.refused = cache.why_not_trusted(folder / "names") if folder is not None and shared_key is not None else ""
         self._folder = folder if shared_key is not None and not self.refused else None
         self._shared_key = dict(shared_key or {})
         self._digests: dict[str, str | None] = {}
@@ -184,12 +183,12 @@ class NameCache:
         """Return the end of a sentence about a list of tests, for which ``number`` files were not imported."""
         if not number or self._folder is None:
             return ""
-        return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / _NAMES}"
+        return f"; names of {number} file{'s' * (number != 1)} from the cache in {self._folder / 'names'}"
 
     def _entry_path(self, folder: Path, file: TestFile) -> Path:
         place = f"{file.path}\0{file.name}\0{self._shared_key.get('device', '')}"
         digest = hashlib.sha256(os.fsencode(place)).hexdigest()
-        return folder / _NAMES / f"{file.path.stem}-{digest[:16]}.json"
+        return folder / "names" / f"{file.path.stem}-{digest[:16]}.json"
 
     def _digest(self, path: str) -> str | None:
         """Return the hash of the content; None if there is no file. Reads each file once: many import the same ones."""

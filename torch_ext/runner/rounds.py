@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -37,17 +38,12 @@ from torch_ext.runner.reporters.text import TextReporter, Writer, annotate, is_l
 from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
-from torch_ext.world.wording import printable
 
 __all__ = ["Reporters", "Rounds"]
 
 
 class Reporters:
-    """All reporters that ``options`` request. The text goes to stderr if JSON goes to stdout.
-
-    Args:
-        expected_s: the expected duration of a test in seconds, if known.
-        notes: sentences at the beginning of the report.
+    """All reporters that ``options`` request. The text starts with ``notes``, and goes to stderr if stdout has JSON.
 
     Raises:
         SetupError: a file cannot be opened.
@@ -99,26 +95,28 @@ class Rounds:
         self._executor = executor
         self._options = chosen.request.options
         self._judge = _judge(chosen)
-        notes, expected_s = filter(None, [chosen.note]), chosen.history.expected_s
-        self._reporters = Reporters(chosen.plan, self._options, chosen.needs, expected_s, list(notes))
+        notes, expected_s = [chosen.note] if chosen.note else [], chosen.history.expected_s
+        self._reporters = Reporters(chosen.plan, self._options, chosen.needs, expected_s, notes)
         self._tally = self._reporters.tally
         self._round = 1
         self._earlier: dict[TestName, tuple[TestResult, ...]] = {}
         self._again: list[TestName] = []
 
+    @property
+    def warning(self) -> str:
+        """A sentence of the judge about the run; empty if there is none."""
+        return self._judge.warning if self._judge else ""
+
     def run(self) -> int:
         """Run every round and return the exit code. An interrupt ends the run, and reporters show it."""
-        interrupted = False
+        interrupted = True
         for failure in self._chosen.failures:
             self._publish(failure)
-        try:
+        with suppress(KeyboardInterrupt):
             if self._chosen.plan.batches and not (self._options.failfast and self._has_failed()):
-                try:
+                with closing(self._executor()):
                     self._every_round()
-                finally:
-                    self._executor().close()
-        except KeyboardInterrupt:
-            interrupted = True
+            interrupted = False
         if self._judge is not None and not interrupted:
             for stale in self._judge.out_of_date(self._chosen.plan.tests, whole=not self._options.narrowed):
                 self._publish(stale)
@@ -195,7 +193,4 @@ def _judge(chosen: Chosen) -> Judge | None:
         "device": "sim" if options.cuda_as_sim else chosen.device,
         "cuda_as_sim": str(options.cuda_as_sim).lower(),
     }
-    judge = request.upstream.judge([file.path for file in request.files], options.differences, conditions)
-    if judge.warning and sys.stderr is not None:
-        print(printable(f"warning: {judge.warning}"), file=sys.stderr)
-    return judge
+    return request.upstream.judge([file.path for file in request.files], options.differences, conditions)

@@ -65,7 +65,8 @@ class PatternTarget:
 
     def matches(self, test: TestName) -> bool:
         """Whether the pattern selects ``test``."""
-        return test.file in self.files and (not self.names or any(_fits(names, test) for names in self.names))
+        names = {(test.cls,), (test.method,), (test.cls, test.method)}
+        return test.file in self.files and (not self.names or not names.isdisjoint(self.names))
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,11 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     """
     addresses = _addresses(tuple(files))
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
-    rules = _file_rules(text)
-    whole = _first_match(rules, (reading for reading in readings if not reading.names), addresses)
-    if whole:
+    rules = [_is_file, _ends_file] if text.endswith(".py") else [_is_file, _is_folder, _ends_file]
+    rules = [_is_folder] if text.endswith("/") else rules
+    if whole := _first_match(rules, [one for one in readings if not one.names], addresses):
         return PatternTarget(text, whole[1])
-    anchored = _first_match((_is_file, _ends_file), (one for one in readings if one.names and one.path), addresses)
-    if anchored:
+    if anchored := _first_match((_is_file, _ends_file), [one for one in readings if one.names and one.path], addresses):
         return PatternTarget(text, anchored[1], (anchored[0].names,))
     bare = tuple(reading.names for reading in readings if reading.names and not reading.path)
     return PatternTarget(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
@@ -159,30 +159,14 @@ def _ends_file(path: _Parts, address: _Parts) -> bool:
     return bool(path) and address[-len(path) :] == path
 
 
-_Rule = Callable[[_Parts, _Parts], bool]
-
-
-def _file_rules(text: str) -> tuple[_Rule, ...]:
-    if text.endswith(".py"):
-        return (_is_file, _ends_file)
-    return (_is_folder,) if text.endswith("/") else (_is_file, _is_folder, _ends_file)
-
-
 def _first_match(
-    rules: Sequence[_Rule], readings: Iterable[_Reading], addresses: Mapping[str, _Parts]
+    rules: Sequence[Callable[[_Parts, _Parts], bool]], readings: Sequence[_Reading], addresses: Mapping[str, _Parts]
 ) -> tuple[_Reading, frozenset[str]] | None:
     """Return the first reading, by the strongest rule, that matches a file, with its files; None if there is none."""
-    readings = list(readings)
-    for rule in rules:
-        for reading in readings:
-            files = frozenset(file for file, address in addresses.items() if rule(reading.path, address))
-            if files:
-                return reading, files
+    for rule, reading in itertools.product(rules, readings):
+        if files := frozenset(file for file, address in addresses.items() if rule(reading.path, address)):
+            return reading, files
     return None
-
-
-def _fits(names: _Parts, test: TestName) -> bool:
-    return names in ((test.cls,), (test.method,), (test.cls, test.method))
 
 
 def select_files(
@@ -214,31 +198,22 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
         SelectionError: a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
-    for target in (*selection.include, *selection.exclude):
-        if not _explained(target, selection, tests, broken):
+    targets = (*selection.include, *selection.exclude)
+    matched = {target for target in targets if any(map(target.matches, tests))}
+    for target in targets:
+        # The names of a class were never read if its file does not run, such as one that -x drops.
+        unread = target.anchored and target.files.isdisjoint(selection.files)
+        if target.names and target not in matched and not unread and target.files.isdisjoint(broken):
             raise _unmatched(target, selection.files, tests)
-    suspects = tuple(file for file in broken if _suspect(file, selection.include, tests))
+    # A broken file could hold a requested test, unless other files match its bare name.
+    missed = [target for target in selection.include if target.anchored or target not in matched]
+    suspects = [file for file in broken if not selection.include or any(file in target.files for target in missed)]
     chosen = [test for test in tests if not selection.include or _any_matches(selection.include, test)]
-    return Selected(tuple(test for test in chosen if not _any_matches(selection.exclude, test)), suspects)
+    return Selected(tuple(test for test in chosen if not _any_matches(selection.exclude, test)), tuple(suspects))
 
 
 def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:
     return any(target.matches(test) for target in targets)
-
-
-def _explained(target: PatternTarget, selection: Selection, tests: Sequence[TestName], broken: Sequence[str]) -> bool:
-    """Whether ``target`` matches, or does not match for a reason other than a mistyped name."""
-    if not target.names or any(map(target.matches, tests)) or target.files.intersection(broken):
-        return True
-    # A class of a file that does not run, such as one that -x drops: its names were never read.
-    return target.anchored and target.files.isdisjoint(selection.files)
-
-
-def _suspect(file: str, include: Sequence[PatternTarget], tests: Sequence[TestName]) -> bool:
-    """Whether the broken ``file`` could hold a requested test. Ignores bare names that other files already match."""
-    return not include or any(
-        file in target.files and (target.anchored or not any(map(target.matches, tests))) for target in include
-    )
 
 
 def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
@@ -290,7 +265,7 @@ def _contains(word: str, test: TestName) -> bool:
 
 
 def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
-    """Return one accepted spelling of every folder, file, class and test, in that order.
+    """Return a spelling of every folder, file, class and test, in that order.
 
     >>> _names(["a/b/test_c.py"], [TestName("a/b/test_c.py", "TestD", "test_e")])
     ['a', 'a/b', 'a/b/test_c.py', 'TestD', 'TestD.test_e']

@@ -30,19 +30,16 @@ from torch_ext.runner.selection import Selection, SelectionError, keyword_filter
 
 __all__ = ["Executor", "Judge", "Request", "Upstream", "select"]
 
-# The folder of our checkout's suites that holds the tests of torch_ext itself.
-_OWN_TESTS = "torch_ext"
 # Names of PyTorch's test files; `elastic` uses the second.
 _UPSTREAMS = ("test_*.py", "*_test.py")
 
 
 class Executor(Protocol):
-    """The half of the runner that starts processes, for one run. ``torch_ext.runner.execute`` opens one."""
+    """The half of the runner that starts processes, for one run. Called on the main thread."""
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """Import ``files``, each in a separate process, and yield one result for each, in any order.
-
-        Called on the main thread. May block as long as imports take. Also yields a result for a failed import.
+        """Import ``files``, each in a separate process, and yield one result for each, in any order. May block as long
+        as imports take. Also yields a result for a failed import.
         """
         ...
 
@@ -50,9 +47,8 @@ class Executor(Protocol):
         """Run ``plan``. Call ``sink``, on the calling thread, when a class or test begins, when a test ends and when a
         class is over. Several classes may run at once.
 
-        Called on the main thread, once per round; the processes of the last round end with :meth:`close`. Stops after
-        the first failure if ``options.failfast``. Report a skipped class as one skipped result for each of its tests: a
-        planned test without a result counts as not run, and fails the command.
+        Called once per round. Stops after the first failure if ``options.failfast``. Report a skipped class as one
+        skipped result for each of its tests: a planned test without a result counts as not run, and fails the command.
         """
         ...
 
@@ -131,8 +127,8 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
 
 def _own_files(options: RunOptions) -> Sequence[TestFile]:
     # Leave the tests of torch_ext itself to pytest: a runner that judges itself proves nothing.
-    own = options.root / _OWN_TESTS
-    leave_out = _OWN_TESTS if options.root == default_root() and (own / "house").is_dir() else ""
+    own = options.root / "torch_ext"
+    leave_out = own.name if options.root == default_root() and (own / "house").is_dir() else ""
     for pattern in options.include if leave_out else ():
         for place in (Path(pattern.partition("::")[0]), options.root / pattern.partition("::")[0]):
             if place.exists() and place.resolve().is_relative_to(own):

@@ -140,18 +140,6 @@ def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatc
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == report(results, verbosity=verbosity)
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_unencodable_characters_are_escaped(terminal: bool) -> None:
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    stream.isatty = lambda: terminal  # type: ignore[method-assign]
-    paper = Writer(stream)
-    paper.line("reason caf\xe9 \udcff")
-    paper.verbatim("message caf\xe9 \udcff")
-    stream.flush()
-    assert raw.getvalue() == b"reason caf\\xe9 \\udcff\nmessage caf\\xe9 \\udcff\n"
-
-
 def test_expected_failures_pass_and_unexpected_successes_fail() -> None:
     results = [TestResult(ONE, Status.XFAIL, 0.0), TestResult(TWO, Status.UNEXPECTED_SUCCESS, 0.0)]
     text = report(results, verbosity=1)

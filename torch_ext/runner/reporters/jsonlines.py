@@ -90,10 +90,8 @@ def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
     >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
     4
     """
-    declared = {} if needs is None else {
-        "world_size": needs.world_size, "processes": needs.processes, "devices": needs.devices, "hosts": needs.hosts
-    }  # fmt: skip
-    return {**_address(test), **declared}
+    declared = ("world_size", "processes", "devices", "hosts") if needs else ()
+    return {**_address(test), **{name: getattr(needs, name) for name in declared}}
 
 
 def _address(test: TestName) -> dict[str, str]:

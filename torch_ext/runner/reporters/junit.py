@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import platform
 import re
+from collections.abc import Mapping
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -21,6 +22,7 @@ __all__ = ["write_junit"]
 
 # Replacements for a test's name if a class or a file failed.
 _CLASS, _FILE = "setUpClass or tearDownClass", "import"
+_COLUMNS = {"failures": "failure", "errors": "error"}
 # Characters that XML 1.0 forbids and ``printable`` keeps.
 _NO_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
 # Endings of a rank that JUnit counts as errors rather than failed assertions.
@@ -45,19 +47,17 @@ def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: R
         suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
         suite.set("hostname", _clean(platform.node()))
         suite.extend(found)
-        _count(suite, found, skipped=True)
-    _count(root, [case for found in cases.values() for case in found], skipped=False)
+        _count(suite, found, {**_COLUMNS, "skipped": "skipped"})
+    _count(root, [case for found in cases.values() for case in found], _COLUMNS)
     ElementTree.indent(root)
     file.write(ElementTree.tostring(root, encoding="unicode", xml_declaration=False) + "\n")
     file.close()
 
 
-def _count(element: Element, cases: list[Element], *, skipped: bool) -> None:
+def _count(element: Element, cases: list[Element], columns: Mapping[str, str]) -> None:
     element.set("tests", str(len(cases)))
-    element.set("failures", str(sum(case.find("failure") is not None for case in cases)))
-    element.set("errors", str(sum(case.find("error") is not None for case in cases)))
-    if skipped:
-        element.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
+    for column, tag in columns.items():
+        element.set(column, str(sum(case.find(tag) is not None for case in cases)))
     element.set("time", f"{sum(float(case.get('time', '0')) for case in cases):.3f}")
 
 
@@ -101,9 +101,11 @@ def _missing(test: TestName, stopped: bool) -> Element:
 
 def _failure(case: Element, result: TestResult, kind: str = "") -> None:
     """Add the failure of an attempt; ``kind``: tag prefix for an attempt that does not decide the result."""
-    tag = "error" if _is_error(result) else "failure"
+    ended = result.died or any(outcome.ending in _ERRORS for outcome in result.failed_ranks)
+    tag = "error" if ended or not result.test.method else "failure"
     tag = f"{kind}{tag.capitalize()}" if kind else tag
-    element = SubElement(case, tag, type=_type(result), message=_message(result))
+    message = "; ".join(problem.sentence for problem in result.problems) or result.status.value
+    element = SubElement(case, tag, type=_type(result), message=_clean(message))
     text = _clean(describe_failure(result))
     if not kind:
         element.text = text
@@ -113,16 +115,8 @@ def _failure(case: Element, result: TestResult, kind: str = "") -> None:
         SubElement(element, "system-out").text = "\n".join(outputs)
 
 
-def _is_error(result: TestResult) -> bool:
-    if not result.test.method or result.died:
-        return True
-    return any(outcome.ending in _ERRORS for outcome in result.failed_ranks)
-
-
 def _type(result: TestResult) -> str:
-    if not result.problems:
-        return result.status.value
-    problem = result.problems[0]
+    problem = next(iter(result.problems), None)
     if isinstance(problem, Raised):
         return _clean(problem.error.partition(":")[0])
     if isinstance(problem, RanksFailed):
@@ -130,10 +124,6 @@ def _type(result: TestResult) -> str:
         endings = [each.ending.value for each in problem.report.outcomes if each.rank in culprits[:1]]
         return f"rank {endings[0]}" if endings else "ranks failed"
     return "process died" if isinstance(problem, Died) else result.status.value
-
-
-def _message(result: TestResult) -> str:
-    return _clean("; ".join(problem.sentence for problem in result.problems) or result.status.value)
 
 
 def _outputs(result: TestResult) -> list[str]:

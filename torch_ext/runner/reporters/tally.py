@@ -54,9 +54,8 @@ class Running:
 
 
 class Tally:
-    """The results of one run, in order of arrival; of several attempts at a test, the last.
-
-    Each round expects all tests: after :class:`~torch_ext.results.RoundBegan`, the whole plan is missing again.
+    """The results of one run, in order of arrival; of several attempts at a test, the last. Each round expects all
+    tests.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -111,26 +110,23 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Whether every planned test ran, or was skipped with a reason, and none failed. A test that failed and then
-        passed in a rerun is flaky, not failed.
-        """
+        """Whether every planned test has a result, and none failed. A flaky test has not."""
         return not self.missing() and not counts(self.results)[Status.FAILED]
 
 
 class InOrder:
     """A reporter that forwards all events to another, class after class in the order of the plan.
 
-    Forwards events of the first unfinished class as they happen. Holds events of later classes until their turn, or
-    until the end of the round. Forwards a failure, a stall and the beginning of a class at once.
+    Holds the events of a class until all earlier classes, or the round, are over. Forwards a failure, a stall and the
+    beginning of a class at once.
     """
 
     def __init__(self, plan: Plan, reporter: Reporter) -> None:
         self._plan, self._reporter = plan, reporter
-        self._held: dict[_Key, list[Event]] = {}  # events of classes that wait for their turn
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._held = {batch.key: [] for batch in self._plan}
+        self._held: dict[_Key, list[Event]] = {batch.key: [] for batch in self._plan}
         self._over: set[_Key] = set()
 
     def __call__(self, event: Event) -> None:
@@ -168,22 +164,19 @@ def _is_urgent(event: Event) -> bool:
 
 
 @contextmanager
-def writing(failure: str) -> Iterator[None]:
-    """Context: turn an OSError into an OutputError that begins with ``failure``, except BrokenPipeError."""
+def writing(failure: str, kind: type[OutputError | SetupError] = OutputError) -> Iterator[None]:
+    """Context: turn an OSError into an error that begins with ``failure``, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"{failure}: {os.strerror(error.errno or 0)}") from error
+        raise kind(f"{failure}: {os.strerror(error.errno or 0)}") from error
 
 
 class ReportFile:
-    """A report's file. Opens ``path`` before the run, to detect errors early and to remove an older report.
-
-    Args:
-        path: the file, whose folder is created if necessary; ``-``: stdout.
-        what: a phrase for the report.
+    """The file of the report ``what``. Opens ``path`` (``-``: stdout) and its folder before the run, to detect errors
+    early and to remove an older report.
 
     Raises:
         SetupError: the file cannot be opened.
@@ -196,19 +189,12 @@ class ReportFile:
             return
         if path.endswith(".py"):
             raise SetupError(f"{self._failure}, a Python file")
-        try:
+        with writing(self._failure, SetupError):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(path, "w", encoding="utf-8")  # noqa: SIM115  # closed with the report
-        except OSError as error:
-            raise SetupError(f"{self._failure}: {os.strerror(error.errno or 0)}") from error
 
     def write(self, text: str) -> None:
-        """Write ``text`` and flush.
-
-        Raises:
-            OutputError: the file cannot be written.
-            BrokenPipeError: the reader has closed the pipe.
-        """
+        """Write ``text`` and flush. Raises OutputError, or BrokenPipeError if the reader has closed the pipe."""
         with writing(self._failure):
             stream = sys.stdout if self._stream is None else self._stream
             stream.write(text)

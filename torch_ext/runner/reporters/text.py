@@ -104,11 +104,8 @@ def is_live(stream: TextIO) -> bool:
 class Writer:
     """Writes lines to ``stream``, with styles if it is a terminal.
 
-    Escapes control characters from any source, so that no test controls the terminal. Leaves the wrapping of long lines
-    to the terminal, so that a test's name can be copied.
-
-    Every method raises :class:`OutputError` if the stream cannot be written, and ``BrokenPipeError`` if its reader has
-    closed the pipe.
+    Escapes control characters, so that no test controls the terminal, which wraps long lines itself, so that a test's
+    name can be copied. Methods raise :class:`OutputError`, or ``BrokenPipeError`` if the reader has closed the pipe.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -121,11 +118,11 @@ class Writer:
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write one line. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        self._write("".join(self.styled(self._encodable(text), style) for text, style in pairs))
+        self._write("".join(self.styled(printable(text), style) for text, style in pairs))
 
     def verbatim(self, text: str) -> None:
-        """Write ``text`` unchanged, with a newline at the end. Escapes characters that the stream cannot encode."""
-        self._write(self._encodable(text).removesuffix("\n"))
+        """Write ``text`` of several lines, with a newline at the end."""
+        self._write(printable(text).removesuffix("\n"))
 
     def show(self, text: str) -> None:
         """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
@@ -146,16 +143,12 @@ class Writer:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def _encodable(self, text: str) -> str:
-        encoding = self._stream.encoding or "utf-8"
-        return printable(text).encode(encoding, "backslashreplace").decode(encoding)
-
 
 class TextReporter:
     """Prints results as they arrive, and a summary at the end of the run.
 
     Args:
-        tally: the results so far; counts each event before this reporter handles it.
+        tally: counts each event before this reporter handles it.
         notes: sentences at the beginning, such as how tests were chosen.
         announce: print a line when a class begins, unless the report is quiet.
     """
@@ -180,9 +173,7 @@ class TextReporter:
             self._add(event)
         elif isinstance(event, Over):
             batch = self._tally.batch_of(event.test)
-            if batch is not None and not (
-                self._options.failfast and self._missing(batch)
-            ):  # the run may go on after a flake
+            if batch and not (self._options.failfast and self._missing(batch)):  # the run may go on after a flake
                 self._class_line(batch)
         elif isinstance(event, Stalled):
             self._out.verbatim(f"{event.test.id}: {event.text}")
@@ -204,7 +195,9 @@ class TextReporter:
 
     def _add(self, result: TestResult) -> None:
         if self._options.verbosity > 0:
-            self._test_line(result)
+            word = (result.status.value, _STYLES[result.status.counted])
+            times = f"  {result.duration_s:.2f} s"
+            self._out.line(result.test.id, "  ", word, times, f"  {result.reason}" if result.reason else "")
         if result.status is Status.FLAKY:
             times = "once" if len(result.earlier) == 1 else f"{len(result.earlier)} times"
             self._out.line(("FLAKY", _STYLES[Status.FLAKY]), f" {result.test.id}: it failed {times}, then passed")
@@ -221,15 +214,23 @@ class TextReporter:
         for batch in self._tally.plan:
             if self._tally.results_of(batch):
                 self._class_line(batch)
-        self._skips()
-        self._grouped("Warnings", (text for result in self._tally.results for text in result.warnings))
+        results = self._tally.results
+        skipped = [result for result in results if result.status is Status.SKIPPED]
+        self._grouped("Skipped", (result.reason or "no reason given" for result in skipped))
+        if skipped and len(skipped) == len(results):
+            self._out.line(("Nothing ran: every test was skipped.", "yellow"))
+        self._grouped("Warnings", (text for result in results for text in result.warnings))
         self._named_again("Flaky:", Status.FLAKY)
         self._named_again("Failed:", Status.FAILED)
-        self._not_run(interrupted)
+        if interrupted:
+            self._out.line(("Interrupted.", "bold yellow"))
+        if not results:
+            self._out.line(("Nothing ran.", "bold yellow"))
+        if missing := self._tally.missing():
+            self._out.line((f"Not run: {_tests(len(missing))}, the first of them {missing[0].id}", "bold yellow"))
         self._out.line(f"{self._ran()} in {time.monotonic() - self._start_s:.2f} s")
-        found = counts(self._tally.results)
-        columns = [column for column in COLUMNS if column is not Status.FLAKY or found[column]]
-        self._out.line(*_joined(_columns(self._tally.results, columns)))
+        columns = [column for column in COLUMNS if column is not Status.FLAKY or counts(results)[column]]
+        self._out.line(*_joined(_columns(results, columns)))
 
     def _ran(self) -> str:
         whole = Counter[tuple[str, str]]()
@@ -239,13 +240,8 @@ class TextReporter:
                 whole["class" if result.test.cls else "file", verb] += 1
         parts = [f"Ran {_tests(len(self._tally.results) - whole.total())}"]
         for (kind, verb), number in sorted(whole.items(), reverse=True):
-            parts.append(f"{number} {kind}{'es' * (kind == 'class' and number > 1)} {verb} as a whole")
+            parts.append(f"{number} {kind}{('es' if kind == 'class' else 's') * (number > 1)} {verb} as a whole")
         return "; ".join(parts)
-
-    def _test_line(self, result: TestResult) -> None:
-        reason = f"  {result.reason}" if result.reason else ""
-        word = (result.status.value, _STYLES[result.status.counted])
-        self._out.line(result.test.id, "  ", word, f"  {result.duration_s:.2f} s{reason}")
 
     def _failure(self, result: TestResult) -> None:
         attempt = f"  attempt {result.attempt} of {self._options.reruns + 1}" if result.again or result.earlier else ""
@@ -270,12 +266,6 @@ class TextReporter:
         duration_s = sum(result.duration_s for result in results)
         self._out.line(f"{batch.file.name}::{batch.cls}  ", *_joined(columns), f"  {duration_s:.2f} s")
 
-    def _skips(self) -> None:
-        skipped = [result for result in self._tally.results if result.status is Status.SKIPPED]
-        self._grouped("Skipped", (result.reason or "no reason given" for result in skipped))
-        if skipped and len(skipped) == len(self._tally.results):
-            self._out.line(("Nothing ran: every test was skipped.", "yellow"))
-
     def _grouped(self, title: str, texts: Iterable[str]) -> None:
         groups = Counter(texts).most_common()
         if groups:
@@ -289,15 +279,6 @@ class TextReporter:
             self._out.line((title, _STYLES[status]))
         for name in named:
             self._out.line(f"  {name}")
-
-    def _not_run(self, interrupted: bool) -> None:
-        if interrupted:
-            self._out.line(("Interrupted.", "bold yellow"))
-        missing = self._tally.missing()
-        if not self._tally.results:
-            self._out.line(("Nothing ran.", "bold yellow"))
-        if missing:
-            self._out.line((f"Not run: {_tests(len(missing))}, the first of them {missing[0].id}", "bold yellow"))
 
 
 def _tests(number: int) -> str:

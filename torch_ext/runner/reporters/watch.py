@@ -26,9 +26,7 @@ class PlainWatch:
     """Adds a progress line to a report in a file or a pipe after a while without output.
 
     Args:
-        tally: the results so far, and the running classes.
         expected_s: the expected duration of a test, in seconds; None if unknown.
-        out: the report's writer.
         often: print progress three times a minute instead of once.
     """
 
@@ -83,8 +81,7 @@ def _format_duration(seconds: float) -> str:
 class LiveWatch(PlainWatch):
     """Keeps a few lines at the bottom of a terminal: the progress of the run, and each running class.
 
-    Erases these lines before other output and draws them again below it, so that they never overwrite a report. Cuts
-    lines to the width of the terminal, and omits lines that exceed its height.
+    Erases these lines before other output and draws them again below it, and keeps them within the terminal.
     """
 
     def __init__(self, tally: Tally, expected_s: Callable[[TestName], float | None], out: Writer) -> None:
