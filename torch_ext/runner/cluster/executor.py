@@ -3,18 +3,15 @@
 Note [A lost machine]
 ~~~~~~~~~~~~~~~~~~~~~
 Results arrive as tests end, so a lost machine's results so far count. When its actor or its supervisor has ended, the
-tests without a result run again on any machine with room, and the report mentions it. A class that has lost three
-machines fails, since it may be the cause.
-
-A class on several hosts is lost with any of them. The remaining hosts end it, so that no test fails for the loss, and
-the driver ignores their later events.
+tests without a result run again on any machine with room, with a message. A class that has lost three machines fails,
+since it may be the cause. A class on several hosts is lost with any of them: the others end it, so that no test fails
+for the loss, and the driver ignores their later events.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -29,7 +26,7 @@ from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch, Plan, longest_first
 from torch_ext.runner.steps import Executor
-from torch_ext.world.wording import PREFIX
+from torch_ext.world.wording import announce
 
 __all__ = ["ClusterExecutor"]
 
@@ -119,11 +116,11 @@ class ClusterExecutor:
         shortage = f"the class asks for {requested} hosts, and the cluster has {has} machine{'s' * (has != 1)}"
         if requested <= most:
             self._end(job, f"{shortage} left")
-            return False
-        for test in job.left:
+        else:
             reason = f"{shortage}; without --cluster, this machine stands for all of them"
-            self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-        self._sink(Over(job.cls))
+            for test in job.left:
+                self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
+            self._sink(Over(job.cls))
         return False
 
     def _start(self, job: _Job) -> bool:
@@ -136,7 +133,7 @@ class ClusterExecutor:
                 raise SetupError(f"Ray places classes on the machine {unusable[0][:12]}, which cannot run tests")
             job.place = self._machines.reserve(job.batch.need)
             return False
-        for host in range(1, len(job.nodes)) if len(job.nodes) > 1 else range(len(job.nodes)):
+        for host in range(len(job.nodes))[len(job.nodes) > 1 :]:
             self._order(job, host)
         return bool(job.nodes)
 
@@ -197,26 +194,24 @@ class ClusterExecutor:
             return
         job.lost += 1
         machine, number = node[:12], len(job.left)
-        if number and job.lost >= _MAX_LOST:
-            self._end(job, f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}")
+        if not number or job.lost >= _MAX_LOST:
+            last = f"{job.lost} machines were lost while they ran this class, the last one {machine}: {why}"
+            self._end(job, last if number else "")
             return
         job.over = True
         self._leave(job)
-        if not number:
-            self._sink(Over(job.cls))
-            return
         which = f"{machine}, host {host} of {job.cls.id}," if len(job.nodes) > 1 else machine
         tests = f"{number} test{'s' * (number != 1)} of {job.cls.id}"
-        lost = f"{PREFIX}the machine {which} is lost ({why}); {tests} run again elsewhere"
-        print(lost, file=sys.stderr, flush=True)
+        announce(f"the machine {which} is lost ({why}); {tests} run again elsewhere")
         self._waiting.insert(0, _Job(job.batch, job.left, job.lost))
         self._machines.connect({})
 
-    def _end(self, job: _Job, reason: str) -> None:
-        """Fail a class; ``reason`` is a sentence."""
+    def _end(self, job: _Job, failure: str = "") -> None:
+        """End a class, which has failed for a ``failure``."""
         job.over = True
         self._leave(job)
-        self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(reason),)))
+        if failure:
+            self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(failure),)))
         self._sink(Over(job.cls))
 
     def _leave(self, job: _Job) -> None:
@@ -231,20 +226,13 @@ def _name(node: str) -> str:
 
 
 def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:
-    """Return the folder to ship: our checkout if it holds the suites, else the smallest folder that holds the root and
-    the import roots of all files.
-    """
+    """Return the folder to ship: our checkout if it holds the suites, else one with the root and all import roots."""
     folder = Path(os.path.commonpath([root, *(file.import_root for file in files)]))
     checkout = _PACKAGE.parent
     return checkout if folder.is_relative_to(checkout) and (checkout / "run_test.py").is_file() else folder
 
 
 def _runtime_environment(folder: Path) -> dict[str, Any]:
-    """Return Ray's ``runtime_env``: workers run in a copy of ``folder``, and import this torch_ext.
-
-    Ray leaves out files that ``.gitignore`` names, and refuses more than 500 MiB.
-    """
+    """Return Ray's ``runtime_env``: workers run in a copy of ``folder``, and import this torch_ext."""
     found: dict[str, Any] = {"working_dir": str(folder), "excludes": [".git"]}
-    if not _PACKAGE.is_relative_to(folder):
-        found["py_modules"] = [str(_PACKAGE)]
-    return found
+    return found if _PACKAGE.is_relative_to(folder) else {**found, "py_modules": [str(_PACKAGE)]}

@@ -2,12 +2,9 @@
 
 Runs in the supervisors of these machines; standard library and own layer only.
 
-:class:`RankProxy`, on host 0, is a proxy between the parent half and the zygotes of all hosts. The parent half uses it
-like a zygote. The proxy passes orders for host 0 to the zygote there, with their descriptors. It sends orders for
-other hosts as messages, and reads and writes this end of their descriptors.
-
-:class:`RemoteRanks`, on each other host, holds the other ends of the channels and pipes of the ranks there. It makes no
-decisions: it executes the messages of host 0, and reports to host 0.
+:class:`RankProxy`, on host 0, is a zygote to the parent half. It passes orders for host 0 to the zygote there, with
+their descriptors. It sends orders for other hosts as messages, and reads and writes this end of their descriptors.
+:class:`RemoteRanks`, on each other host, holds the other ends, executes the messages of host 0, and reports to it.
 """
 
 from __future__ import annotations
@@ -51,6 +48,12 @@ _TIMES: dict[type, tuple[str, ...]] = {Receipt: ("time_s",), Progress: ("until_s
 _NUMBERS = itertools.count(1)  # of worlds
 # Variables specific to a machine, which are not copied to another.
 _OF_THE_MACHINE = {"TMPDIR", OWNER_VARIABLE, ADDRESS_VARIABLE, *INTERFACE_VARIABLES}
+
+
+def _files_of(channel: Channel, output: int, stacks: int, numbered: Iterable[int]) -> dict[_Stream, Channel | int]:
+    return {
+        RankStream.CHANNEL: channel, RankStream.OUTPUT: output, RankStream.STACKS: stacks, **dict(enumerate(numbered))
+    }  # fmt: skip
 
 
 class _RankEnds:
@@ -111,13 +114,7 @@ class _RankEnds:
 
 
 class HostRanks:
-    """The common base of both kinds of host: worlds by number, and messages to and from other hosts.
-
-    Args:
-        number: of the order.
-        host: this host's number.
-        send: sends a message to another host.
-    """
+    """The base of both kinds of host: worlds by number, and messages of ``host`` for order ``number`` to others."""
 
     def __init__(self, number: int, host: int, send: Callable[[Line], None]) -> None:
         self._callbacks = Callbacks()
@@ -172,12 +169,8 @@ class _ProxyWorld:
 
 
 class RankProxy(HostRanks):
-    """The ranks of one class, on host 0.
-
-    Args:
-        names: of the machine of each host, for the report.
-        environment: of the class, before its tests change it.
-        more: see the base class.
+    """The ranks of one class, on host 0. ``names``: of the machine of each host, for the report; ``environment``: of
+    the class, before its tests change it.
     """
 
     def __init__(self, names: Sequence[str], environment: Mapping[str, str], *more: Any) -> None:
@@ -188,9 +181,7 @@ class RankProxy(HostRanks):
         self._shift_s: dict[int, float] = {}  # our clock minus the host's
 
     def add_client(self, zygote: ZygoteClient) -> int:
-        """Return the descriptor of a new command channel, for a process that starts ranks; ``zygote`` starts this
-        host's ranks.
-        """
+        """Return the descriptor of a new command channel; ``zygote`` starts this host's ranks."""
         local, remote = channel_pair()
         self._clients.append(local)
         self._callbacks.watch(local, lambda: self._on_client(local, zygote))
@@ -253,18 +244,12 @@ class RankProxy(HostRanks):
         shared = rank.has_page + bool(rank.address)  # no other machine can use these
         close_all([second, *more[:shared]])
         os.set_blocking(stacks, False)  # unread stacks must not block the loop
-        numbered: dict[_Stream, Channel | int] = dict(enumerate(more[shared:]))
-        files: dict[_Stream, Channel | int] = {
-            RankStream.CHANNEL: Channel.from_descriptor(channel),
-            RankStream.OUTPUT: output,
-            RankStream.STACKS: stacks,
-            **numbered,
-        }
+        files = _files_of(Channel.from_descriptor(channel), output, stacks, more[shared:])
 
         def report(stream: _Stream, payload: Any) -> None:
             self.send(host, world.number, stream, payload, index)
 
-        return _RankEnds(files, self._callbacks, report, (RankStream.CHANNEL, *numbered))
+        return _RankEnds(files, self._callbacks, report, files.keys() - {RankStream.OUTPUT, RankStream.STACKS})
 
     def _on_group(self, world: _ProxyWorld) -> None:
         try:
@@ -328,12 +313,9 @@ class RankProxy(HostRanks):
             if rank := world.remote.pop((host, message.index), None):
                 rank.close()
 
-            def localized(index: int) -> int:
-                return world.order.index((host, index))
-
-            left = tuple(replace(each, index=localized(each.index)) for each in message.left_behind)
-            time_s = message.time_s + self._shift_s.get(host, 0.0)
-            passed = replace(message, index=localized(message.index), left_behind=left, time_s=time_s)
+            left = tuple(replace(each, index=world.order.index((host, each.index))) for each in message.left_behind)
+            index, time_s = world.order.index((host, message.index)), message.time_s + self._shift_s.get(host, 0.0)
+            passed = replace(message, index=index, left_behind=left, time_s=time_s)
         with contextlib.suppress(ChannelClosedError):
             world.group.send(passed)
 
@@ -348,13 +330,8 @@ class _RemoteWorld:
 
 
 class RemoteRanks(HostRanks):
-    """The ranks of one class on a machine that is not its host 0.
-
-    Args:
-        zygote: has loaded the class's file.
-        environment: of the class on this machine.
-        fail: called with a sentence when the ranks here are lost.
-        more: see the base class.
+    """The ranks of one class on a machine that is not its host 0. ``zygote`` has loaded the file of the class. Calls
+    ``fail`` with a sentence when the ranks here are lost.
     """
 
     def __init__(
@@ -399,19 +376,15 @@ class RemoteRanks(HostRanks):
         stacks, stacks_writer = os.pipe()
         inherited = [os.dup(remote.fileno()), output_writer, os.dup(output_writer), stacks_writer]
         remote.close()
-        files: dict[_Stream, Channel | int] = {
-            RankStream.CHANNEL: local, RankStream.OUTPUT: output, RankStream.STACKS: stacks
-        }  # fmt: skip
         shared = order.payload.has_page + bool(order.payload.address)
-        for number in range(order.descriptors - len(inherited) - shared):
-            files[number], other = (each.detach() for each in socket.socketpair())
-            inherited.append(other)
+        pairs = [socket.socketpair() for _ in range(order.descriptors - len(inherited) - shared)]
+        files = _files_of(local, output, stacks, [own.detach() for own, _ in pairs])
         report = partial(self._on_rank, world, len(world.ranks))
-        world.ranks.append(_RankEnds(files, self._callbacks, report, list(files)))
-        return inherited
+        world.ranks.append(_RankEnds(files, self._callbacks, report, files))
+        return [*inherited, *(other.detach() for _, other in pairs)]
 
     def _localized(self, rank: RankOrder, origin: Mapping[str, str]) -> RankOrder:
-        """Return a rank's order for this machine: its environment gets the changes of host 0's environment."""
+        """Return a rank's order for this machine, whose environment gets the changes of host 0's."""
         environment, now = dict(self._environment), rank.environment
         for name in (origin.keys() | now.keys()) - _OF_THE_MACHINE:
             if name not in now:

@@ -44,10 +44,7 @@ class Node:
 
     def ready(self) -> int:
         """Wait until the supervisor accepts classes; return the number of devices that its ranks share, 0 without a
-        limit. Call once, before any other method.
-
-        Raises:
-            SupervisorDiedError: the supervisor cannot load its modules; Ray's log of this machine has its output.
+        limit. Raises SupervisorDiedError if it cannot load its modules; Ray's log of this machine has its output.
         """
         try:
             return int(self._channel.receive()[0])
@@ -56,9 +53,7 @@ class Node:
 
     def run(self, order: RunClass, peers: Sequence[Any] = ()) -> Iterator[Event]:
         """Run a class, or ranks of one, with the actors ``peers`` of all its hosts; yield its events as they happen.
-
-        Raises:
-            SupervisorDiedError: the supervisor ended before the class did.
+        Raises SupervisorDiedError if the supervisor ends before the class does.
         """
         try:
             with self._sending:
@@ -76,9 +71,7 @@ class Node:
                     self._channels.pop(order.number).close()
 
     def pass_on(self, number: int, line: Line | None) -> None:
-        """Pass the supervisor a message of another host of class ``number``; None: end the class. Ignored if the class
-        has ended.
-        """
+        """Pass on a message of another host of class ``number``, if that has not ended; None ends the class."""
         with self._sending, contextlib.suppress(ChannelClosedError, OSError):
             if number in self._channels:
                 self._channels[number].send(line)
@@ -99,19 +92,14 @@ _RANKS_PER_CPU = 4
 
 
 class Machines:
-    """The machines of ``options.cluster``: ``local:N``, or an address that Ray accepts.
-
-    Raises:
-        SetupError: Ray is not installed.
-    """
+    """The machines of ``options.cluster``: ``local:N``, or an address that Ray accepts."""
 
     def __init__(self, options: RunOptions) -> None:
         try:
             import ray
         except ImportError:
-            raise SetupError(
-                "--cluster needs Ray, which is not installed here; install it with: pip install ray"
-            ) from None
+            hint = "install it with: pip install ray"
+            raise SetupError(f"--cluster needs Ray, which is not installed here; {hint}") from None
         self.addresses: dict[str, str] = {}  # by the machine's id
         self.most = 0  # the largest number of machines so far
         self._largest_cpus, self._devices = 1.0, 0  # of one machine
@@ -136,9 +124,8 @@ class Machines:
             try:
                 if address.startswith("local:"):
                     address = self._start_local(int(address.removeprefix("local:")))
-                self._ray.init(
-                    address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.ERROR
-                )
+                quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+                self._ray.init(address=address, runtime_env=runtime_env, **quiet)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 first = str(error).partition("\n")[0]
                 raise SetupError(f"got --cluster {self._options.cluster}, which cannot be used: {first}") from None
@@ -243,11 +230,8 @@ class Machines:
         return list(found)
 
     def next_of(self, stream: Any) -> Event:
-        """Return the next event of a stream.
-
-        Raises:
-            StopIteration: the stream has ended.
-            Exception: the machine is lost; Ray's errors have no common base that means this.
+        """Return the next event of a stream. Raises StopIteration at its end, and an error of Ray's if the machine is
+        lost.
         """
         event: Event = self._ray.get(next(stream))
         return event
