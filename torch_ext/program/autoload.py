@@ -19,19 +19,13 @@ import sys
 
 from torch_ext import personality
 
-__all__ = ["ON", "ON_AS_CUDA", "hide", "is_strict", "load", "mark_worker", "request"]
+__all__ = ["ON", "STRICT", "hide", "load", "mark_worker"]
 
 # Launchers for ``python -m``, which start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 
-_SIM = personality.VARIABLE
-ON, ON_AS_CUDA = "1", personality.AS_CUDA
-_STRICT, _WORKER = "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
-
-
-def is_strict() -> bool:
-    """Whether a worker must fail if it has used neither its device nor its peers."""
-    return os.environ.get("TORCH_EXT_SIM_STRICT") == "1"
+_SIM, ON = personality.VARIABLE, "1"
+STRICT, _WORKER = "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
 
 
 def mark_worker() -> None:
@@ -41,28 +35,18 @@ def mark_worker() -> None:
 
 def hide() -> None:
     """Remove the variables from the environment; a rank gets their values from its ``Program``."""
-    for name in (_SIM, "TORCH_EXT_RACES", _STRICT):
+    for name in (_SIM, "TORCH_EXT_RACES", STRICT):
         os.environ.pop(name, None)
 
 
-def request(value: str) -> None:
-    """Set ``TORCH_EXT_SIM`` to ``value`` for the processes that this process starts."""
-    os.environ[_SIM] = value
-
-
 def load() -> None:
-    """Register the device that ``TORCH_EXT_SIM`` requests.
-
-    Raises:
-        ValueError: ``TORCH_EXT_SIM`` has an unknown value.
-        BuildError: the simulator cannot be built.
-    """
-    value = os.environ.get("TORCH_EXT_SIM", "")
+    """Register the device that ``TORCH_EXT_SIM`` requests. Raises ValueError for an unknown value."""
+    value = os.environ.get(_SIM, "")
     if value in ("", "0"):
         return
-    if value not in (ON, ON_AS_CUDA):
+    as_cuda = value == personality.AS_CUDA
+    if not as_cuda and value != ON:
         raise ValueError(f"{_SIM}={value}: expected 1, or cuda to have CUDA mean the simulated accelerator.")
-    as_cuda = value == ON_AS_CUDA
     if as_cuda:
         from torch_ext.cuda_as_sim import visible
 

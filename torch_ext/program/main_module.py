@@ -82,13 +82,9 @@ _FILES = frozenset((io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom))
 def finalize(harness_thread: str) -> None:
     """Drop the globals of ``__main__`` and flush open files, as Python does at its end.
 
-    A rank is a fork of a process that has loaded torch, and ends by ``os._exit()``: finalizing the interpreter would
-    cost half a second. Programs rely on ``__del__`` of their globals, and on writes to files that they never close.
-
-    Keeps the globals if a daemon thread of the program still runs: Python would have stopped such threads before.
-
-    Args:
-        harness_thread: the name of the harness's thread, which uses no global.
+    A rank ends by ``os._exit()``, since finalizing the interpreter would cost half a second. Programs rely on
+    ``__del__`` of their globals, and on writes to files that they never close. Keeps the globals if a thread of the
+    program besides ``harness_thread`` still runs: Python would have stopped daemon threads before.
     """
     main = sys.modules.get("__main__")
     own = {threading.current_thread().name, harness_thread}

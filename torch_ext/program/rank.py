@@ -4,10 +4,10 @@ Loads torch only if the program has.
 
 Note [A rank is an ordinary process]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank looks like a child of multiprocessing. A program must not see that: it may check that it runs in the main process
-before it starts workers, which find the program through ``sys.modules["__main__"]``. So a rank looks like the process
-of ``python train.py``: with its ``__main__`` and ``sys.path[0]``, as a main process without a parent. The rank resets
-what Python has cached from the zygote's environment, which may belong to another terminal.
+A program may check that it runs in the main process before it starts workers, which find it through
+``sys.modules["__main__"]``. So a rank, a child of multiprocessing, looks like the process of ``python train.py``: with
+its ``__main__`` and ``sys.path[0]``, as a main process without a parent. The rank resets what Python has cached from
+the zygote's environment, which may belong to another terminal.
 
 Note [Silent fakes]
 ~~~~~~~~~~~~~~~~~~~
@@ -34,7 +34,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.program.autoload import is_strict, mark_worker
+from torch_ext.program.autoload import STRICT, mark_worker
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
@@ -60,10 +60,8 @@ _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
 def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
-    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, and submit the rank's receipt.
-
-    Raises:
-        SystemExit: with the program's exit code.
+    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, submit the rank's receipt, and exit with the
+    program's code.
     """
     own = world_rank.this_rank()
     pid, line = os.getpid(), os.fstat(facts.fileno())
@@ -71,7 +69,11 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     mark_worker()
     _become_main_process()
     races = _prepare(program)
-    error = _raised_by(program)
+    error: BaseException | None = None
+    try:
+        run_main(program)
+    except BaseException as raised:
+        error = raised
     if os.getpid() != pid:
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
@@ -127,14 +129,6 @@ def _prepare(program: Program) -> Any:
     return races
 
 
-def _raised_by(program: Program) -> BaseException | None:
-    try:
-        run_main(program)
-    except BaseException as error:
-        return error
-    return None
-
-
 def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseException | None:
     """Return ``error``, or the error for the program's races if it found any; may print the races instead."""
     found = [_cut(race) for race in races.stop()] if races is not None else []
@@ -186,14 +180,8 @@ def serve_store(port: int, descriptors: Sequence[int]) -> int:
     from torch.distributed import TCPStore
 
     channel = Channel.from_descriptor(descriptors[0])
-    store = TCPStore(
-        STORE_HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_STORE_ANSWER_S),
-        master_listen_fd=descriptors[1],
-    )
+    options: Any = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=_STORE_ANSWER_S)}
+    store = TCPStore(STORE_HOST, port, master_listen_fd=descriptors[1], **options)
     before = store.num_keys()
     with contextlib.suppress(ChannelClosedError):
         while True:
@@ -226,9 +214,8 @@ def _groups_made() -> int:
 
 
 def _uses_of_device() -> int:
-    """Return the number of uses of a simulated device by this process: allocations, and collectives of tensors.
-
-    If the process moved only objects between ranks, returns the number of moved objects.
+    """Return the number of uses of a simulated device by this process: allocations, and collectives of tensors. Without
+    any, the number of objects that it moved between ranks.
     """
     sim: Any = sys.modules.get("torch_ext.sim._module")
     if sim is None:
@@ -251,10 +238,8 @@ def _objects_alone() -> int:
 def find_unused(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:
     """Return sentences about devices and groups that ranks have not used; empty for a single rank.
 
-    Args:
-        facts: one per rank; None for a rank that ended without a report, which counts as use.
-        met: the ranks used the job's store, as RPC does without a group.
-        cuda_as_sim: the accelerator was CUDA's device; leave out the hint at ``--cuda-as-sim``.
+    ``facts`` has one per rank; None, from a rank that ended without a report, counts as use. ``met``: the ranks used
+    the job's store, as RPC does without a group. ``cuda_as_sim``: leave out the hint at that option.
 
     >>> find_unused([Facts(0, 1, 9), Facts(0, 1, 0)])[0]
     'rank 1 used no simulated device and computed on the host. If the program chooses a device by \
@@ -265,11 +250,10 @@ the name "cuda", run it with --cuda-as-sim.'
         return []
     sentences = []
     alone = [rank for rank, each in reported.items() if not each.groups]
-    if alone and not met:
-        if len(alone) == len(facts):
-            sentences.append(f"none of the {len(facts)} ranks made a process group: each ran by itself.")
-        else:
-            sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
+    if len(alone) == len(facts) and not met:
+        sentences.append(f"none of the {len(facts)} ranks made a process group: each ran by itself.")
+    elif alone and not met:
+        sentences.append(f"{ranks_phrase(alone)} made no process group, and so took no part in the job.")
     host = [rank for rank, each in reported.items() if not each.uses]
     if host:
         hint = "" if cuda_as_sim else ' If the program chooses a device by the name "cuda", run it with --cuda-as-sim.'
@@ -278,15 +262,14 @@ the name "cuda", run it with --cuda-as-sim.'
 
 
 def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
-    """Report a device or groups that this torchrun worker left unused. With ``TORCH_EXT_SIM_STRICT=1``, then exit 1.
-
-    Does nothing outside process ``owner`` (a pid). See Note [Silent fakes].
+    """In process ``owner`` (a pid), report a device or groups that this torchrun worker left unused; see Note [Silent
+    fakes]. With ``TORCH_EXT_SIM_STRICT=1``, then exit 1.
     """
     if os.getpid() != owner:
         return
     reported = Facts(0, _groups_made(), _uses_of_device())
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    strict = is_strict()
+    strict = os.environ.get(STRICT) == "1"
     facts = [reported if number == rank else None for number in range(size)]
     unused = find_unused(facts, cuda_as_sim=cuda_as_sim)
     for sentence in unused:

@@ -30,7 +30,7 @@ from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import Inherited
 from torch_ext.world.settings import Limits, launcher_variables
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteDiedError
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
 from torch_ext.world.wording import own_message, ranks_phrase
 
@@ -77,11 +77,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Parse ``arguments``.
-
-    Raises:
-        SystemExit: 2 after printing a usage error; 0 after ``--help``.
-    """
+    """Parse ``arguments``. Raises SystemExit: 2 after printing a usage error, 0 after ``--help``."""
     parser = _parser()
     found = parser.parse_args(arguments)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
@@ -100,14 +96,8 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error(f"-n {found.ranks}: there are at most {_MAX_SIMULATED} simulated devices, one for each rank")
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
-    program = Program(
-        words[0],
-        found.module,
-        tuple(words[1:]),
-        simulated=on_sim,
-        cuda_as_sim=found.cuda_as_sim,
-        races=found.races or os.environ.get("TORCH_EXT_RACES") or "off",
-    )
+    races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
+    program = Program(words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races)
     ends_hangs = found.hang == "end"
     return Options(program, found.ranks, found.memory, found.timeout, ends_hangs, found.output, found.strict)
 
@@ -189,11 +179,7 @@ def _run(options: Options, interrupts: Interrupts) -> int:
 
 
 class _Store:
-    """The ranks' rendezvous store, in a separate process. Its socket listens before the ranks start.
-
-    Raises:
-        ZygoteDiedError: the zygote is gone.
-    """
+    """The ranks' rendezvous store, in a separate process. Its socket listens before the ranks start."""
 
     def __init__(self, zygote: ZygoteClient) -> None:
         self._channel, remote = channel_pair()
@@ -202,8 +188,7 @@ class _Store:
             listening.listen(_BACKLOG)
             self.port: int = listening.getsockname()[1]
             descriptors = [remote.fileno(), listening.fileno()]
-            target = "torch_ext.program.rank:serve_store"
-            self._process: Child = zygote.start(target, self.port, descriptors, os.environ)
+            self._process = zygote.start("torch_ext.program.rank:serve_store", self.port, descriptors, os.environ)
 
     def was_used(self) -> bool:
         """Whether a rank has ever set a key; False if the store does not answer."""
@@ -222,7 +207,7 @@ class _Store:
 def _set_environment(options: Options) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
-        autoload.request(autoload.ON_AS_CUDA if options.program.cuda_as_sim else autoload.ON)
+        os.environ[personality.VARIABLE] = personality.AS_CUDA if options.program.cuda_as_sim else autoload.ON
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
         if options.memory_bytes is not None:
@@ -288,10 +273,8 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
 
 
 def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
-    """Return the outcomes of a program's ranks: a rank that exited with code 0 has passed, as under torchrun, unless
-    other ranks failed because it was gone.
-
-    Leaves out output that was shown while the ranks ran.
+    """Return the outcomes of a program's ranks, without output that was shown as they ran. A rank that exited with code
+    0 has passed, as under torchrun, unless other ranks failed because it was gone.
     """
     verdict = judge(outcomes)
     silent = {outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT}
@@ -328,9 +311,8 @@ def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store)
     """See Note [Silent fakes]."""
     if not options.program.simulated:
         return 0
-    unused = find_unused(facts, cuda_as_sim=options.program.cuda_as_sim)
-    if unused and not all(each and each.groups for each in facts) and store.was_used():
-        unused = find_unused(facts, met=True, cuda_as_sim=options.program.cuda_as_sim)
+    met = not all(each and each.groups for each in facts) and store.was_used()
+    unused = find_unused(facts, met=met, cuda_as_sim=options.program.cuda_as_sim)
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
@@ -346,7 +328,7 @@ def _facts_of(world: World, number: int) -> Facts | None:
 
 
 def _forward_signal(world: World, number: int) -> None:
-    """Send every rank signal ``number``, and wait for the ranks to end; one more signal ends the wait."""
+    """Send every rank a signal, and wait for the ranks to end; one more signal ends the wait."""
     end_s = time.monotonic() + _SIGNAL_S
     with contextlib.suppress(KeyboardInterrupt, ZygoteLostError):
         for process in world.processes:

@@ -8,8 +8,8 @@ Note [A zygote for its user alone]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A process that connects to a zygote can run any code as the zygote's user, and a process that poses as a zygote can read
 a program's arguments and environment. So the socket lies in a folder that no other user may enter, and both ends ask
-the kernel for the other's user. The folder is opened once; the check and the socket use its descriptor. So no process
-can replace the folder in between, and its path may be longer than a socket's address.
+the kernel for the other's user. The check of the folder and the socket use one descriptor of it, so no process can
+replace the folder in between, and its path may be longer than a socket's address.
 
 Note [What a zygote fits]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -20,8 +20,8 @@ finds no zygote and loads torch itself. The server watches the files; see Note [
 
 Note [A stale zygote]
 ~~~~~~~~~~~~~~~~~~~~~
-Before each run, the server checks the files that the zygote has loaded for changes. If a file has changed, the server
-rejects the command, which then loads torch itself. When all runs are over, the server starts a new zygote.
+If a file that the zygote has loaded has changed before a run, the server rejects the command, which then loads torch
+itself. When all runs are over, the server starts a new zygote.
 """
 
 from __future__ import annotations
@@ -54,11 +54,8 @@ from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
-__all__ = ["connect", "folder", "is_own", "key_of", "main", "search_path", "send_loaded", "socket_name", "zygote_for"]
+__all__ = ["connect", "folder", "is_own", "main", "search_path", "send_loaded", "socket_name", "zygote_for"]
 
-Key = Mapping[str, object]
-
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
 # search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")
@@ -86,14 +83,11 @@ def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[st
 
 @contextlib.contextmanager
 def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Iterator[ZygoteClient]:
-    """Context: a zygote that has loaded torch and, if ``simulated``, the simulator.
-
-    Raises:
-        LoadError: torch or the simulator cannot be loaded.
-        ZygoteDiedError: the process ended during that.
+    """Context: a zygote that has loaded torch and, if ``simulated``, the simulator. Raises LoadError or
+    ZygoteDiedError if that fails.
     """
     with contextlib.ExitStack() as held:
-        found = connect(key_of(simulated, path, environment), held)
+        found = connect(socket_name(simulated, path, environment), held)
         if found is None:
             root = start_root(_preparation(simulated, path, environment), files.folder(), environment)
             held.callback(root.close)
@@ -115,11 +109,11 @@ def search_path() -> tuple[str, ...]:
     return tuple(path if root in path else [*path, root])
 
 
-def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
-    """Return a warm zygote for ``key``; None if there is none. ``held`` keeps the connection to its server open."""
+def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
+    """Return the warm zygote of socket ``name``; None if there is none. ``held`` keeps the connection open."""
     with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or another version's
         with folder() as place:
-            connected = _connected(place / (name := socket_name(key)))
+            connected = _connected(place / name)
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
                 other.close()
                 wording.announce(_NOT_USED)
@@ -148,16 +142,12 @@ def _connected(address: Path) -> socket.socket | None:
     return found
 
 
-def key_of(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Key:
-    """Return the key that zygote and command must share. See Note [What a zygote fits]."""
-    at_start = {name: value for name, value in environment.items() if _is_read_at_start(name)}
-    return {
-        "the interpreter": [sys.executable, sys.prefix, sys.version],
-        "the interpreter's flags": subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
-        "the search path": list(path),
-        "the device": simulated,
-        **{name: at_start[name] for name in sorted(at_start)},
-    }
+def socket_name(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    """Return the name of the socket for a key; see Note [What a zygote fits]. Its first letters say the device."""
+    at_start = sorted((name, value) for name, value in environment.items() if _is_read_at_start(name))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    key = [sys.executable, sys.prefix, sys.version, flags, path, simulated, at_start]
+    return f"{'sim-' if simulated else 'host'}{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.socket"
 
 
 def _is_read_at_start(name: str) -> bool:
@@ -166,18 +156,10 @@ def _is_read_at_start(name: str) -> bool:
     return name.startswith(_READ_AT_START) or read_when_loaded(name)
 
 
-def socket_name(key: Key) -> str:
-    """Return the name of the socket in the folder. Its first four letters identify the device."""
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    return f"{'sim-' if key['the device'] else 'host'}{name}.socket"
-
-
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """Context: a path of the folder of sockets, valid inside the block. Creates the folder if necessary.
-
-    Raises:
-        OSError: the folder cannot be made, or other users have access to it.
+    """Context: a path of the folder of sockets, valid inside the block. Raises OSError if the folder cannot be made, or
+    other users have access to it.
     """
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     wanted = Path(above, "torch_ext") if above else Path(tempfile.gettempdir(), f"torch_ext-{os.geteuid()}")
@@ -197,14 +179,10 @@ def folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _listen(key: Key) -> Iterator[socket.socket]:
-    """Context: a listening socket for commands with this key.
-
-    Raises:
-        OSError: the socket cannot be made, or another process serves this key.
-    """
+def _listen(name: str) -> Iterator[socket.socket]:
+    """Context: a listening socket. Raises OSError if it cannot be made, or another process listens there."""
     with folder() as place, socket.socket(socket.AF_UNIX) as listening:
-        address = place / socket_name(key)
+        address = place / name
         if _connected(address):
             raise FileExistsError("another process already serves these runs")
         address.unlink(missing_ok=True)  # left by a server that was killed
@@ -218,9 +196,8 @@ def _listen(key: Key) -> Iterator[socket.socket]:
 
 def is_own(connected: socket.socket) -> bool:
     """Whether the process at the other end belongs to this user, according to the kernel."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid == os.geteuid()
+    _pid, uid, _gid = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -258,7 +235,7 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     autoload.hide()
     path = search_path()
     with contextlib.ExitStack() as held:
-        listening = held.enter_context(_listen(key_of(simulated, path, os.environ)))
+        listening = held.enter_context(_listen(socket_name(simulated, path, os.environ)))
         root = start_root(_preparation(simulated, path, os.environ), files.folder(), os.environ)
         held.callback(root.close)
         root.wait_ready()
@@ -271,9 +248,6 @@ def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
     """Serve until ``idle_s`` seconds pass without runs, or the zygote is stale and unused; return whether it is stale.
 
     A command that connects gets a channel to the zygote. Its run lasts until its connection to the server ends.
-
-    Raises:
-        ZygoteDiedError: the zygote ended.
     """
     zygote = ZygoteClient(root.channel, root.process.pid)
     states, is_stale, idle_since_s = _states(zygote), False, time.monotonic()
@@ -323,11 +297,7 @@ def _has_changed(states: Mapping[str, object]) -> bool:
 
 
 def _states(zygote: ZygoteClient) -> dict[str, object]:
-    """Return the states of the files that ``zygote`` has loaded, and of this package's files, by path.
-
-    Raises:
-        ZygoteDiedError, ChannelClosedError: the zygote is gone.
-    """
+    """Return the states of the files that ``zygote`` has loaded, and of this package's files, by path."""
     with zygote.ask("torch_ext.program.serve:send_loaded", None, os.environ) as (channel, _):
         paths, _ = channel.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)

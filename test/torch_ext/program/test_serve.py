@@ -116,9 +116,9 @@ def test_second_server_is_refused_and_mismatched_command_warned(
             pass
     monkeypatch.setenv("XDG_RUNTIME_DIR", server.variables["XDG_RUNTIME_DIR"])
     with contextlib.ExitStack() as held:
-        assert serve.connect({"the device": True}, held) is None
+        assert serve.connect(serve.socket_name(True, (), {}), held) is None
         assert capfd.readouterr().err == "", "the other device is another matter"
-        assert serve.connect({"the device": False, "OMP_NUM_THREADS": "3"}, held) is None
+        assert serve.connect(serve.socket_name(False, (), {}), held) is None
     assert "`torch_ext serve` is not used: its interpreter, search path or environment" in capfd.readouterr().err
 
 
@@ -183,7 +183,7 @@ def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, mo
     found = []
     for folder in (tmp_path, CHECKOUT):
         monkeypatch.chdir(folder)
-        found.append(serve.socket_name(serve.key_of(False, serve.search_path(), {})))
+        found.append(serve.socket_name(False, serve.search_path(), {}))
     assert found[0] == found[1]
-    assert found[0] != serve.socket_name(serve.key_of(True, serve.search_path(), {}))
-    assert found[0] != serve.socket_name(serve.key_of(False, serve.search_path(), {"OMP_NUM_THREADS": "1"}))
+    assert found[0] != serve.socket_name(True, serve.search_path(), {})
+    assert found[0] != serve.socket_name(False, serve.search_path(), {"OMP_NUM_THREADS": "1"})
