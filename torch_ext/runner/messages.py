@@ -61,9 +61,7 @@ class ClassOrder:
 
 @dataclass(frozen=True)
 class TestStarted:
-    """A test has begun, or begins again. Its own time limit is ``timeout_s`` seconds, after which the process ends the
-    test's ranks, if any; see :class:`Body`.
-    """
+    """A test has begun, or begins again. Its process ends its ranks, if any, after ``timeout_s``; see :class:`Body`."""
 
     __test__ = False
 
@@ -80,14 +78,12 @@ class Body:
 
 @dataclass(frozen=True)
 class TestEnded:
-    """A test is over or, without a method, ``setUpClass`` or ``tearDownClass`` has failed. ``printed_bytes``: size of
-    the process's output at that time; later output does not belong to the test.
-    """
+    """A test is over or, without a method, ``setUpClass`` or ``tearDownClass`` has failed."""
 
     __test__ = False
 
     result: TestResult
-    printed_bytes: int = 0
+    printed_bytes: int = 0  # size of the process's output; what follows does not belong to the test
 
 
 @dataclass(frozen=True)
@@ -97,9 +93,6 @@ class ClassEnded:
 
 @dataclass(frozen=True)
 class ClassLeft:
-    """An exception that unittest does not catch, such as ``KeyboardInterrupt``, ended the class early.
+    """An exception that unittest does not catch, such as ``KeyboardInterrupt``, ended the class early."""
 
-    ``problem`` is the exception; None if the result of a test reports it.
-    """
-
-    problem: Problem | None
+    problem: Problem | None  # the exception; None if the result of a test reports it

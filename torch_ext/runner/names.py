@@ -4,13 +4,12 @@ Note [Cached names]
 ~~~~~~~~~~~~~~~~~~~
 Only an import shows the tests of a file. The cache key consists of the content of the file and of each project file
 that it imported, the versions of torch, Python and torch_ext, the device, and the variables that torch's test utilities
-read. Tests that a file makes from other data, such as a data file, may change under the same key. So a list mentions
-that its names are cached, and a run uses them only to leave out files without a selected test: it imports the rest, and
-plans by the names that the import shows.
+read. Tests that a file makes from other data may change under the same key. So a list mentions that its names are
+cached, and a run uses them only to leave out files without a selected test: it imports the rest, and plans by the names
+that the import shows.
 
-Each test file and device has one JSON file, written aside and renamed, so that a reader sees all of it or none. A cache
-that cannot be read or written costs time and raises no error; a file that failed to import has no entry. Names that
-another user could have written are ignored; see Note [Trusted folders].
+Each test file and device has one JSON file, renamed into place. A cache that cannot be read or written raises no error;
+a file that failed to import has no entry. Names that others could have written are ignored: see Note [Trusted folders].
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ class TestFile:
 
 
 def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
-    """Return every file below ``root`` whose name matches a pattern of ``like``, sorted by name.
-
-    Skips hidden folders, ``__pycache__`` and the folder ``leave_out`` directly below the root.
+    """Return every file below ``root`` whose name matches a pattern of ``like``, sorted by name, without hidden folders
+    and the folder ``leave_out`` directly below the root.
     """
     root = root.resolve()
     found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
@@ -79,10 +77,8 @@ def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
 
 
 def describe(path: Path, root: Path) -> TestFile:
-    """Describe the file ``path`` below ``root``; both are absolute and resolved.
-
-    The import root is the nearest folder above the file that is no package. So if the root is a package (``test/``
-    with an ``__init__.py``), the module's name includes it.
+    """Describe the file ``path`` below ``root``; both are resolved. The import root is the nearest folder above that is
+    no package, so the module's name includes a root that is one.
     """
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file() and folder != folder.parent:
@@ -115,8 +111,7 @@ class Collected:
 
 def environment_key(device: str) -> dict[str, str] | None:
     """Return the part of the cache key that all files share, for device type ``device`` (empty: the machine decides).
-
-    None if the version of torch cannot be found without importing torch; names are then not cached.
+    None, for no cache, if only an import of torch would show its version.
     """
     try:
         torch_version = metadata.version("torch")
@@ -129,11 +124,8 @@ def environment_key(device: str) -> dict[str, str] | None:
 
 
 class NameCache:
-    """Reads and writes cached names. See Note [Cached names].
-
-    Args:
-        folder: the cache's folder, created on the first write; None: cache nothing.
-        shared_key: the shared part of the key; None: cache nothing.
+    """Reads and writes names below ``folder``, created on the first write, under the shared part of the key; caches
+    nothing if one of them is None. See Note [Cached names].
     """
 
     def __init__(self, folder: Path | None, shared_key: Mapping[str, str] | None) -> None:
@@ -206,9 +198,8 @@ def collect_names(
     *,
     cached: bool = True,
 ) -> list[Collected]:
-    """Return the tests of all ``files``, in their order.
-
-    Passes files without cached names, or all files if not ``cached``, to ``collect``, and caches the results.
+    """Return the tests of all ``files``, in their order. Has ``collect`` import those without cached names, or all if
+    not ``cached``, and caches the results.
     """
     answers = {file: found for file in files if cached and (found := names.load(file)) is not None}
     unknown = [file for file in files if file not in answers]

@@ -9,6 +9,7 @@ ini option ``torch_ext_slots`` asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Sequence
@@ -22,8 +23,7 @@ from _pytest._io import TerminalWriter
 from torch_ext.results import Event, Remark, RunEnded, Stalled, Status, TestName, TestResult
 
 if TYPE_CHECKING:
-    from torch_ext.runner.names import Collected, TestFile
-    from torch_ext.runner.options import RunOptions
+    from torch_ext.runner.names import TestFile
 
 __all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
 
@@ -73,11 +73,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def _slots_value(config: pytest.Config) -> str:
-    """Return ``"off"``, ``"auto"`` or a number.
-
-    Raises:
-        pytest.UsageError: the value is none of these.
-    """
+    """Return ``"off"``, ``"auto"`` or a number; raise UsageError for another value."""
     value = str(config.getoption("--slots", "") or config.getini("torch_ext_slots") or _OFF)
     if value not in (_OFF, _AUTO) and not (value.isdecimal() and int(value)):
         raise pytest.UsageError(f"got --slots {value!r}, expected a number above 0, auto or off")
@@ -106,8 +102,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     _Run(session, eligible).run()
     # pytest's own loop would count the failures so far as collection errors.
     rest = [item for item in session.items if item not in set(eligible)]
-    for number, item in enumerate(rest):
-        following = rest[number + 1] if number + 1 < len(rest) else None
+    for item, following in zip(rest, [*rest[1:], None], strict=False):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         _stop_if_requested(session)
     return True
@@ -162,31 +157,27 @@ class _Run:
             self._items[TestName(file.name, item.cls.__name__, item.originalname)] = item
         self._left = dict(self._items)
 
-    def _options(self) -> RunOptions:
+    def run(self) -> None:
+        """Run the items; report them in the order of collection, those without a result as failures."""
+        from torch_ext.runner.execute import open_executor
         from torch_ext.runner.options import RunOptions
+        from torch_ext.runner.reporters.tally import InOrder
+        from torch_ext.runner.schedule import make_plan
 
         config = self._session.config
         value, jobs = _slots_value(config), getattr(config.option, "torch_ext_jobs", None)
         # With --maxfail=1, a class must stop at its first failure too.
         failfast = config.getoption("maxfail", 0) == 1
-        slots = None if value == _AUTO else int(value)
-        return RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command="python -m pytest")
-
-    def run(self) -> None:
-        """Run the items; report them in the order of collection."""
-        from torch_ext.runner.execute import open_executor
-        from torch_ext.runner.reporters.tally import InOrder
-        from torch_ext.runner.schedule import make_plan
-
-        executor = open_executor(self._options())
-        try:
-            files = list(self._files.values())
-            collected = list(executor.collect(files))
+        slots, command = None if value == _AUTO else int(value), "python -m pytest"
+        options = RunOptions(config.rootpath, failfast=failfast, jobs=jobs or 0, slots=slots, command=command)
+        with contextlib.closing(open_executor(options)) as executor:
+            collected = list(executor.collect(list(self._files.values())))
             needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
-            broken = {one.file: one for one in collected if one.error}
-            plan = make_plan([file for file in files if file not in broken], self._runnable(broken), needs)
-            for one in broken.values():
-                self._report_error(one.file.name, one.error)
+            broken = {one.file.name: one.error for one in collected if one.error}
+            tests = [test for test in self._items if test.file not in broken]
+            plan = make_plan(list(self._files.values()), tests, needs)
+            for name, error in broken.items():
+                self._report_error(name, error)
             ordered = InOrder(plan, self)
             try:
                 executor.run(plan, ordered)
@@ -195,13 +186,9 @@ class _Run:
                 raise
             ordered(RunEnded())
             _stop_if_requested(self._session)
-            self._report_missing()
-        finally:
-            executor.close()
-
-    def _runnable(self, broken: dict[TestFile, Collected]) -> list[TestName]:
-        names = {file.name for file in broken}
-        return [test for test in self._items if test.file not in names]
+        for test, item in list(self._left.items()):
+            missing = Remark("The test did not run: its class or file ended before it began.")
+            self._report(item, TestResult(test, Status.FAILED, 0.0, (missing,)))
 
     def __call__(self, event: Event) -> None:
         """Report a result as pytest reports the tests that it runs itself."""
@@ -209,13 +196,12 @@ class _Run:
             self._session.config.get_terminal_writer().line(f"\n{event.test.id}: {event.text}")
         if not isinstance(event, TestResult):
             return
-        item = self._left.pop(event.test, None)
-        if item is None:
+        if item := self._left.pop(event.test, None):
+            self._report(item, event)
+        else:
             from torch_ext.runner.reporters.text import describe_failure
 
             self._report_error(event.test.id, describe_failure(event))
-        else:
-            self._report(item, event)
         _stop_if_requested(self._session)
 
     def _report(self, item: pytest.Function, result: TestResult) -> None:
@@ -251,14 +237,8 @@ class _Run:
         """Report the failure of a file or a class, which is no test."""
         file, _, cls = name.partition("::")
         location = (file, 0, cls or file)
-        report = pytest.TestReport(name, location, {}, "failed", _Text(text, location[0], 0), "setup")
+        report = pytest.TestReport(name, location, {}, "failed", _Text(text, file, 0), "setup")
         hook = self._session.config.hook
         hook.pytest_runtest_logstart(nodeid=name, location=location)
         hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=name, location=location)
-
-    def _report_missing(self) -> None:
-        """Report planned tests without a result as failures."""
-        for test, item in list(self._left.items()):
-            missing = Remark("The test did not run: its class or file ended before it began.")
-            self._report(item, TestResult(test, Status.FAILED, 0.0, (missing,)))

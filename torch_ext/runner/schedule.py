@@ -38,16 +38,13 @@ class Need:
 
 
 class Batch(NamedTuple):
-    """The selected tests of one class, which share its ``setUpClass``, in the order in which they run.
-
-    ``expected_s`` is their duration in their last run, in seconds.
-    """
+    """The selected tests of one class, which share its ``setUpClass``, in the order in which they run."""
 
     file: TestFile
     cls: str
     tests: tuple[TestName, ...]
     need: Need = Need()
-    expected_s: float = 0.0
+    expected_s: float = 0.0  # their duration in their last run
 
     @property
     def key(self) -> tuple[str, str]:
@@ -57,7 +54,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run executes. The classes of a file are consecutive, so that a module is imported once."""
+    """Everything that a run executes. The classes of a file are consecutive."""
 
     batches: tuple[Batch, ...]
 
@@ -71,10 +68,8 @@ class Plan:
 
     def without(self, tests: Collection[TestName]) -> Plan:
         """Return this plan without ``tests``; each class keeps its needs and expected duration."""
-        kept = (
-            batch._replace(tests=tuple(test for test in batch.tests if test not in tests)) for batch in self.batches
-        )
-        return Plan(tuple(batch for batch in kept if batch.tests))
+        kept = ((batch, tuple(test for test in batch.tests if test not in tests)) for batch in self.batches)
+        return Plan(tuple(batch._replace(tests=left) for batch, left in kept if left))
 
 
 def make_plan(
@@ -83,13 +78,8 @@ def make_plan(
     needs: Mapping[TestName, Needs] = {},
     expected_s: Callable[[TestName], float] = lambda test: _UNKNOWN_S,
 ) -> Plan:
-    """Group ``tests`` by file, in the order of ``files``, then by class and test, in the given order.
-
-    Args:
-        files: the files of the tests, in the order in which they run.
-        tests: the tests, those of a class in its order.
-        needs: the known needs of tests; other tests need one rank.
-        expected_s: the expected duration of a test, in seconds; by default the same for all.
+    """Group ``tests`` by file, in the order of ``files``, then by class and test, in the given order. A test without
+    known ``needs`` needs one rank.
 
     Raises:
         AssertionError: a test's file is not in ``files``, so that the test would be lost silently.
@@ -150,11 +140,7 @@ class Slots:
         return len(self._free)
 
     def acquire(self, number: int) -> tuple[int, ...]:
-        """Take ``number`` slots.
-
-        Raises:
-            AssertionError: fewer slots are free.
-        """
+        """Take ``number`` slots, which must be free."""
         if number > len(self._free):
             raise AssertionError(f"{number} slots are requested, {len(self._free)} are free")
         acquired, self._free = self._free[:number], self._free[number:]
