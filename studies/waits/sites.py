@@ -19,8 +19,6 @@ from typing import Any
 
 from test.torch_ext.suite_faults.mutation import OtherTorchError, exchange
 
-__all__ = ["FOLDER_VARIABLE", "MODULES", "Site", "all_sites", "begin", "wrap_all"]
-
 # The modules that wait, by the name of their feature.
 MODULES = {
     "FSDP1": (

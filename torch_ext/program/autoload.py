@@ -19,8 +19,6 @@ import sys
 
 from torch_ext import personality
 
-__all__ = ["ON", "STRICT", "hide", "load", "mark_worker"]
-
 # Launchers for ``python -m``, which start the program in other processes.
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 

@@ -13,8 +13,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-__all__ = ["main", "train"]
-
 _OPTIONS = ("-n", "4", "--output", "rank0", "--races", "error")
 _VARIANTS = {
     "with-wait": "FSDP2 on four devices; batches are copied on a second stream:",

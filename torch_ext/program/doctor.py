@@ -26,8 +26,6 @@ from torch_ext.personality import is_cuda
 from torch_ext.world import settings
 from torch_ext.world.child import reason_not_to_fork
 
-__all__ = ["main"]
-
 _PACKAGES = ("numpy", "expecttest", "hypothesis")
 # Least free space in /dev/shm, where collectives on the simulated accelerator keep their segments, in bytes.
 _SHARED_BYTES = 64 << 20

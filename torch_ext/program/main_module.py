@@ -19,8 +19,6 @@ from types import ModuleType
 
 from torch_ext.world import wording
 
-__all__ = ["Program", "finalize", "run_main"]
-
 wording.hide(r"/torch_ext/program/main_module\.py")
 wording.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
 wording.hide(r"(?:<frozen runpy>|/runpy\.py)")

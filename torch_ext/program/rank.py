@@ -44,8 +44,6 @@ from torch_ext.world.protocol import RankStatus, Receipt
 from torch_ext.world.threads import LISTENER
 from torch_ext.world.wording import add_note, ranks_phrase
 
-__all__ = ["STORE_HOST", "Facts", "find_unused", "report_at_end", "run", "serve_store"]
-
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 

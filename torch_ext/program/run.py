@@ -34,8 +34,6 @@ from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
 from torch_ext.world.wording import own_message, ranks_phrase
 
-__all__ = ["Options", "main", "parse"]
-
 # Simulated devices have indices below this.
 _MAX_SIMULATED = 64
 # Seconds that peers get after a rank has failed, and that ranks get after a signal: programs have exit functions, and

@@ -54,8 +54,6 @@ from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
-__all__ = ["connect", "folder", "is_own", "main", "search_path", "send_loaded", "socket_name", "zygote_for"]
-
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
 # search path is part of the key, and the world reads most of our own on use.
 _READ_AT_START = ("LANG", "LC_", "PYTHON", "PYTORCH_", "TORCH_")

@@ -22,8 +22,6 @@ from torch_ext.runner.names import find_test_files, holds_tests
 from torch_ext.runner.options import TABLE, Row, RunOptions, default_root, typed
 from torch_ext.runner.selection import advice
 
-__all__ = ["parse"]
-
 _EXAMPLES = """
 PATTERN is a folder, a file, a module, a class or a test, spelt as a path, with dots or as an id:
   distributed/fsdp   test_a.py   TestA   TestA.test_b   distributed/test_a.py::TestA::test_b

@@ -39,8 +39,6 @@ from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selection, SelectionError, select_tests
 from torch_ext.runner.steps import Executor, Request
 
-__all__ = ["Chosen", "History", "choose", "divide", "name"]
-
 # Print a message before importing this many files, which takes a while.
 _MANY_FILES = 5
 
@@ -107,7 +105,7 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
             raise SelectionError(f"nothing selected: {why}")
         warnings += [why] if selected.tests else []  # without any test, the failures are enough
     history = History(cache.folder(), options.root)
-    tests, note = narrow(options, history, fitting, collected)
+    tests, note = _narrow(options, history, fitting, collected)
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}
     device = next((one.device for one in collected if one.device), options.device)
     plan = make_plan(request.files, tests, needs, lambda test: history.expected_s(test) or 1.0)
@@ -125,7 +123,7 @@ def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
     return [f"no test in {requested[0]}{more}; pytest runs functions and classes without a base: python -m pytest FILE"]
 
 
-def narrow(
+def _narrow(
     options: RunOptions, history: History, tests: Sequence[TestName], collected: Iterable[Collected]
 ) -> tuple[Sequence[TestName], str]:
     """Return the tests that ``--changed``, ``--last-failed`` and ``--shard`` keep, and a sentence about the choice.

@@ -31,13 +31,11 @@ from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
 from torch_ext.world.settings import TIMEOUT_DEFAULT, hosts_of, timeout_of
 from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
-__all__ = ["collect", "main"]
-
 # The base class whose ranks are threads of one process.
 _THREADED = "MultiThreadedTestCase"
 
 
-def find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
+def _find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
     """Return the tests of the loaded ``module``, in unittest's order, each with the name of its class.
 
     Honors the module's ``load_tests`` function.
@@ -69,11 +67,11 @@ def _flatten(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
             yield each
 
 
-def needs_of(test: unittest.TestCase) -> Needs:
+def _needs_of(test: unittest.TestCase) -> Needs:
     """Return the needs of ``test``, by its class's ``world_size`` and its method's decorators.
 
     >>> case = type("TestA", (unittest.TestCase,), {"world_size": 3, "test_b": lambda self: None})
-    >>> needs_of(case("test_b"))
+    >>> _needs_of(case("test_b"))
     Needs(world_size=3, processes=3, devices=0, alone=False, hosts=1)
     """
     method = getattr(type(test), test._testMethodName, None)
@@ -100,11 +98,11 @@ def collect(module: str, descriptors: Sequence[int]) -> int:
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
     # A load_tests function may name a test twice; it runs once.
-    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in find_tests(module)}.values())
+    tests = list({(cls, test._testMethodName): (cls, test) for cls, test in _find_tests(module)}.values())
     names = tuple((cls, test._testMethodName) for cls, test in tests)
     accelerator = sys.modules.get("torch_ext.accelerator")  # loaded by tests that ask for a device
     device = accelerator.device_type() if accelerator is not None else ""
-    needs = tuple(needs_of(test) for _, test in tests)
+    needs = tuple(_needs_of(test) for _, test in tests)
     Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
     return 0
 
@@ -138,7 +136,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     disown_exit_functions()
     result = _ClassResult(Channel.from_descriptor(channel), stdout, order.tests, order.failfast)
     wording.show_by(lambda text: result.send(Notice(text)))
-    by_name = {(cls, test._testMethodName): test for cls, test in find_tests(order.module)}
+    by_name = {(cls, test._testMethodName): test for cls, test in _find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for name in order.tests:
         test = by_name.get((name.cls, name.method))
@@ -150,7 +148,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
             suite.addTest(test)
             classes.add(type(test))
     for cls in classes:
-        check_class_fixtures(cls)
+        _check_class_fixtures(cls)
     try:
         suite.run(result)
         for where, error in call_exit_functions():
@@ -194,7 +192,7 @@ def check_calls(test: unittest.TestCase, report_body: Callable[[bool], None] = l
         test._callCleanup = clean_up_and_check  # type: ignore[attr-defined]
 
 
-def check_class_fixtures(cls: type[unittest.TestCase]) -> None:
+def _check_class_fixtures(cls: type[unittest.TestCase]) -> None:
     """Make the fixtures of ``cls`` and of its module fail if a call does not run the body."""
     set_up, add = cls.setUpClass, cls.addClassCleanup
     refusal = None

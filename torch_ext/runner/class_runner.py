@@ -25,8 +25,6 @@ from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
-__all__ = ["ClassFacts", "ClassRunner", "NextStep", "decide_next"]
-
 
 @dataclass(frozen=True)
 class ClassFacts:

@@ -28,8 +28,6 @@ from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.steps import Executor, Upstream, select
 
-__all__ = ["main", "main_for_file"]
-
 _BY_SIGNAL = 128
 # Errors of the runner itself when it runs out of files, processes or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)

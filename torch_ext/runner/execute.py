@@ -36,8 +36,6 @@ from torch_ext.world.tree import (
     ZygoteDiedError,
 )
 
-__all__ = ["RunExecutor", "open_executor"]
-
 # Seconds without news after which one more import may run concurrently, so that hung imports block no other.
 _IDLE_S = 2.0
 # Interval of ticks, in seconds; views update the time with each.

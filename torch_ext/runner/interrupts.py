@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts", "held"]
-
 _current: Interrupts | None = None
 
 

@@ -16,8 +16,6 @@ from torch_ext.world import _os
 from torch_ext.world.channel import Channel
 from torch_ext.world.settings import ProcessDeadline
 
-__all__ = ["Loop", "Pause", "Task", "arrives"]
-
 T = TypeVar("T")
 
 

@@ -19,16 +19,6 @@ from dataclasses import dataclass
 from torch_ext.results import Needs, Problem, TestName, TestResult
 from torch_ext.world import wording
 
-__all__ = [
-    "Body",
-    "ClassEnded",
-    "ClassLeft",
-    "ClassOrder",
-    "TestEnded",
-    "TestNames",
-    "TestStarted",
-]
-
 # Hide frames of the sending process here, for both sides: the supervisor reads the output of a class process without
 # loading its modules.
 wording.hide(r"/runner/class_process\.py", "main", outwards=True)

@@ -30,17 +30,6 @@ import torch_ext
 from torch_ext import cache
 from torch_ext.results import Needs, TestName
 
-__all__ = [
-    "Collected",
-    "NameCache",
-    "TestFile",
-    "collect_names",
-    "describe",
-    "environment_key",
-    "find_test_files",
-    "holds_tests",
-]
-
 _OURS = ("test_*.py",)
 
 

@@ -25,8 +25,6 @@ import torch_ext
 from torch_ext.machine_memory import bytes_of
 from torch_ext.personality import AS_CUDA, VARIABLE
 
-__all__ = ["TABLE", "Row", "RunOptions", "count", "default_root", "seconds", "typed"]
-
 
 def typed(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return ``read`` as an argparse type whose errors show the text of the ValueError."""

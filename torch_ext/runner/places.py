@@ -29,8 +29,6 @@ from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["Machine", "Place", "count_devices"]
-
 # Slots per core: more than one, since ranks wait for each other most of the time.
 _SLOTS_PER_CORE = 4
 # Torch's shared memory manager makes a socket below TMPDIR; its name takes 34 of the 107 bytes of an address.

@@ -25,8 +25,6 @@ from torch_ext.results import Event, Remark, RunEnded, Stalled, Status, TestName
 if TYPE_CHECKING:
     from torch_ext.runner.names import TestFile
 
-__all__ = ["pytest_addoption", "pytest_cmdline_main", "pytest_configure", "pytest_report_header", "pytest_runtestloop"]
-
 _OFF, _AUTO = "off", "auto"
 # Package of the base classes whose tests run in ranks.
 _BASES = "torch_ext.testing._internal._distributed."

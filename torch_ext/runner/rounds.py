@@ -39,8 +39,6 @@ from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
 
-__all__ = ["Reporters", "Rounds"]
-
 
 class Reporters:
     """All reporters that ``options`` request. The text starts with ``notes``, and goes to stderr if stdout has JSON.

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.names import TestFile
 
-__all__ = ["Batch", "Need", "Plan", "Queue", "Slots", "cores", "longest_first", "make_plan", "slots_of"]
-
 # Expected duration of a test that has never run.
 _UNKNOWN_S = 1.0
 

@@ -28,18 +28,6 @@ from typing import NamedTuple
 
 from torch_ext.results import SetupError, TestName
 
-__all__ = [
-    "PatternTarget",
-    "Selected",
-    "Selection",
-    "SelectionError",
-    "advice",
-    "keyword_filter",
-    "resolve",
-    "select_files",
-    "select_tests",
-]
-
 _Parts = tuple[str, ...]
 
 

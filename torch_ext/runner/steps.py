@@ -28,8 +28,6 @@ from torch_ext.runner.options import RunOptions, default_root
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.selection import Selection, SelectionError, keyword_filter, select_files
 
-__all__ = ["Executor", "Judge", "Request", "Upstream", "select"]
-
 # Names of PyTorch's test files; `elastic` uses the second.
 _UPSTREAMS = ("test_*.py", "*_test.py")
 

@@ -24,8 +24,6 @@ from torch_ext.world.tree import (
 )
 from torch_ext.world.wording import own_message
 
-__all__ = ["RunZygotes"]
-
 # Imported by nearly every distributed test.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # Makes the simulated device look like CUDA's to an unmodified upstream file.

@@ -28,8 +28,6 @@ from torch_ext.runner.schedule import Batch, Plan, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.world.wording import announce
 
-__all__ = ["ClusterExecutor"]
-
 # The number of classes for which Ray has a reservation at a time; more cost Ray time and gain nothing.
 _AHEAD = 8
 # Poll and tick interval, in seconds.

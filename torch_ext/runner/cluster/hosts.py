@@ -39,8 +39,6 @@ from torch_ext.world.protocol import (
 from torch_ext.world.settings import ADDRESS_VARIABLE, INTERFACE_VARIABLES, NUMBER_VARIABLE
 from torch_ext.world.tree import ZygoteClient
 
-__all__ = ["HostRanks", "RankProxy", "RemoteRanks"]
-
 _Stream = RankStream | int
 _Place = tuple[int, int]  # a rank's host, and its index among the ranks there
 _PART_BYTES = 1 << 16

@@ -20,8 +20,6 @@ from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Need, cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
 
-__all__ = ["Machines", "Node", "bundle", "in_one_line"]
-
 
 class SupervisorDiedError(RuntimeError):
     """The supervisor of a machine has ended by itself, or was killed."""

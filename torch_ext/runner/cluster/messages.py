@@ -22,8 +22,6 @@ from torch_ext.results import Began, Over, Stalled, TestResult, Tick
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
 
-__all__ = ["Event", "HostFailed", "Joined", "Line", "RankStream", "RunClass", "Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -29,8 +29,6 @@ from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.settings import ADDRESS_VARIABLE, interface_variables
 from torch_ext.world.tree import LoadError, ZygoteDiedError
 
-__all__ = ["main"]
-
 # Maximal number of imported files without a running class.
 _IDLE_FILES = 3
 

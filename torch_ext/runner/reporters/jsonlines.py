@@ -27,8 +27,6 @@ from torch_ext.runner.reporters.tally import COLUMNS, ReportFile, Tally, counts
 from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Outcome
 
-__all__ = ["VERSION", "JsonReporter", "describe_test"]
-
 # Of the schema. Increment it when a field disappears or changes its meaning, but not for a new event or field.
 VERSION = 1
 

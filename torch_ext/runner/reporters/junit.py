@@ -18,8 +18,6 @@ from torch_ext.runner.reporters.text import describe_failure
 from torch_ext.world.outcome import Ending
 from torch_ext.world.wording import printable
 
-__all__ = ["write_junit"]
-
 # Replacements for a test's name if a class or a file failed.
 _CLASS, _FILE = "setUpClass or tearDownClass", "import"
 _COLUMNS = {"failures": "failure", "errors": "error"}

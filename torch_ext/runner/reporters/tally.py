@@ -28,8 +28,6 @@ from torch_ext.results import (
 )
 from torch_ext.runner.schedule import Batch, Plan
 
-__all__ = ["COLUMNS", "InOrder", "ReportFile", "Reporter", "Running", "Tally", "counts", "writing"]
-
 COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
 # Called with every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, with a message for

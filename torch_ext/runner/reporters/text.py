@@ -31,8 +31,6 @@ from torch_ext.runner.schedule import Batch
 from torch_ext.world.verdict import end_of_output, render
 from torch_ext.world.wording import LEFT_BEHIND, printable
 
-__all__ = ["TextReporter", "Writer", "annotate", "annotation", "describe_failure", "is_live", "rerun_command"]
-
 # Options that a command for a rerun repeats.
 _CONDITIONS = {
     "typed_root", "upstream", "cuda_as_sim", "device", "timeout_s", "races", "schedule", "memory_bytes", "start_method",

@@ -14,8 +14,6 @@ from torch_ext.runner.reporters.tally import COLUMNS, Tally, counts
 from torch_ext.runner.reporters.text import Writer
 from torch_ext.world.wording import printable
 
-__all__ = ["LiveWatch", "PlainWatch"]
-
 # Seconds without a line after which to write one to a pipe, so that the run does not look dead; the same with --quiet.
 _SILENCE_S, _QUIET_S = 20.0, 60.0
 # Minimal interval between two redraws of a terminal, in seconds.
