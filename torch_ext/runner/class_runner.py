@@ -38,17 +38,8 @@ class ClassFacts:
     lost_zygote: bool = False  # it ended because its zygote did
 
 
-@dataclass(frozen=True)
-class NextStep:
-    """The consequences of a class process's end."""
-
-    test: Problem | None = None  # the failure of the running test, if any
-    cls: Problem | None = None  # the failure of the class, if any
-    go_on: bool = False  # another class process runs the remaining tests
-
-
-def decide_next(facts: ClassFacts, exited: Died) -> NextStep:
-    """Decide the consequences of a class process's end.
+def decide_next(facts: ClassFacts, exited: Died) -> tuple[Problem | None, bool]:
+    """Return how the running test, or else the class, has failed, if it has, and whether another process runs the rest.
 
     A process that has not reported its end has failed. A process that has not finished a single test is replaced only
     if its zygote died, and the caller allows that once; so every class terminates.
@@ -57,15 +48,15 @@ def decide_next(facts: ClassFacts, exited: Died) -> NextStep:
     """
     left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
     if facts.running:
-        return NextStep(test=left_by or facts.death or exited, go_on=facts.left > 0)
+        return left_by or facts.death or exited, facts.left > 0
     went_on = facts.left > 0 and facts.ended > 0
     if facts.last is None and facts.lost_zygote and facts.left:
-        return NextStep(go_on=True)
+        return None, True
     if facts.last is None:
-        return NextStep(cls=facts.death or exited, go_on=went_on)
+        return facts.death or exited, went_on
     how = "The class was interrupted" if isinstance(facts.last, ClassLeft) else "unittest ended the class"
     unfinished = Remark(f"{how} before {facts.left} of its tests began.") if facts.left and not went_on else None
-    return NextStep(cls=left_by or facts.death or unfinished, go_on=went_on)
+    return left_by or facts.death or unfinished, went_on
 
 
 class ClassRunner:
@@ -150,15 +141,12 @@ class ClassRunner:
         exited = process.death("The parent half of the test" if running else "The process that runs the class", when)
         death = None if process.exited_cleanly else exited
         facts = ClassFacts(bool(running), ended, left, self._last, death, process.lost_zygote)
-        next_step = decide_next(facts, exited)
-        if next_step.test is not None:
-            self._fail(running or self._class, next_step.test, process, _os.monotonic() - self._began_s)
-        if next_step.cls is not None:
-            self._fail(self._class, next_step.cls, process)
+        problem, goes_on = decide_next(facts, exited)
+        if problem is not None:
+            self._fail(running or self._class, problem, process, _os.monotonic() - self._began_s if running else 0.0)
         if process.lost_zygote:
             self._lost_zygote(exited, fruitless=not ended and not running)
-        if not next_step.go_on:
-            self._class_is_over = True
+        self._class_is_over = self._class_is_over or not goes_on
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:

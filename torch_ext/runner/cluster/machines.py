@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_ext import cache
 from torch_ext.results import SetupError
-from torch_ext.runner.cluster.messages import Event, Line, RunClass, Settings
+from torch_ext.runner.cluster.messages import Event, Line, RunClass
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Need, cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
@@ -28,9 +28,9 @@ class SupervisorDiedError(RuntimeError):
 class Node:
     """One machine. Ray calls its methods on several threads concurrently."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, options: RunOptions, environment: dict[str, str]) -> None:
         self._channel, remote = channel_pair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        environment = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         program = [sys.executable, "-m", "torch_ext.runner.cluster.supervisor", str(remote.fileno())]
         self._process = subprocess.Popen(
             program, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -38,7 +38,7 @@ class Node:
         remote.close()
         self._sending = threading.Lock()
         self._channels: dict[int, Channel] = {}  # of the running classes, by number
-        self._channel.send(settings)
+        self._channel.send(options)
 
     def ready(self) -> int:
         """Wait until the supervisor accepts classes; return the number of devices that its ranks share, 0 without a
@@ -164,10 +164,11 @@ class Machines:
         variables.pop("TORCH_EXT_CACHE", None)
         actor, kept = self._ray.remote(Node), cache.folder()
         for number, node in enumerate(ids):
-            local = str(kept / "cluster" / f"node-{number}") if self._cluster is not None and kept is not None else ""
+            if self._cluster is not None and kept is not None:
+                variables["TORCH_EXT_CACHE"] = str(kept / "cluster" / f"node-{number}")
             where = NodeAffinitySchedulingStrategy(node, soft=False)
             how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": where}
-            self._actors[node] = actor.options(**how).remote(Settings(self._options, variables, local))
+            self._actors[node] = actor.options(**how).remote(self._options, dict(variables))
         refused = ""
         for node, ref in {node: self._actors[node].ready.remote() for node in ids}.items():
             try:

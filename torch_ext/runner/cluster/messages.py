@@ -4,7 +4,7 @@ library and own layer only.
 ======================  =======================================================================
 from -> to              messages
 ======================  =======================================================================
-actor -> supervisor     :class:`Settings` first, then a :class:`RunClass` with a channel each
+actor -> supervisor     the user's options first, then a :class:`RunClass` with a channel each
 supervisor -> actor     the number of its devices
 ======================  =======================================================================
 
@@ -19,19 +19,7 @@ from enum import Enum
 from typing import Any
 
 from torch_ext.results import Began, Over, Stalled, TestResult, Tick
-from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Batch
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a supervisor: the user's options, variables to add to its environment, and the cache folder
-    (empty: the machine's own).
-    """
-
-    options: RunOptions
-    environment: dict[str, str]
-    cache: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import RankProxy, RemoteRanks
-from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass, Settings
+from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, RunClass
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
+from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine, Place, count_devices
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
@@ -34,18 +35,15 @@ _IDLE_FILES = 3
 
 
 def main() -> int:
-    """Serve until the channel closes; its first message is :class:`Settings`."""
+    """Serve until the channel closes; its first message has the user's options."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends the run
     channel = Channel.from_descriptor(int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
     folder = tempfile.mkdtemp(prefix="te-")  # short: socket addresses are limited in length
     try:
-        settings, _ = channel.receive()
-        os.environ.update(settings.environment, TMPDIR=folder)
-        if settings.cache:
-            os.environ["TORCH_EXT_CACHE"] = settings.cache
-        tempfile.tempdir = None
-        _Supervisor(channel, settings, folder).serve()
+        options, _ = channel.receive()
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        _Supervisor(channel, options, folder).serve()
     except ChannelClosedError:
         pass
     finally:
@@ -54,9 +52,9 @@ def main() -> int:
 
 
 class _Supervisor:
-    def __init__(self, channel: Channel, settings: Settings, folder: str) -> None:
+    def __init__(self, channel: Channel, options: RunOptions, folder: str) -> None:
         self._channel = channel
-        self._options = replace(settings.options, root=Path.cwd(), show_output=False)
+        self._options = replace(options, root=Path.cwd(), show_output=False)
         environment = self._options.environment()
         self._zygotes = RunZygotes(self._options, environment, folder)
         here = TestFile("", Path.cwd(), "", Path.cwd())
