@@ -108,10 +108,7 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
 
 def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
     """Parse the arguments of ``run_test.py``, or of the test file ``file`` (absolute) if that was started itself.
-
-    Raises:
-        SetupError: a usage error, in a sentence.
-        SystemExit: after printing the text of ``-h``, ``--version`` or ``--show-config``.
+    Raises SystemExit after printing the text of ``-h``, ``--version`` or ``--show-config``.
     """
     full = parser = _Parser(_command().removeprefix("python "))
     shown = ""

@@ -44,9 +44,7 @@ _MANY_FILES = 5
 
 
 def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:
-    """Return the tests of every file, cached if possible. For a run, import the files whose cached names include a
-    selected test; see Note [Cached names].
-    """
+    """Return the tests of every file: for a list cached if possible, see Note [Cached names]."""
 
     def collect(files: Sequence[TestFile]) -> Iterator[Collected]:
         if len(files) >= _MANY_FILES and request.options.verbosity >= 0 and sys.stderr is not None:
@@ -82,10 +80,8 @@ class Chosen:
 
 
 def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
-    """Apply patterns, keywords, and the options that select by history, by git or in parts.
-
-    Raises:
-        SelectionError: no test is left, or a pattern matches no test.
+    """Apply patterns, keywords, and the options that select by history, by git or in parts. Raises SelectionError if no
+    test is left, or a pattern matches none.
     """
     options = request.options
     broken = {one.file.name: one for one in collected if one.error}
@@ -126,11 +122,7 @@ def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:
 def _narrow(
     options: RunOptions, history: History, tests: Sequence[TestName], collected: Iterable[Collected]
 ) -> tuple[Sequence[TestName], str]:
-    """Return the tests that ``--changed``, ``--last-failed`` and ``--shard`` keep, and a sentence about the choice.
-
-    Raises:
-        SelectionError: the options keep none of ``tests``, or the data of an option is missing.
-    """
+    """Return the tests that ``--changed``, ``--last-failed`` and ``--shard`` keep, and a sentence about the choice."""
     chosen, note, why = tests, "", ""
     if options.changed:
         files = _changed_files(options.root, options.changed)
@@ -182,11 +174,7 @@ def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]
 
 
 def _read_times(path: str) -> dict[str, float]:
-    """Return the seconds of each test in a file that ``--json`` wrote, by id; the last result counts.
-
-    Raises:
-        SelectionError: the file cannot be read, or holds no result.
-    """
+    """Return the seconds of each test in a file that ``--json`` wrote, by id; the last result counts."""
     times: dict[str, float] = {}
     try:
         with open(path, encoding="utf-8") as stream:
@@ -202,11 +190,7 @@ def _read_times(path: str) -> dict[str, float]:
 
 
 def _changed_files(folder: Path, revision: str) -> frozenset[Path]:
-    """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or removed.
-
-    Raises:
-        SelectionError: git failed; the message has git's reason.
-    """
+    """Return the files that differ from ``revision`` in the working tree of ``folder``: changed, new or removed."""
     top = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n"))
     commit = _git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").split()[-1]
     differing = _git(top, "diff", "--name-only", "--no-renames", "-z", commit, "--")

@@ -36,9 +36,8 @@ _THREADED = "MultiThreadedTestCase"
 
 
 def _find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
-    """Return the tests of the loaded ``module``, in unittest's order, each with the name of its class.
-
-    Honors the module's ``load_tests`` function.
+    """Return the tests of the loaded ``module``, in the order of unittest or of its ``load_tests``, each with the name
+    of its class.
     """
     found = sys.modules[module]
     tests = list(_flatten(unittest.defaultTestLoader.loadTestsFromModule(found)))
@@ -91,10 +90,7 @@ def _count(value: object) -> int:
 
 
 def collect(module: str, descriptors: Sequence[int]) -> int:
-    """Target of a child: send the names of all tests of the loaded ``module``.
-
-    Descriptors: the channel to the supervisor, a pipe for stacks.
-    """
+    """Target of a child: send the tests of the loaded ``module``. Descriptors: a channel, a pipe for stacks."""
     faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     provider.never_start_ranks()
     # A load_tests function may name a test twice; it runs once.
@@ -254,10 +250,8 @@ _FROM_WORST = (Status.FAILED, Status.UNEXPECTED_SUCCESS, Status.XFAIL, Status.SK
 
 
 class _ClassResult(unittest.TestResult):
-    """Sends each result to the supervisor as it happens.
-
-    Merges everything from :meth:`begin` to :meth:`over` into one result of one planned test, even if the class runs the
-    test several times.
+    """Sends each result to the supervisor as it happens. Everything from :meth:`begin` to :meth:`over` is one result of
+    one planned test, even if the class runs it several times.
     """
 
     def __init__(self, channel: Channel, output: int, tests: Sequence[TestName], failfast: bool) -> None:

@@ -41,10 +41,8 @@ class ClassFacts:
 def decide_next(facts: ClassFacts, exited: Died) -> tuple[Problem | None, bool]:
     """Return how the running test, or else the class, has failed, if it has, and whether another process runs the rest.
 
-    A process that has not reported its end has failed. A process that has not finished a single test is replaced only
-    if its zygote died, and the caller allows that once; so every class terminates.
-
-    ``exited`` describes a process that exited before it was done.
+    A process that has not reported its end has failed; ``exited`` describes it if it exited by itself. One that has not
+    finished a single test is replaced only if its zygote died, and the caller allows that once; so every class ends.
     """
     left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
     if facts.running:

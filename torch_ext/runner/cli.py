@@ -1,9 +1,9 @@
 """The command ``run_test.py``, also behind ``python some_test_file.py``: from arguments to an exit code.
 
-Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed,
-or was planned and has no result, or a report could not be written; 2 a usage error (including a closed stdout, a
-missing working directory and a report that cannot be opened), or nothing selected; 130 interrupted, by the keyboard or
-by a reader that closed the pipe; 143 or 129 by SIGTERM or SIGHUP. An interrupted run reports the results so far.
+Exit codes: 0 everything passed, was skipped with a reason, or is flaky (unless ``--fail-on-flaky``); 1 a test failed or
+has no result, or a report could not be written; 2 a usage error (or a closed stdout, a missing working directory, a
+report that cannot be opened), or nothing selected; 130 interrupted, by the keyboard or by a reader that closed the
+pipe; 143 or 129 by SIGTERM or SIGHUP. An interrupted run reports the results so far.
 """
 
 from __future__ import annotations

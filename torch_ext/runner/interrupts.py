@@ -17,14 +17,9 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Handles signals, until :meth:`restore`.
-
-    Inside :meth:`held`, an interrupt waits for the end of the block, so that the block completes. A signal that the
-    process ignores, as under nohup, stays ignored.
-
-    Args:
-        once: after the first interrupt, ignore more while the process cleans up.
-        signals: the numbers to handle.
+    """Handles ``signals``, until :meth:`restore`; if ``once``, ignores more after the first, while the process cleans
+    up. Inside :meth:`held`, an interrupt waits for the end of the block. A signal that the process ignores, as under
+    nohup, stays ignored.
     """
 
     def __init__(self, *, once: bool = False, signals: Sequence[int] = (signal.SIGINT,)) -> None:

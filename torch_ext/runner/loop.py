@@ -58,11 +58,7 @@ def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
 
 
 class Loop:
-    """Runs tasks in turns. :meth:`close` ends unfinished tasks by ``GeneratorExit``.
-
-    Args:
-        tick: called at least every ``tick_s`` seconds while tasks wait.
-    """
+    """Runs tasks in turns, and calls ``tick`` at least every ``tick_s`` seconds while they wait."""
 
     def __init__(self, tick: Callable[[], None] = lambda: None, tick_s: float = float("inf")) -> None:
         self._tick, self._tick_s = tick, tick_s

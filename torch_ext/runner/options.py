@@ -133,15 +133,11 @@ class RunOptions:
     """The options of one run, read by everything below the command line.
 
     The row of a field has its help. An empty or absent value leaves the decision to the environment, the tests or the
-    machine. In addition:
+    machine.
 
     Attributes:
         root: absolute path of the suites' folder; ``typed_root`` is the argument of ``--root``, if given.
-        shard: ``(I, N)``: the I-th of N parts, from 1.
         verbosity: -1 quiet, 0 one line a class, 1 one line a test.
-        json: a file; ``-`` is stdout.
-        jobs: the maximal number of concurrent classes; None: as many as fit the slots, or one if output is shown as it
-            arrives or the files are not ours.
         harness: with ``upstream``, modules that a zygote loads before each file; the root loads the first one too.
         script: the test file that was started itself (``python file.py``), as a user would type it; else empty.
         command: the command that started this runner, as a user would type it.
@@ -216,10 +212,8 @@ class RunOptions:
 
     @property
     def packs(self) -> bool:
-        """Whether classes run concurrently.
-
-        The default is no with ``show_output``, since its lines name no class, and with ``upstream``, whose files expect
-        to run one after another.
+        """Whether classes run concurrently: by default not with ``show_output``, since its lines name no class, nor
+        with ``upstream``, whose files expect to run one after another.
         """
         if self.jobs is None:
             return not self.show_output and (not self.upstream or self.slots is not None)

@@ -52,11 +52,8 @@ class Place(NamedTuple):
 
 
 class Machine:
-    """Makes the places of a run's classes, below the folder ``scratch``, for processes with ``environment``.
-
-    Args:
-        devices: the devices that ranks must share; none on ``cpu`` and on simulated devices, which are unlimited.
-        slots: the number of slots, if the user has set it.
+    """Makes the places of a run's classes, below the folder ``scratch``, for processes with ``environment``. Ranks
+    share ``devices``: none on ``cpu`` and on simulated devices, which are unlimited.
     """
 
     def __init__(

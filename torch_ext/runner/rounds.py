@@ -41,11 +41,7 @@ from torch_ext.runner.steps import Executor, Judge
 
 
 class Reporters:
-    """All reporters that ``options`` request. The text starts with ``notes``, and goes to stderr if stdout has JSON.
-
-    Raises:
-        SetupError: a file cannot be opened.
-    """
+    """All reporters that ``options`` request. The text starts with ``notes``, and goes to stderr if stdout has JSON."""
 
     def __init__(
         self,

@@ -74,12 +74,7 @@ class Selected(NamedTuple):
 
 
 def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> PatternTarget:
-    """Resolve the pattern ``text`` among ``files``. See Note [Patterns].
-
-    Args:
-        text: the pattern.
-        files: names of all test files, relative to the root.
-        prefixes: spellings of the root, such as ``"test/"`` and ``"test."``, which may begin a pattern.
+    """Resolve the pattern ``text``, which may begin with one of ``prefixes``, among ``files``. See Note [Patterns].
 
     >>> files = ["fsdp/test_a.py", "fsdp/test_b.py", "rpc/test_a.py"]
     >>> sorted(resolve("test/fsdp/", files, ["test/"]).files), sorted(resolve("test_a", files).files)
@@ -160,10 +155,8 @@ def _first_match(
 def select_files(
     files: Sequence[str], include: Sequence[str], exclude: Sequence[str], prefixes: Sequence[str] = ()
 ) -> Selection:
-    """Resolve the patterns of ``-i`` and ``-x`` among ``files``, and find the files whose names are needed.
-
-    Raises:
-        SelectionError: a pattern is a path that does not exist.
+    """Resolve the patterns of ``-i`` and ``-x`` among ``files``, which may begin with spellings of the root
+    (``prefixes``), and find the files whose names are needed.
     """
     included, excluded = (tuple(resolve(text, files, prefixes) for text in texts) for texts in (include, exclude))
     for target in (*included, *excluded):
@@ -175,15 +168,8 @@ def select_files(
 
 
 def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterable[str] = ()) -> Selected:
-    """Apply ``selection`` to the names of its files.
-
-    Args:
-        selection: the result of :func:`select_files`.
-        tests: the tests of ``selection.files``; the result keeps their order.
-        broken: the files of ``selection.files`` without names, because their import failed.
-
-    Raises:
-        SelectionError: a pattern matches no test, and no broken file explains it.
+    """Apply ``selection`` to the ``tests`` of its files, of which the ``broken`` ones failed to import. Raises
+    SelectionError if a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
     targets = (*selection.include, *selection.exclude)
@@ -219,9 +205,6 @@ def keyword_filter(expressions: Sequence[str]) -> Callable[[TestName], bool]:
     dotted name. A word with ``*``, ``?`` or ``[`` is a glob for the id, the dotted name, the class or the method. Case
     does not matter.
 
-    Raises:
-        SelectionError: an expression is incomplete.
-
     >>> fits = keyword_filter(["TestA and not slow", "test_[xy]"])
     >>> [fits(TestName("test_m.py", "TestA", method)) for method in ("test_1", "test_slow", "test_x")]
     [True, False, True]
@@ -253,11 +236,7 @@ def _contains(word: str, test: TestName) -> bool:
 
 
 def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
-    """Return a spelling of every folder, file, class and test, in that order.
-
-    >>> _names(["a/b/test_c.py"], [TestName("a/b/test_c.py", "TestD", "test_e")])
-    ['a', 'a/b', 'a/b/test_c.py', 'TestD', 'TestD.test_e']
-    """
+    """Return a spelling of every folder, file, class and test, in that order."""
     files, tests = sorted(files), list(tests)
     folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
     classes = dict.fromkeys(test.cls for test in tests)

@@ -100,10 +100,7 @@ class Request:
 
 def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
     """Find the test files of ``options`` (a file that was started itself, upstream's files, or those of a root) and
-    resolve the patterns and keywords.
-
-    Raises:
-        SelectionError: there is no file, a pattern matches nothing, or the tests are for pytest.
+    resolve the patterns and keywords. Raises SelectionError if one matches nothing.
     """
     names = NameCache(None, None)
     if options.script:

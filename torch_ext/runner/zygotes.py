@@ -34,10 +34,8 @@ _IMPORT_S, _MIN_IMPORT_S = 120.0, 10.0
 
 
 class RunZygotes:
-    """Starts zygotes on first use; :meth:`close` ends them with all their children. Called on the main thread.
-
-    Args:
-        scratch: a folder that the root removes if this process is gone.
+    """Starts zygotes on first use; :meth:`close` ends them with all their children. Called on the main thread. The root
+    removes the folder ``scratch`` if this process is gone.
     """
 
     def __init__(self, options: RunOptions, environment: Mapping[str, str], scratch: str) -> None:
@@ -68,11 +66,7 @@ class RunZygotes:
         return self._root
 
     def root(self, file: TestFile) -> ZygoteClient:
-        """Return the root zygote, which has loaded torch; for a file that was started itself, the file's zygote.
-
-        Raises:
-            ZygoteDiedError: the zygote is gone.
-        """
+        """Return the root zygote, which has loaded torch; for a file that was started itself, the file's zygote."""
         if self._options.script:
             return self._own()
         root = self._ready_root(file)

@@ -125,7 +125,7 @@ def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.Monke
     run = Watched(stream, LiveWatch)
     run(Began(ONE), Tick())
     text = "line 1\n\ttab  " + "long " * 60 + "\n\nlast"
-    run.out.verbatim(text)
+    run.out.line(text)
     *report, summary, under_way, rest = screen(stream.getvalue())
     assert report == text.split("\n") and rest == ""
     assert summary.startswith("[0/3]  ") and under_way.startswith("  a.py::TestA::test_1  4 ranks  ")

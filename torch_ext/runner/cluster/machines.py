@@ -109,11 +109,7 @@ class Machines:
         self._lost: set[str] = set()  # Ray may still list them
 
     def connect(self, runtime_env: dict[str, Any]) -> None:
-        """Connect to the cluster, once. Start an actor on each machine, unless actors exist.
-
-        Raises:
-            SetupError: no machine can run tests.
-        """
+        """Connect to the cluster, once, and start an actor on each machine, unless actors exist."""
         if self._actors:
             return
         if not self._connected:

@@ -83,11 +83,7 @@ def _result(result: TestResult) -> dict[str, Any]:
 
 
 def describe_test(test: TestName, needs: Needs | None) -> dict[str, Any]:
-    """Return one test of a plan or a list, with its needs if known.
-
-    >>> describe_test(TestName("a/test_b.py", "TestC", "test_d"), Needs(4, 1, 2))["world_size"]
-    4
-    """
+    """Return one test of a plan or a list, with its needs if known."""
     declared = ("world_size", "processes", "devices", "hosts") if needs else ()
     return {**_address(test), **{name: getattr(needs, name) for name in declared}}
 

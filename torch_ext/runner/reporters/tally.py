@@ -173,11 +173,8 @@ def writing(failure: str, kind: type[OutputError | SetupError] = OutputError) ->
 
 
 class ReportFile:
-    """The file of the report ``what``. Opens ``path`` (``-``: stdout) and its folder before the run, to detect errors
-    early and to remove an older report.
-
-    Raises:
-        SetupError: the file cannot be opened.
+    """The file of the report ``what``. Opens ``path`` (``-``: stdout) and its folder before the run, to detect errors,
+    by a SetupError, and to remove an older report.
     """
 
     def __init__(self, path: str, what: str) -> None:

@@ -114,13 +114,9 @@ class Writer:
         self.wrote_s = time.monotonic()  # `time.monotonic` of the last line
 
     def line(self, *parts: str | tuple[str, str]) -> None:
-        """Write one line. A part is a text, or a text with its style on a terminal."""
+        """Write a line, or several. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
         self._write("".join(self.styled(printable(text), style) for text, style in pairs))
-
-    def verbatim(self, text: str) -> None:
-        """Write ``text`` of several lines, with a newline at the end."""
-        self._write(printable(text).removesuffix("\n"))
 
     def show(self, text: str) -> None:
         """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
@@ -138,17 +134,13 @@ class Writer:
     def _write(self, text: str) -> None:
         self.wrote_s = time.monotonic()
         with writing("the report cannot be written"), self.guard():
-            self._stream.write(f"{text}\n")
+            self._stream.write(text if text.endswith("\n") else f"{text}\n")
             self._stream.flush()
 
 
 class TextReporter:
-    """Prints results as they arrive, and a summary at the end of the run.
-
-    Args:
-        tally: counts each event before this reporter handles it.
-        notes: sentences at the beginning, such as how tests were chosen.
-        announce: print a line when a class begins, unless the report is quiet.
+    """Prints ``notes``, results as they arrive, and a summary at the end of the run; if ``announce``, also a line when
+    a class begins, unless the report is quiet. ``tally`` counts each event before.
     """
 
     def __init__(
@@ -174,7 +166,7 @@ class TextReporter:
             if batch and not (self._options.failfast and self._missing(batch)):  # the run may go on after a flake
                 self._class_line(batch)
         elif isinstance(event, Stalled):
-            self._out.verbatim(f"{event.test.id}: {event.text}")
+            self._out.line(f"{event.test.id}: {event.text}")
         elif isinstance(event, RoundBegan):
             self._begun.clear()
             self._printed.clear()
@@ -206,9 +198,7 @@ class TextReporter:
                 self._out.line(("LEAK", _STYLES[Status.FLAKY]), f" {result.test.id}: {warning}")
 
     def _finish(self, interrupted: bool) -> None:
-        """Print the rest, and the summary. Its last line is ``N passed, N failed, N skipped``, with ``, N flaky`` if
-        there are any.
-        """
+        """Print the rest, and the summary, whose last line is ``N passed, N failed, N skipped``, maybe ``, N flaky``."""
         for batch in self._tally.plan:
             if self._tally.results_of(batch):
                 self._class_line(batch)
@@ -246,7 +236,7 @@ class TextReporter:
         self._out.line()
         self._out.line(("FAILED", _STYLES[Status.FAILED]), f" {result.test.id}  {result.duration_s:.2f} s{attempt}")
         if text := describe_failure(result):
-            self._out.verbatim(text)
+            self._out.line(text)
         self._out.line(f"rerun: {rerun_command(self._options, result.test)}")
         self._out.line()
 
@@ -301,16 +291,14 @@ _MAX_CHARACTERS = 4000
 
 
 def annotate(tally: Tally, interrupted: bool, *, root: str, out: Writer) -> None:
-    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test. Call it at the end of the run,
-    when no other output can come between these lines.
-    """
+    """Print an ``::error`` for each failure and a ``::warning`` for each flaky test, at the end of the run."""
     for result in tally.results:
         file = os.path.normpath(os.path.join(root, result.test.file))
         if result.status is Status.FLAKY:
             text = f"failed {len(result.earlier)} times, then passed:\n{describe_failure(result.earlier[0])}"
-            out.verbatim(annotation("warning", file, f"flaky: {result.test.id}", text))
+            out.line(annotation("warning", file, f"flaky: {result.test.id}", text))
         elif result.status.counted is Status.FAILED:
-            out.verbatim(annotation("error", file, result.test.id, describe_failure(result)))
+            out.line(annotation("error", file, result.test.id, describe_failure(result)))
 
 
 def annotation(level: str, file: str, title: str, text: str) -> str:

@@ -21,11 +21,8 @@ _REDRAW_S = 0.2
 
 
 class PlainWatch:
-    """Adds a progress line to a report in a file or a pipe after a while without output.
-
-    Args:
-        expected_s: the expected duration of a test, in seconds; None if unknown.
-        often: print progress three times a minute instead of once.
+    """Adds a progress line to a report in a file or a pipe after a while without output, three times a minute if
+    ``often``, else once. ``expected_s``: the expected duration of a test; None if unknown.
     """
 
     def __init__(
@@ -47,10 +44,7 @@ class PlainWatch:
                 self._out.line(f"  running: {line}")
 
     def summary(self, now_s: float) -> str:
-        """Return the progress of the run in one line, with an estimate of the remaining time at the present pace.
-
-        Counts are in the order passed, failed, skipped, flaky; zeros are left out.
-        """
+        """Return the progress of the run in one line, with an estimate of the remaining time at the present pace."""
         planned, waiting = self._tally.plan.tests, self._tally.waiting
         done, took_s = len(planned) - len(waiting), now_s - self._tally.began_s
         found, parts = counts(self._tally.results), [f"[{done}/{len(planned)}]"]
@@ -77,9 +71,8 @@ def _format_duration(seconds: float) -> str:
 
 
 class LiveWatch(PlainWatch):
-    """Keeps a few lines at the bottom of a terminal: the progress of the run, and each running class.
-
-    Erases these lines before other output and draws them again below it, and keeps them within the terminal.
+    """Keeps a few lines at the bottom of a terminal, below other output: the progress of the run, and each running
+    class.
     """
 
     def __init__(self, tally: Tally, expected_s: Callable[[TestName], float | None], out: Writer) -> None:
