@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
@@ -61,21 +61,10 @@ plus the signal that killed it, 1 if it was stopped or a hang was reported; 2 fo
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line. ``program`` has no ``path`` yet."""
-
-    program: Program
-    ranks: int
-    memory_bytes: int | None
-    timeout_s: float | None
-    ends_hangs: bool
-    output: str
-    strict: bool
-
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Parse ``arguments``. Raises SystemExit: 2 after printing a usage error, 0 after ``--help``."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse ``arguments``; ``program`` becomes a :class:`Program` without ``path``. Raises SystemExit: 2 after printing
+    a usage error, 0 after ``--help``.
+    """
     parser = _parser()
     found = parser.parse_args(arguments)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
@@ -95,9 +84,8 @@ def parse(arguments: Sequence[str]) -> Options:
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
-    program = Program(words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races)
-    ends_hangs = found.hang == "end"
-    return Options(program, found.ranks, found.memory, found.timeout, ends_hangs, found.output, found.strict)
+    found.program = Program(words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _run(options: Options, interrupts: Interrupts) -> int:
+def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     path = search_path()
     autoload.hide()
     before = dict(os.environ)
@@ -162,9 +150,11 @@ def _run(options: Options, interrupts: Interrupts) -> int:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
     with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
+        program = replace(options.program, path=path)
+        variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
             zygote.channel,
-            _tasks(options, path, store.port),
+            [RankTask(rank.run, (program, each, Inherited(0)), connections=1) for each in variables],
             interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
@@ -202,34 +192,26 @@ class _Store:
         self._process.close()
 
 
-def _set_environment(options: Options) -> None:
+def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
         os.environ[personality.VARIABLE] = personality.AS_CUDA if options.program.cuda_as_sim else autoload.ON
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
-        if options.memory_bytes is not None:
-            os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory_bytes)
+        if options.memory is not None:
+            os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory)
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
 
-def _tasks(options: Options, path: tuple[str, ...], port: int) -> list[RankTask]:
-    program = replace(options.program, path=path)
-    return [
-        RankTask(rank.run, (program, launcher_variables(number, options.ranks, port), Inherited(0)), connections=1)
-        for number in range(options.ranks)
-    ]
-
-
-def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts) -> int:
+def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: Interrupts) -> int:
     limits = Limits(
-        test_s=options.timeout_s or float("inf"),
+        test_s=options.timeout or float("inf"),
         grace_s=_GRACE_S,
         hang_s=settings.hang_after_s(),
         endless_s=_ENDLESS_S,
-        raises_later_s=_ENDLESS_S if options.ends_hangs else _RAISES_LATER_S,
-        end_hangs=options.ends_hangs,
+        raises_later_s=_ENDLESS_S if options.hang == "end" else _RAISES_LATER_S,
+        end_hangs=options.hang == "end",
     )
     hangs: list[float] = []
 
@@ -237,7 +219,7 @@ def _wait(world: World, options: Options, store: _Store, interrupts: Interrupts)
         hangs.append(world.took_s)
         shown = _as_program(outcomes, options.output)
         _print_report("HUNG", options, WorldReport(tuple(shown), judge(shown), hangs[-1]))
-        until = f"--timeout {options.timeout_s:g}" if options.timeout_s else "a time limit in it"
+        until = f"--timeout {options.timeout:g}" if options.timeout else "a time limit in it"
         print(file=sys.stderr)
         wording.announce(f"the program goes on until {until} or Ctrl-C; with --hang end, a hang ends it")
 
@@ -289,7 +271,7 @@ def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
     ]
 
 
-def _print_report(title: str, options: Options, report: WorldReport) -> None:
+def _print_report(title: str, options: argparse.Namespace, report: WorldReport) -> None:
     name = f"-m {options.program.target}" if options.program.is_module else options.program.target
     print(f"\n{title} {name}  {report.took_s:.2f} s\n{render(report)}", file=sys.stderr, flush=True)
 
@@ -305,7 +287,7 @@ def _exit_code(outcomes: Sequence[Outcome], facts: Sequence[Facts | None], verdi
     return (outcome.exit_code or 1) if outcome.ending is Ending.EXITED else 1
 
 
-def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store) -> int:
+def _judge_usage(options: argparse.Namespace, facts: Sequence[Facts | None], store: _Store) -> int:
     """See Note [Silent fakes]."""
     if not options.program.simulated:
         return 0
@@ -319,9 +301,8 @@ def _judge_usage(options: Options, facts: Sequence[Facts | None], store: _Store)
 def _facts_of(world: World, number: int) -> Facts | None:
     connection = world.processes[number].connections[0]
     with contextlib.suppress(EOFError, OSError):
-        if connection.poll():
-            found = connection.recv()
-            return found if isinstance(found, Facts) else None
+        if connection.poll() and isinstance(found := connection.recv(), Facts):
+            return found
     return None
 
 
