@@ -31,9 +31,6 @@ from torch_ext.world.protocol import OWNER_VARIABLE, STACK_SIGNAL, Notice
 from torch_ext.world.settings import TIMEOUT_DEFAULT, hosts_of, timeout_of
 from torch_ext.world.verdict import WorldFailure, check_fixtures, check_ran
 
-# The base class whose ranks are threads of one process.
-_THREADED = "MultiThreadedTestCase"
-
 
 def _find_tests(module: str) -> list[tuple[str, unittest.TestCase]]:
     """Return the tests of the loaded ``module``, in the order of unittest or of its ``load_tests``, each with the name
@@ -79,7 +76,7 @@ def _needs_of(test: unittest.TestCase) -> Needs:
         ranks = required or _count(getattr(test, "world_size", 0))
     except Exception:  # the project's own property may work in ranks only
         ranks = 0
-    threads = any(base.__name__ == _THREADED for base in type(test).__mro__)
+    threads = any(base.__name__ == "MultiThreadedTestCase" for base in type(test).__mro__)
     devices = max(required, _count(getattr(method, "_required_devices", 0)))
     alone = getattr(test, "alone", False) is True or getattr(method, "alone", False) is True
     return Needs(ranks, 1 if threads else max(1, ranks), devices, alone, 1 if threads else hosts_of(test))
@@ -135,14 +132,13 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     by_name = {(cls, test._testMethodName): test for cls, test in _find_tests(order.module)}
     suite, classes = _Suite(result), set[type[unittest.TestCase]]()
     for name in order.tests:
-        test = by_name.get((name.cls, name.method))
-        if test is None:
-            gone = Remark(f"{order.module} no longer defines this test.")
-            result.send_end(TestResult(name, Status.FAILED, 0.0, (gone,)))
-        else:
+        if test := by_name.get((name.cls, name.method)):
             check_calls(test, result.report_body)
             suite.addTest(test)
             classes.add(type(test))
+        else:
+            gone = Remark(f"{order.module} no longer defines this test.")
+            result.send_end(TestResult(name, Status.FAILED, 0.0, (gone,)))
     for cls in classes:
         _check_class_fixtures(cls)
     try:

@@ -197,18 +197,17 @@ class ClassChild:
         self._zygote = zygote
         # Why this side killed the process, with `{when}` for the time; its stacks, if it hung
         self._why_killed, self._hung = "", ""
-        self._test: TestStarted | None = None
-        self._fixture_s = options.timeout_s or _FIXTURE_S
+        self._limit_s = self._fixture_s = options.timeout_s or _FIXTURE_S  # of the current test, and between tests
         self._allow(self._fixture_s)
         self._events, remote = channel_pair()
         self._stacks, stacks_writer = os.pipe()
         self._output = _Output(options.show_output)
-        descriptors = [os.dup(remote.fileno()), place.add_client(zygote), *self._output.writers(), stacks_writer]
+        output = [os.dup(self._output.fileno()) for _ in range(2)]
+        descriptors = [os.dup(remote.fileno()), place.add_client(zygote), *output, stacks_writer]
         remote.close()
+        target = "torch_ext.runner.class_process:main"
         try:
-            self._child: Child = zygote.start(
-                "torch_ext.runner.class_process:main", order, descriptors, place.environment
-            )
+            self._child: Child = zygote.start(target, order, descriptors, place.environment)
         except BaseException:
             self._close_own()
             raise
@@ -236,17 +235,14 @@ class ClassChild:
         """Task: return the next event; None when the process has ended and no event is left."""
         while True:
             if not self._events.closed and self._events.poll():
-                event = self._receive()
-                if isinstance(event, Body):
-                    self._allow_body(event.begins)
-                elif event is not None:
+                if (event := self._receive()) is not None:
                     self._output.show()
                     return event
-                continue
-            if self._child.ended is not None or self.lost_zygote:
+            elif self._child.ended is not None or self.lost_zygote:
                 self._output.show()
                 return None
-            yield from self._wait()
+            else:
+                yield from self._wait()
 
     def _receive(self) -> Any:
         """Return a pending event; None if the process cannot send another."""
@@ -261,9 +257,13 @@ class ClassChild:
                 self.end_broken(str(error))
             return None
         if isinstance(event, TestStarted):
-            self._test = event
-            self._allow(event.timeout_s + _ALONE_S)
-        elif not isinstance(event, (Body, Notice)):
+            self._limit_s = event.timeout_s
+            self._allow(self._limit_s + _ALONE_S)
+        elif isinstance(event, Body) and event.begins:
+            self._allow(self._limit_s + _MARGIN_S, self._limit_s + _STOPPED_S, extra_s=0.0)
+        elif isinstance(event, Body):
+            self._allow(self._limit_s + _ALONE_S)
+        elif not isinstance(event, Notice):
             self._allow(self._fixture_s)
         return event
 
@@ -272,13 +272,6 @@ class ClassChild:
         self._why_killed = f"{what}, and was ended. {WRITE_TO_OWN}"
         self._child.send_signal(signal.SIGKILL)
         self._allow(_KILL_S)
-
-    def _allow_body(self, begins: bool) -> None:
-        limit_s = self._test.timeout_s if self._test is not None else self._fixture_s
-        if begins:
-            self._allow(limit_s + _MARGIN_S, limit_s + _STOPPED_S, extra_s=0.0)
-        else:
-            self._allow(limit_s + _ALONE_S)
 
     def _wait(self) -> Task[None]:
         if self._deadline is None:
@@ -302,9 +295,9 @@ class ClassChild:
 
     def _end(self, stopped: str) -> Task[None]:
         """Collect the hung process's stacks, then have its zygote kill it; if the zygote is stopped too, kill both."""
-        if stopped:
+        if stopped and not self._why_killed:
             self._why_killed = f"hung{{when}} until it was killed: {stopped} had been stopped by a signal (SIGSTOP)."
-        else:
+        elif not self._why_killed:
             self._why_killed = "hung{when} until it was killed; its stacks:"
             self._child.send_signal(STACK_SIGNAL)
             self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
@@ -342,7 +335,7 @@ class ClassChild:
 
     def new_output(self, to: int | None = None) -> str:
         """Return the output since the last call, up to position ``to`` in bytes, unless it was already shown."""
-        return wording.trim_stacks(self._output.new(to))
+        return "" if self._output.shows else wording.trim_stacks(self._output.read(to).decode(errors="replace"))
 
 
 class _Output:
@@ -356,25 +349,22 @@ class _Output:
         self._read_to = 0
         self._line = b""
 
-    def writers(self) -> list[int]:
-        return [os.dup(self._file.fileno()) for _ in range(2)]
+    def fileno(self) -> int:
+        return self._file.fileno()
 
-    def new(self, to: int | None) -> str:
-        """Return the output since the last call, up to position ``to``; empty if the output is shown."""
-        return "" if self.shows else self._read(to).decode(errors="replace")
-
-    def _read(self, to: int | None = None) -> bytes:
+    def read(self, to: int | None = None) -> bytes:
+        """Return the output since the last call, up to position ``to``."""
         if to is None:
-            to = os.fstat(self._file.fileno()).st_size
+            to = os.fstat(self.fileno()).st_size
         # Not read(): writers share this file's position and move it.
-        text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
+        text = os.pread(self.fileno(), max(0, to - self._read_to), self._read_to)
         self._read_to += len(text)
         return text
 
     def show(self) -> None:
         """Print the new complete lines."""
         if self.shows:
-            *lines, self._line = (self._line + self._read()).split(b"\n")
+            *lines, self._line = (self._line + self.read()).split(b"\n")
             for line in lines:
                 self._print(line)
 

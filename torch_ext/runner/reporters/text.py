@@ -198,7 +198,7 @@ class TextReporter:
                 self._out.line(("LEAK", _STYLES[Status.FLAKY]), f" {result.test.id}: {warning}")
 
     def _finish(self, interrupted: bool) -> None:
-        """Print the rest, and the summary, whose last line is ``N passed, N failed, N skipped``, maybe ``, N flaky``."""
+        """Print the rest, and the summary, with ``N passed, N failed, N skipped``, maybe ``, N flaky``, last."""
         for batch in self._tally.plan:
             if self._tally.results_of(batch):
                 self._class_line(batch)
@@ -270,7 +270,7 @@ class TextReporter:
 
 
 def _tests(number: int) -> str:
-    return f"{number} test" if number == 1 else f"{number} tests"
+    return f"{number} test{'s' * (number != 1)}"
 
 
 def _columns(results: Iterable[TestResult], columns: Iterable[Status]) -> list[tuple[str, str]]:
