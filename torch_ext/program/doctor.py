@@ -5,6 +5,7 @@ Loads torch, but builds nothing and initializes no device.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -27,10 +28,9 @@ from torch_ext.world import settings
 from torch_ext.world.child import reason_not_to_fork
 
 _PACKAGES = ("numpy", "expecttest", "hypothesis")
-# Least free space in /dev/shm, where collectives on the simulated accelerator keep their segments, in bytes.
-_SHARED_BYTES = 64 << 20
-# Least limit of open files: a world of 8 ranks needs about 150.
-_FEW_FILES = 256
+# Least free bytes in /dev/shm, where simulated collectives keep their segments, and least limit of open files: a world
+# of 8 ranks needs about 150.
+_SHARED_BYTES, _FEW_FILES = 64 << 20, 256
 
 
 def _read_build() -> ModuleType:
@@ -69,12 +69,8 @@ def _facts() -> Iterator[tuple[str, str]]:
     found = torch.accelerator.current_accelerator(check_available=True)
     devices = f"{torch.get_device_module(found.type).device_count()} {found.type}" if found else ""
     yield "devices", devices or "no accelerator: tests and programs run on the simulated one"
-    yield (
-        "cuda",
-        "the simulated device, which hides GPUs"
-        if is_cuda()
-        else f"{'GPUs' if torch.cuda.is_available() else 'none'}; the simulated device with --cuda-as-sim",
-    )
+    gpus = f"{'GPUs' if torch.cuda.is_available() else 'none'}; the simulated device with --cuda-as-sim"
+    yield "cuda", "the simulated device, which hides GPUs" if is_cuda() else gpus
     places = {"/dev/shm", os.environ.get("TMPDIR") or "/tmp"}
     free = [f"{place} {shutil.disk_usage(place).free >> 20} MiB" for place in sorted(places) if os.path.isdir(place)]
     yield "free", f"memory {machine_memory.available_bytes() >> 20} MiB, {', '.join(free)}"
@@ -103,7 +99,6 @@ def _problems() -> Iterator[str]:
 
 
 def _version(name: str) -> str:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+    return "missing"

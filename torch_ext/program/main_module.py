@@ -9,6 +9,7 @@ import contextlib
 import gc
 import io
 import os
+import re
 import runpy
 import sys
 import threading
@@ -89,13 +90,9 @@ def finalize(harness_thread: str) -> None:
     if main is not None and own.issuperset(thread.name for thread in threading.enumerate()):
         names = vars(main)
         # In Python's order: names with one leading underscore first, then all others.
-        for name in sorted((name for name in names if name != "__builtins__"), key=lambda name: not _is_private(name)):
-            names[name] = None
+        for name in sorted(names, key=lambda name: not re.match("_(?!_)", name)):
+            names[name] = names[name] if name == "__builtins__" else None
     for found in gc.get_objects():
         if type(found) in _FILES:  # isinstance() would access __class__, and some objects warn about that
             with contextlib.suppress(Exception):  # the file is closed, or its reader is gone
                 found.flush()
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")

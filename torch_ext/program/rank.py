@@ -200,11 +200,6 @@ class Facts:
     uses: int  # number of uses of a simulated device, see :func:`_uses_of_device`
 
 
-# Dtypes of object collectives in flight records: the pickled bytes, and their lengths.
-_TYPES_OF_OBJECTS = frozenset({"Byte", "Long"})
-_SIDES = ("input_dtypes", "output_dtypes")
-
-
 def _groups_made() -> int:
     """Return the number of process groups that this process has made since it loaded the simulator."""
     collectives = sys.modules.get("torch_ext.sim._collectives")
@@ -229,8 +224,8 @@ def _objects_alone() -> int:
     """Return the number of objects moved between ranks; 0 if other host tensors moved too."""
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
     entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
-    types = {kind for entry in entries for side in _SIDES for kind in entry.get(side, [])}
-    return moved if types <= _TYPES_OF_OBJECTS else 0
+    types = {kind for entry in entries for side in ("input_dtypes", "output_dtypes") for kind in entry.get(side, [])}
+    return moved if types <= {"Byte", "Long"} else 0  # the pickled bytes, and their lengths
 
 
 def find_unused(facts: Sequence[Facts | None], *, met: bool = False, cuda_as_sim: bool = False) -> list[str]:

@@ -51,7 +51,7 @@ from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
-from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError, start_root
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError, start_root
 from torch_ext.world.zygote import read_when_loaded
 
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
@@ -61,10 +61,6 @@ _OURS_AT_START = ("TORCH_EXT_READ_AT_LOAD", "TORCH_EXT_SIM", "TORCH_EXT_SIM_MACH
                   "TORCH_EXT_SIM_SANITIZE")  # fmt: skip
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CONNECT_S = 5.0
-_NOT_USED = (
-    "`torch_ext serve` is not used: its interpreter, search path or environment differs from this command's. "
-    "Start it where you start programs"
-)
 
 # Modules that a warm zygote loads. Every optimizer loads torch._dynamo at its first step.
 _LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
@@ -73,10 +69,16 @@ _SOURCES = (".py", ".cpp", ".h")
 _ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def _preparation(simulated: bool, path: tuple[str, ...], environment: Mapping[str, str]) -> Preparation:
-    """Return the modules that a warm zygote loads."""
+def _load(
+    simulated: bool, path: tuple[str, ...], environment: Mapping[str, str], held: contextlib.ExitStack
+) -> ZygoteClient:
+    """Return a new zygote that has loaded torch and, if ``simulated``, the simulator. ``held`` ends it."""
     device = "torch_ext.cuda_as_sim.stand_in" if environment.get(VARIABLE) == AS_CUDA else "torch_ext.sim"
-    return Preparation(path, (*_LOADED, *((device,) if simulated else ())))
+    preparation = Preparation(path, (*_LOADED, *((device,) if simulated else ())))
+    root = start_root(preparation, files.folder(), environment)
+    held.callback(root.close)
+    root.wait_ready()
+    return ZygoteClient(root.channel, root.process.pid)
 
 
 @contextlib.contextmanager
@@ -87,10 +89,7 @@ def zygote_for(simulated: bool, path: tuple[str, ...], environment: Mapping[str,
     with contextlib.ExitStack() as held:
         found = connect(socket_name(simulated, path, environment), held)
         if found is None:
-            root = start_root(_preparation(simulated, path, environment), files.folder(), environment)
-            held.callback(root.close)
-            root.wait_ready()
-            yield ZygoteClient(root.channel, root.process.pid)
+            yield _load(simulated, path, environment, held)
             return
         try:
             yield found
@@ -114,7 +113,8 @@ def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
             connected = _connected(place / name)
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
                 other.close()
-                wording.announce(_NOT_USED)
+                differs = "its interpreter, search path or environment differs from this command's"
+                wording.announce(f"`torch_ext serve` is not used: {differs}. Start it where you start programs")
         if connected is None or not is_own(connected):
             return None
         line = Channel(connected)
@@ -201,9 +201,8 @@ def is_own(connected: socket.socket) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Serve until a while has passed without runs, or until SIGINT or SIGTERM; return the exit code."""
     parser = argparse.ArgumentParser("torch_ext serve", description="Keep torch loaded for runs of programs.")
-    parser.add_argument(
-        "--idle", type=typed(seconds), default=900.0, metavar="S", help="end after S idle seconds (900)"
-    )
+    idle = "end after S idle seconds (900)"
+    parser.add_argument("--idle", type=typed(seconds), default=900.0, metavar="S", help=idle)
     parser.add_argument("--host", action="store_true", help="serve --device cpu and cuda, without the simulator")
     try:
         options = parser.parse_args(arguments)
@@ -234,27 +233,24 @@ def _serve_one(simulated: bool, idle_s: float) -> bool:
     path = search_path()
     with contextlib.ExitStack() as held:
         listening = held.enter_context(_listen(socket_name(simulated, path, os.environ)))
-        root = start_root(_preparation(simulated, path, os.environ), files.folder(), os.environ)
-        held.callback(root.close)
-        root.wait_ready()
+        zygote = _load(simulated, path, os.environ, held)
         what = "the simulated accelerator" if simulated else "cpu"
         print(f"{wording.PREFIX}serving runs on {what}, until {idle_s:g} s without any", flush=True)
-        return _serve(root, listening, idle_s)
+        return _serve(zygote, listening, idle_s)
 
 
-def _serve(root: RootZygote, listening: socket.socket, idle_s: float) -> bool:
+def _serve(zygote: ZygoteClient, listening: socket.socket, idle_s: float) -> bool:
     """Serve until ``idle_s`` seconds pass without runs, or the zygote is stale and unused; return whether it is stale.
 
     A command that connects gets a channel to the zygote. Its run lasts until its connection to the server ends.
     """
-    zygote = ZygoteClient(root.channel, root.process.pid)
     states, is_stale, idle_since_s = _states(zygote), False, time.monotonic()
     lines: list[Channel] = []  # one for each run
     while lines or not is_stale:
         left_s = None if lines else max(0.0, idle_since_s + idle_s - time.monotonic())
-        waits: list[Channel | socket.socket] = [root.channel, listening, *lines]
+        waits: list[Channel | socket.socket] = [zygote.channel, listening, *lines]
         ready, _, _ = select.select(waits, [], [], left_s)
-        if root.channel in ready:
+        if zygote.channel in ready:
             raise ZygoteDiedError("the zygote has ended, and with it the runs that it has started")
         if not ready:
             return False
