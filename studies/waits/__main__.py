@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -85,24 +85,16 @@ class Ending:
     took_s: float
     text: str  # the runner's report of the failure
 
-    @property
-    def is_race(self) -> bool:
-        return re.search(r"^\s*race \d+: ", self.text, re.MULTILINE) is not None
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """The verdict on one wait (``load-bearing``, ``redundant`` or ``not reached``), and its evidence in words."""
-
-    kind: str
-    evidence: str = ""
+# The verdict on one wait (``load-bearing``, ``redundant`` or ``not reached``), and its evidence in words.
+Verdict = tuple[str, str]
 
 
 def run(selections: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "") -> list[Ending]:
     """Run tests of classes, each with waits deleted and a pattern for its tests; ranks note in the folder ``notes``
     which waits they reach.
     """
-    originals = {f"Test{number:04}": each for number, each in zip(count(), selections)}
+    originals = {f"Test{number:04}": each for number, each in enumerate(selections)}
     text = "import re\n\nfrom studies.waits.sites import begin, wrap_all\n\nwrap_all()\n"
     for name, (suite, deleted, pattern) in originals.items():
         module, _, cls = suite.partition(":")
@@ -145,13 +137,11 @@ def reach() -> dict[str, list[str]]:
 
 def _interleave_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> list[str]:
     """Return the shortest test of each class, then the next one of each, since tests of a class need the same waits."""
-    place = Counter[str]()
-    ranked = []
-    for test in sorted(tests, key=lambda test: took_s[test]):
-        cls = test.rpartition(".")[0]
-        ranked.append((place[cls], took_s[test], test))
-        place[cls] += 1
-    return [test for _, _, test in sorted(ranked)]
+    of_class: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests, key=took_s.__getitem__):
+        of_class[test.rpartition(".")[0]].append(test)
+    rounds = zip_longest(*of_class.values())
+    return [test for each in rounds for test in sorted(filter(None, each), key=took_s.__getitem__)]
 
 
 def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
@@ -174,9 +164,9 @@ def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
 
 def _verdict(evidence: Ending | None, tries: int) -> Verdict:
     if evidence is not None:
-        race = "a race in " if evidence.is_race else ""
-        return Verdict("load-bearing", f"{race}`{evidence.test.partition(':')[2]}`")
-    return Verdict("redundant", f"silent in {tries} test{'s' * (tries != 1)}") if tries else Verdict("not reached")
+        is_race = re.search(r"^\s*race \d+: ", evidence.text, re.MULTILINE)
+        return "load-bearing", f"{'a race in ' if is_race else ''}`{evidence.test.partition(':')[2]}`"
+    return ("redundant", f"silent in {tries} test{'s' * (tries != 1)}") if tries else ("not reached", "")
 
 
 def render(verdicts: Mapping[Site, Verdict]) -> str:
@@ -188,15 +178,15 @@ def render(verdicts: Mapping[Site, Verdict]) -> str:
         rows = {site: verdict for site, verdict in verdicts.items() if site.family == family}
         if not rows:
             continue
-        counts = Counter(each.kind for each in rows.values())
-        races = sum(each.evidence.startswith("a race in ") for each in rows.values())
+        counts = Counter(kind for kind, _ in rows.values())
+        races = sum(evidence.startswith("a race in ") for _, evidence in rows.values())
         cells = [family, len(rows), counts["load-bearing"], races, counts["redundant"], counts["not reached"]]
         summary.append(f"| {' | '.join(map(str, cells))} |")
         sections += ["", f"### {family}", "", "| wait | where | verdict | shown by |", "| --- | --- | --- | --- |"]
-        for site, verdict in rows.items():
+        for site, (kind, evidence) in rows.items():
             text = site.text if len(site.text) < 70 else site.text[:67] + "..."
             where = f"`{site.module.rpartition('.')[2]}.py:{site.line}` `{site.function.rpartition('.')[2]}`"
-            sections.append(f"| `{text}` | {where} | {verdict.kind} | {verdict.evidence} |")
+            sections.append(f"| `{text}` | {where} | {kind} | {evidence} |")
     head = f"Measured with torch {torch.__version__}, each wait deleted in up to {MAX_TESTS} tests."
     return "\n".join([head, "", *summary, *sections]) + "\n"
 

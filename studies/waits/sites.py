@@ -130,10 +130,9 @@ def _call(site: str, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             file.write(f"{site} {_test}\n")
     if site not in _deleted:
         return wait(*args, **kwargs)
-    name = wait.__name__
-    if name in _KEEPERS:
+    if wait.__name__ in _KEEPERS:
         return wait(None, *args[1:], **kwargs)
-    return args[0] if name in _FUNCTIONS else getattr(wait, "__self__", None)
+    return args[0] if wait.__name__ in _FUNCTIONS else getattr(wait, "__self__", None)
 
 
 def wrap_all() -> None:
