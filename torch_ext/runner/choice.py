@@ -86,20 +86,20 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
     options = request.options
     broken = {one.file.name: one for one in collected if one.error}
     known = [test for one in collected if not one.error for test in one.tests]
-    selected = select_tests(request.selection, known, broken)
-    fitting = [test for test in selected.tests if request.fits(test)]
-    failures = [import_failure(file, broken[file].error, broken[file].left) for file in selected.broken]
+    selected, suspects = select_tests(request.selection, known, broken)
+    fitting = [test for test in selected if request.fits(test)]
+    failures = [import_failure(file, broken[file].error, broken[file].left) for file in suspects]
     empty = [one.file.name for one in collected if not one.tests and not one.error]
     if options.upstream and not options.narrowed:
         failures += [import_failure(file, "", WITHOUT_TESTS) for file in empty]
     warnings = [] if options.upstream else _without_tests(request.selection, empty)
     if not fitting:
-        why = f"none of {len(selected.tests)} tests fits -k {' '.join(options.keywords)!r}"
-        if not selected.tests:
+        why = f"none of {len(selected)} tests fits -k {' '.join(options.keywords)!r}"
+        if not selected:
             why = warnings.pop() if warnings else "-x excludes every test that -i selects"
         if not failures:
             raise SelectionError(f"nothing selected: {why}")
-        warnings += [why] if selected.tests else []  # without any test, the failures are enough
+        warnings += [why] if selected else []  # without any test, the failures are enough
     history = History(cache.folder(), options.root)
     tests, note = _narrow(options, history, fitting, collected)
     needs = {test: need for one in collected for test, need in zip(one.tests, one.needs, strict=False)}

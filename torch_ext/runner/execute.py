@@ -114,8 +114,6 @@ class RunExecutor:
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""
-        if not plan.batches:
-            return
         packs = self._options.packs and len(plan.batches) > 1
         machine = self._machine(plan, packs)
         at_once = (self._options.jobs or machine.slots) if packs else 1

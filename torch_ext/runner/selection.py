@@ -24,22 +24,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from torch_ext.results import SetupError, TestName
 
 _Parts = tuple[str, ...]
+# One way to read a pattern: the parts of a path, and the one or two names that follow it.
+_Reading = tuple[_Parts, _Parts]
 
 
 class SelectionError(SetupError):
     """A pattern or keyword matches nothing. The message has its text and the nearest names."""
-
-
-class _Reading(NamedTuple):
-    """One way to read a pattern: the parts of a path, and the one or two names that follow it."""
-
-    path: _Parts
-    names: _Parts
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,6 @@ class Selection:
     files: tuple[str, ...]
 
 
-class Selected(NamedTuple):
-    """The selected tests, and the unimportable files that could hold selected tests."""
-
-    tests: tuple[TestName, ...]
-    broken: tuple[str, ...]
-
-
 def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> PatternTarget:
     """Resolve the pattern ``text``, which may begin with one of ``prefixes``, among ``files``. See Note [Patterns].
 
@@ -87,11 +74,12 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
     rules = [_is_file, _ends_file] if text.endswith(".py") else [_is_file, _is_folder, _ends_file]
     rules = [_is_folder] if text.endswith("/") else rules
-    if whole := _first_match(rules, [one for one in readings if not one.names], addresses):
+    if whole := _first_match(rules, [(path, names) for path, names in readings if not names], addresses):
         return PatternTarget(text, whole[1])
-    if anchored := _first_match((_is_file, _ends_file), [one for one in readings if one.names and one.path], addresses):
-        return PatternTarget(text, anchored[1], (anchored[0].names,))
-    bare = tuple(reading.names for reading in readings if reading.names and not reading.path)
+    anchored = [(path, names) for path, names in readings if path and names]
+    if match := _first_match((_is_file, _ends_file), anchored, addresses):
+        return PatternTarget(text, match[1], (match[0],))
+    bare = tuple(names for path, names in readings if names and not path)
     return PatternTarget(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
 
 
@@ -120,14 +108,14 @@ def _readings(text: str) -> Iterator[_Reading]:
     # A dot can be part of a folder's name, or separate names; before a slash it never separates.
     plain, dotted = (*folders, *_split(stem, "/")), (*folders, *_split(stem, "."))
     if separator:
-        yield _Reading(dotted, tuple(re.split(r"::|\.", names)))
+        yield dotted, tuple(re.split(r"::|\.", names))
         if len(dotted) == 1 and not folders and not is_path:
-            yield _Reading((), (*dotted, names))
+            yield (), (*dotted, names)
         return
-    yield _Reading(plain, ())
+    yield plain, ()
     least = len(dotted) if is_path else max(len(folders), len(dotted) - 2)
     for end in range(len(dotted), least - 1, -1):
-        yield _Reading(dotted[:end], dotted[end:])
+        yield dotted[:end], dotted[end:]
 
 
 def _is_file(path: _Parts, address: _Parts) -> bool:
@@ -144,11 +132,11 @@ def _ends_file(path: _Parts, address: _Parts) -> bool:
 
 def _first_match(
     rules: Sequence[Callable[[_Parts, _Parts], bool]], readings: Sequence[_Reading], addresses: Mapping[str, _Parts]
-) -> tuple[_Reading, frozenset[str]] | None:
-    """Return the first reading, by the strongest rule, that matches a file, with its files; None if there is none."""
-    for rule, reading in itertools.product(rules, readings):
-        if files := frozenset(file for file, address in addresses.items() if rule(reading.path, address)):
-            return reading, files
+) -> tuple[_Parts, frozenset[str]] | None:
+    """Return the names of the first reading, by the strongest rule, that matches a file, with its files, if any."""
+    for rule, (path, names) in itertools.product(rules, readings):
+        if files := frozenset(file for file, address in addresses.items() if rule(path, address)):
+            return names, files
     return None
 
 
@@ -167,9 +155,11 @@ def select_files(
     return Selection(included, excluded, tuple(file for file in files if file in wanted - dropped))
 
 
-def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterable[str] = ()) -> Selected:
-    """Apply ``selection`` to the ``tests`` of its files, of which the ``broken`` ones failed to import. Raises
-    SelectionError if a pattern matches no test, and no broken file explains it.
+def select_tests(
+    selection: Selection, tests: Sequence[TestName], broken: Iterable[str] = ()
+) -> tuple[list[TestName], list[str]]:
+    """Return the selected ones of ``tests``, and the ``broken`` files, which failed to import, that could hold some.
+    Raises SelectionError if a pattern matches no test, and no broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
     targets = (*selection.include, *selection.exclude)
@@ -183,7 +173,7 @@ def select_tests(selection: Selection, tests: Sequence[TestName], broken: Iterab
     missed = [target for target in selection.include if target.anchored or target not in matched]
     suspects = [file for file in broken if not selection.include or any(file in target.files for target in missed)]
     chosen = [test for test in tests if not selection.include or _any_matches(selection.include, test)]
-    return Selected(tuple(test for test in chosen if not _any_matches(selection.exclude, test)), tuple(suspects))
+    return [test for test in chosen if not _any_matches(selection.exclude, test)], suspects
 
 
 def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:

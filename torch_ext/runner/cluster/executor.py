@@ -76,8 +76,6 @@ class ClusterExecutor:
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See the Protocol."""
-        if not plan.batches:
-            return
         self._sink, self._folder = sink, _folder_of(self._options.root, [batch.file for batch in plan])
         self._machines.connect(_runtime_environment(self._folder))
         self._waiting = [_Job(batch, list(batch.tests)) for batch in longest_first(plan)]

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -43,14 +42,6 @@ def counts(results: Iterable[TestResult]) -> Counter[Status]:
     return Counter(result.status.counted for result in results)
 
 
-@dataclass
-class Running:
-    """A running class: its name, or that of its current test, and the start time."""
-
-    name: TestName
-    since_s: float
-
-
 class Tally:
     """The results of one run, in order of arrival; of several attempts at a test, the last. Each round expects all
     tests.
@@ -62,7 +53,7 @@ class Tally:
         self._lost: list[TestName] = []  # tests without a result in earlier rounds
         self._latest: dict[TestName, TestResult] = {}
         self._batches = {batch.key: batch for batch in plan}
-        self.running: dict[_Key, Running] = {}
+        self.running: dict[_Key, tuple[TestName, float]] = {}  # each class, or its current test, and the start time
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -74,7 +65,7 @@ class Tally:
             self._earlier, self._lost = self.results, self.missing()
             self._begin_round()
         elif isinstance(event, Began):
-            self.running[event.test.file, event.test.cls] = Running(event.test, time.monotonic())
+            self.running[event.test.file, event.test.cls] = event.test, time.monotonic()
         elif isinstance(event, Over):
             self.running.pop((event.test.file, event.test.cls), None)
         elif isinstance(event, TestResult):
@@ -86,8 +77,9 @@ class Tally:
         if known is None or result.attempt > 1 or known.status.counted is not Status.FAILED:
             self._latest[test] = result
         self.waiting.pop(test, None)
-        if (running := self.running.get((test.file, test.cls))) and running.name == test:
-            running.name, running.since_s = TestName(test.file, test.cls), time.monotonic()
+        key = test.file, test.cls
+        if self.running.get(key, (None, 0.0))[0] == test:
+            self.running[key] = TestName(*key), time.monotonic()
 
     @property
     def results(self) -> list[TestResult]:

@@ -58,11 +58,11 @@ class PlainWatch:
     def under_way(self, now_s: float) -> list[str]:
         """Return a line for each running class, the longest-running test first."""
         lines = []
-        for running in sorted(self._tally.running.values(), key=lambda one: one.since_s):
-            batch = self._tally.batch_of(running.name)
+        for name, since_s in sorted(self._tally.running.values(), key=lambda one: one[1]):
+            batch = self._tally.batch_of(name)
             ranks = batch.need.ranks if batch is not None else 1
-            where = running.name.id + ("" if running.name.method else " (between tests)")
-            lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_format_duration(now_s - running.since_s)}")
+            where = name.id + ("" if name.method else " (between tests)")
+            lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_format_duration(now_s - since_s)}")
         return lines
 
 
