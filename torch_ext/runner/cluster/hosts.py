@@ -233,7 +233,7 @@ class RankProxy(HostRanks):
                 world.here = zygote.channel.connect(share, here)
             finally:
                 close_all(here)
-            self._callbacks.watch(world.here, lambda: self._on_here(world))
+            self._callbacks.watch(world.here, partial(self._on_here, world, world.here))
 
     def _take_over(self, world: _ProxyWorld, place: _Place, rank: RankOrder, descriptors: Sequence[int]) -> _RankEnds:
         """Return this end of a rank that starts elsewhere; ``descriptors`` in the order of ``files.open_rank``."""
@@ -270,20 +270,17 @@ class RankProxy(HostRanks):
             self.send(host, world.number, RankStream.GROUP, None)
         for rank in world.remote.values():
             rank.close()
-        for channel in (world.group, world.here):
-            if channel is not None and not channel.closed:
-                self._callbacks.unwatch(channel)
-                channel.close()
+        for channel in filter(None, (world.group, world.here)):
+            self._callbacks.unwatch(channel)
+            channel.close()
 
     # The ranks
 
-    def _on_here(self, world: _ProxyWorld) -> None:
-        if world.here is None:
-            return
+    def _on_here(self, world: _ProxyWorld, here: Channel) -> None:
         try:
-            self._pass_on(world, 0, world.here.receive()[0])
+            self._pass_on(world, 0, here.receive()[0])
         except ChannelClosedError:  # the zygote was killed along with the parent half, or all ranks have ended
-            self._callbacks.unwatch(world.here)
+            self._callbacks.unwatch(here)
 
     def _receive(self, line: Line) -> None:
         shift_s = time.monotonic() - line.now_s  # the fastest message gives the best estimate

@@ -7,7 +7,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TextIO
 
 from torch_ext.results import (
@@ -204,12 +204,13 @@ class TextReporter:
                 self._class_line(batch)
         results = self._tally.results
         skipped = [result for result in results if result.status is Status.SKIPPED]
-        self._grouped("Skipped", (result.reason or "no reason given" for result in skipped))
+        self._block("Skipped:", _grouped(result.reason or "no reason given" for result in skipped))
         if skipped and len(skipped) == len(results):
             self._out.line(("Nothing ran: every test was skipped.", "yellow"))
-        self._grouped("Warnings", (text for result in results for text in result.warnings))
-        self._named_again("Flaky:", Status.FLAKY)
-        self._named_again("Failed:", Status.FAILED)
+        self._block("Warnings:", _grouped(text for result in results for text in result.warnings))
+        for title, status in (("Flaky:", Status.FLAKY), ("Failed:", Status.FAILED)):
+            named = [f"  {result.test.id}" for result in results if result.status.counted is status]
+            self._block(title, named, _STYLES[status])
         if interrupted:
             self._out.line(("Interrupted.", "bold yellow"))
         if not results:
@@ -217,8 +218,7 @@ class TextReporter:
         if missing := self._tally.missing():
             self._out.line((f"Not run: {_tests(len(missing))}, the first of them {missing[0].id}", "bold yellow"))
         self._out.line(f"{self._ran()} in {time.monotonic() - self._start_s:.2f} s")
-        columns = [column for column in COLUMNS if column is not Status.FLAKY or counts(results)[column]]
-        self._out.line(*_joined(_columns(results, columns)))
+        self._out.line(*_counted(results, (Status.PASSED, Status.FAILED, Status.SKIPPED)))
 
     def _ran(self) -> str:
         whole = Counter[tuple[str, str]]()
@@ -248,42 +248,34 @@ class TextReporter:
             return
         self._printed.add(batch)
         results = self._tally.results_of(batch)
-        columns = _columns(results, [column for column in COLUMNS if counts(results)[column]])
-        if missing := self._missing(batch):
-            columns.append((f"{missing} not run", "yellow"))
+        columns = _counted(results, missing=self._missing(batch))
         duration_s = sum(result.duration_s for result in results)
-        self._out.line(f"{batch.file.name}::{batch.cls}  ", *_joined(columns), f"  {duration_s:.2f} s")
+        self._out.line(f"{batch.file.name}::{batch.cls}  ", *columns, f"  {duration_s:.2f} s")
 
-    def _grouped(self, title: str, texts: Iterable[str]) -> None:
-        groups = Counter(texts).most_common()
-        if groups:
-            self._out.line(f"{title}:")
-        for text, number in groups:
-            self._out.line(f"{number:6}  {text}")
+    def _block(self, title: str, lines: Sequence[str], style: str = "") -> None:
+        if lines:
+            self._out.line((title, style))
+        for line in lines:
+            self._out.line(line)
 
-    def _named_again(self, title: str, status: Status) -> None:
-        named = [result.test.id for result in self._tally.results if result.status.counted is status]
-        if named:
-            self._out.line((title, _STYLES[status]))
-        for name in named:
-            self._out.line(f"  {name}")
+
+def _grouped(texts: Iterable[str]) -> list[str]:
+    return [f"{number:6}  {text}" for text, number in Counter(texts).most_common()]
 
 
 def _tests(number: int) -> str:
     return f"{number} test{'s' * (number != 1)}"
 
 
-def _columns(results: Iterable[TestResult], columns: Iterable[Status]) -> list[tuple[str, str]]:
-    """Return the count of each column with its style; a zero has none."""
+def _counted(
+    results: Iterable[TestResult], always: Collection[Status] = (), missing: int = 0
+) -> list[str | tuple[str, str]]:
+    """Return the count of each status, with its style; a zero only for those in ``always``."""
     found = counts(results)
-    return [(f"{found[one]} {one.value}", _STYLES[one] if found[one] else "") for one in columns]
-
-
-def _joined(parts: Iterable[tuple[str, str]]) -> list[str | tuple[str, str]]:
-    line: list[str | tuple[str, str]] = []
-    for part in parts:
-        line += [", ", part] if line else [part]
-    return line
+    shown = [one for one in COLUMNS if found[one] or one in always]
+    parts = [(f"{found[one]} {one.value}", _STYLES[one] if found[one] else "") for one in shown]
+    parts += [(f"{missing} not run", "yellow")] * bool(missing)
+    return [each for part in parts for each in (", ", part)][1:]
 
 
 # Length limit of a GitHub annotation: a line on stdout that GitHub shows beside the code, ten per step and level.
