@@ -28,30 +28,6 @@ import torch.distributed as dist
 
 from torch_ext.compat.testing import around_threaded_collectives
 
-__all__ = [
-    "DEVICE_VARIABLE",
-    "HOST",
-    "Capabilities",
-    "RaceCheckOfThreads",
-    "UnknownDeviceError",
-    "backend",
-    "blame_races",
-    "capabilities",
-    "current_device",
-    "default_world_size",
-    "device_count",
-    "device_module",
-    "device_type",
-    "has_backend",
-    "initialize",
-    "is_accelerator",
-    "race_check",
-    "race_check_of_threads",
-    "request_devices",
-    "set_device_index",
-    "visible_devices_variable",
-]
-
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 
 # The device type that is not an accelerator.

@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["folder", "make", "why_not_trusted", "write"]
-
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 

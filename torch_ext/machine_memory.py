@@ -19,8 +19,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes", "bytes_of", "kills", "share"]
-
 _PAGE = "TORCH_EXT_SIM_MEMORY_PAGE"
 _CAP = "TORCH_EXT_SIM_MACHINE_MEMORY"
 _NAME, _BYTES = "torch_ext memory", 16384
