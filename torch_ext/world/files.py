@@ -132,36 +132,34 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
     return Capture(rank, file, reader, how), writer
 
 
+@dataclass
 class _Scratch:
     """The folder of this process; a forked child has its own."""
 
-    def __init__(self) -> None:
-        self.owner = _os.getpid()
-        self.path = ""
-        self.made_here = False
-        self.temporary = ""  # tempfile's folder
+    path: str = ""
+    made_here: bool = False
+    temporary: str = ""  # tempfile's folder
 
 
 _scratch = _Scratch()
 
 
-def _own_scratch() -> _Scratch:
+def _start_without_folder() -> None:
     global _scratch
-    if _scratch.owner != _os.getpid():
-        _scratch = _Scratch()
-    return _scratch
+    _scratch = _Scratch()
+
+
+os.register_at_fork(after_in_child=_start_without_folder)
 
 
 def use(path: str) -> None:
     """Use the folder ``path``, which another process made and removes."""
-    scratch = _own_scratch()
-    scratch.path, scratch.temporary = path, tempfile.gettempdir()
+    _scratch.path, _scratch.temporary = path, tempfile.gettempdir()
 
 
 def restore() -> None:
     """Recreate the folders for short-lived files if a test has removed them."""
-    scratch = _own_scratch()
-    for path in (scratch.temporary, scratch.path):
+    for path in (_scratch.temporary, _scratch.path):
         if path and not os.path.isdir(path):
             with contextlib.suppress(OSError):  # the next use of the folder reports the error
                 os.makedirs(path, 0o700)
@@ -169,26 +167,18 @@ def restore() -> None:
 
 def folder() -> str:
     """Return the folder. The first use makes it; it disappears with the process, however the process ends."""
-    scratch = _own_scratch()
     restore()  # a zygote removes it at its end, and so does the next one
-    if not scratch.path:
-        scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
-        scratch.made_here = True
-        atexit.register(_remove, scratch)
-    return scratch.path
+    if not _scratch.path:
+        _scratch.path, _scratch.made_here = tempfile.mkdtemp(prefix="torch_ext-"), True
+        atexit.register(remove_own)
+    return _scratch.path
 
 
 def remove_own() -> None:
     """Remove the folder if this process made it; the next use makes another. An ending zygote removes its own, too."""
-    scratch = _own_scratch()
-    _remove(scratch)
-    if scratch.made_here:
-        scratch.path, scratch.made_here = "", False
-
-
-def _remove(scratch: _Scratch) -> None:
-    if scratch.owner == _os.getpid() and scratch.made_here:
-        shutil.rmtree(scratch.path, ignore_errors=True)
+    if _scratch.made_here:
+        shutil.rmtree(_scratch.path, ignore_errors=True)
+        _scratch.path, _scratch.made_here = "", False
 
 
 # Seconds for a rank to write its stacks; seconds of silence after which its pipe counts as done; extra seconds for a

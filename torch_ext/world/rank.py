@@ -57,7 +57,7 @@ _RELEASE_WAIT_S = 1.0
 
 # Frames between a test and torch.
 wording.hide(r"/compat/c10d\.py")
-wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
+wording.hide(r"/world/operations\.py", "after_body", "wait_in_store")
 wording.hide(r"/world/threads\.py", "make_transport")
 wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
