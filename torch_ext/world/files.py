@@ -187,7 +187,7 @@ _STACKS_S, _QUIET_S, _EXTRA_S = 3.0, 0.2, 10.0
 
 
 class _World(Protocol):
-    def pump(self, timeout_s: float | None) -> None: ...
+    def pump(self, timeout_s: float) -> None: ...
     def send_signal(self, rank: int, number: int) -> None: ...
 
 
@@ -226,7 +226,7 @@ class RankProcess:
         """Wait until the process has ended, at most ``timeout`` seconds."""
         end = float("inf") if timeout is None else monotonic() + timeout
         while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
-            self._world.pump(None if left == float("inf") else left)
+            self._world.pump(left)
 
     def terminate(self, number: int = signal.SIGTERM) -> None:
         if self._world is not None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch_ext import machine_memory
@@ -32,7 +33,6 @@ from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Collectives,
     Ended,
-    Exiting,
     LeftBehind,
     Notice,
     Order,
@@ -114,8 +114,8 @@ class World:
     # Events
 
     @_os.with_room
-    def pump(self, timeout_s: float | None) -> None:
-        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds; forever if None.
+    def pump(self, timeout_s: float = float("inf")) -> None:
+        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds.
 
         Raises:
             ZygoteLostError: the zygote died while ranks were running.
@@ -183,12 +183,12 @@ class World:
             self._record_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
-        elif isinstance(message, Phase):
-            self._phases[process.rank] = message
-        elif isinstance(message, Exiting):
+        elif message is Phase.EXITING:
             self._left.add(process.rank)
             for watch in self._listeners:
                 watch.left(process.rank)
+        elif isinstance(message, Phase):
+            self._phases[process.rank] = message
         elif isinstance(message, Notice):
             wording.announce(message.text)
 
@@ -261,7 +261,7 @@ class World:
         """
         verdict.record_judged(self)
         pids = [process.pid or 0 for process in self.processes]
-        measures = Measures(self._cpu_time_s, self._starved_s, self._other_processes)
+        measures = Measures(lambda rank: self._measured(rank, _os.cpu_time_s), self._starved_s, self._other_processes)
         how: dict[str, Any] = {
             "expected_exit": expected_exit,
             "any_exit": any_exit,
@@ -289,8 +289,7 @@ class World:
                     else:
                         self._execute(step.act, step.ranks, stacks)
                 if not watch.done:
-                    left = watch.deadline_s - monotonic()
-                    self.pump(None if left == float("inf") else max(0.0, left))
+                    self.pump(watch.deadline_s - monotonic())
         finally:
             self._listeners.remove(watch)
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
@@ -301,9 +300,6 @@ class World:
             self._drain(process)
         while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
             self._on_group()
-
-    def _cpu_time_s(self, rank: int) -> float:
-        return self._measured(rank, _os.cpu_time_s)
 
     def _starved_s(self, rank: int) -> float:
         return self._measured(rank, _os.starved_s)
@@ -317,19 +313,17 @@ class World:
             # A rank that passed may have kept the failed one waiting; collect its record before releasing it.
             self._send(ranks, RankRequest.COLLECTIVES)
             self._await_collectives(ranks)
-        for rank in ranks:
-            if act is Act.RELEASE:
-                self._send([rank], RankRequest.RELEASE)
-            elif act is Act.STOP:
-                self.send_signal(rank, signal.SIGKILL)
-            elif act is Act.LOOK:
-                self._request_progress(rank)
-        if act is Act.LOOK:
-            own = threads.observe()
-            for watch in self._listeners:
-                watch.hangs.observed(PARENT_HALF, own)
-        if act is Act.INSPECT:
+        if act is Act.RELEASE:
+            self._send(ranks, RankRequest.RELEASE)
+        elif act is Act.INSPECT:
             self._inspect(ranks, stacks)
+        elif act is Act.STOP:
+            for rank in ranks:
+                self.send_signal(rank, signal.SIGKILL)
+        elif act is Act.LOOK:
+            for rank in ranks:
+                self._request_progress(rank)
+            self._record_progress(PARENT_HALF, threads.observe())
 
     def _other_processes(self) -> tuple[str, ...]:
         """Describe the processes that may act besides the ranks. See Note [Who else may act]."""
@@ -389,7 +383,7 @@ class World:
         while missing := [rank for rank in ranks if rank not in self._collectives and rank not in self._ended]:
             if deadline.is_over(monotonic(), sum(map(self._starved_s, missing))):
                 return
-            self.pump(max(0.0, deadline.look_s - monotonic()))
+            self.pump(deadline.look_s - monotonic())
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         text = stacks.get(outcome.rank, "")
@@ -481,7 +475,7 @@ def start_world(
     """
     machine_memory.share()
     address, reservation = threads.reserve() if own_address else ("", -1)
-    inherited: list[list[int]] = [[reservation]] if address else []  # closed here after the ranks have received them
+    inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
         for rank, task in enumerate(tasks):
@@ -492,19 +486,16 @@ def start_world(
     except OSError as error:
         for process in processes:
             process.detach()
-        for descriptors in inherited:
-            close_all(descriptors)
+        close_all([reservation, *chain(*inherited)])
         more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
         raise OSError(
             error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
         ) from None
     group, remote = channel_pair()
     world = World(zygote, group, processes, Ticket(test))
-    own = inherited[-len(tasks) :] if tasks else []
     try:
-        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in own])
-        request = Start(orders, dict(os.environ), interpreter, spares)
-        zygote.send(request, [remote.fileno(), *(each for descriptors in own for each in descriptors)])
+        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
+        zygote.send(Start(orders, dict(os.environ), interpreter, spares), [remote.fileno(), *chain(*inherited)])
     except ChannelClosedError as error:
         world.close()
         raise ZygoteLostError(f"{_end_reason(zygote)}: no ranks can be started") from error
@@ -513,10 +504,9 @@ def start_world(
         raise
     finally:
         remote.close()
-        for descriptors in inherited:
-            close_all(descriptors)
+        close_all([reservation, *chain(*inherited)])
     while processes and processes[0].pid is None:
-        world.pump(None)
+        world.pump()
     return world
 
 

@@ -37,7 +37,6 @@ from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
     Collectives,
-    Exiting,
     Inherited,
     Notice,
     Part,
@@ -168,7 +167,7 @@ class Rank:
         """Write the place at which ``error`` ends this process, for the parent half."""
         exits.write_text(self._stacks, wording.read_error(error)[1])
 
-    def try_send(self, message: Phase | Exiting) -> None:
+    def try_send(self, message: Phase) -> None:
         """Send ``message``; no error if the parent half is gone."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
@@ -270,7 +269,7 @@ def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[
     code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
     end_writing()
     if _current is not None:
-        _current.try_send(Exiting())
+        _current.try_send(Phase.EXITING)
     return code
 
 

@@ -376,7 +376,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        # With `keep`, a rank must not end; without, a rank that ends through the harness sends :class:`Exiting` first.
+        # With `keep`, a rank must not end; without, a rank that ends through the harness sends ``Phase.EXITING`` first.
         if rank in self._ended and (self._keep or rank not in self._left):
             return Ending.EXITED
         return Ending.PASSED if receipt.status is RankStatus.PASSED else Ending.SKIPPED
