@@ -112,7 +112,7 @@ class RunZygotes:
     def _load(self, file: TestFile) -> ModuleZygote:
         """Have a new zygote load ``file`` in the background."""
         first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
-        order = ModuleOrder(file.module, str(file.import_root), str(file.path), self._environment, argv, first)
+        order = ModuleOrder(file.module, str(file.import_root), self._environment, argv, first)
         return self._ready_root(file).load(order, self.limit_s)
 
     def copy_of(self, file: TestFile) -> Task[ZygoteCopy]:

@@ -68,10 +68,8 @@ class ChannelClosedError(ConnectionError):
 
 
 class ChannelBrokenError(ChannelClosedError):
-    """A process has written junk into a channel; the message describes the junk and lacks a subject.
-
-    Attributes:
-        own: this process wrote the junk, and its peer refused it.
+    """A process has written junk into a channel; the message describes the junk and lacks a subject. ``own``: this
+    process wrote the junk, and its peer refused it.
     """
 
     def __init__(self, what: str, own: bool = False) -> None:
@@ -170,12 +168,13 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError(_GONE) from error
 
-    def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:
-        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end.
+    def try_send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send one message; no error if the process at the other end is gone."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self.send(message, descriptors)
 
-        Raises:
-            ChannelClosedError: as :meth:`send`.
-        """
+    def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:
+        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end."""
         local, remote = channel_pair()
         try:
             self.send(message, [remote.fileno(), *descriptors])
@@ -268,11 +267,7 @@ class Channel:
         return True
 
     def _missing(self) -> int:
-        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload.
-
-        Raises:
-            _NoFrameError: the bytes are no header.
-        """
+        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload."""
         wanted = _HEADER.size - len(self._header)
         known = min(len(self._header), len(_MAGIC_BYTES))
         if self._header[:known] != _MAGIC_BYTES[:known]:
@@ -285,12 +280,7 @@ class Channel:
         return self._groups or length - len(self._payload)
 
     def _read_part(self, missing: int) -> None:
-        """Read up to ``missing`` bytes of the next part of a frame.
-
-        Raises:
-            BlockingIOError: no byte has arrived yet.
-            ChannelClosedError: the connection has ended.
-        """
+        """Read up to ``missing`` bytes of the next part of a frame. Raises BlockingIOError if none has arrived yet."""
         self._check_descriptor()
         if len(self._header) == _HEADER.size and not self._groups:
             part = self._socket.recv(min(missing, _PART_BYTES), socket.MSG_DONTWAIT)

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Protocol
 
@@ -52,7 +52,7 @@ class Capture:
         self._how = how
         self._prefix = f"[rank {rank}] "
         self._file = file
-        self._line = bytearray()
+        self._line = b""
 
     def pass_through(self) -> bool:
         """Print new output according to :class:`Live`; return False at the end of the output."""
@@ -82,18 +82,14 @@ class Capture:
         self._file.write(part)
 
     def _print_lines(self, part: bytes) -> None:
-        last, *lines = part.split(b"\n")
-        for line in lines:
-            self._line += last
-            self._print_line()
-            last = line
-        self._line += last
+        *lines, self._line = (self._line + part).split(b"\n")
         if len(self._line) > _LINE_BYTES or (not part and self._line):
-            self._print_line()
+            lines.append(self._line)
+            self._line = b""
+        for line in lines:
+            self._print_line(line)
 
-    def _print_line(self) -> None:
-        line = bytes(self._line)
-        self._line.clear()
+    def _print_line(self, line: bytes) -> None:
         if self._how.verbatim:
             line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # a progress bar redraws itself: keep the last state
             sys.stdout.flush()
@@ -191,26 +187,22 @@ class _World(Protocol):
     def send_signal(self, rank: int, number: int) -> None: ...
 
 
+@dataclass(eq=False)
 class RankProcess:
-    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
+    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``."""
 
-    Attributes:
-        host: in words, if the test asked for several; ``is_remote``: on another machine, so ``pid`` means nothing here.
-    """
-
-    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid: int | None = None
-        self.connections: list[Connection] = []
-        self._world: _World | None = None  # set by its world
-        self._channel = channel
-        self._capture = capture
-        self._stacks = stacks
-        self._page = page
-        self._exit_code: int | None = None
-        self.host = ""
-        self.is_remote = False
+    rank: int
+    name: str
+    _channel: Channel
+    _capture: Capture
+    _stacks: int
+    _page: WaitPage
+    pid: int | None = None
+    connections: list[Connection] = field(default_factory=list)
+    _world: _World | None = None  # set by its world
+    _exit_code: int | None = None
+    host: str = ""  # in words, if the test asked for several
+    is_remote: bool = False  # on another machine, so `pid` means nothing here
 
     @property
     def exitcode(self) -> int | None:

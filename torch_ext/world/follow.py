@@ -60,6 +60,7 @@ class ZygoteLostError(RuntimeError):
     """The zygote is gone, and with it the ranks and their outcomes."""
 
 
+@dataclass(eq=False)
 class World:
     """The ranks of one test, from their start until :meth:`close`, which kills live ranks.
 
@@ -67,11 +68,14 @@ class World:
     ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
     """
 
-    def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
+    zygote: Channel
+    group: Channel
+    processes: list[RankProcess]
+    ticket: Ticket
+
+    def __post_init__(self) -> None:
         self.started_s = monotonic()
         self._kills = machine_memory.kills()
-        self.zygote = zygote
-        self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
         self._delayed_s: dict[int, float] = {}  # during the test, until the last look
@@ -80,16 +84,14 @@ class World:
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
         self.store: object = None  # the ranks' rendezvous, if this process serves it; kept alive with the world
-        self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
         self._collectives: dict[int, str] = {}
         self._ended: dict[int, Ended] = {}
         self._left_behind: list[LeftBehind] = []
         self._listeners: list[Watch] = []
-        self._group = group
         self._callbacks = Callbacks()
-        self._callbacks.watch(group, self._on_group)
+        self._callbacks.watch(self.group, self._on_group)
         for process in self.processes:
             self._add(process)
         verdict.record_started(self, len(self.processes))
@@ -115,21 +117,19 @@ class World:
 
     @_os.with_room
     def pump(self, timeout_s: float = float("inf")) -> None:
-        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds.
-
-        Raises:
-            ZygoteLostError: the zygote died while ranks were running.
+        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds. Raises ZygoteLostError if
+        the zygote died while ranks were running.
         """
         if len(self._callbacks):
             self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
-        if not self._group.poll():
+        if not self.group.poll():
             return
         try:
-            message, _ = self._group.receive()
+            message, _ = self.group.receive()
         except ChannelClosedError:
-            self._callbacks.unwatch(self._group)
+            self._callbacks.unwatch(self.group)
             if len(self._ended) < len(self.processes):
                 self.close()
                 raise ZygoteLostError(
@@ -254,10 +254,7 @@ class World:
         """Wait until every rank has ended, killing ranks that hang or wait for a dead peer; return all outcomes.
 
         With ``keep``, wait only until each has submitted a receipt or ended. If ranks hang but go on, call ``on_hang``
-        with the outcomes so far. The other arguments are :class:`Watch`'s.
-
-        Raises:
-            ZygoteLostError: the zygote died during the wait.
+        with the outcomes so far. The other arguments are :class:`Watch`'s. Raises what :meth:`pump` raises.
         """
         verdict.record_judged(self)
         pids = [process.pid or 0 for process in self.processes]
@@ -298,7 +295,7 @@ class World:
         """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
             self._drain(process)
-        while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
+        while not self.group.closed and len(self._ended) < len(self.processes) and self.group.poll():
             self._on_group()
 
     def _starved_s(self, rank: int) -> float:
@@ -407,21 +404,18 @@ class World:
         return outcome
 
     def _send(self, ranks: Sequence[int], message: RankRequest) -> None:
-        for channel in (self.processes[rank]._channel for rank in ranks):
-            with contextlib.suppress(ChannelClosedError, OSError):
-                if not channel.closed:
-                    channel.send(message)
+        for rank in ranks:
+            self.processes[rank]._channel.try_send(message)
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank; no effect if the rank has ended or the world is closed."""
-        with contextlib.suppress(ChannelClosedError, OSError):
-            if not self._group.closed and rank not in self._ended:
-                self._group.send(Signal(rank, number))
+        if rank not in self._ended:
+            self.group.try_send(Signal(rank, number))
 
     def close(self) -> None:
         """Abandon the ranks: the zygote kills and reaps the live ones. Idempotent."""
         self.store = None
-        self._group.close()
+        self.group.close()
         self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
             process.detach()

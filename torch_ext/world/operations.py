@@ -289,10 +289,8 @@ def note_destroyed(names: Sequence[str]) -> None:
 
 
 def own_record() -> str:
-    """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
-    ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
-
-    Empty if torch is not loaded, and before the first process group exists.
+    """Return the record as JSON: ``entries``, ``groups`` (ranks by the group's name) and ``destroyed`` (the line that
+    destroyed a group, by its name; ``"*"`` for all). Empty without torch, and before the first process group exists.
     """
     if "torch" not in sys.modules:
         return ""
@@ -355,14 +353,10 @@ class ThreadWait(NamedTuple):
 
 
 class WaitPage:
-    """One rank's page, read by its parent half.
-
-    Attributes:
-        descriptor: inherited by the rank; -1 on a system without anonymous files. :meth:`close` closes it.
-    """
+    """One rank's page, read by its parent half."""
 
     def __init__(self) -> None:
-        self.descriptor = -1
+        self.descriptor = -1  # inherited by the rank; stays -1 on a system without anonymous files
         self._memory: mmap.mmap | None = None
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create(_NAME)

@@ -153,7 +153,6 @@ class ModuleOrder:
 
     name: str
     import_root: str
-    file: str
     environment: dict[str, str]
     argv: tuple[str, ...]
     first: tuple[str, ...] = ()

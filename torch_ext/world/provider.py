@@ -18,6 +18,7 @@ import sys
 import traceback
 import unittest
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch_ext.world import _os, child, files, threads, wording
@@ -38,18 +39,18 @@ from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
 
+@dataclass(eq=False)
 class _Zygotes:
     """The zygotes of this process. A forked child starts without any: its parent's zygotes do not serve it."""
 
-    def __init__(self) -> None:
-        self.given: Channel | None = None
-        self.lost_given = False
-        self.starts_none = False
-        self.is_watched = False
-        self.forked: ZygoteClient | None = None
-        self.forked_modules: frozenset[str] = frozenset()
-        self.root: RootZygote | None = None
-        self.loaded: dict[str, ZygoteClient] = {}  # below the root, by module
+    given: Channel | None = None
+    lost_given: bool = False
+    starts_none: bool = False
+    is_watched: bool = False
+    forked: ZygoteClient | None = None
+    forked_modules: frozenset[str] = frozenset()
+    root: RootZygote | None = None
+    loaded: dict[str, ZygoteClient] = field(default_factory=dict)  # below the root, by module
 
     def has(self, module: str) -> bool:
         return (self.forked is not None and module in self.forked_modules) or module in self.loaded
@@ -210,8 +211,7 @@ def _load(module: str) -> Channel:
     if module == "__main__":
         _own.loaded[module] = ZygoteClient(_own.root.channel, _own.root.process.pid)
         return _own.root.channel
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    order = ModuleOrder(module, sys.path[0] or os.getcwd(), file, dict(os.environ), tuple(sys.argv))
+    order = ModuleOrder(module, sys.path[0] or os.getcwd(), dict(os.environ), tuple(sys.argv))
     _own.loaded[module] = zygote = _own.root.load(order)
     zygote.wait_loaded()
     return zygote.channel
