@@ -29,8 +29,6 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # No process has started yet, and a traceback through imports is no help.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
-__all__ = ["main", "upstream"]
-
 # Commands that parse their own arguments -> the module whose `main` runs them.
 _PROGRAMS = {
     "run": "torch_ext.program.run",

@@ -28,30 +28,6 @@ import torch.distributed as dist
 
 from torch_ext.compat.testing import around_threaded_collectives
 
-__all__ = [
-    "DEVICE_VARIABLE",
-    "HOST",
-    "Capabilities",
-    "RaceCheckOfThreads",
-    "UnknownDeviceError",
-    "backend",
-    "blame_races",
-    "capabilities",
-    "current_device",
-    "default_world_size",
-    "device_count",
-    "device_module",
-    "device_type",
-    "has_backend",
-    "initialize",
-    "is_accelerator",
-    "race_check",
-    "race_check_of_threads",
-    "request_devices",
-    "set_device_index",
-    "visible_devices_variable",
-]
-
 DEVICE_VARIABLE = "TORCH_EXT_DEVICE"
 
 # The device type that is not an accelerator.
@@ -108,21 +84,18 @@ def _choose() -> str:
     requested = os.environ.get(DEVICE_VARIABLE)
     if not requested:
         return _detect()
+    got = f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__}"
+    remedy = "Ask for no device to let the machine decide"
     try:
         if requested in _PROVIDERS:
             importlib.import_module(_PROVIDERS[requested])
         torch.device(requested)
-        available = requested == "cpu" or torch.get_device_module(requested).is_available()
+        available = requested == HOST or torch.get_device_module(requested).is_available()
     except (ImportError, RuntimeError) as error:
-        raise UnknownDeviceError(
-            f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} cannot provide "
-            f"this device ({error}). Ask for no device to let the machine decide, or install the device's package."
-        ) from error
+        text = f"{got} cannot provide this device ({error}). {remedy}, or install the device's package."
+        raise UnknownDeviceError(text) from error
     if not available:
-        raise UnknownDeviceError(
-            f"got the device {requested} (--device or {DEVICE_VARIABLE}): torch {torch.__version__} knows this device "
-            "type but finds no such device on this machine. Ask for no device to let the machine decide."
-        )
+        raise UnknownDeviceError(f"{got} knows this device type but finds no such device on this machine. {remedy}.")
     return requested
 
 
@@ -163,8 +136,7 @@ def request_devices(count: int) -> None:
     """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does. Does nothing on other
     device types.
     """
-    request = _device_request()
-    if request is not None:
+    if request := _of_device("request_devices"):
         request(count)
 
 
@@ -207,8 +179,8 @@ def _races() -> ModuleType | None:
     return sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
 
 
-def _device_request() -> Callable[[int], None] | None:
-    return getattr(device_module(), "request_devices", None) if is_accelerator() else None
+def _of_device(name: str) -> Callable[..., None] | None:
+    return getattr(device_module(), name, None) if is_accelerator() else None
 
 
 def visible_devices_variable() -> str:
@@ -224,7 +196,7 @@ def default_world_size() -> int:
     """
     if not is_accelerator():
         return _HOST_RANKS
-    return min(device_count(), _MAX_RANKS if _device_request() is None else _HOST_RANKS)
+    return min(device_count(), _HOST_RANKS if _of_device("request_devices") else _MAX_RANKS)
 
 
 def backend() -> str:
@@ -247,8 +219,7 @@ def set_device_index(rank: int) -> None:
 
 def initialize() -> None:
     """Initialize the device in this process, as its first use would. Does nothing on plain ``cpu``."""
-    start = getattr(device_module(), "init", None) if is_accelerator() else None
-    if start is not None:
+    if start := _of_device("init"):
         start()
 
 
@@ -259,4 +230,4 @@ def has_backend(name: str) -> bool:
 
 def capabilities() -> Capabilities:
     """Return the device's :class:`Capabilities`, by the attributes of its module rather than by its name."""
-    return Capabilities(device_sleep=is_accelerator() and hasattr(device_module(), "_sleep"))
+    return Capabilities(device_sleep=_of_device("_sleep") is not None)

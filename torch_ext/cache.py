@@ -13,11 +13,8 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["folder", "make", "why_not_trusted", "write"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -40,32 +37,21 @@ def why_not_trusted(path: Path) -> str:
     If ``path`` does not exist, the folders above it decide. See Note [Trusted folders].
     """
     path = Path(os.path.abspath(path))
-    seen: set[Path] = set()
-    for place in (path, path.resolve()):  # the owner of a link in the path could replace it
-        for each in _upwards(place):
-            if each not in seen:
-                seen.add(each)
-                if why := _problem(each, above=each not in (path, path.resolve())):
-                    return why
-    return ""
+    real = path.resolve()  # the owner of a link in the path could replace it
+    places = dict.fromkeys((path, *path.parents, real, *real.parents))
+    return next((why for each in places if (why := _problem(each, above=each not in (path, real)))), "")
 
 
 def make(path: Path) -> None:
-    """Make the folder ``path`` and missing folders above it, accessible to the user alone.
-
-    Raises:
-        OSError: the system refuses.
-    """
-    for each in reversed(list(_upwards(path))):
+    """Make the folder ``path`` and missing folders above it, accessible to the user alone."""
+    for each in reversed((path, *path.parents)):
         if not each.is_dir():
             os.makedirs(each, mode=0o700, exist_ok=True)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that a reader sees all of it or none; make its folder.
-
-    Raises:
-        OSError: the system refuses; no temporary file stays.
+    """Write a file aside and rename it, so that a reader sees all of it or none; make its folder. After an error, no
+    temporary file stays.
     """
     make(path.parent)
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
@@ -77,11 +63,6 @@ def write(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(aside)
         raise
-
-
-def _upwards(path: Path) -> Iterator[Path]:
-    yield path
-    yield from path.parents
 
 
 def _problem(path: Path, *, above: bool) -> str:

@@ -19,8 +19,6 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes", "bytes_of", "kills", "share"]
-
 _PAGE = "TORCH_EXT_SIM_MEMORY_PAGE"
 _CAP = "TORCH_EXT_SIM_MACHINE_MEMORY"
 _NAME, _BYTES = "torch_ext memory", 16384
@@ -36,9 +34,7 @@ _CGROUP_FILES = {
 
 def share() -> str:
     """Return the path of the run's page; make the page if there is none. Empty on systems without anonymous files.
-
-    Raises:
-        ValueError: ``TORCH_EXT_SIM_MACHINE_MEMORY`` is no number of bytes.
+    Raises ValueError if ``TORCH_EXT_SIM_MACHINE_MEMORY`` is no number of bytes.
     """
     if not hasattr(os, "memfd_create"):
         return ""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["AS_CUDA", "SIM", "VARIABLE", "is_cuda"]
-
 SIM = "sim"
 VARIABLE, AS_CUDA = "TORCH_EXT_SIM", "cuda"
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["demote_unbuilt", "has_unbuilt_torch"]
-
 
 def has_unbuilt_torch(folder: Path) -> bool:
     """Whether ``folder`` has the sources of torch without the compiled files."""

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["MissingTorchNameError", "lazy_names"]
-
 
 class MissingTorchNameError(ImportError):
     """A private torch name that torch_ext needs is in none of its known places."""

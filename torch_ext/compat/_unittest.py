@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import IsolatedAsyncioTestCase, case  # imported on use otherwise, in every rank
 
-__all__ = ["forget_class_cleanups", "name_of_sub_test", "run_class_cleanups", "run_test_method"]
-
 __unittest = True
 
 

@@ -89,7 +89,7 @@ class RunZygotes:
         while True:
             if (zygote := self._of_files.get(file.name)) is None:  # another task may have dropped it
                 first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
-                order = ModuleOrder(file.module, str(file.import_root), argv[0], self._environment, argv, first)
+                order = ModuleOrder(file.module, str(file.import_root), self._environment, argv, first)
                 zygote = self._of_files[file.name] = self._ready_root(file).load(order, self.limit_s)
             try:
                 if zygote.channel.poll() or zygote.check():

@@ -54,10 +54,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
-
-
 _FRAMES = 1000  # Python's own recursion limit
 _STAT_BYTES = 4096  # far above a line of /proc/PID/stat
+_COMMAND_CHARACTERS = 100
 
 monotonic = functools.partial(time.monotonic)
 wall_clock = functools.partial(time.time)
@@ -89,20 +88,15 @@ def adopt_orphans() -> None:
 def children_of(pid: int) -> list[int]:
     """Return the pids of the live and unreaped children of ``pid``; empty if it is gone or the system cannot tell."""
     found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                found.extend(int(child) for child in read_file(f"/proc/{pid}/task/{task}/children").split())
+    for thread in threads_of(pid):
+        with contextlib.suppress(OSError):
+            found.extend(int(child) for child in read_file(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
 def lists_children() -> bool:
     """Whether this system supports :func:`children_of`."""
-    try:
-        read_file(f"/proc/self/task/{getpid()}/children")
-    except OSError:
-        return False
-    return True
+    return "children" in listdir(f"/proc/self/task/{getpid()}")
 
 
 def descendants_of(pid: int) -> list[int]:
@@ -111,11 +105,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the content of a file. Raises OSError if it cannot be read."""
     descriptor = _open(path, os.O_RDONLY)
     try:
         return b"".join(iter(lambda: _read(descriptor, 1 << 16), b""))
@@ -138,10 +128,8 @@ def lines_of(path: str) -> list[str]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` after the name (which may contain any character): the state first.
-
-    Raises:
-        OSError: the process is gone or hidden, or the system has no such file.
+    """Return the fields of ``/proc/PID/stat`` after the name (which may contain any character): the state first. Raises
+    OSError if the process is gone or hidden.
     """
     descriptor = _open(f"/proc/{pid}/stat", os.O_RDONLY)  # three system calls; open() in Python takes eight
     try:
@@ -161,11 +149,6 @@ def field_of(pid: int, index: int) -> str:
 def is_stopped(pid: int) -> bool:
     """Whether a signal, rather than a debugger, has stopped ``pid``."""
     return field_of(pid, 0) == "T"
-
-
-def group_of(pid: int) -> int:
-    """Return the process group of ``pid``; 0 if it is gone."""
-    return int(field_of(pid, 2) or 0)
 
 
 def start_of(pid: int) -> str:
@@ -188,10 +171,7 @@ def cpu_time_s(pid: int) -> float:
 
 def starved_s(pid: int) -> float:
     """Return the time for which all threads of ``pid`` together have waited for a core, in seconds; 0 if unknown."""
-    try:
-        return sum(_waited_s(f"/proc/{pid}/task/{task}") for task in listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0.0
+    return sum(_waited_s(f"/proc/{pid}/task/{thread}") for thread in threads_of(pid))
 
 
 def delayed_s(pid: int) -> float:
@@ -214,12 +194,11 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def tasks(pid: int = 0) -> int:
-    """Return the number of threads, native ones included, of ``pid`` (default: this process); 0 if it is gone."""
-    try:
-        return len(listdir(f"/proc/{pid or 'self'}/task"))
-    except OSError:
-        return 0 if pid else threading.active_count()
+def threads_of(pid: int = 0) -> set[int]:
+    """Return the numbers of the threads, native ones included, of ``pid`` (default: this process); empty if gone."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in listdir(f"/proc/{pid or 'self'}/task")}
+    return set()
 
 
 def watch_exit(pid: int) -> int:
@@ -334,9 +313,6 @@ def move_heap_to_huge_pages() -> None:
             for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end, _HUGE_PAGE_BYTES):
                 if page + _HUGE_PAGE_BYTES <= end:
                     libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
-
-
-_COMMAND_CHARACTERS = 100
 
 
 def short_command(command: str) -> str:

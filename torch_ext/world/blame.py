@@ -40,7 +40,7 @@ from torch_ext.world.outcome import (
     read_record,
     uneven_sizes,
 )
-from torch_ext.world.wording import place_in_rpc, ranks_phrase
+from torch_ext.world.wording import place_in_rpc, ranks_by, ranks_phrase
 
 # Descriptions of a wait: "all_reduce() in test_a (test_a.py:12)", and the simulated device's form.
 _WAIT = re.compile(r"(?P<call>.+?) in \S+ \((?P<line>[^()]+:\d+)\)$", re.DOTALL)
@@ -88,9 +88,7 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     for outcome in failed:
         for rank, called, line in disagreement(outcome.reason):
             reported.setdefault(rank, (called, line))
-    parties: dict[str, list[int]] = {}
-    for rank, (call, _) in sorted(reported.items()):
-        parties.setdefault(call, []).append(rank)
+    parties = ranks_by((call, rank) for rank, (call, _) in sorted(reported.items()))
     if len(parties) < 2:
         return None
     ranks = minority(parties.values())
@@ -286,9 +284,7 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
         path.append(edge.missing[0])
     steps = [f"rank {rank} waits in {after[rank].what} for rank {after[rank].missing[0]}" for rank in path]
     sentence = f"a deadlock; its cycle: {'; '.join(steps)}"
-    parties: dict[str, list[int]] = {}
-    for rank, each in sorted(after.items()):
-        parties.setdefault(each.group, []).append(rank)
+    parties = ranks_by((each.group, rank) for rank, each in sorted(after.items()))
     odd = minority(parties.values()) if all(each.group for each in after.values()) else ()
     ranks = odd or tuple(sorted(path))
     waits = [f"rank {r} in {_format_call(after[r].call)}" for r in (*ranks, *(p for p in path if p not in ranks))]

@@ -42,6 +42,8 @@ _INT_BYTES = array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
 # Seconds for which a frame may stall. A sender writes a frame at once, unless the process is stopped or starved.
 _FRAME_S = 30.0
+_NEVER = float("inf")
+_GONE = "the process at the other end is gone"
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write only to descriptors that you have opened."
 # Bytes of junk to read and count.
@@ -66,10 +68,8 @@ class ChannelClosedError(ConnectionError):
 
 
 class ChannelBrokenError(ChannelClosedError):
-    """A process has written junk into a channel; the message describes the junk and lacks a subject.
-
-    Attributes:
-        own: this process wrote the junk, and its peer refused it.
+    """A process has written junk into a channel; the message describes the junk and lacks a subject. ``own``: this
+    process wrote the junk, and its peer refused it.
     """
 
     def __init__(self, what: str, own: bool = False) -> None:
@@ -160,24 +160,21 @@ class Channel:
         self._check_descriptor()
         header = _HEADER.pack(_MAGIC, len(payload), len(descriptors))
         try:
-            first, rest = descriptors[:_GROUP], descriptors[_GROUP:]
-            if first:
-                socket.send_fds(self._socket, [header], list(first))
-            else:
+            if not descriptors:
                 self._socket.sendall(header)
-            while rest:
-                group, rest = rest[:_GROUP], rest[_GROUP:]
-                socket.send_fds(self._socket, [b"+"], list(group))
+            for start in range(0, len(descriptors), _GROUP):
+                socket.send_fds(self._socket, [b"+" if start else header], list(descriptors[start : start + _GROUP]))
             self._socket.sendall(payload)
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise ChannelClosedError("the process at the other end is gone") from error
+            raise ChannelClosedError(_GONE) from error
+
+    def try_send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send one message; no error if the process at the other end is gone."""
+        with contextlib.suppress(ChannelClosedError, OSError):
+            self.send(message, descriptors)
 
     def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:
-        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end.
-
-        Raises:
-            ChannelClosedError: as :meth:`send`.
-        """
+        """Send ``message`` with one end of a new channel, in front of ``descriptors``; return the other end."""
         local, remote = channel_pair()
         try:
             self.send(message, [remote.fileno(), *descriptors])
@@ -221,8 +218,7 @@ class Channel:
             ChannelBrokenError: the bytes are no message. See Note [Broken channels].
             ChannelClosedError: the peer closed the channel or is gone.
         """
-        while not self._is_ready():
-            readable(self._socket.fileno(), max(0.0, self.deadline_s - monotonic()))
+        self.poll(_NEVER)
         if self._ended is not None:
             raise self._ended
         descriptors, payload, count = self._descriptors, self._payload, _HEADER.unpack(self._header)[2]
@@ -233,19 +229,25 @@ class Channel:
             message = _Unpickler(io.BytesIO(payload)).load()
         except Exception as error:  # a payload that is not ours may raise anything
             close_all(descriptors)
-            self._break(f"a frame of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})")
-        else:
-            if not isinstance(message, _Refused):
-                return message, descriptors
-            self._end(ChannelBrokenError(message.what, own=True))
-        raise self._ended or AssertionError("the channel has not ended")
+            what = f"a frame of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})"
+            raise self.refuse(what) from None
+        if isinstance(message, _Refused):
+            raise self._end(ChannelBrokenError(message.what, own=True))
+        return message, descriptors
 
     def refuse(self, what: str) -> ChannelBrokenError:
         """Break the channel, because its peer has sent ``what``; return the error."""
-        self._break(what)
-        if not isinstance(self._ended, ChannelBrokenError):
-            raise AssertionError("a channel cannot be broken after its end")
-        return self._ended
+        descriptor = _descriptor_of(self._peer)
+        where = f", descriptor {descriptor}" if descriptor else ""
+        why = f"wrote {what} into its connection with the harness{where}"
+        with contextlib.suppress(OSError, ValueError):
+            payload = _dumps(_Refused(why))
+            self._socket.send(_HEADER.pack(_MAGIC, len(payload), 0) + payload, socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):
+            self.shut()
+        error = ChannelBrokenError(why)
+        self._end(error)
+        return error
 
     def _is_ready(self) -> bool:
         """Read pending bytes of the next frame only. Return whether it is complete or the channel has ended."""
@@ -255,21 +257,17 @@ class Channel:
         except BlockingIOError:
             if monotonic() < self.deadline_s:
                 return False
-            self._break(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
+            self.refuse(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
         except _NoFrameError as error:
-            self._break(str(error))
+            self.refuse(str(error))
         except ChannelClosedError as error:
             self._end(error)
-        except OSError as error:
-            self._end(ChannelClosedError("the process at the other end is gone"), error)
+        except OSError:
+            self._end(ChannelClosedError(_GONE))
         return True
 
     def _missing(self) -> int:
-        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload.
-
-        Raises:
-            _NoFrameError: the bytes are no header.
-        """
+        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload."""
         wanted = _HEADER.size - len(self._header)
         known = min(len(self._header), len(_MAGIC_BYTES))
         if self._header[:known] != _MAGIC_BYTES[:known]:
@@ -282,12 +280,7 @@ class Channel:
         return self._groups or length - len(self._payload)
 
     def _read_part(self, missing: int) -> None:
-        """Read up to ``missing`` bytes of the next part of a frame.
-
-        Raises:
-            BlockingIOError: no byte has arrived yet.
-            ChannelClosedError: the connection has ended.
-        """
+        """Read up to ``missing`` bytes of the next part of a frame. Raises BlockingIOError if none has arrived yet."""
         self._check_descriptor()
         if len(self._header) == _HEADER.size and not self._groups:
             part = self._socket.recv(min(missing, _PART_BYTES), socket.MSG_DONTWAIT)
@@ -310,7 +303,7 @@ class Channel:
                     count = _HEADER.unpack(self._header)[2]
                     self._groups = max(0, -(-count // _GROUP) - 1)
         if not part:
-            raise ChannelClosedError("the process at the other end is gone")
+            raise ChannelClosedError(_GONE)
         self.deadline_s = monotonic() + _FRAME_S
 
     def _junk(self) -> str:
@@ -322,22 +315,11 @@ class Channel:
         more = " or more" if len(found) >= _JUNK_BYTES else ""
         return f"{len(found)}{more} bytes that are not a message (they begin with {found[:16]!r})"
 
-    def _break(self, what: str) -> None:
-        descriptor = _descriptor_of(self._peer)
-        where = f", descriptor {descriptor}" if descriptor else ""
-        why = f"wrote {what} into its connection with the harness{where}"
-        with contextlib.suppress(OSError, ValueError):
-            payload = _dumps(_Refused(why))
-            self._socket.send(_HEADER.pack(_MAGIC, len(payload), 0) + payload, socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):
-            self.shut()
-        self._end(ChannelBrokenError(why))
-
-    def _end(self, why: ChannelClosedError, cause: BaseException | None = None) -> None:
+    def _end(self, why: ChannelClosedError) -> ChannelClosedError:
         close_all(self._descriptors)
         self._begin()
-        why.__cause__ = cause
         self._ended = why
+        return why
 
 
 def channel_pair() -> tuple[Channel, Channel]:
@@ -351,7 +333,7 @@ def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     """Whether ``descriptor`` becomes readable or ends within ``timeout_s`` seconds, which may be infinite."""
     ready = select.poll()  # select() refuses descriptors above 1023
     ready.register(descriptor, select.POLLIN)
-    return bool(ready.poll(None if timeout_s == float("inf") else timeout_s * 1000))
+    return bool(ready.poll(None if timeout_s == _NEVER else timeout_s * 1000))
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -371,9 +353,6 @@ def _descriptor_of(inode: int) -> int:
                         if os.readlink(f"/proc/{process}/fd/{number}") == f"socket:[{inode}]":
                             return int(number)
     return 0
-
-
-_NEVER = float("inf")
 
 
 class Callbacks:
@@ -414,26 +393,18 @@ class Callbacks:
             return self._selector.get_key(file) is not None
         return False
 
-    def call(self, timeout_s: float | None = None, *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Call back for the readable files. If there are none, wait at most ``timeout_s`` seconds; forever if None.
+    def call(self, timeout_s: float = _NEVER) -> None:
+        """Call back for the readable files. If there are none, wait at most ``timeout_s`` seconds.
 
-        A callback may unwatch and close files, and call :meth:`close`. Once ``stop`` returns True, call no more.
+        A callback may unwatch and close files, and call :meth:`close`.
         """
-        late_s = min((getattr(file, "deadline_s", _NEVER) for file in self.files), default=_NEVER)
-        if late_s < _NEVER:
-            left_s = max(0.0, late_s - monotonic())
-            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
-        ready = [key for key, _ in self._selector.select(timeout_s)]
-        if late_s <= monotonic():
-            late = (
-                key
-                for key in self._selector.get_map().values()
-                if getattr(key.fileobj, "deadline_s", _NEVER) <= monotonic()
-            )
-            ready += [key for key in late if key not in ready]
-        for key in ready:
+        left_s = min(timeout_s, *(getattr(file, "deadline_s", _NEVER) - monotonic() for file in self.files), _NEVER)
+        ready = [key for key, _ in self._selector.select(None if left_s == _NEVER else max(0.0, left_s))]
+        watched = self._selector.get_map().values()
+        ready += [key for key in watched if getattr(key.fileobj, "deadline_s", _NEVER) <= monotonic()]
+        for key in dict.fromkeys(ready):
             # An earlier callback of this round may have unwatched the file.
-            if not stop() and (self._selector.get_map() or {}).get(key.fd) == key:
+            if (self._selector.get_map() or {}).get(key.fd) == key:
                 key.data()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch_ext.world import _os, settings
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -235,27 +235,29 @@ def enter(environment: Mapping[str, str]) -> None:
 # The checkout may not be installed: a fresh interpreter must find this package before its search path arrives.
 PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); "
-    "from torch_ext.world.child import main; main(int(sys.argv.pop()), int(sys.argv.pop()))"
-)
+
+def interpreter(module: str, *arguments: int) -> list[str]:
+    """Return the command of a fresh interpreter, with the flags of this one, that calls ``main`` of ``module``."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    program = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from {module} import main; main()"
+    return [sys.executable, *flags, "-c", program, *map(str, arguments)]
 
 
 def start_interpreter(channel: int, environment: Mapping[str, str]) -> int:
     """Start a fresh interpreter that receives its preparation on descriptor ``channel``; return its pid."""
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(channel), str(_os.getpid())]
     os.set_inheritable(channel, True)
     try:
-        return os.posix_spawn(sys.executable, arguments, dict(environment))
+        command = interpreter(__name__, channel, _os.getpid())
+        return os.posix_spawn(sys.executable, command, dict(environment))
     finally:
         os.set_inheritable(channel, False)
 
 
-def main(parent: int, descriptor: int) -> NoReturn:
+def main() -> NoReturn:
     """Program of the fresh interpreter: load the preparation, the first message, then continue as an ordinary child."""
     global is_of_zygote
     is_of_zygote = True
+    parent, descriptor = int(sys.argv.pop()), int(sys.argv.pop())
     channel = Channel.from_descriptor(descriptor)
     os.set_inheritable(descriptor, False)
     preparation, _ = channel.receive()
@@ -269,9 +271,9 @@ _DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "
 
 def reason_not_to_fork() -> str:
     """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]."""
-    if _os.tasks() > 1 and settings.trial_fork():
+    if len(_os.threads_of()) > 1 and settings.trial_fork():
         _trial_fork()
-    if _os.tasks() > 1:
+    if len(_os.threads_of()) > 1:
         return f"it runs other threads: {_describe_threads()}"
     if driver := _open_driver():
         return f"a device driver is initialized in it ({driver} is open)"
@@ -290,7 +292,7 @@ def _trial_fork() -> None:
 def _describe_threads() -> str:
     python = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     named = [f"Python thread {thread.name!r}" for thread in python]
-    native = _os.tasks() - 1 - len(python)
+    native = len(_os.threads_of()) - 1 - len(python)
     if native > 0:
         named.append(f"{native} native thread{'s' if native > 1 else ''} (a pool of OpenMP, autograd or a library)")
     return ", ".join(named)
@@ -306,13 +308,9 @@ def _open_driver() -> str:
 
 def _device_in_use() -> str:
     """Return the type of an accelerator that this process has initialized; empty if there is none."""
-    torch = sys.modules.get("torch")
-    accelerator = getattr(torch, "accelerator", None)
-    try:
-        device = None if accelerator is None else accelerator.current_accelerator()
-        if torch is None or device is None:
-            return ""
-        is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
-        return str(device) if is_initialized is not None and is_initialized() else ""
-    except Exception:  # a partly registered accelerator; its first use fails
-        return ""
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(Exception):  # torch is not loaded, or only a part of its accelerator is: a use fails
+        device = torch.accelerator.current_accelerator()
+        if device is not None and torch.get_device_module(device).is_initialized():
+            return str(device)
+    return ""

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Protocol
 
@@ -52,7 +52,7 @@ class Capture:
         self._how = how
         self._prefix = f"[rank {rank}] "
         self._file = file
-        self._line = bytearray()
+        self._line = b""
 
     def pass_through(self) -> bool:
         """Print new output according to :class:`Live`; return False at the end of the output."""
@@ -82,18 +82,14 @@ class Capture:
         self._file.write(part)
 
     def _print_lines(self, part: bytes) -> None:
-        last, *lines = part.split(b"\n")
-        for line in lines:
-            self._line += last
-            self._print_line()
-            last = line
-        self._line += last
+        *lines, self._line = (self._line + part).split(b"\n")
         if len(self._line) > _LINE_BYTES or (not part and self._line):
-            self._print_line()
+            lines.append(self._line)
+            self._line = b""
+        for line in lines:
+            self._print_line(line)
 
-    def _print_line(self) -> None:
-        line = bytes(self._line)
-        self._line.clear()
+    def _print_line(self, line: bytes) -> None:
         if self._how.verbatim:
             line = line.removesuffix(b"\r").rpartition(b"\r")[2]  # a progress bar redraws itself: keep the last state
             sys.stdout.flush()
@@ -132,36 +128,34 @@ def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
     return Capture(rank, file, reader, how), writer
 
 
+@dataclass
 class _Scratch:
     """The folder of this process; a forked child has its own."""
 
-    def __init__(self) -> None:
-        self.owner = _os.getpid()
-        self.path = ""
-        self.made_here = False
-        self.temporary = ""  # tempfile's folder
+    path: str = ""
+    made_here: bool = False
+    temporary: str = ""  # tempfile's folder
 
 
 _scratch = _Scratch()
 
 
-def _own_scratch() -> _Scratch:
+def _start_without_folder() -> None:
     global _scratch
-    if _scratch.owner != _os.getpid():
-        _scratch = _Scratch()
-    return _scratch
+    _scratch = _Scratch()
+
+
+os.register_at_fork(after_in_child=_start_without_folder)
 
 
 def use(path: str) -> None:
     """Use the folder ``path``, which another process made and removes."""
-    scratch = _own_scratch()
-    scratch.path, scratch.temporary = path, tempfile.gettempdir()
+    _scratch.path, _scratch.temporary = path, tempfile.gettempdir()
 
 
 def restore() -> None:
     """Recreate the folders for short-lived files if a test has removed them."""
-    scratch = _own_scratch()
-    for path in (scratch.temporary, scratch.path):
+    for path in (_scratch.temporary, _scratch.path):
         if path and not os.path.isdir(path):
             with contextlib.suppress(OSError):  # the next use of the folder reports the error
                 os.makedirs(path, 0o700)
@@ -169,26 +163,18 @@ def restore() -> None:
 
 def folder() -> str:
     """Return the folder. The first use makes it; it disappears with the process, however the process ends."""
-    scratch = _own_scratch()
     restore()  # a zygote removes it at its end, and so does the next one
-    if not scratch.path:
-        scratch.path = tempfile.mkdtemp(prefix="torch_ext-")
-        scratch.made_here = True
-        atexit.register(_remove, scratch)
-    return scratch.path
+    if not _scratch.path:
+        _scratch.path, _scratch.made_here = tempfile.mkdtemp(prefix="torch_ext-"), True
+        atexit.register(remove_own)
+    return _scratch.path
 
 
 def remove_own() -> None:
     """Remove the folder if this process made it; the next use makes another. An ending zygote removes its own, too."""
-    scratch = _own_scratch()
-    _remove(scratch)
-    if scratch.made_here:
-        scratch.path, scratch.made_here = "", False
-
-
-def _remove(scratch: _Scratch) -> None:
-    if scratch.owner == _os.getpid() and scratch.made_here:
-        shutil.rmtree(scratch.path, ignore_errors=True)
+    if _scratch.made_here:
+        shutil.rmtree(_scratch.path, ignore_errors=True)
+        _scratch.path, _scratch.made_here = "", False
 
 
 # Seconds for a rank to write its stacks; seconds of silence after which its pipe counts as done; extra seconds for a
@@ -197,30 +183,26 @@ _STACKS_S, _QUIET_S, _EXTRA_S = 3.0, 0.2, 10.0
 
 
 class _World(Protocol):
-    def pump(self, timeout_s: float | None) -> None: ...
+    def pump(self, timeout_s: float) -> None: ...
     def send_signal(self, rank: int, number: int) -> None: ...
 
 
+@dataclass(eq=False)
 class RankProcess:
-    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``.
+    """One rank as its parent half sees it. Behaves like a started ``multiprocessing.Process``."""
 
-    Attributes:
-        host: in words, if the test asked for several; ``is_remote``: on another machine, so ``pid`` means nothing here.
-    """
-
-    def __init__(self, rank: int, name: str, channel: Channel, capture: Capture, stacks: int, page: WaitPage) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid: int | None = None
-        self.connections: list[Connection] = []
-        self._world: _World | None = None  # set by its world
-        self._channel = channel
-        self._capture = capture
-        self._stacks = stacks
-        self._page = page
-        self._exit_code: int | None = None
-        self.host = ""
-        self.is_remote = False
+    rank: int
+    name: str
+    _channel: Channel
+    _capture: Capture
+    _stacks: int
+    _page: WaitPage
+    pid: int | None = None
+    connections: list[Connection] = field(default_factory=list)
+    _world: _World | None = None  # set by its world
+    _exit_code: int | None = None
+    host: str = ""  # in words, if the test asked for several
+    is_remote: bool = False  # on another machine, so `pid` means nothing here
 
     @property
     def exitcode(self) -> int | None:
@@ -236,7 +218,7 @@ class RankProcess:
         """Wait until the process has ended, at most ``timeout`` seconds."""
         end = float("inf") if timeout is None else monotonic() + timeout
         while self._world and self._exit_code is None and (left := end - monotonic()) > 0:
-            self._world.pump(None if left == float("inf") else left)
+            self._world.pump(left)
 
     def terminate(self, number: int = signal.SIGTERM) -> None:
         if self._world is not None:

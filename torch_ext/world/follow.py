@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch_ext import machine_memory
@@ -32,7 +33,6 @@ from torch_ext.world.protocol import (
     STACK_SIGNAL,
     Collectives,
     Ended,
-    Exiting,
     LeftBehind,
     Notice,
     Order,
@@ -60,6 +60,7 @@ class ZygoteLostError(RuntimeError):
     """The zygote is gone, and with it the ranks and their outcomes."""
 
 
+@dataclass(eq=False)
 class World:
     """The ranks of one test, from their start until :meth:`close`, which kills live ranks.
 
@@ -67,11 +68,14 @@ class World:
     ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
     """
 
-    def __init__(self, zygote: Channel, group: Channel, processes: Sequence[RankProcess], ticket: Ticket) -> None:
+    zygote: Channel
+    group: Channel
+    processes: list[RankProcess]
+    ticket: Ticket
+
+    def __post_init__(self) -> None:
         self.started_s = monotonic()
         self._kills = machine_memory.kills()
-        self.zygote = zygote
-        self.ticket = ticket
         self._waits: dict[int, tuple[Wait, ...]] = {}
         self._looked: set[int] = set()
         self._delayed_s: dict[int, float] = {}  # during the test, until the last look
@@ -80,16 +84,14 @@ class World:
         self._interrupted: set[int] = set()
         self.why_interpreter = ""
         self.store: object = None  # the ranks' rendezvous, if this process serves it; kept alive with the world
-        self.processes = list(processes)
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
         self._collectives: dict[int, str] = {}
         self._ended: dict[int, Ended] = {}
         self._left_behind: list[LeftBehind] = []
         self._listeners: list[Watch] = []
-        self._group = group
         self._callbacks = Callbacks()
-        self._callbacks.watch(group, self._on_group)
+        self._callbacks.watch(self.group, self._on_group)
         for process in self.processes:
             self._add(process)
         verdict.record_started(self, len(self.processes))
@@ -114,22 +116,20 @@ class World:
     # Events
 
     @_os.with_room
-    def pump(self, timeout_s: float | None) -> None:
-        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds; forever if None.
-
-        Raises:
-            ZygoteLostError: the zygote died while ranks were running.
+    def pump(self, timeout_s: float = float("inf")) -> None:
+        """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds. Raises ZygoteLostError if
+        the zygote died while ranks were running.
         """
         if len(self._callbacks):
             self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
-        if not self._group.poll():
+        if not self.group.poll():
             return
         try:
-            message, _ = self._group.receive()
+            message, _ = self.group.receive()
         except ChannelClosedError:
-            self._callbacks.unwatch(self._group)
+            self._callbacks.unwatch(self.group)
             if len(self._ended) < len(self.processes):
                 self.close()
                 raise ZygoteLostError(
@@ -183,12 +183,12 @@ class World:
             self._record_progress(process.rank, message)
         elif isinstance(message, Collectives):
             self._collectives[process.rank] = message.json
-        elif isinstance(message, Phase):
-            self._phases[process.rank] = message
-        elif isinstance(message, Exiting):
+        elif message is Phase.EXITING:
             self._left.add(process.rank)
             for watch in self._listeners:
                 watch.left(process.rank)
+        elif isinstance(message, Phase):
+            self._phases[process.rank] = message
         elif isinstance(message, Notice):
             wording.announce(message.text)
 
@@ -254,14 +254,11 @@ class World:
         """Wait until every rank has ended, killing ranks that hang or wait for a dead peer; return all outcomes.
 
         With ``keep``, wait only until each has submitted a receipt or ended. If ranks hang but go on, call ``on_hang``
-        with the outcomes so far. The other arguments are :class:`Watch`'s.
-
-        Raises:
-            ZygoteLostError: the zygote died during the wait.
+        with the outcomes so far. The other arguments are :class:`Watch`'s. Raises what :meth:`pump` raises.
         """
         verdict.record_judged(self)
         pids = [process.pid or 0 for process in self.processes]
-        measures = Measures(self._cpu_time_s, self._starved_s, self._other_processes)
+        measures = Measures(lambda rank: self._measured(rank, _os.cpu_time_s), self._starved_s, self._other_processes)
         how: dict[str, Any] = {
             "expected_exit": expected_exit,
             "any_exit": any_exit,
@@ -289,8 +286,7 @@ class World:
                     else:
                         self._execute(step.act, step.ranks, stacks)
                 if not watch.done:
-                    left = watch.deadline_s - monotonic()
-                    self.pump(None if left == float("inf") else max(0.0, left))
+                    self.pump(watch.deadline_s - monotonic())
         finally:
             self._listeners.remove(watch)
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
@@ -299,11 +295,8 @@ class World:
         """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""
         for process in self.processes:
             self._drain(process)
-        while not self._group.closed and len(self._ended) < len(self.processes) and self._group.poll():
+        while not self.group.closed and len(self._ended) < len(self.processes) and self.group.poll():
             self._on_group()
-
-    def _cpu_time_s(self, rank: int) -> float:
-        return self._measured(rank, _os.cpu_time_s)
 
     def _starved_s(self, rank: int) -> float:
         return self._measured(rank, _os.starved_s)
@@ -317,19 +310,17 @@ class World:
             # A rank that passed may have kept the failed one waiting; collect its record before releasing it.
             self._send(ranks, RankRequest.COLLECTIVES)
             self._await_collectives(ranks)
-        for rank in ranks:
-            if act is Act.RELEASE:
-                self._send([rank], RankRequest.RELEASE)
-            elif act is Act.STOP:
-                self.send_signal(rank, signal.SIGKILL)
-            elif act is Act.LOOK:
-                self._request_progress(rank)
-        if act is Act.LOOK:
-            own = threads.observe()
-            for watch in self._listeners:
-                watch.hangs.observed(PARENT_HALF, own)
-        if act is Act.INSPECT:
+        if act is Act.RELEASE:
+            self._send(ranks, RankRequest.RELEASE)
+        elif act is Act.INSPECT:
             self._inspect(ranks, stacks)
+        elif act is Act.STOP:
+            for rank in ranks:
+                self.send_signal(rank, signal.SIGKILL)
+        elif act is Act.LOOK:
+            for rank in ranks:
+                self._request_progress(rank)
+            self._record_progress(PARENT_HALF, threads.observe())
 
     def _other_processes(self) -> tuple[str, ...]:
         """Describe the processes that may act besides the ranks. See Note [Who else may act]."""
@@ -389,7 +380,7 @@ class World:
         while missing := [rank for rank in ranks if rank not in self._collectives and rank not in self._ended]:
             if deadline.is_over(monotonic(), sum(map(self._starved_s, missing))):
                 return
-            self.pump(max(0.0, deadline.look_s - monotonic()))
+            self.pump(deadline.look_s - monotonic())
 
     def _complete(self, outcome: Outcome, stacks: Mapping[int, str]) -> Outcome:
         text = stacks.get(outcome.rank, "")
@@ -413,21 +404,18 @@ class World:
         return outcome
 
     def _send(self, ranks: Sequence[int], message: RankRequest) -> None:
-        for channel in (self.processes[rank]._channel for rank in ranks):
-            with contextlib.suppress(ChannelClosedError, OSError):
-                if not channel.closed:
-                    channel.send(message)
+        for rank in ranks:
+            self.processes[rank]._channel.try_send(message)
 
     def send_signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank; no effect if the rank has ended or the world is closed."""
-        with contextlib.suppress(ChannelClosedError, OSError):
-            if not self._group.closed and rank not in self._ended:
-                self._group.send(Signal(rank, number))
+        if rank not in self._ended:
+            self.group.try_send(Signal(rank, number))
 
     def close(self) -> None:
         """Abandon the ranks: the zygote kills and reaps the live ones. Idempotent."""
         self.store = None
-        self._group.close()
+        self.group.close()
         self._callbacks.close()  # so that pump() finds nothing
         for process in self.processes:
             process.detach()
@@ -481,7 +469,7 @@ def start_world(
     """
     machine_memory.share()
     address, reservation = threads.reserve() if own_address else ("", -1)
-    inherited: list[list[int]] = [[reservation]] if address else []  # closed here after the ranks have received them
+    inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
         for rank, task in enumerate(tasks):
@@ -492,19 +480,16 @@ def start_world(
     except OSError as error:
         for process in processes:
             process.detach()
-        for descriptors in inherited:
-            close_all(descriptors)
+        close_all([reservation, *chain(*inherited)])
         more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
         raise OSError(
             error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
         ) from None
     group, remote = channel_pair()
     world = World(zygote, group, processes, Ticket(test))
-    own = inherited[-len(tasks) :] if tasks else []
     try:
-        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in own])
-        request = Start(orders, dict(os.environ), interpreter, spares)
-        zygote.send(request, [remote.fileno(), *(each for descriptors in own for each in descriptors)])
+        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
+        zygote.send(Start(orders, dict(os.environ), interpreter, spares), [remote.fileno(), *chain(*inherited)])
     except ChannelClosedError as error:
         world.close()
         raise ZygoteLostError(f"{_end_reason(zygote)}: no ranks can be started") from error
@@ -513,10 +498,9 @@ def start_world(
         raise
     finally:
         remote.close()
-        for descriptors in inherited:
-            close_all(descriptors)
+        close_all([reservation, *chain(*inherited)])
     while processes and processes[0].pid is None:
-        world.pump(None)
+        world.pump()
     return world
 
 

@@ -42,10 +42,11 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch_ext.world import _os, wording
@@ -81,7 +82,6 @@ _CALL = re.compile(
 # Modules of the types whose methods wait for peers.
 _TYPES = ("torch._C._distributed_c10d", "torch._C._distributed_rpc", "torch.distributed")
 _STORE_METHODS = ("barrier", "get", "multi_get", "queue_pop", "wait")
-_STORE_FRAMES = ("wait_in_store", "make_store")
 # The arguments of torch's TCPStore, and its default time limit in seconds.
 _OF_SERVER = ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers")
 _SERVER_S = 300.0
@@ -126,7 +126,7 @@ def operation_of(frame: FrameType) -> Operation:
     position = f"{id(frame)}:{frame.f_lasti}"
     while frame.f_code.co_filename.endswith((*_LOCKS, *_looked_through)) and frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_code.co_filename == __file__ and frame.f_code.co_name in _STORE_FRAMES and frame.f_back is not None:
+    if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait_in_store" and frame.f_back is not None:
         return _in_store(frame, frame.f_back, f"{position}:{frame.f_locals.get('began_s')}")
     if frame.f_code.co_filename.endswith((*_WAITING_FILES, _OPERATORS)):
         return _in_torch(frame, position)
@@ -149,25 +149,16 @@ def watch_stores(makes_transport: Callable[[Callable[..., Any]], Callable[..., A
         if not hasattr(method, "__wrapped__"):
             setattr(store, method.__name__, _watched(method))
     if not hasattr(server.__init__, "__wrapped__"):
-        server.__init__ = _watched_server(makes_transport(server.__init__))
+        server.__init__ = _watched(makes_transport(server.__init__))
 
 
-def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
     def wait_in_store(self: Any, *args: Any, **kwargs: Any) -> Any:
         began_s = _os.monotonic()  # noqa: F841  # _limit_in_store() reads it
-        return method(self, *args, **kwargs)
+        return call(self, *args, **kwargs)
 
     return wait_in_store
-
-
-def _watched_server(make: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(make)
-    def make_store(self: Any, *args: Any, **kwargs: Any) -> None:
-        began_s = _os.monotonic()  # noqa: F841  # _limit_in_store() reads it
-        make(self, *args, **kwargs)
-
-    return make_store
 
 
 def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
@@ -176,10 +167,10 @@ def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
         return replace(operation, limit_s=min(limit_s, operation.limit_s or math.inf), sliced=True)
-    method, called = frame.f_locals.get("method"), "TCPStore()"
-    if method is not None:
-        call = re.search(rf"[\w.()\[\]]+\.{method.__name__}\(.*\)", _line(caller))
-        called = call[0][:_MAX_CALL] if call is not None else f"{method.__name__}() of a store"
+    method, called = frame.f_locals["call"].__name__, "TCPStore()"
+    if method in _STORE_METHODS:
+        call = re.search(rf"[\w.()\[\]]+\.{method}\(.*\)", _line(caller))
+        called = call[0][:_MAX_CALL] if call is not None else f"{method}() of a store"
     return Operation(Wait(f"{called} in {_place(caller)}", transport=True), limit_s, position, sliced=True)
 
 
@@ -188,7 +179,7 @@ def _limit_in_store(frame: FrameType) -> float:
     found = frame.f_locals
     if "began_s" not in found:
         return 0.0
-    if "make" in found:
+    if found["call"].__name__ not in _STORE_METHODS:
         given = {**dict(zip(_OF_SERVER, found["args"], strict=False)), **found["kwargs"]}
         # A client may go on by itself: it retries to connect with a growing delay.
         waits = given.get("is_master", False) and given.get("wait_for_workers", True)
@@ -241,17 +232,10 @@ def awaited_peers(frame: FrameType) -> tuple[int, ...]:
 
 def waits_of_error(error: BaseException) -> tuple[Wait, ...]:
     """Return torch's operation that raised ``error``; empty if another caller did."""
-    frames = [each.tb_frame for each in _traces(error)]
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     in_torch = [frame for frame in frames if frame.f_code.co_filename.endswith(_WAITING_FILES)]
     found = _in_torch(in_torch[-1], "").wait if in_torch else None
     return (found,) if found is not None and found.transport else ()
-
-
-def _traces(error: BaseException) -> Iterator[TracebackType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _seconds(value: Any) -> float:
@@ -305,10 +289,8 @@ def note_destroyed(names: Sequence[str]) -> None:
 
 
 def own_record() -> str:
-    """Return the record as JSON, or an empty string: ``entries``, ``groups`` (ranks by the group's name) and
-    ``destroyed`` (the line that destroyed a group, by its name; ``"*"`` for all).
-
-    Empty if torch is not loaded, and before the first process group exists.
+    """Return the record as JSON: ``entries``, ``groups`` (ranks by the group's name) and ``destroyed`` (the line that
+    destroyed a group, by its name; ``"*"`` for all). Empty without torch, and before the first process group exists.
     """
     if "torch" not in sys.modules:
         return ""
@@ -336,9 +318,11 @@ def raised_by_transport(error: BaseException) -> bool:
 
     Decides by the raising frame, not by the message: a test may raise ``ValueError("unexpected EOF")`` itself.
     """
-    innermost = next(reversed([*_traces(error)]), None)
+    innermost = error.__traceback__
     if innermost is None or "torch" not in sys.modules:
         return False
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
     file = innermost.tb_frame.f_code.co_filename
     if isinstance(error, SystemExit):  # torch's threaded group raises it in a rank when another rank has failed
         return file.endswith(_THREADED_GROUP)
@@ -369,14 +353,10 @@ class ThreadWait(NamedTuple):
 
 
 class WaitPage:
-    """One rank's page, read by its parent half.
-
-    Attributes:
-        descriptor: inherited by the rank; -1 on a system without anonymous files. :meth:`close` closes it.
-    """
+    """One rank's page, read by its parent half."""
 
     def __init__(self) -> None:
-        self.descriptor = -1
+        self.descriptor = -1  # inherited by the rank; stays -1 on a system without anonymous files
         self._memory: mmap.mmap | None = None
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create(_NAME)
@@ -391,7 +371,6 @@ class WaitPage:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 

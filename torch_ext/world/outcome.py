@@ -25,7 +25,7 @@ from typing import Any
 
 from torch_ext.world._os import signal_name
 from torch_ext.world.protocol import Phase, RankStatus, Receipt, Wait
-from torch_ext.world.wording import FATAL, place_in, ranks_phrase
+from torch_ext.world.wording import FATAL, place_in, ranks_by, ranks_phrase
 
 
 class Ending(Enum):
@@ -297,16 +297,17 @@ def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None
     Blames no rank, since some backends accept different sizes. Ignores ranks without inputs, as in a scatter.
     """
     for each in (each for record in records.values() for each in record if not each.finished):
-        sizes: dict[str, list[int]] = {}
-        for rank, record in records.items():
-            for other in record:
-                if (other.group, other.sequence, other.operation) == (each.group, each.sequence, each.operation):
-                    sizes.setdefault(other.shapes, []).append(rank)
-        sizes.pop("", None)
+        called = each.group, each.sequence, each.operation
+        sizes = ranks_by(
+            (other.shapes, rank)
+            for rank, record in records.items()
+            for other in record
+            if (other.group, other.sequence, other.operation) == called and other.shapes
+        )
         if len(sizes) > 1:
             parts = ", ".join(f"{shapes} by {ranks_phrase(ranks)}" for shapes, ranks in sizes.items())
-            called = f"#{each.sequence} {each.operation} in group {each.group}"
-            return Mismatch(f"{called} was called with {parts}; make the sizes equal if it requires that", ())
+            what = f"#{each.sequence} {each.operation} in group {each.group}"
+            return Mismatch(f"{what} was called with {parts}; make the sizes equal if it requires that", ())
     return None
 
 
@@ -321,9 +322,7 @@ def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | 
     for sequence in sorted({number for record in members.values() for number in record}):
         here = {rank: record[sequence] for rank, record in members.items() if sequence in record}
         missing = [rank for rank, record in members.items() if max(record, default=0) < sequence]
-        kinds: dict[tuple[str, str], list[int]] = {}
-        for rank, each in here.items():
-            kinds.setdefault(each.kind, []).append(rank)
+        kinds = ranks_by((each.kind, rank) for rank, each in here.items())
         shown = {each.kind: each for each in here.values()}
         if len(kinds) > 1:
             parts = [

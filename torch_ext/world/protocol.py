@@ -23,8 +23,7 @@ zygote -> copy      :class:`CopyOrder` as the payload of an :class:`Order`, answ
 zygote -> child     :class:`Preparation` if it is a fresh interpreter, then one :class:`Order`
 parent half -> rank :class:`RankOrder` as the payload of an :class:`Order`; later :class:`RankRequest`
 child -> supervisor :class:`Devices`, on request
-rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`,
-                    :class:`Exiting`
+rank -> parent half :class:`Phase`, :class:`Notice`, :class:`Receipt`, :class:`Collectives`, :class:`Progress`
 ==================  =======================================================================================
 """
 
@@ -154,7 +153,6 @@ class ModuleOrder:
 
     name: str
     import_root: str
-    file: str
     environment: dict[str, str]
     argv: tuple[str, ...]
     first: tuple[str, ...] = ()
@@ -283,13 +281,7 @@ class Phase(Enum):
 
     RUNNING = "has loaded the modules of its task, and runs it"
     SETTLING = "the body is over; its threads and exit functions are finishing"
-
-
-@dataclass(frozen=True)
-class Exiting:
-    """The last message of a rank that the harness ends. If a process ends with code 0 and without this message, other
-    code has ended it.
-    """
+    EXITING = "the harness ends the process; if it ends with code 0 and did not say this, other code has ended it"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import sys
 import traceback
 import unittest
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch_ext.world import _os, child, files, threads, wording
@@ -38,130 +39,129 @@ from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
 
+@dataclass(eq=False)
 class _Zygotes:
     """The zygotes of this process. A forked child starts without any: its parent's zygotes do not serve it."""
 
-    def __init__(self) -> None:
-        self.owner = _os.getpid()
-        self.given: Channel | None = None
-        self.lost_given = False
-        self.starts_none = False
-        self.is_watched = False
-        self.forked: tuple[Channel, frozenset[str], int] | None = None
-        self.root: RootZygote | None = None
-        self.loaded: dict[str, ZygoteClient] = {}  # below the root, by module
+    given: Channel | None = None
+    lost_given: bool = False
+    starts_none: bool = False
+    is_watched: bool = False
+    forked: ZygoteClient | None = None
+    forked_modules: frozenset[str] = frozenset()
+    root: RootZygote | None = None
+    loaded: dict[str, ZygoteClient] = field(default_factory=dict)  # below the root, by module
+
+    def has(self, module: str) -> bool:
+        return (self.forked is not None and module in self.forked_modules) or module in self.loaded
+
+    def behind(self, channel: Channel) -> ZygoteClient | None:
+        started = [*self.loaded.values(), *([self.forked] if self.forked is not None else [])]
+        return next((zygote for zygote in started if zygote.channel is channel), None)
 
 
-_zygotes = _Zygotes()
+_own = _Zygotes()
 
 
-def _own_zygotes() -> _Zygotes:
-    global _zygotes
-    if _zygotes.owner != _os.getpid():
-        _zygotes = _Zygotes()
-    return _zygotes
+def _start_without_any() -> None:
+    global _own
+    _own = _Zygotes()
+
+
+os.register_at_fork(after_in_child=_start_without_any)
 
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote behind ``channel`` serve this process for every module."""
-    own = _own_zygotes()
-    own.given, own.lost_given = channel, False
+    _own.given, _own.lost_given = channel, False
     files.use(scratch_folder)
 
 
 def given_zygote_ended() -> bool:
     """Whether the zygote of :func:`use` has ended."""
-    own = _own_zygotes()
-    return own.lost_given or (own.given is not None and own.given.poll())  # zygotes send nothing here: readable = ended
+    # Zygotes send nothing here: readable = ended.
+    return _own.lost_given or (_own.given is not None and _own.given.poll())
 
 
 def never_start_ranks() -> None:
     """Have :func:`prepare` do nothing in this process, which collects tests and runs none."""
-    _own_zygotes().starts_none = True
+    _own.starts_none = True
 
 
 def zygote_for(module: str) -> Channel:
     """Return a command channel to a zygote that has loaded ``module``; start a zygote if necessary."""
-    own = _own_zygotes()
-    if own.given is not None:
-        return own.given
-    if own.forked is not None and module in own.forked[1] and _alive(own):
-        return own.forked[0]
-    if module in own.loaded:
-        zygote = own.loaded[module]
+    if _own.given is not None:
+        return _own.given
+    if _own.forked is not None and module in _own.forked_modules and _is_alive(_own.forked):
+        return _own.forked.channel
+    if module in _own.loaded:
+        zygote = _own.loaded[module]
         if not zygote.channel.poll():  # zygotes send nothing here: readable = ended
             return zygote.channel
-        del own.loaded[module]
+        del _own.loaded[module]
         zygote.close()
-        if own.root is not None and not own.root.channel.closed and not own.root.channel.poll():
-            return _load(own, module)  # keep the root: at its end it removes the folder
-        _end_root(own)
+        if _own.root is not None and not _own.root.channel.closed and not _own.root.channel.poll():
+            return _load(module)  # keep the root: at its end it removes the folder
+        _end_root(_own)
     _os.require_supported()
     why = reason_not_to_fork()
     if not why:
-        return _fork(own)
+        return _fork()
     announce(f"this process cannot be forked, so a fresh interpreter loads {module} for the ranks: {why}")
-    return _load(own, module)
+    return _load(module)
 
 
 def pid_behind(channel: Channel) -> int:
     """Return the pid of the zygote behind a channel of :func:`zygote_for`; 0 if another process started it."""
-    own = _own_zygotes()
-    if own.forked is not None and own.forked[0] is channel:
-        return own.forked[2]
-    return next((zygote.pid for zygote in own.loaded.values() if zygote.channel is channel), 0)
+    zygote = _own.behind(channel)
+    return zygote.pid if zygote is not None else 0
 
 
 def zygote_of_this_process() -> Channel | None:
     """Return a command channel to the zygote that adopts this process's orphans; None if this process adopts them."""
-    return _own_zygotes().given
+    return _own.given
 
 
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
-    own = _own_zygotes()
-    forked = (own.forked[2],) if own.forked is not None else ()
-    return (*forked, own.root.process.pid) if own.root is not None else forked
+    forked = (_own.forked.pid,) if _own.forked is not None else ()
+    return (*forked, _own.root.process.pid) if _own.root is not None else forked
 
 
 def watch_this_process() -> None:
     """Adopt this process's orphans and track the threads of its transports, unless a zygote does so. See Note [Who else
     may act]. Call it before a test's file can start processes, and again in each process.
     """
-    own = _own_zygotes()
-    if own.given is None and not own.starts_none and not own.is_watched and not child.is_of_zygote:
-        own.is_watched = True
+    if _own.given is None and not _own.starts_none and not _own.is_watched and not child.is_of_zygote:
+        _own.is_watched = True
         _os.adopt_orphans()
         threads.prepare()
 
 
 def prepare(module: str) -> None:
     """Fork the zygote of ``module`` now if a fork is safe, before this process makes forks unsafe."""
-    own = _own_zygotes()
     watch_this_process()
-    is_loaded = (own.forked is not None and module in own.forked[1]) or module in own.loaded
-    if not own.starts_none and own.given is None and not is_loaded and not reason_not_to_fork():
-        _fork(own)
+    if not _own.starts_none and _own.given is None and not _own.has(module) and not reason_not_to_fork():
+        _fork()
 
 
 def forget(channel: Channel) -> None:
     """Forget the zygote behind ``channel``, which is gone; the next request starts another."""
-    own = _own_zygotes()
     channel.close()
-    if own.forked is not None and own.forked[0] is channel:
-        with contextlib.suppress(ChildProcessError):
-            _os.waitpid(own.forked[2], 0)
-        own.forked = None
-    if own.given is channel:
-        own.given, own.lost_given = None, True
-    if any(zygote.channel is channel for zygote in own.loaded.values()):
-        _end_root(own)
+    zygote = _own.behind(channel)
+    if _own.given is channel:
+        _own.given, _own.lost_given = None, True
+    elif zygote is not None and zygote is _own.forked:
+        _end_fork(_own, zygote)
+        _own.forked = None
+    elif zygote is not None:
+        _end_root(_own)
 
 
-def _fork(own: _Zygotes) -> Channel:
+def _fork() -> Channel:
     others = _os.identify(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
-    if own.forked is not None:
-        own.forked[0].close()
+    if _own.forked is not None:
+        _own.forked.close()
         files.remove_own()
     local, remote = channel_pair()
     modules = frozenset(sys.modules)
@@ -181,8 +181,8 @@ def _fork(own: _Zygotes) -> Channel:
         finally:
             os._exit(1)
     remote.close()
-    own.forked = (local, modules, pid)
-    atexit.register(_end_fork, own, local, pid)
+    _own.forked, _own.forked_modules = ZygoteClient(local, pid), modules
+    atexit.register(_end_fork, _own, _own.forked)
     return local
 
 
@@ -193,45 +193,39 @@ def _is_loadable(name: str) -> bool:
     return name == "__main__" or os.path.basename(file).startswith("test_")
 
 
-def _alive(own: _Zygotes) -> bool:
+def _is_alive(forked: ZygoteClient) -> bool:
     """Whether the forked zygote still runs; reaps an ended one."""
-    if own.forked is None:
-        return False
-    channel, _, pid = own.forked
-    try:
-        if _os.waitpid(pid, os.WNOHANG) == (0, 0):
+    with contextlib.suppress(ChildProcessError):  # other code of this process has reaped the zygote
+        if _os.waitpid(forked.pid, os.WNOHANG) == (0, 0):
             return True
-    except ChildProcessError:
-        pass  # other code of this process has reaped the zygote
-    forget(channel)
+    forget(forked.channel)
     return False
 
 
-def _load(own: _Zygotes, module: str) -> Channel:
-    if own.root is None:
+def _load(module: str) -> Channel:
+    if _own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
-        own.root = start_root(main, files.folder(), os.environ)
-        atexit.register(_end_root, own)
-    own.root.wait_ready()
+        _own.root = start_root(main, files.folder(), os.environ)
+        atexit.register(_end_root, _own)
+    _own.root.wait_ready()
     if module == "__main__":
-        own.loaded[module] = ZygoteClient(own.root.channel, own.root.process.pid)
-        return own.root.channel
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    order = ModuleOrder(module, sys.path[0] or os.getcwd(), file, dict(os.environ), tuple(sys.argv))
-    own.loaded[module] = zygote = own.root.load(order)
+        _own.loaded[module] = ZygoteClient(_own.root.channel, _own.root.process.pid)
+        return _own.root.channel
+    order = ModuleOrder(module, sys.path[0] or os.getcwd(), dict(os.environ), tuple(sys.argv))
+    _own.loaded[module] = zygote = _own.root.load(order)
     zygote.wait_loaded()
     return zygote.channel
 
 
-def _end_fork(own: _Zygotes, channel: Channel, pid: int) -> None:
-    if own.owner == _os.getpid():
-        channel.close()
+def _end_fork(own: _Zygotes, zygote: ZygoteClient) -> None:
+    if own is _own:
+        zygote.close()
         with contextlib.suppress(ChildProcessError):
-            _os.waitpid(pid, 0)
+            _os.waitpid(zygote.pid, 0)
 
 
 def _end_root(own: _Zygotes) -> None:
-    if own.owner == _os.getpid():
+    if own is _own:
         for zygote in own.loaded.values():
             zygote.close()
         if own.root is not None:

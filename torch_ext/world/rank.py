@@ -37,7 +37,6 @@ from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
     Collectives,
-    Exiting,
     Inherited,
     Notice,
     Part,
@@ -57,7 +56,7 @@ _RELEASE_WAIT_S = 1.0
 
 # Frames between a test and torch.
 wording.hide(r"/compat/c10d\.py")
-wording.hide(r"/world/operations\.py", "after_body", "make_store", "wait_in_store")
+wording.hide(r"/world/operations\.py", "after_body", "wait_in_store")
 wording.hide(r"/world/threads\.py", "make_transport")
 wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
@@ -81,7 +80,7 @@ class Rank:
         self._stacks = stacks
         self._channel = channel
         self._sending = threading.Lock()
-        self._submitted = False
+        self.submitted = False
         self._is_between_tests = False
         self._released = threading.Event()
         self._unfinished_work = UnfinishedWork()
@@ -101,12 +100,12 @@ class Rank:
         process may end without teardown.
         """
         self._end_fork(receipt)
-        if self._submitted:
+        if self.submitted:
             raise AssertionError(f"rank {self.rank} has submitted a receipt already")
         if receipt.status is not RankStatus.FAILED or receipt.is_expected:
             self.try_send(Phase.SETTLING)
             receipt = self._receipt_after(self._unfinished_work.finish, receipt)
-        self._submitted = True
+        self.submitted = True
         self._send(self._stamped(receipt))
         if receipt.status is not RankStatus.FAILED and self._released.wait(_RELEASE_WAIT_S):
             return True
@@ -143,10 +142,6 @@ class Rank:
         """The id of the test that this rank runs."""
         return self._ticket.test
 
-    @property
-    def submitted(self) -> bool:
-        return self._submitted
-
     def _end_fork(self, receipt: Receipt) -> None:
         """Exit if this process is a child that the test has forked and that continues as if it were the rank. Its
         parent judges it by the exit code.
@@ -164,11 +159,7 @@ class Rank:
     def _stamped(self, receipt: Receipt) -> Receipt:
         return replace(receipt, time_s=_os.monotonic(), ticket=self._ticket, pid=self._pid)
 
-    def report_place(self, error: BaseException) -> None:
-        """Write the place at which ``error`` ends this process, for the parent half."""
-        exits.write_text(self._stacks, wording.read_error(error)[1])
-
-    def try_send(self, message: Phase | Exiting) -> None:
+    def try_send(self, message: Phase) -> None:
         """Send ``message``; no error if the parent half is gone."""
         with contextlib.suppress(ChannelClosedError, OSError):
             self._send(message)
@@ -213,11 +204,7 @@ def current() -> Rank | None:
 
 
 def this_rank() -> Rank:
-    """Return this process's rank.
-
-    Raises:
-        AssertionError: this process is no rank.
-    """
+    """Return this process's rank. Raises AssertionError if it has none."""
     if _current is None:
         raise AssertionError("this process is no rank")
     return _current
@@ -242,7 +229,14 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
         os.close(descriptor)
     faulthandler.enable(2)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-    return _run(order, Channel.from_descriptor(channel), stacks, [Connection(each) for each in connections])
+    task = order, Channel.from_descriptor(channel), stacks, [Connection(each) for each in connections]
+    process = multiprocessing.Process(target=_run_task, name=order.name, args=task)
+    end_writing = exits.write_stacks_before(stacks)
+    code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
+    end_writing()
+    if _current is not None:
+        _current.try_send(Phase.EXITING)
+    return code
 
 
 def _apply(order: RankOrder) -> None:
@@ -264,16 +258,6 @@ def _apply(order: RankOrder) -> None:
             torch.distributed.set_debug_level_from_env()  # torch reads it only once, at import
 
 
-def _run(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> int:
-    process = multiprocessing.Process(target=_run_task, name=order.name, args=(order, channel, stacks, connections))
-    end_writing = exits.write_stacks_before(stacks)
-    code = int(process._bootstrap())  # type: ignore[attr-defined]  # the entry that multiprocessing's own starters use
-    end_writing()
-    if _current is not None:
-        _current.try_send(Exiting())
-    return code
-
-
 def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequence[Connection]) -> None:
     global _current
     _current = rank = Rank(order, channel, stacks)
@@ -285,7 +269,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
     except SystemExit as left:
         if not rank.submitted:
-            rank.report_place(left)
+            exits.write_text(stacks, wording.read_error(left)[1])  # tells the parent half the place
         raise
     except BaseException as error:
         if not rank.submitted:

@@ -17,6 +17,7 @@ simulated device shares memory only among ranks with the same ``TORCH_EXT_HOST``
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import numbers
@@ -61,27 +62,18 @@ def full_teardown() -> bool:
 
 
 def time_limit_s() -> float | None:
-    """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset.
-
-    Raises:
-        ValueError: ``TORCH_EXT_TIMEOUT`` is no finite time above 0.
+    """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset. Raises
+    ValueError if it is no finite time above 0.
     """
-    value = os.environ.get("TORCH_EXT_TIMEOUT", "")
-    if value and not 0 < _number(value) < math.inf:
-        raise ValueError(f"TORCH_EXT_TIMEOUT is {value!r}; expected a finite number of seconds above 0")
-    return float(value) if value else None
+    return _seconds("TORCH_EXT_TIMEOUT", lambda seconds: seconds > 0, "a finite number of seconds above 0")
 
 
 def hang_after_s() -> float:
-    """Return the seconds from the last progress to the end of a provable hang; 0: hang detection is off.
-
-    Raises:
-        ValueError: ``TORCH_EXT_HANG_AFTER`` is no finite time.
+    """Return the seconds from the last progress to the end of a provable hang; 0: hang detection is off. Raises
+    ValueError if ``TORCH_EXT_HANG_AFTER`` is no finite time.
     """
-    value = os.environ.get("TORCH_EXT_HANG_AFTER", "")
-    if value and not 0 <= _number(value) < math.inf:
-        raise ValueError(f"TORCH_EXT_HANG_AFTER is {value!r}; expected a finite number of seconds, or 0: never")
-    return float(value) if value else _HANG_AFTER_S
+    found = _seconds("TORCH_EXT_HANG_AFTER", lambda seconds: seconds >= 0, "a finite number of seconds, or 0: never")
+    return _HANG_AFTER_S if found is None else found
 
 
 def trial_fork() -> bool:
@@ -95,11 +87,14 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     return () if value == "0" else (*known, *(prefix for prefix in value.split(",") if prefix))
 
 
-def _number(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
+def _seconds(variable: str, is_allowed: Callable[[float], bool], expected: str) -> float | None:
+    value = os.environ.get(variable, "")
+    if not value:
+        return None
+    with contextlib.suppress(ValueError):
+        if is_allowed(float(value)) and float(value) < math.inf:
+            return float(value)
+    raise ValueError(f"{variable} is {value!r}; expected {expected}")
 
 
 # Time limits
@@ -238,11 +233,7 @@ def hosts_of(case: object) -> int:
 
 
 def ranks_per_host(world_size: int, hosts: int) -> int:
-    """Return the number of ranks on each of ``hosts`` hosts.
-
-    Raises:
-        ValueError: ``world_size`` is no multiple of ``hosts``.
-    """
+    """Return the number of ranks on each of ``hosts`` hosts. Raises ValueError if it is not the same for all."""
     if world_size % hosts:
         raise ValueError(f"got {world_size} ranks for {hosts} hosts, expected a multiple of {hosts}")
     return world_size // hosts

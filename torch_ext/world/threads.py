@@ -141,14 +141,14 @@ def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
     def make_transport(*args: Any, **kwargs: Any) -> Any:
         if hasattr(_making, "transport"):  # a group makes a store: the outer call records the threads
             return make(*args, **kwargs)
-        _making.transport, before = True, _tids()
+        _making.transport, before = True, _os.threads_of()
         _before_making.append(before)
         try:
             return make(*args, **kwargs)
         finally:
             del _making.transport
             _before_making.remove(before)
-            _made.update((tid, _os.start_of(tid)) for tid in _tids() - before)
+            _made.update((tid, _os.start_of(tid)) for tid in _os.threads_of() - before)
 
     return make_transport
 
@@ -158,7 +158,7 @@ def leave_out(*, others: bool = False) -> None:
     them out.
     """
     own = {threading.get_native_id()}
-    tids = _tids() - own if others else own
+    tids = _os.threads_of() - own if others else own
     _harness.update((tid, _os.start_of(tid)) for tid in tids)
 
 
@@ -190,20 +190,13 @@ def judge_threads(threads: list[ThreadState], record: str) -> Progress:
     return Progress(not may_act, until_s, seen, waits, record, may_act, bool(in_memory) and all(in_memory), raises_s)
 
 
-def _tids() -> set[int]:
-    try:
-        return {int(name) for name in _os.listdir("/proc/self/task")}
-    except OSError:
-        return set()
-
-
 def _threads(between_tests: int) -> Iterator[ThreadState]:
     frames = sys._current_frames()
     # A frame that refers to itself lives until the next garbage collection, and would keep all frames here alive, with
     # the test's tensors in their variables.
     frames.pop(threading.get_ident(), None)
     known = {thread.native_id: thread for thread in threading.enumerate()}
-    tids = _tids()
+    tids = _os.threads_of()
     if not _CALLS or not tids:
         yield _UNKNOWN
         return
@@ -235,7 +228,7 @@ def _thread(tid: int, name: str, frame: FrameType | None, entry: ThreadWait | No
                 _os.sleep(_BETWEEN_LOOKS_S)
                 call = _call_of(tid)
     except OSError:
-        return replace(_UNKNOWN, tid=tid) if tid in _tids() else None
+        return replace(_UNKNOWN, tid=tid) if tid in _os.threads_of() else None
     doing, until_s = _read_call(call)
     if entry is not None:
         operation = _on_page(operation, entry)

@@ -1,15 +1,16 @@
 """The supervisor's side of the tree of zygotes: starts the root, loads modules, starts children. Imports no torch.
 
-Supervisor -> root zygote -> module zygote -> children (class processes and ranks).
+Supervisor -> root zygote -> module zygote -> children (class processes and ranks). Every call that needs a zygote
+raises :class:`ZygoteDiedError` if the zygote is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch_ext.world import _os, wording
@@ -21,14 +22,13 @@ from torch_ext.world.channel import (
     channel_pair,
     readable,
 )
-from torch_ext.world.child import PACKAGE_ROOT
+from torch_ext.world.child import interpreter
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
     Copy,
     Ended,
-    Loaded,
     ModuleOrder,
     NotLoaded,
     Order,
@@ -39,8 +39,6 @@ from torch_ext.world.protocol import (
     Started,
 )
 from torch_ext.world.settings import ProcessDeadline
-
-_PROGRAM = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from torch_ext.world.provider import main; main()"
 
 # Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, and neither
 # survives a fork. Children get the user's values back. See Note [Fork safety].
@@ -74,8 +72,7 @@ class ZygoteDiedError(RuntimeError):
 class Child:
     """A process that a zygote starts for the supervisor, with the channel that reports its start and end.
 
-    The constructor waits for the start, except of a :class:`Copy`. It kills a zygote that does not answer because a
-    signal has stopped it.
+    The constructor waits for the start, except of a :class:`Copy`.
     """
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
@@ -88,11 +85,7 @@ class Child:
             self.wait_started()
 
     def wait_started(self) -> None:
-        """Wait until the zygote has started the child.
-
-        Raises:
-            ZygoteDiedError: the zygote is gone, or was killed because a signal had stopped it.
-        """
+        """Wait until the zygote has started the child; kill the zygote if a signal has stopped it."""
         stopped = False
         while not self._group.poll(_SILENCE_S):
             if self._zygote_pid and _os.is_stopped(self._zygote_pid):
@@ -109,11 +102,7 @@ class Child:
         return self._group.fileno()
 
     def receive_one(self) -> None:
-        """Receive one pending message of the zygote about this child, if any.
-
-        Raises:
-            ZygoteDiedError: the zygote is gone, and the child with it.
-        """
+        """Receive one pending message of the zygote about this child, if any."""
         if not self._group.poll():
             return
         try:
@@ -126,8 +115,7 @@ class Child:
             self.ended = message
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ChannelClosedError, OSError):
-            self._group.send(Signal(0, number))
+        self._group.try_send(Signal(0, number))
 
     def close(self) -> None:
         """Abandon the child; the zygote kills it if it still runs."""
@@ -141,15 +129,15 @@ def _connect(zygote: Channel, message: Any, descriptors: Sequence[int] = ()) -> 
         raise ZygoteDiedError("the zygote is gone") from error
 
 
+@dataclass(eq=False)
 class ZygoteClient:
     """A command channel to a zygote that has loaded a test module, for starting children. ``process`` is the zygote as
     a child of another zygote, if this process has requested it.
     """
 
-    def __init__(self, channel: Channel, pid: int = 0, process: Child | None = None) -> None:
-        self.channel = channel
-        self.pid = pid
-        self.process = process
+    channel: Channel
+    pid: int = 0
+    process: Child | None = None
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once ``wait_loaded()`` of a new zygote returns or raises at once."""
@@ -174,13 +162,8 @@ class ZygoteClient:
         environment: Mapping[str, str],
         interpreter: bool = False,
     ) -> Child:
-        """Start a child that runs ``target(payload, descriptors)``.
-
-        Raises:
-            ZygoteDiedError: the zygote is gone.
-        """
-        order = Order(target, payload, len(descriptors))
-        request = Start((order,), dict(environment), interpreter)
+        """Start a child that runs ``target(payload, descriptors)``."""
+        request = Start((Order(target, payload, len(descriptors)),), dict(environment), interpreter)
         return Child(self.channel, request, descriptors, self.pid)
 
     @contextlib.contextmanager
@@ -267,13 +250,7 @@ class ModuleZygote(ZygoteClient):
         return True
 
     def wait_loaded(self) -> None:
-        """Wait until the module is imported.
-
-        Raises:
-            HungImportError: the import exceeded its time limit.
-            LoadError: the import failed.
-            ZygoteDiedError: the process ended during the import.
-        """
+        """Wait until the module is imported. Raises LoadError if the import fails or exceeds its time limit."""
         if self.imported is not None:
             return
         while self._hung is None and not self.channel.poll(max(0.0, self.look_s - _os.monotonic())):
@@ -301,9 +278,6 @@ class ModuleZygote(ZygoteClient):
 class ZygoteCopy(ZygoteClient):
     """A zygote with the modules of ``original``, which ends with it at the latest. Starts in the background until
     :meth:`wait_loaded`: if the original cannot fork, the copy loads everything again.
-
-    Raises:
-        ZygoteDiedError: the original is gone.
     """
 
     process: Child
@@ -313,11 +287,7 @@ class ZygoteCopy(ZygoteClient):
         super().__init__(channel, process=process)
 
     def wait_loaded(self) -> None:
-        """Wait until the copy serves.
-
-        Raises:
-            ZygoteDiedError: the copy or the original ended before that.
-        """
+        """Wait until the copy serves."""
         try:
             self.channel.receive()
         except ChannelClosedError as error:
@@ -334,30 +304,24 @@ def start_root(preparation: Preparation, scratch: str, environment: Mapping[str,
     """
     _os.require_supported()
     local, remote = channel_pair()
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    arguments = [sys.executable, *flags, "-c", _PROGRAM, str(remote.fileno())]
+    command = interpreter("torch_ext.world.provider", remote.fileno())
     environment = {**environment, **ZYGOTE_ENVIRONMENT}
-    process = subprocess.Popen(arguments, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
     remote.close()
     local.send(RootOrder(preparation, scratch))
     return RootZygote(local, process)
 
 
+@dataclass(eq=False)
 class RootZygote:
     """The first client's view of the process that has loaded torch once for the whole run."""
 
-    def __init__(self, channel: Channel, process: subprocess.Popen[bytes]) -> None:
-        self.channel = channel
-        self.process = process
-        self._ready = False
+    channel: Channel
+    process: subprocess.Popen[bytes]
+    _ready: bool = False
 
     def wait_ready(self) -> None:
-        """Wait until the modules are imported.
-
-        Raises:
-            LoadError: an import failed.
-            ZygoteDiedError: the process ended.
-        """
+        """Wait until the modules are imported. Raises LoadError if an import fails."""
         if self._ready:
             return
         try:
@@ -367,17 +331,12 @@ class RootZygote:
             raise ZygoteDiedError(text) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
-        if not isinstance(message, Loaded):
-            raise AssertionError(f"unexpected message {message!r}")
         wording.add(message.hidden_frames)
         self._ready = True
 
     def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
-        """Load a module, within ``limit_s`` seconds, in its own zygote; several may load at once.
-
-        Raises:
-            LoadError: a module that every zygote needs cannot be loaded.
-            ZygoteDiedError: the root is gone.
+        """Load a module, within ``limit_s`` seconds, in its own zygote; several may load at once. Raises LoadError if a
+        module that every zygote needs cannot be loaded.
         """
         self.wait_ready()
         return ModuleZygote(self.channel, order, limit_s, self.process.pid)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from textwrap import indent
 
 from torch_ext.world.blame import blame_absent, find_blame, find_disagreement
 from torch_ext.world.outcome import (
@@ -26,7 +27,7 @@ from torch_ext.world.outcome import (
     ran_out_of_time,
     read_record,
 )
-from torch_ext.world.wording import FATAL, left_behind, ranks_phrase, without_ranks
+from torch_ext.world.wording import FATAL, left_behind, ranks_by, ranks_phrase, without_ranks
 
 # Messages of gloo, TensorPipe, NCCL and stores about a peer that is gone: consequences of another rank's end.
 _PEER_IS_GONE = re.compile(
@@ -275,6 +276,7 @@ def _kind(value: object, kinds: Mapping[Callable[[object], bool], str]) -> str:
 
 _CAUSE = (FATAL, "terminate called", "Windows fatal exception:")
 _OUTPUT_LINES = 20
+_MARGIN = 4 * " "
 _COLLECTIVES = 3
 # Report the delay of a rank that timed out if it has waited for a core for this share of its time.
 _DELAYED = 0.25
@@ -299,7 +301,7 @@ def render(report: WorldReport) -> str:
         parts.append(f"Collectives: {verdict.collectives}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
     if failed := _failed_sub_tests(outcomes):
-        parts.append(f"Sub-tests that failed:\n{_indent(failed)}")
+        parts.append(f"Sub-tests that failed:\n{indent(failed, _MARGIN)}")
     if any(_delay(outcome, report.took_s) for outcome in outcomes):
         parts.append("This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.")
     if any(outcome.out_of_memory for outcome in outcomes):
@@ -327,15 +329,12 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
                 # Output may contain numbers that look like ranks: compare it literally.
                 key = text if title == "Output" else without_ranks(text)
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
-        parts += [f"{title} of {ranks_phrase(ranks)}:\n{_indent(text)}" for ranks, text in grouped.values()]
+        parts += [f"{title} of {ranks_phrase(ranks)}:\n{indent(text, _MARGIN)}" for ranks, text in grouped.values()]
     return parts
 
 
 def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for outcome in outcomes:
-        for name in outcome.sub_tests if outcome.ending is Ending.FAILED else ():
-            ranks.setdefault(name, []).append(outcome.rank)
+    ranks = ranks_by((name, o.rank) for o in outcomes if o.ending is Ending.FAILED for name in o.sub_tests)
     return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
 
 
@@ -370,7 +369,3 @@ def end_of_output(text: str, *, died: bool) -> list[str]:
     # faulthandler writes the cause first, then stacks that may be long.
     cause = [line for line in lines[:-most] if line.startswith(_CAUSE)][-1:] if died else []
     return [*cause, f"... {len(lines) - most - len(cause)} lines before these", *lines[-most:]]
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())

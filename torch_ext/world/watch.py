@@ -8,7 +8,7 @@ Report events to :meth:`Watch.received`, :meth:`Watch.left` and :meth:`Watch.end
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from signal import SIGABRT
 
@@ -196,46 +196,41 @@ class Step:
     ranks: tuple[int, ...]
 
 
+@dataclass(eq=False)
 class Watch:
     """Follows one world from its start to its last ending. Times are by the clock of :meth:`advance`."""
 
-    def __init__(  # noqa: PLR0913 - by keyword, all but four
-        self,
-        world_size: int,
-        limits: Limits,
-        started_s: float,  # the start of the ranks
-        measures: Measures = Measures(),  # of their processes
-        *,
-        expected_exit: int | None = None,  # a rank without a receipt may end with this exit code
-        any_exit: bool = False,  # a rank without a receipt may end in any way
-        keep: bool = False,  # ranks survive this test, which is over when each has submitted a receipt or ended
-        ticket: Ticket = NO_TICKET,  # the run of the test; receipts with other tickets do not count
-        pids: Sequence[int] = (),  # the process of each rank; receipts of other processes do not count
-    ) -> None:
-        self._ticket = ticket
-        self._pids = tuple(pids) or (0,) * world_size
+    world_size: int
+    limits: Limits
+    started_s: float  # the start of the ranks
+    measures: Measures = Measures()  # of their processes
+    _: KW_ONLY
+    expected_exit: int | None = None  # a rank without a receipt may end with this exit code
+    any_exit: bool = False  # a rank without a receipt may end in any way
+    keep: bool = False  # ranks survive this test, which is over when each has submitted a receipt or ended
+    ticket: Ticket = NO_TICKET  # the run of the test; receipts with other tickets do not count
+    pids: Sequence[int] = ()  # the process of each rank; receipts of other processes do not count
+
+    def __post_init__(self) -> None:
         self._left: set[int] = set()
-        self._world_size = world_size
-        self._keep = keep
-        self._limits = limits
-        self._expected_exit = expected_exit
-        self._any_exit = any_exit
         self._receipts: dict[int, Receipt] = {}
         self._ended: dict[int, tuple[int, float]] = {}
         self._stopped: dict[int, Ending] = {}
         self._released = False
-        self._measures = measures
-        self._exit_deadline: ProcessDeadline | None = None  # set when all ranks are released
-        self._grace_deadline: ProcessDeadline | None = None  # set when a rank has failed
-        self._deadline_s, self._deadline_ending = started_s + limits.test_s, Ending.TIMED_OUT
+        # More time for ranks that are slow rather than hung at the deadline, and the measure that tells them apart.
+        self._extra: tuple[ProcessDeadline, Callable[[int], float]] | None = None
+        self._deadline_s, self._deadline_ending = self.started_s + self.limits.test_s, Ending.TIMED_OUT
         self._test_deadline_s = self._deadline_s
-        self.hangs = HangWatch(limits, started_s, measures)
+        self.hangs = HangWatch(self.limits, self.started_s, self.measures)
 
     def received(self, rank: int, receipt: Receipt) -> None:
         """Record a receipt. Ignores receipts of another run or process, and those of a rank that we have begun to stop,
         since stopping may make it fail.
         """
-        if (receipt.ticket, receipt.pid) == (self._ticket, self._pids[rank]) and rank not in self._stopped:
+        if (receipt.ticket, receipt.pid) == (
+            self.ticket,
+            self.pids[rank] if self.pids else 0,
+        ) and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
             self.hangs.forget()
 
@@ -250,7 +245,7 @@ class Watch:
 
     @property
     def done(self) -> bool:
-        return len(self._ended) == self._world_size or (self._keep and self._all_settled())
+        return len(self._ended) == self.world_size or (self.keep and self._all_settled())
 
     @property
     def deadline_s(self) -> float:
@@ -260,21 +255,23 @@ class Watch:
     def advance(self, now_s: float) -> list[Step]:
         """Return the steps to execute now, in order."""
         steps = []
-        if not self._keep and not self._released and self._all_settled():
+        if not self.keep and not self._released and self._all_settled():
             self._released = True
             waiting = tuple(rank for rank in self._alive() if self._receipts[rank].status is not RankStatus.FAILED)
             if waiting:
                 steps.append(Step(Act.RELEASE, waiting))
-            self._bring_forward(now_s + self._limits.exit_s, Ending.TIMED_OUT)
-            # The supervisor kills the class process soon after the test's limit.
-            extra_s = min(EXTRA_S, self._test_deadline_s + self._limits.exit_s - self._deadline_s)
-            self._exit_deadline = ProcessDeadline(self._deadline_s - now_s, now_s, extra_s)
+            self._bring_forward(now_s + self.limits.exit_s, Ending.TIMED_OUT)
+            if self._deadline_ending is Ending.TIMED_OUT:
+                # The supervisor kills the class process soon after the test's limit.
+                extra_s = min(EXTRA_S, self._test_deadline_s + self.limits.exit_s - self._deadline_s)
+                deadline = ProcessDeadline(self._deadline_s - now_s, now_s, extra_s)
+                self._extra = deadline, self.measures.cpu_time_s
         if self._has_failure():
             self._begin_grace(now_s)
         unsettled = self._unsettled()
         # After a failure or death, peers wait for that rank: the grace ends them, not hang detection.
         found = self.hangs.judge(now_s) if unsettled and not self._has_failure() else None
-        if found is Finding.HUNG and self._limits.end_hangs:
+        if found is Finding.HUNG and self.limits.end_hangs:
             self._bring_forward(now_s, Ending.HUNG)
         elif found is not None:
             act = Act.REPORT_HANG if found is Finding.HUNG else Act.REPORT_SILENCE
@@ -290,21 +287,19 @@ class Watch:
         return steps
 
     def _begin_grace(self, now_s: float) -> None:
-        if self._exit_deadline is not None and self._deadline_ending is Ending.TIMED_OUT:
-            self._exit_deadline, self._deadline_s = None, float("inf")  # no rank is merely slow
-        if self._bring_forward(now_s + self._limits.grace_s, Ending.STOPPED):
-            starved_s = sum(map(self._measures.starved_s, self._alive()))
-            self._grace_deadline = ProcessDeadline(self._limits.grace_s, now_s, _STARVED_S, starved_s)
+        if self._extra is not None and self._deadline_ending is Ending.TIMED_OUT:
+            self._extra, self._deadline_s = None, float("inf")  # no rank is merely slow
+        if self._bring_forward(now_s + self.limits.grace_s, Ending.STOPPED):
+            starved_s = sum(map(self.measures.starved_s, self._alive()))
+            deadline = ProcessDeadline(self.limits.grace_s, now_s, _STARVED_S, starved_s)
+            self._extra = deadline, self.measures.starved_s
 
     def _is_slow_to_end(self, now_s: float) -> bool:
         """Whether the ranks that have missed the deadline are slow rather than hung."""
-        alive = self._alive()
-        deadline, cpu_time_s = None, 0.0
-        if self._deadline_ending is Ending.TIMED_OUT and self._exit_deadline is not None:
-            deadline, cpu_time_s = self._exit_deadline, sum(map(self._measures.cpu_time_s, alive))
-        elif self._deadline_ending is Ending.STOPPED and self._grace_deadline is not None:
-            deadline, cpu_time_s = self._grace_deadline, sum(map(self._measures.starved_s, alive))
-        if deadline is None or deadline.is_over(now_s, cpu_time_s):
+        if self._extra is None:
+            return False
+        deadline, measure = self._extra
+        if deadline.is_over(now_s, sum(map(measure, self._alive()))):
             return False
         self._deadline_s = deadline.look_s
         return True
@@ -315,16 +310,16 @@ class Watch:
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcome of each rank. Call it when :attr:`done`."""
-        return [self._outcome(rank) for rank in range(self._world_size)]
+        return [self._outcome(rank) for rank in range(self.world_size)]
 
     def _bring_forward(self, deadline_s: float, ending: Ending) -> bool:
         if deadline_s < self._deadline_s:
-            self._deadline_s, self._deadline_ending = deadline_s, ending
+            self._deadline_s, self._deadline_ending, self._extra = deadline_s, ending, None
             return True
         return False
 
     def _alive(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if rank not in self._ended]
+        return [rank for rank in range(self.world_size) if rank not in self._ended]
 
     def _all_settled(self) -> bool:
         return all(rank in self._receipts for rank in self._alive())
@@ -342,13 +337,13 @@ class Watch:
         return (
             (rank in self._receipts and rank in self._left and code == 0)
             or (rank in self._receipts and self._receipts[rank].is_expected)
-            or self._any_exit
-            or code == self._expected_exit
+            or self.any_exit
+            or code == self.expected_exit
         )
 
     def _stop_alive(self) -> list[Step]:
         alive = tuple(
-            rank for rank in self._alive() if rank not in self._stopped and not (self._keep and rank in self._receipts)
+            rank for rank in self._alive() if rank not in self._stopped and not (self.keep and rank in self._receipts)
         )
         for rank in alive:
             self._stopped[rank] = self._deadline_ending
@@ -376,7 +371,7 @@ class Watch:
             return Ending.EXITED
         if receipt is None:
             return Ending.SILENT
-        # With `keep`, a rank must not end; without, a rank that ends through the harness sends :class:`Exiting` first.
-        if rank in self._ended and (self._keep or rank not in self._left):
+        # With `keep`, a rank must not end; without, a rank that ends through the harness sends ``Phase.EXITING`` first.
+        if rank in self._ended and (self.keep or rank not in self._left):
             return Ending.EXITED
         return Ending.PASSED if receipt.status is RankStatus.PASSED else Ending.SKIPPED

@@ -16,9 +16,12 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from torch_ext.world import _os
 from torch_ext.world.protocol import HiddenFrames
+
+_Key = TypeVar("_Key")
 
 # Reported for a rank whose processes outlive it.
 LEFT_BEHIND = "left a process behind"
@@ -84,6 +87,18 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
         str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" if len(run) > 2 else f"{run[0]}, {run[1]}"
         for run in runs
     )
+
+
+def ranks_by(pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:
+    """Return the ranks of each key, in the order of ``pairs``.
+
+    >>> ranks_by([("sum", 0), ("max", 1), ("sum", 2)])
+    {'sum': [0, 2], 'max': [1]}
+    """
+    found: dict[_Key, list[int]] = {}
+    for key, rank in pairs:
+        found.setdefault(key, []).append(rank)
+    return found
 
 
 def without_ranks(text: str) -> str:

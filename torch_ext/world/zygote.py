@@ -26,7 +26,6 @@ no leftovers.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import linecache
 import os
@@ -34,9 +33,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch_ext.world import _os, settings, threads
 from torch_ext.world.channel import Callbacks, Channel, ChannelClosedError, channel_pair, close_all
@@ -151,7 +150,7 @@ class Leftovers:
 def _owner(pid: int) -> int:
     """Return the pid of the child that has started ``pid``; 0 if unknown."""
     marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
-    return int(marked) if marked.isdigit() else _os.group_of(pid)
+    return int(marked) if marked.isdigit() else int(_os.field_of(pid, 2) or 0)  # the process group
 
 
 def end_everything() -> None:
@@ -176,39 +175,25 @@ class _ChildGroup:
     members: dict[int, int] = field(default_factory=dict)  # pid -> index, all of them
     ranks: bool = False
 
-    def send(self, message: Any) -> None:
-        with contextlib.suppress(ChannelClosedError, OSError):
-            self.channel.send(message)
 
-
-@dataclass
-class _Child:
+class _Child(NamedTuple):
     pid: int
     order_channel: Channel
-    exit_watch: int
 
 
+@dataclass(eq=False)
 class Zygote:
     """Serves clients until the first one is gone. See Note [Zygote protocol]."""
 
-    def __init__(
-        self,
-        command: Channel,  # the first client's channel
-        description: str,  # for messages ("the zygote of test.distributed.fsdp.test_fsdp_input")
-        preparation: Preparation,  # gives a fresh interpreter the modules of a forked child
-        scratch: str = "",  # a folder that the zygote removes at its end, since the first client may be dead then
-        *,
-        original: int = 0,  # pid of the zygote that this zygote copies
-        others: tuple[Process, ...] = (),  # the original's or the program's processes; see Note [Who else may act]
-    ) -> None:
-        self._original = original
-        self._others = others
-        self._command = command
-        self._description = description
-        self._preparation = preparation
-        self._scratch = scratch
+    command: Channel  # the first client's channel
+    description: str  # for messages ("the zygote of test.distributed.fsdp.test_fsdp_input")
+    preparation: Preparation  # gives a fresh interpreter the modules of a forked child
+    scratch: str = ""  # a folder that the zygote removes at its end, since the first client may be dead then
+    original: int = 0  # pid of the zygote that this zygote copies
+    others: tuple[Process, ...] = ()  # the original's or the program's processes; see Note [Who else may act]
+
+    def __post_init__(self) -> None:
         self._callbacks = Callbacks()
-        self._groups: dict[int, _ChildGroup] = {}  # by descriptor of the group's channel
         self._owners: dict[int, _ChildGroup] = {}  # by pid
         self._spares: list[_Child] = []
         self._in_transit: list[int] = []  # descriptors of the current request, for children yet to be forked
@@ -229,79 +214,80 @@ class Zygote:
         disown_exit_functions()
         gc.collect()
         gc.freeze()
-        self._watch(self._command, self._on_command)
-        while not self._command.closed:
+        self._callbacks.watch(self.command, lambda: self._on_command(self.command))
+        while not self.command.closed:
             self._callbacks.call()
         self._end()
 
-    def _watch(self, fileobj: Any, callback: Callable[[Any], None]) -> None:
-        self._callbacks.watch(fileobj, lambda: callback(fileobj))
+    def _receive(self, channel: Channel) -> tuple[Any, list[int]] | None:
+        """Return a message and its descriptors; None if there is none yet, or the channel is now closed."""
+        if not channel.poll():
+            return None
+        try:
+            return channel.receive()
+        except ChannelClosedError:
+            self._close(channel)
+            return None
+
+    def _close(self, channel: Channel) -> None:
+        self._callbacks.unwatch(channel)
+        channel.close()
 
     # Requests
 
     def _on_command(self, channel: Channel) -> None:
-        if not channel.poll():
+        received = self._receive(channel)
+        if received is None:
             return
-        try:
-            message, descriptors = channel.receive()
-        except ChannelClosedError:
-            self._callbacks.unwatch(channel)
-            channel.close()
-            return
+        message, descriptors = received
         if isinstance(message, Start):
             self._start(message, descriptors)
         elif isinstance(message, Copy):
             self._copy(descriptors)
         elif isinstance(message, AddClient):
-            self._watch(Channel.from_descriptor(descriptors[0]), self._on_command)
+            client = Channel.from_descriptor(descriptors[0])
+            self._callbacks.watch(client, lambda: self._on_command(client))
         elif isinstance(message, QueryProcesses):
             answer = Channel.from_descriptor(descriptors[0])
-            with contextlib.suppress(ChannelClosedError, OSError):
-                answer.send(self._processes_besides(message.ranks))
+            answer.try_send(self._processes_besides(message.ranks))
             answer.close()
         else:
             close_all(descriptors)
             channel.refuse(f"a {type(message).__name__}, which a zygote does not understand,")
-            self._callbacks.unwatch(channel)
-            channel.close()
+            self._close(channel)
 
     def _copy(self, descriptors: list[int]) -> None:
-        others = (*self._others, *_os.identify(self._adopted()))
+        others = (*self.others, *_os.identify(self._adopted()))
         if self._copies:
             self._move_heap()
         self._copies += 1
-        order = Order(_SERVE, CopyOrder(self._description, self._preparation, _os.getpid(), others), 1)
+        order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 1)
         self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
         is_world = any(order.target == _RANK for order in request.orders)
         group = _ChildGroup(Channel.from_descriptor(descriptors[0]), ranks=is_world)
-        self._in_transit = list(descriptors)
+        self._callbacks.watch(group.channel, lambda: self._on_group(group))
+        self._in_transit = descriptors[1:]
         why = "" if request.interpreter else self._why_interpreter(request.environment)
-        inherited = iter(descriptors[1:])
         for index, order in enumerate(request.orders):
-            own = [next(inherited) for _ in range(order.descriptors)]
             if request.interpreter or why:
                 child = self._execute(request.environment)
             else:
                 child = self._spares.pop(0) if self._spares else self._fork()
-            with contextlib.suppress(ChannelClosedError):  # the child died at once; Ended reports it
-                child.order_channel.send(order, own)
+            own, self._in_transit = self._in_transit[: order.descriptors], self._in_transit[order.descriptors :]
+            child.order_channel.try_send(order, own)  # if the child died at once, Ended reports it
             child.order_channel.close()
             close_all(own)
-            self._in_transit = [descriptor for descriptor in self._in_transit if descriptor not in own]
             group.indices[child.pid] = group.members[child.pid] = index
             self._owners[child.pid] = group
-        self._in_transit = []
-        self._groups[group.channel.fileno()] = group
-        self._watch(group.channel, self._on_group)
-        group.send(Started(tuple(group.indices), why))
+        group.channel.try_send(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
             self._prepare_next(request.spares)
 
     def _why_interpreter(self, environment: dict[str, str]) -> str:
         if reason := reason_not_to_fork():
-            return f"{self._description} cannot fork: {reason}"
+            return f"{self.description} cannot fork: {reason}"
         different = [
             name
             for name in environment.keys() | self._environment.keys()
@@ -319,11 +305,11 @@ class Zygote:
             *_os.descriptions(child for pid in worlds for child in _os.children_of(pid)),
             *_os.descriptions(worlds.difference(ranks)),
             *_os.descriptions(self._adopted()),
-            *_os.still_running(self._others),
+            *_os.still_running(self.others),
             *(f"{word} of the zygote" for word in threads.observe().may_act),
         ]
-        if self._original and _os.tasks(self._original) > 1:
-            found.append(f"a thread of process {self._original}, which has imported the file of the test")
+        if self.original and len(_os.threads_of(self.original)) > 1:
+            found.append(f"a thread of process {self.original}, which has imported the file of the test")
         if not _os.lists_children():
             found.append("a process that this kernel does not show")
         return tuple(found)
@@ -364,14 +350,13 @@ class Zygote:
         local, remote = channel_pair()
         pid = start_interpreter(remote.fileno(), environment)
         remote.close()
-        with contextlib.suppress(ChannelClosedError):  # the child died at once; Ended reports it
-            local.send(self._preparation)
+        local.try_send(self.preparation)  # if the child died at once, Ended reports it
         return self._adopt(pid, local)
 
     def _adopt(self, pid: int, order_channel: Channel) -> _Child:
-        child = _Child(pid, order_channel, _os.watch_exit(pid))
-        self._watch(child.exit_watch, lambda watch: self._on_exit(pid, watch))
-        return child
+        watch = _os.watch_exit(pid)
+        self._callbacks.watch(watch, lambda: self._on_exit(pid, watch))
+        return _Child(pid, order_channel)
 
     def _prepare_next(self, spares: int) -> None:
         if self._forks >= _FORKS_BEFORE_MOVE:
@@ -387,26 +372,14 @@ class Zygote:
 
     # Events
 
-    def _on_group(self, channel: Channel) -> None:
-        group = self._groups[channel.fileno()]
-        if not channel.poll():
-            return
-        try:
-            message, _ = channel.receive()
-        except ChannelClosedError:
-            self._abandon(group)
-            return
-        if isinstance(message, Signal):
-            for pid, index in group.indices.items():
-                if index == message.index:
-                    _os.end_process(pid, message.number)
-
-    def _abandon(self, group: _ChildGroup) -> None:
-        del self._groups[group.channel.fileno()]
-        self._callbacks.unwatch(group.channel)
-        group.channel.close()
-        for pid in group.indices:
-            _os.end_process(pid)
+    def _on_group(self, group: _ChildGroup) -> None:
+        received = self._receive(group.channel)
+        message = received[0] if received is not None else None
+        for pid, index in group.indices.items():
+            if group.channel.closed:  # the client abandons the group
+                _os.end_process(pid)
+            elif isinstance(message, Signal) and index == message.index:
+                _os.end_process(pid, message.number)
 
     def _on_exit(self, pid: int, watch: int) -> None:
         self._callbacks.unwatch(watch)
@@ -422,12 +395,10 @@ class Zygote:
         if not group.indices:  # until then a peer may still use another's leftovers
             living = {*self._owners, *(spare.pid for spare in self._spares)}
             left_behind = self._leftovers.end_leftovers(group.members, living, index)
-        group.send(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
+        group.channel.try_send(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
 
     def _end(self) -> NoReturn:
-        for pid in [*self._owners, *(spare.pid for spare in self._spares)]:
-            _os.end_process(pid)
         end_everything()
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(0)

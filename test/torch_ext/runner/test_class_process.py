@@ -72,7 +72,7 @@ def case(**methods: Callable[..., Any]) -> unittest.TestCase:
 def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forgotten: bool
 ) -> None:
-    monkeypatch.setattr(provider, "_zygotes", provider._Zygotes())
+    monkeypatch.setattr(provider, "_own", provider._Zygotes())
     monkeypatch.setattr(files, "use", lambda folder: None)
     waits: list[int] = []
     channel = FakeChannel()

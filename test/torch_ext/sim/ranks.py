@@ -27,7 +27,7 @@ from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.follow import RankTask, start_world
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Exiting, RankStatus, Receipt
+from torch_ext.world.protocol import Phase, RankStatus, Receipt
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
@@ -108,7 +108,7 @@ def leave() -> None:
     rank = world_rank.current()
     assert rank is not None
     rank.report(Receipt(RankStatus.PASSED, time.monotonic()))
-    rank.try_send(Exiting())
+    rank.try_send(Phase.EXITING)
     os._exit(0)
 
 

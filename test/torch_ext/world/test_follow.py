@@ -24,7 +24,7 @@ from torch_ext.world.files import Capture, RankProcess, read_stacks
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
-from torch_ext.world.protocol import Collectives, Ended, Exiting, Phase, RankRequest, RankStatus, Receipt, Ticket
+from torch_ext.world.protocol import Collectives, Ended, Phase, RankRequest, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import WorldReport, judge, render
 
@@ -140,7 +140,7 @@ def test_receipt_sent_before_the_limit_counts_even_if_read_late(what: str) -> No
                 line.send(Phase.RUNNING)
                 line.send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
             if what == "ends":
-                line.send(Exiting())
+                line.send(Phase.EXITING)
             if what != "receipts of ranks that live on":
                 zygote.send(Ended(rank, 0 if what == "ends" else -signal.SIGSEGV, 0.6))
         world.started_s = time.monotonic() - 1000
@@ -163,7 +163,7 @@ def test_out_of_memory_kill_is_named(number: int, later: int, named: bool, monke
 def test_missing_receipt_is_not_invented_at_the_limit(clock: Clock) -> None:
     with scripted_world(2) as (world, zygote, ranks):
         ranks[0].send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
-        ranks[0].send(Exiting())
+        ranks[0].send(Phase.EXITING)
         zygote.send(Ended(0, 0, 0.6))
         ranks[1].send(Phase.RUNNING)
         clock.now_s = 1000

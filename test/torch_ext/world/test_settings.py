@@ -43,10 +43,10 @@ def test_a_trial_fork_is_made_only_where_there_are_threads(
         monkeypatch.setenv("TORCH_EXT_TRIAL_FORK", switch)
     calls: list[int] = []
     monkeypatch.setattr(child, "_trial_fork", lambda: calls.append(1))
-    monkeypatch.setattr(child._os, "tasks", lambda: 1)
+    monkeypatch.setattr(child._os, "threads_of", lambda: {1})
     child.reason_not_to_fork()
     assert calls == []
-    monkeypatch.setattr(child._os, "tasks", lambda: 2)
+    monkeypatch.setattr(child._os, "threads_of", lambda: {1, 2})
     assert "runs other threads" in child.reason_not_to_fork()
     assert len(calls) == forks
 

@@ -211,7 +211,7 @@ def test_polling_operation_is_found_at_its_wait(monkeypatch: pytest.MonkeyPatch,
 
 def test_store_wait_has_the_same_description_at_every_frame(tmp_path: Path) -> None:
     seen: list[Operation] = []
-    make = operations._watched_server(lambda *_, **__: seen.append(operations.operation_of(sys._getframe(1))))
+    make = operations._watched(lambda *_, **__: seen.append(operations.operation_of(sys._getframe(1))))
     make(object(), "host", 0, 2, True)
     polls = [ThreadState(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
     assert judge_threads([polls[0]], "").fingerprint == judge_threads([polls[1]], "").fingerprint
@@ -330,7 +330,7 @@ def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
 ) -> None:
     """A client sleeps between two attempts to connect, longer and longer."""
     found: list[operations.Operation] = []
-    make = operations._watched_server(lambda *_, **__: found.append(operations.operation_of(sys._getframe(1))))
+    make = operations._watched(lambda *_, **__: found.append(operations.operation_of(sys._getframe(1))))
     began_s = time.monotonic()
     make(object(), *args, **kwargs)
     limit_s = found[0].limit_s
