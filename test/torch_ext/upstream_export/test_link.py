@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
+from torch_ext.compat._lookup import lazy_names
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.lint import problems
 from torch_ext.upstream.export.modules import Module, Tree
@@ -107,16 +111,19 @@ def test_device_queries_become_upstreams_expressions() -> None:
     assert "return DEVICE_TYPE, device_type" in text
 
 
-def test_private_names_of_torch_are_imported_from_where_they_are() -> None:
+def test_private_names_of_torch_are_imported_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = (
         "from torch_ext.compat import fsdp as private\n\n__all__ = ['helper']\n\n\n"
         "def helper():\n    return private.checkpoint, private.param_group.FSDPParamGroup\n"
     )
-    compat = (
-        "__getattr__ = lazy_names(__name__, {'checkpoint': ('torch.gone:checkpoint', 'torch.here:checkpoint'), "
-        "'param_group': ('torch.distributed.fsdp:_group',)})\n"
-    )
-    more = {"torch_ext.compat.fsdp": compat, "torch.here": "def checkpoint(): ...\n"}
+    compat = types.ModuleType("torch_ext.compat.fsdp")
+    places = {
+        "checkpoint": ("torch.gone:checkpoint", "torch.here:checkpoint"),
+        "param_group": ("torch.distributed.fsdp:_group",),
+    }
+    vars(compat)["__getattr__"] = lazy_names(compat.__name__, places)
+    monkeypatch.setitem(sys.modules, compat.__name__, compat)
+    more = {compat.__name__: "", "torch.here": "def checkpoint(): ...\n"}
     text = helpers(rooms, "import torch\n", **more)
     assert "from torch.here import checkpoint\n" in text
     assert "from torch.distributed.fsdp import _group\n" in text

@@ -119,7 +119,7 @@ def export(
     root = project_root()
     theirs = upstream_at(onto)
     check_author(onto)
-    ours = our_tree(theirs, root)
+    ours = our_tree(theirs, root, tables.STAND_INS)
     linker = Linker(ours, theirs)
     add(linker, items, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
@@ -239,8 +239,7 @@ def _add_path(linker: Linker, argument: str, root: Path) -> None:
         return
     for file in sorted(place.rglob("*.py")) if in_folder else [place]:
         module = module_at(file, root)
-        is_local = tables.advice_for(module) and not any(each.startswith(f"{module}.") for each in tables.STAND_INS)
-        if not in_folder or not (is_local or file.name == "__init__.py"):
+        if not in_folder or not (tables.advice_for(module) or file.name == "__init__.py"):
             linker.add_file(module)
 
 
