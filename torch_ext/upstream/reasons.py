@@ -123,8 +123,6 @@ _MISSING = (
 )
 # Names that a build without CUDA lacks.
 _CUDA_NAMES = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
-_BUILD = re.compile(r"ImportError|AttributeError")
-_BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
 # Modules that this project adds to torch; a missing name there is our bug.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
 # Modules whose classes may be ours.
@@ -172,14 +170,11 @@ class Releases:
 
     def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
         self._cuda_as_sim = cuda_as_sim
-        try:
-            self._installed = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            self._installed = ""
+        self._installed = metadata.version("torch")
         self._files = files = list(paths)
         self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
         self._checkout = max(map(release_of_checkout, files), key=_release, default="")
-        self._newer = bool(self._installed) and _release(self._checkout) > _release(self._installed)
+        self._newer = _release(self._checkout) > _release(self._installed)
         self.notice = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.notice = (
@@ -219,9 +214,10 @@ class Releases:
         if _OURS.match(where) or ("cls" in parts and not where):
             return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
-        if _BUILD.match(error) and _CUDA_NAMES.search(parts["name"]):
+        if error.startswith(("ImportError", "AttributeError")) and _CUDA_NAMES.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
-        if any(path.endswith(f"/{file}") for path in self._of_unknown_release) and _BUILD_OR_MODULE.match(error):
+        of_unknown_release = any(path.endswith(f"/{file}") for path in self._of_unknown_release)
+        if of_unknown_release and error.startswith(("ImportError", "AttributeError", "ModuleNotFoundError")):
             return f"needs another release of torch: {self._installed} has no {name}"
         if not self._newer:
             return ""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from torch_ext.upstream.export import check, lint, tables
 from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, mailbox
@@ -26,7 +24,6 @@ from torch_ext.upstream.export.targets import Target, text_of
 __all__ = ["Result", "add", "export", "main"]
 
 _DEVICES = ("cpu", "sim")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -66,21 +63,21 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _exit_on_signals() -> Iterator[None]:
     """Make signals raise SystemExit within the block, so that cleanups run; restores their handlers."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, end)
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # nohup, or a shell's background
-                signal.signal(number, _end)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +118,8 @@ def export(
     check_author(onto)
     ours = our_tree(theirs, root, tables.STAND_INS)
     linker = Linker(ours, theirs)
-    add(linker, items, root)
+    for item in items:
+        add(linker, item, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
     targets = [each for each in linker.targets.values() if each.whole or each.pieces]
     if not targets and not result.problems:
@@ -161,21 +159,15 @@ def _check(
 
 def _message(targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
     """Return the commit message: the files and tests of the change, its runs, and the tools."""
-    parts = [_subject(targets)]
-    parts += [textwrap.fill(_describe(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
-    tests = [f"{each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
-    own = [
-        f"written and tested in torch_ext {metadata.version('torch_ext')}, converted by its exporter",
-        f"torch {metadata.version('torch')}, Python {platform.python_version()}, {lint.version()}",
-    ]
-    parts += [_list("Tests", tests)] if tests else []
-    parts += [_list("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
-    parts += [_list("Tools", own)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _list(title: str, lines: Sequence[str]) -> str:
-    return "\n  ".join([f"{title}:", *lines])
+    parts = [[_subject(targets)]]
+    parts += [textwrap.wrap(_describe(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
+    tests = [f"  {each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
+    parts += [["Tests:", *tests]] if tests else []
+    parts += [["Run:", *(f"  {run}" for run in runs)] if runs else ["Not run on the tree that it applies to."]]
+    own = f"  written and tested in torch_ext {metadata.version('torch_ext')}, converted by its exporter"
+    tools = f"  torch {metadata.version('torch')}, Python {platform.python_version()}, {lint.version()}"
+    parts += [["Tools:", own, tools]]
+    return "\n\n".join(map("\n".join, parts)) + "\n"
 
 
 def _subject(targets: Sequence[Target]) -> str:
@@ -204,29 +196,19 @@ def _tests(target: Target) -> list[str]:
     return [f"{owner}.{name}" for owner, name in named if name.startswith("test_")]
 
 
-# The arguments: files, or names in files.
-
 _EXPORTABLE = ("testing", "test/distributed")
 
 
-def add(linker: Linker, arguments: Sequence[str], root: Path) -> None:
-    """Add the arguments to ``linker``; an argument that cannot be exported becomes one of the linker's problems.
+def add(linker: Linker, item: str, root: Path) -> None:
+    """Add ``item`` to ``linker``: a file or folder below the project's ``root``, or ``FILE::NAME`` for a definition.
 
-    Args:
-        linker: collects the change.
-        arguments: a file or folder below the project's root, or ``FILE::NAME`` for a definition or class.
-        root: the project's checkout.
+    An item that cannot be exported becomes one of the linker's problems.
 
     Raises:
         CheckoutError: there is no such file or folder.
     """
     root = root.resolve()
-    for each in arguments:
-        _add_path(linker, each, root)
-
-
-def _add_path(linker: Linker, argument: str, root: Path) -> None:
-    path, _, name = argument.partition("::")
+    path, _, name = item.partition("::")
     places = ((root / path).resolve(), Path(path).resolve())
     place = next((each for each in places if each.exists() and each.is_relative_to(root)), None)
     if place is None:

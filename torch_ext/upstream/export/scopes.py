@@ -68,12 +68,8 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> fr
     return frozenset(names.difference(*(node.names for node in ast.walk(function) if isinstance(node, ast.Global))))
 
 
-def bound_names(node: ast.AST, imports: bool = False) -> list[str]:
-    """Return the names that ``node`` binds in its own scope, in order. ``imports``: also by imports and ``except``."""
-    return list(dict.fromkeys(_bound(node, imports)))
-
-
-def _bound(node: ast.AST, imports: bool) -> Iterator[str]:
+def bound_names(node: ast.AST, imports: bool = False) -> Iterator[str]:
+    """Yield the names that ``node`` binds in its own scope, in order. ``imports``: also by imports and ``except``."""
     if isinstance(node, _DEFINITIONS):
         yield node.name
         return
@@ -86,7 +82,7 @@ def _bound(node: ast.AST, imports: bool) -> Iterator[str]:
     elif imports and isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
         yield node.name
     for child in ast.iter_child_nodes(node):
-        yield from _bound(child, imports)
+        yield from bound_names(child, imports)
 
 
 def own_attributes(node: ast.AST) -> set[str]:
@@ -120,7 +116,7 @@ def replace_lines(first: int, last: int, text: str = "") -> Edit:
 
 def renamed(node: ast.stmt, old: str, name: str) -> Edit:
     """Return the edit that renames the definition ``old`` of ``node``."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(node, _DEFINITIONS):
         keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
         start = node.col_offset + len(keyword)
         return Edit((node.lineno, start), (node.lineno, start + len(node.name)), name)
