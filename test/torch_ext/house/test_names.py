@@ -14,6 +14,7 @@ from torch.testing._internal import common_utils as upstream_utils
 
 from test.torch_ext.house.source import module_name, python_files
 from torch_ext.testing._internal import common_distributed, common_utils
+from torch_ext.upstream.export.scopes import bound_names
 
 DISTRIBUTED = [
     "MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase",
@@ -80,16 +81,8 @@ def places_of(area: str) -> dict[str, tuple[str, ...]]:
 def names_for_type_checkers(area: str) -> set[str]:
     """Return the names that the area defines under ``TYPE_CHECKING``."""
     tree = ast.parse(Path(str(importlib.import_module(area).__file__)).read_text(encoding="utf-8"))
-    found: set[str] = set()
-    for block in (node for node in tree.body if isinstance(node, ast.If)):
-        for node in ast.walk(block):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                found |= {alias.asname or alias.name for alias in node.names}
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found.add(node.name)
-    return found
+    blocks = (node for node in tree.body if isinstance(node, ast.If))
+    return {name for block in blocks for name in bound_names(block, imports=True)}
 
 
 @pytest.mark.parametrize("area", AREAS)
