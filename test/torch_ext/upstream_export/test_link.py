@@ -74,11 +74,13 @@ def test_missing_helper_is_exported_with_its_dependencies_alone() -> None:
     )
 
 
-def test_private_name_that_clashes_upstream_is_renamed() -> None:
+def test_private_name_that_clashes_upstream_is_a_problem() -> None:
     rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
-    theirs = "def _do():\n    return 2\n"
-    added = helpers(rooms, theirs).removeprefix(theirs)
-    assert "def _do_of_rooms():" in added and "return _do_of_rooms()" in added
+    ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}
+    _, found = exported("test.distributed.test_a", ours, {f"{THEIRS}.common_fsdp": "def _do():\n    return 2\n"})
+    assert found == [
+        "testing/_internal/_fsdp/rooms.py: rename _do: torch/testing/_internal/common_fsdp.py has another of that name"
+    ]
 
 
 def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch_ext.upstream.export import tables
 from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, Module, Tree, members_of, path_of, span
-from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, renamed, replace_lines, replace_node, uses
+from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, replace_lines, replace_node, uses
 from torch_ext.upstream.export.targets import Piece, Target
 
 __all__ = ["Linker"]
@@ -81,17 +81,16 @@ class Linker:
                 if name.startswith("test_") and name not in known:
                     self._add_member(target, module, definition, name, definition.name)
 
-    def _add_definition(self, target: Target, home: Module, definition: Definition) -> str:
-        """Export a definition, and return its name upstream."""
-        key = (home.name, definition.name)
-        if key not in target.pieces:
-            name = self._free_name(target, home, definition.name)
-            piece = target.pieces[key] = Piece(home, target, [definition.node, *definition.trailers], name)
-            if name != definition.name:
-                piece.edits.append(renamed(definition.node, definition.name, name))
-            self._link(piece)
-            self._need_members(home, definition, definition.node)
-        return target.pieces[key].name
+    def _add_definition(self, target: Target, home: Module, definition: Definition) -> None:
+        key, name = (home.name, definition.name), definition.name
+        if key in target.pieces:
+            return
+        others = {piece.name for each, piece in target.pieces.items() if each[0] != home.name and not piece.into}
+        if name in others or self._has(target.module, name):
+            self.problems.append(f"{path_of(home.name)}.py: rename {name}: {target.path} has another of that name")
+        piece = target.pieces[key] = Piece(home, target, [definition.node, *definition.trailers], name)
+        self._link(piece)
+        self._need_members(home, definition, definition.node)
 
     def _add_member(self, target: Target, home: Module, definition: Definition, name: str, into: str) -> None:
         members, key = definition.members(), (home.name, f"{into}.{name}")
@@ -102,12 +101,6 @@ class Linker:
             piece = target.pieces[key] = Piece(home, target, [members[name]], name, into)
             self._link(piece)
             self._need_members(home, definition, members[name])
-
-    def _free_name(self, target: Target, home: Module, name: str) -> str:
-        """Return ``name``, or a new name if the file has that name for something else."""
-        others = {piece.name for key, piece in target.pieces.items() if key[0] != home.name and not piece.into}
-        taken = name in others or self._has(target.module, name)
-        return f"{name}_of_{home.name.rpartition('.')[2]}" if taken else name
 
     def _need_members(self, module: Module, definition: Definition, node: ast.stmt) -> None:
         """Export the methods that ``node`` calls on ``self`` and that upstream's class of that name lacks."""
@@ -262,11 +255,10 @@ class Linker:
         if advice := tables.advice_for(home):
             self.problems.append(f"{_place(use, piece)} uses {name}, which upstream lacks: {advice}")
             return local
-        destination, exported = self._target_for(home), name
+        destination = self._target_for(home)
         if destination.whole is None:
-            exported = self._add_definition(destination, *found)
-        local = local if exported == name else exported
-        return local if use.through else self._import_name(target, destination.module, exported, local)
+            self._add_definition(destination, *found)
+        return local if use.through else self._import_name(target, destination.module, name, local)
 
     def _import_name(self, target: Target, module: str, name: str, local: str) -> str:
         return name if module == target.module else target.import_name(local, Import(module, name))

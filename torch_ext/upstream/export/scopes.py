@@ -6,8 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Edit", "Use", "apply", "bound_names", "own_attributes", "renamed"]
-__all__ += ["replace_lines", "replace_node", "uses"]
+__all__ = ["Edit", "Use", "apply", "bound_names", "own_attributes", "replace_lines", "replace_node", "uses"]
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -112,16 +111,6 @@ def replace_node(node: ast.expr | ast.stmt, text: str) -> Edit:
 def replace_lines(first: int, last: int, text: str = "") -> Edit:
     """Return the edit that replaces lines ``first`` to ``last``; that inserts before ``first`` if ``last`` is less."""
     return Edit((first, 0), (last + 1, 0), text)
-
-
-def renamed(node: ast.stmt, old: str, name: str) -> Edit:
-    """Return the edit that renames the definition ``old`` of ``node``."""
-    if isinstance(node, _DEFINITIONS):
-        keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
-        start = node.col_offset + len(keyword)
-        return Edit((node.lineno, start), (node.lineno, start + len(node.name)), name)
-    stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == old)
-    return replace_node(next(stored), name)
 
 
 def apply(text: str, edits: Iterable[Edit], first: int = 1, last: int | None = None) -> str:
