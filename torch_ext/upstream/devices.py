@@ -19,8 +19,6 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
 from torch_ext.personality import is_cuda
 
-__all__ = ["install", "update_device_count", "with_device_under_test"]
-
 # Torch's name for the slot of an out-of-tree device.
 _SLOT = "privateuse1"
 

@@ -32,8 +32,6 @@ from torch_ext.upstream.export.modules import (
     upstream_at,
 )
 
-__all__ = ["Entry", "compare", "drift", "main"]
-
 SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", "new"
 
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +20,6 @@ from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import our_tree, path_of, project_root, upstream_at
 from torch_ext.upstream.export.targets import Target, text_of
-
-__all__ = ["Result", "add", "export", "main"]
-
-_DEVICES = ("cpu", "sim")
 
 
 @dataclass
@@ -43,9 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        devices = _DEVICES if options.check else ()
         with _exit_on_signals():
-            result = export(options.items, options.onto, devices, lambda line: print(line, file=sys.stderr, flush=True))
+            result = export(options.items, options.onto, checked=options.check)
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -99,16 +94,13 @@ def _new_file(text: str) -> Path:
     return path
 
 
-def export(
-    items: Sequence[str], onto: Path, devices: Sequence[str] = (), report: Callable[[str], None] = lambda line: None
-) -> Result:
+def export(items: Sequence[str], onto: Path, *, checked: bool = False) -> Result:
     """Make a patch.
 
     Args:
         items: see :func:`add`.
         onto: the PyTorch checkout.
-        devices: where to run the change; empty for no run.
-        report: prints a line of progress.
+        checked: run the change in a scratch copy.
 
     Raises:
         CheckoutError: the checkout or a path is missing, git knows no author, or there is no ruff.
@@ -131,16 +123,14 @@ def export(
     settings = file_at(onto, "pyproject.toml", commit_of(onto))
     result.problems = lint.problems(result.files, before, None if settings is None else settings.decode())
     runs: list[check.Run] = []
-    if devices and not result.problems:
-        runs, result.problems = _check(onto, devices, targets, result.files, report)
+    if checked and not result.problems:
+        runs, result.problems = _check(onto, targets, result.files)
     if not result.problems:
         result.mail = mailbox(onto, result.files, _message(targets, runs))
     return result
 
 
-def _check(
-    onto: Path, devices: Sequence[str], targets: Sequence[Target], files: dict[str, str], report: Callable[[str], None]
-) -> tuple[list[check.Run], list[str]]:
+def _check(onto: Path, targets: Sequence[Target], files: dict[str, str]) -> tuple[list[check.Run], list[str]]:
     """Apply the change to a scratch copy, import every file there, and run the test files."""
     mail = mailbox(onto, files, "check\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -151,9 +141,9 @@ def _check(
             return [], [f"the changed files do not import on plain torch: {errors}"]
         runs = []
         for file in tests:
-            for device in devices:
+            for device in ("cpu", "sim"):
                 runs.append(check.run_in_copy(copy, file, device))
-                report(str(runs[-1]))
+                print(runs[-1], file=sys.stderr, flush=True)
     return runs, [f"{run}\n{run.output}" for run in runs if not run.good]
 
 

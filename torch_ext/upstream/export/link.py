@@ -23,8 +23,6 @@ from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, 
 from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, replace_lines, replace_node, uses
 from torch_ext.upstream.export.targets import Piece, Target
 
-__all__ = ["Linker"]
-
 _COMPAT, _FSDP_ROOMS = "torch_ext.compat", f"{OURS}._fsdp."
 
 
@@ -113,14 +111,11 @@ class Linker:
             home, statement = mine[name]
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
                 continue  # set on the instance, by upstream's class too
-            for place, (below, each) in enumerate(lines):
-                if self._is_shared(below, each) and name in members_of(self.ours, below, each):
-                    theirs = self.theirs.find(self.place(below.name), each.name)
-                    # A class below, which is exported, may define the method.
-                    defined = any(name in lower.members() for _, lower in lines[:place])
-                    if theirs is not None and name not in members_of(self.theirs, *theirs) and not defined:
-                        self._add_needed(name, home, statement, self._target_at(theirs[0].name), each.name)
-                    break
+            shared = (each for each in lines if self._is_shared(*each) and name in members_of(self.ours, *each))
+            own = next(shared, None)
+            theirs = own and self.theirs.find(self.place(own[0].name), own[1].name)
+            if own and theirs and name not in members_of(self.theirs, *theirs):
+                self._add_needed(name, home, statement, self._target_at(theirs[0].name), own[1].name)
 
     def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
         if advice := tables.advice_for(home.name):
@@ -147,17 +142,15 @@ class Linker:
         return _is_ours(module.name) and self._has(self.place(module.name), definition.name)
 
     def _target_for(self, ours: str) -> Target:
-        name = self.place(ours)
-        if name not in self.targets and self._target_at(name).existing is None:
-            self._add_whole(self.targets[name], self.ours.module(ours))
+        name, module = self.place(ours), self.ours.module(ours)
+        if name not in self.targets and self._target_at(name).existing is None and module is not None:
+            self._add_whole(self.targets[name], module)
         return self.targets[name]
 
     def _target_at(self, theirs: str) -> Target:
         return self.targets.setdefault(theirs, Target(theirs, self.theirs.module(theirs)))
 
-    def _add_whole(self, target: Target, module: Module | None) -> None:
-        if module is None:
-            return
+    def _add_whole(self, target: Target, module: Module) -> None:
         piece = target.whole = Piece(module, target, module.tree.body)
         for statement in module.tree.body:
             if isinstance(statement, ast.ClassDef):

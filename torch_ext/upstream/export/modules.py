@@ -13,22 +13,6 @@ from typing import TypeGuard
 from torch_ext.upstream.export.git import CheckoutError, commit_of, file_at
 from torch_ext.upstream.export.scopes import bound_names
 
-__all__ = [
-    "OURS",
-    "THEIRS",
-    "Definition",
-    "Import",
-    "Module",
-    "Tree",
-    "installed_tree",
-    "members_of",
-    "our_tree",
-    "path_of",
-    "project_root",
-    "span",
-    "upstream_at",
-]
-
 OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
 
 

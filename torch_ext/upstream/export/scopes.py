@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Edit", "Use", "apply", "bound_names", "own_attributes", "replace_lines", "replace_node", "uses"]
-
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ADVICE", "EXPRESSIONS", "STAND_INS", "advice_for"]
-
 _FSDP = "torch.testing._internal.common_fsdp"
 _OURS = "torch_ext.testing._internal"
 _TYPE = '(torch.accelerator.current_accelerator() or torch.device("cpu")).type'
