@@ -10,8 +10,6 @@ from pathlib import Path
 
 from test.torch_ext.house.source import CHECKOUT
 
-__all__ = ["CHECKOUT", "RUN_TEST", "python"]
-
 RUN_TEST = str(CHECKOUT / "run_test.py")
 
 

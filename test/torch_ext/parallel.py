@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-__all__ = ["ALONE", "BY_PARAMETER", "place_in_queue", "scope"]
-
 # The slowest files, the slowest first: if started late, such a file would still run after all others.
 _LONGEST = (
     "test_suites_catch_faults.py",

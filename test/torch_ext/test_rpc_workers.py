@@ -42,11 +42,6 @@ def test_local_failure_names_no_other_worker(capfd: Any) -> None:
     assert capfd.readouterr().err == ""
 
 
-def test_shutdown_signal_sent_before_the_wait_is_not_lost() -> None:
-    ddp.set_shutdown_signal()
-    ddp.wait_for_shutdown_signal(timeout_s=0)
-
-
 def test_shutdown_signal_sent_during_the_wait_ends_it() -> None:
     waiter = threading.Thread(target=ddp.wait_for_shutdown_signal, args=(60,))
     waiter.start()

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from test.torch_ext.suite_faults.mutation import Edit, OtherTorchError
-from test.torch_ext.suite_faults.table import FAULTS, Fault, parse
+from test.torch_ext.suite_faults.mutation import OtherTorchError
+from test.torch_ext.suite_faults.table import FAULTS, Fault
 from test.torch_ext.world.suites import CHECKOUT, Run, endings
 
 # Far above the duration of any run.
@@ -168,28 +168,3 @@ def test_every_fault_is_valid_python_and_applies_to_its_torch() -> None:
     for fault in FAULTS.values():
         if not missing(fault):
             ast.parse(fault.edit.source())
-
-
-@pytest.mark.parametrize("row", ["test_input: no change\n    a line", "test_input\n    {{a => b}}"])
-def test_malformed_row_is_refused(row: str) -> None:
-    with pytest.raises(ValueError, match="of torch:probe that is no fault: test_input"):
-        list(parse(f"== fsdp.test_fsdp_input:TestInput\n-- torch:probe\n{row}\n"))
-
-
-def probe(value: int) -> int:
-    """The function that the edits below change."""
-    return value + 1
-
-
-@pytest.mark.parametrize(
-    ("function", "old", "words"),
-    [
-        ("probe", "value - 1", "contains 0 times: value - 1"),
-        ("probe", "value", "contains 2 times: value"),
-        ("nothing", "value", "there is no"),
-        ("Report", "value", "is no function but"),
-    ],
-)
-def test_edit_that_does_not_apply_is_refused(function: str, old: str, words: str) -> None:
-    with pytest.raises(OtherTorchError, match=re.escape(words)):
-        Edit(f"{__name__}:{function}", old, "").source()

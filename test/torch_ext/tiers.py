@@ -24,8 +24,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["TIERS", "is_wanted", "may_start_processes", "refuse_processes", "tier_of"]
-
 TIERS = ("quick", "promises", "rest", "all")
 
 _OURS = "torch_ext.testing._internal."

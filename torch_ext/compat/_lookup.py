@@ -41,4 +41,5 @@ def lazy_names(area: str, places: Mapping[str, tuple[str, ...]]) -> Callable[[st
             f"Find where it moved and add the place to {area}."
         )
 
+    __getattr__.places = places  # type: ignore[attr-defined]  # for `torch_ext export`
     return __getattr__

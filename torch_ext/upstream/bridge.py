@@ -19,8 +19,6 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import keep_upstream, upstream_module
 from torch_ext.upstream import devices
 
-__all__ = ["REPLACED", "HardwareClassification"]
-
 # In dependency order.
 REPLACED = ("common_distributed", "common_fsdp", "dist_utils")
 

@@ -19,8 +19,6 @@ from torch_ext import accelerator
 from torch_ext.compat.testing import upstream_module
 from torch_ext.personality import is_cuda
 
-__all__ = ["install", "update_device_count", "with_device_under_test"]
-
 # Torch's name for the slot of an out-of-tree device.
 _SLOT = "privateuse1"
 
@@ -98,8 +96,8 @@ def _init_on_own_backend(case: Any, backend: str, *, eager_init: bool = False) -
 
 def _patch_sharded_base(module: Any) -> None:
     """Run sharded tensors' tests, which ask for ``nccl`` by default, on the device under test."""
-    module.with_comms = _with_comms
-    init_pg = module.ShardedTensorTestBase.init_pg
+    with_comms, init_pg = module.with_comms, module.ShardedTensorTestBase.init_pg
+    module.with_comms = lambda func=None, init_rpc=True, backend="": with_comms(func, init_rpc, _backend_of(backend))
 
     @functools.wraps(init_pg)
     def wrapper(self: Any, backend: str = "") -> None:
@@ -114,20 +112,6 @@ def _backend_of(name: str) -> str:
     """Return ``name``, or the device under test's backend if ``name`` is empty or another accelerator's."""
     others = upstream_module("common_distributed").ACCELERATOR_DIST_BACKENDS
     return accelerator.backend() if not name or name in others else name
-
-
-def _with_comms(func: Any = None, init_rpc: bool = True, backend: str = "") -> Any:
-    """Upstream's decorator of sharded tensors' tests, for the device under test: a group, and RPC, around the test."""
-    if func is None:
-        return functools.partial(_with_comms, init_rpc=init_rpc, backend=backend)
-
-    @functools.wraps(func)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.init_comms(init_rpc=init_rpc, backend=_backend_of(backend))
-        func(self, *args, **kwargs)
-        self.destroy_comms(destroy_rpc=init_rpc)
-
-    return wrapper
 
 
 def _for_device_under_test(instantiate: Any, bases: list[Any]) -> Any:

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
 from torch_ext.upstream.export.git import CheckoutError
@@ -30,8 +31,6 @@ from torch_ext.upstream.export.modules import (
     project_root,
     upstream_at,
 )
-
-__all__ = ["Entry", "compare", "drift", "main"]
 
 SAME, CHANGED, THROUGH, MISSING, NEW = "same", "changed", "through", "missing", "new"
 
@@ -88,37 +87,34 @@ def compare(name: str, ours: Tree, theirs: Tree) -> list[Entry]:
     if mine is None or upstream is None:
         raise ValueError(f"only one side has {name}")
     missing = THROUGH if _resolves_through(mine) else MISSING
-    listed = [each for each in _public_names(ours, our_name) if not each.startswith("__")]
-    listed += [each for each in upstream.definitions if each not in listed and ours.find(our_name, each)]
+    public = _public_names(ours, our_name)
     entries: list[Entry] = []
-    for each in listed:
+    for each in dict.fromkeys([*public, *upstream.definitions]):
         here, there = ours.find(our_name, each), theirs.find(their_name, each)
-        if here is None or there is None:  # re-exported from torch itself, or ours alone
-            entries.append(Entry(name, each, NEW if there is None else SAME))
-        else:
-            entries += _compare_definitions(Entry(name, each, SAME), (ours, *here), (theirs, *there))
-    known = {entry.name for entry in entries}
-    rest = [each for each in upstream.definitions if each not in known and not each.startswith("__")]
-    return entries + [Entry(name, each, missing) for each in rest]
+        if each.startswith("__"):
+            continue
+        if here is not None and there is not None:
+            entries += _compare_definitions(name, each, (ours, *here), (theirs, *there))
+        else:  # ours alone, re-exported from torch itself, or upstream's alone
+            entries.append(Entry(name, each, NEW if there is None else SAME if each in public else missing))
+    return entries
 
 
 def _compare_definitions(
-    entry: Entry, here: tuple[Tree, Module, Definition], there: tuple[Tree, Module, Definition]
+    module: str, name: str, here: tuple[Tree, Module, Definition], there: tuple[Tree, Module, Definition]
 ) -> Iterator[Entry]:
     mine, upstream = here[2], there[2]
-    if not (mine.is_class and upstream.is_class):
-        yield _entry(entry.module, entry.name, mine.node, upstream.node)
-        return
-    yield entry
-    my_members, their_members = members_of(*here), members_of(*there)
-    for member in dict.fromkeys([*their_members, *my_members]):
-        if member.startswith("__") and member != "__init__":
-            continue
-        full = f"{entry.name}.{member}"
-        if member not in my_members or member not in their_members:
-            yield Entry(entry.module, full, NEW if member in my_members else MISSING)
-        elif my_members[member][0].name != their_members[member][0].name:  # else both inherit it from one class
-            yield _entry(entry.module, full, my_members[member][1], their_members[member][1], method=True)
+    yield _entry(module, name, mine.node, upstream.node)
+    if mine.is_class and upstream.is_class:
+        my_members, their_members = members_of(*here), members_of(*there)
+        for member in dict.fromkeys([*their_members, *my_members]):
+            full = f"{name}.{member}"
+            if member.startswith("__") and member != "__init__":
+                continue
+            if member not in my_members or member not in their_members:
+                yield Entry(module, full, NEW if member in my_members else MISSING)
+            elif my_members[member][0].name != their_members[member][0].name:  # else both inherit it from one class
+                yield _entry(module, full, my_members[member][1], their_members[member][1], method=True)
 
 
 def _public_names(tree: Tree, module: str) -> list[str]:
@@ -168,13 +164,12 @@ def _resolves_through(module: Module) -> bool:
 
 def as_text(entries: Iterable[Entry]) -> str:
     """Return the differences, by module, with a count of each kind."""
-    by_module: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_module.setdefault(entry.module, []).append(entry)
     blocks = []
-    for module, members in by_module.items():
+    for module, group in groupby(entries, lambda entry: entry.module):
+        members = list(group)
         counts = Counter(entry.status for entry in members)
-        lines = [f"{module}: " + ", ".join(f"{counts[kind]} {kind}" for kind in _KINDS if counts[kind])]
+        kinds = (SAME, CHANGED, THROUGH, MISSING, NEW)
+        lines = [f"{module}: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds if counts[kind])]
         for kind in (CHANGED, MISSING, NEW):
             for entry in members:
                 if entry.status == kind:
@@ -182,6 +177,3 @@ def as_text(entries: Iterable[Entry]) -> str:
                     lines.append(f"  {kind:8}{entry.name}{change}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-_KINDS = (SAME, CHANGED, THROUGH, MISSING, NEW)

@@ -22,8 +22,6 @@ from torch_ext.unbuilt import has_unbuilt_torch
 from torch_ext.upstream import devices
 from torch_ext.world import files
 
-__all__ = ["devices_wanted"]
-
 _MAX_DEVICES = 64
 # Functions of torch's helpers that take a number of devices, and names that hold one.
 _SKIP_HELPERS = ("skip_if_lt_x_gpu", "at_least_x_gpu", "requires_world_size", "skip_if_no_gpu")

@@ -25,8 +25,6 @@ from pathlib import Path
 from torch_ext.results import Remark, SetupError, Status, TestName, TestResult
 from torch_ext.upstream.reasons import Releases, advise, explain
 
-__all__ = ["BUILT_IN", "Difference", "Differences", "Judge", "read"]
-
 BUILT_IN = Path(__file__).with_name("differences.json")
 
 _KEYS = {"test", "when", "do", "reason", "link"}
@@ -151,9 +149,8 @@ class Judge(Differences):
     """
 
     def __init__(self, paths: Iterable[Path], lists: Sequence[str], surroundings: Mapping[str, str]) -> None:
-        self._paths = tuple(paths)
         self._cuda_as_sim = surroundings.get("cuda_as_sim") == "true"
-        self._releases = Releases(self._paths, cuda_as_sim=self._cuda_as_sim)
+        self._releases = Releases(paths, cuda_as_sim=self._cuda_as_sim)
         self.warning = self._releases.notice  # a sentence at the beginning of the run; may be empty
         try:
             entries = [entry for path in (BUILT_IN, *map(Path, lists)) for entry in read(path)]
@@ -172,7 +169,7 @@ class Judge(Differences):
         return replace(judged, reason=reason)
 
     def _source_of(self, test: TestName) -> str:
-        path = next((path for path in self._paths if path.as_posix().endswith(f"/{test.file}")), None)
+        path = self._releases.path_of(test.file)
         try:
             return path.read_text(encoding="utf-8", errors="replace") if path is not None else ""
         except OSError:

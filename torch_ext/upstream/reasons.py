@@ -14,8 +14,6 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
-__all__ = ["Releases", "advise", "explain", "reason_of", "release_of_checkout"]
-
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _NAMES_CUDA = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
@@ -123,8 +121,6 @@ _MISSING = (
 )
 # Names that a build without CUDA lacks.
 _CUDA_NAMES = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
-_BUILD = re.compile(r"ImportError|AttributeError")
-_BUILD_OR_MODULE = re.compile(r"ImportError|AttributeError|ModuleNotFoundError")
 # Modules that this project adds to torch; a missing name there is our bug.
 _OURS = re.compile(r"torch\.sim(?:\.|$)")
 # Modules whose classes may be ours.
@@ -155,8 +151,13 @@ def _release(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def _is_torch_module(module: str) -> bool:
-    return module.partition(".")[0] == "torch" and not _REPLACED.match(module)
+def _class_of_torch(name: str, path: Path | None) -> str:
+    """Return the full name of class ``name`` if the file imports it from torch and the class is not ours."""
+    for node in ast.walk(ast.parse(path.read_bytes() if path is not None else b"")):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
+            module = node.module or ""
+            return f"{module}.{name}" if module.partition(".")[0] == "torch" and not _REPLACED.match(module) else ""
+    return ""
 
 
 class Releases:
@@ -172,14 +173,10 @@ class Releases:
 
     def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:
         self._cuda_as_sim = cuda_as_sim
-        try:
-            self._installed = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            self._installed = ""
-        self._files = files = list(paths)
-        self._of_unknown_release = [path.as_posix() for path in files if _outside_a_checkout(path)]
-        self._checkout = max(map(release_of_checkout, files), key=_release, default="")
-        self._newer = bool(self._installed) and _release(self._checkout) > _release(self._installed)
+        self._installed = metadata.version("torch")
+        self._files = list(paths)
+        self._checkout = max(map(release_of_checkout, self._files), key=_release, default="")
+        self._newer = _release(self._checkout) > _release(self._installed)
         self.notice = ""  # a sentence to begin with if the checkout is newer; else empty
         if self._newer:
             self.notice = (
@@ -187,26 +184,21 @@ class Releases:
                 "tests that need a missing name are skipped"
             )
 
+    def path_of(self, file: str) -> Path | None:
+        """Return the path of a test's file in this run."""
+        return next((path for path in self._files if path.as_posix().endswith(f"/{file}")), None)
+
     def judged(self, result: TestResult) -> TestResult:
         """Return ``result``, or a skip if it failed only because torch or this machine lacks something."""
         if result.status is not Status.FAILED:
             return result
-        reasons = {self._reason(error, result.test.file) for problem in result.problems for error in _errors(problem)}
+        path = self.path_of(result.test.file)
+        reasons = {self._reason(error, path) for problem in result.problems for error in _errors(problem)}
         if len(reasons) != 1 or not (reason := reasons.pop()):
             return result
         return replace(result, status=Status.SKIPPED, reason=reason, problems=(), output="")
 
-    def _class_of_torch(self, name: str, file: str) -> str:
-        """Return the full name of class ``name`` if ``file`` imports it from torch and the class is not ours."""
-        for path in self._files:
-            if path.as_posix().endswith(f"/{file}"):
-                for node in ast.walk(ast.parse(path.read_bytes())):
-                    if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-                        module = node.module or ""
-                        return f"{module}.{name}" if _is_torch_module(module) else ""
-        return ""
-
-    def _reason(self, error: str, file: str) -> str:
+    def _reason(self, error: str, path: Path | None) -> str:
         if reason := reason_of(error, cuda_as_sim=self._cuda_as_sim):
             return reason
         found = next((found for pattern in _MISSING if (found := pattern.search(error))), None)
@@ -215,13 +207,14 @@ class Releases:
         parts = found.groupdict()
         where = (parts.get("where") or "").replace("torch_ext.", "torch.", 1)
         if "cls" in parts:
-            where = self._class_of_torch(parts["cls"], file)
+            where = _class_of_torch(parts["cls"], path)
         if _OURS.match(where) or ("cls" in parts and not where):
             return ""
         name = f"{where}.{parts['name']}" if where else parts["name"]
-        if _BUILD.match(error) and _CUDA_NAMES.search(parts["name"]):
+        if error.startswith(("ImportError", "AttributeError")) and _CUDA_NAMES.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
-        if any(path.endswith(f"/{file}") for path in self._of_unknown_release) and _BUILD_OR_MODULE.match(error):
+        is_name = error.startswith(("ImportError", "AttributeError", "ModuleNotFoundError"))
+        if is_name and path is not None and _outside_a_checkout(path):
             return f"needs another release of torch: {self._installed} has no {name}"
         if not self._newer:
             return ""

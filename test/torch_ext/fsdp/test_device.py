@@ -1,13 +1,12 @@
 """The device under test is looked up on use, through names that a test file may patch."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from test.torch_ext.interpreter import python
 from torch_ext import accelerator
 from torch_ext.testing._internal import common_fsdp
 from torch_ext.testing._internal._fsdp import device
@@ -19,7 +18,7 @@ def test_importing_the_helpers_chooses_no_device_and_loads_no_compiler():
         "assert accelerator._chosen is None, accelerator._chosen; "
         "assert 'torch._inductor.compile_fx' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    assert python("-c", program).returncode == 0
 
 
 def test_names_default_to_the_values_of_accelerator():

@@ -5,28 +5,16 @@ The subclasses are in ``broken_extensions.py``, which runs once, in a separate f
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from test.torch_ext.fsdp.broken_extensions import BROKEN
+from test.torch_ext.interpreter import CHECKOUT, python
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 PAGE = CHECKOUT / "EXTENSIONS.md"
-
-
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter in ``folder``, with torch_ext on the path but not the checkout's tests."""
-    environment = {"TORCH_EXT_DEVICE": "cpu"} | os.environ | {"PYTHONPATH": str(CHECKOUT), "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, text=True, timeout=500,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +22,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("broken")
     shutil.copy(Path(__file__).with_name("broken_extensions.py"), folder / "test_broken.py")
     chosen = ["TestSound", *(f"{case}.{test}" for case, test, _ in BROKEN)]
-    return python(folder, "-m", "torch_ext", "--root", ".", "-v", "-i", *chosen).stdout
+    return python("-m", "torch_ext", "--root", ".", "-v", "-i", *chosen, folder=folder, COLUMNS="200").stdout
 
 
 def endings(report: str) -> dict[str, str]:
@@ -62,24 +50,15 @@ def test_no_broken_subclass_costs_a_time_limit(report: str) -> None:
     assert "timed out" not in report
 
 
-@pytest.fixture(scope="module")
-def example() -> str:
-    """Return the test file on the page."""
-    shown = re.search(r"<!-- test_my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert shown is not None
-    return shown[1]
+def shown(name: str) -> str:
+    """Return the file ``name`` on the page."""
+    found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
-@pytest.fixture(scope="module")
-def subclass() -> str:
-    """Return the tensor subclass on the page."""
-    shown = re.search(r"<!-- my_tensor\.py -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert shown is not None
-    return shown[1]
-
-
-def test_example_on_the_page_has_the_stated_length(example: str) -> None:
-    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+def test_example_on_the_page_has_the_stated_length() -> None:
+    assert len([line for line in shown("test_my_tensor.py").splitlines() if line.strip()]) <= 10
 
 
 # Commands that run the tests, and how many tests each runs: all of them once, otherwise the fastest.
@@ -91,10 +70,10 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_example_on_the_page_runs_in_a_folder_of_its_own(tmp_path: Path, example: str, subclass: str, way: str) -> None:
-    (tmp_path / "my_tensor.py").write_text(subclass, encoding="utf-8")
-    (tmp_path / "test_my_tensor.py").write_text(example, encoding="utf-8")
+def test_example_on_the_page_runs_in_a_folder_of_its_own(tmp_path: Path, way: str) -> None:
+    for name in ("my_tensor.py", "test_my_tensor.py"):
+        (tmp_path / name).write_text(shown(name), encoding="utf-8")
     command, count = WAYS[way]
-    done = python(tmp_path, *command)
-    assert done.returncode == 0, done.stdout
-    assert re.search(rf"\b{count} passed", done.stdout), done.stdout
+    done = python(*command, folder=tmp_path)
+    assert done.returncode == 0, done
+    assert re.search(rf"\b{count} passed", done.stdout), done

@@ -3,7 +3,6 @@
 from datetime import timedelta
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -12,7 +11,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.testing._internal._fsdp.device import with_compute_device
 from torch_ext.testing._internal._fsdp.models import nested as nested_module
@@ -20,8 +18,6 @@ from torch_ext.testing._internal.common_fsdp import (
     MLP,
     AlwaysWrapNestedWrappedModule,
     DEVICEInitMode,
-    DoubleLinear,
-    DummyDDP,
     DummyProcessGroup,
     FSDPInitMode,
     FSDPTest,
@@ -35,7 +31,6 @@ from torch_ext.testing._internal.common_fsdp import (
     TransformerWithSharedParams,
     _assert_module_states,
     get_devtype,
-    get_full_params,
 )
 
 FSDP1_MODELS = [
@@ -81,14 +76,6 @@ class TestFSDP1Models(FSDPTest):
         if deterministic and model_class is not MixtureOfExperts:
             _assert_module_states(second_model, self.process_group, self.assertEqual)
 
-    def test_wrapping_changes_no_deterministic_value(self):
-        self.run_subtests({"model_class": FSDP1_MODELS}, self._test_same_values)
-
-    def _test_same_values(self, model_class):
-        plain = self._init(model_class, deterministic=True)
-        sharded = self._init(model_class, FSDPInitMode.RECURSIVE, deterministic=True)
-        self.assertEqual(get_full_params(sharded), list(plain.parameters()))
-
     def test_device_mode_decides_when_the_model_moves(self):
         """Observes the moves themselves, because on the host nothing else shows them."""
         self.run_subtests(
@@ -132,14 +119,8 @@ class TestFSDP1Models(FSDPTest):
         )
         # Two encoder layers, two decoder layers, the root.
         self.assertEqual(len(FSDP.fsdp_modules(sharded)), 5)
-        ddp_model = DDP(plain)
-        for _ in range(2):
-            self._step(sharded, sharded.module)
-            self._step(ddp_model, plain)
         with FSDP.summon_full_params(sharded):
             self.assertIs(sharded.module.output_proj.weight, sharded.module.embed_tokens.weight)
-        # The gradient is the sum of those of both uses.
-        self.assertEqual(get_full_params(sharded), list(plain.parameters()))
 
     def test_transformer_batch_norm_is_optional_and_buffers_are_there(self):
         with_bn = self._init(TransformerWithSharedParams)
@@ -337,26 +318,9 @@ def test_mlp_stack_is_uneven_and_has_a_norm_only_for_sequences():
     assert isinstance(norm, nn.LayerNorm) and norm.bias is None
 
 
-@pytest.mark.parametrize("use_second_linear", [True, False])
-def test_double_linear_uses_its_second_layer_on_request(use_second_linear):
-    model = DoubleLinear(4, use_second_linear)
-    output = model(torch.randn(3, 4))
-    total = sum(part.sum() for part in output) if use_second_linear else output.sum()
-    total.backward()
-    assert (model.lin2.weight.grad is not None) == use_second_linear
-    assert model.lin1.weight.grad is not None
-
-
 def test_dummy_process_group_is_done_at_once_and_leaves_tensors_alone():
     group, tensor = DummyProcessGroup(rank=2, size=5), torch.ones(2)
     work = group.allreduce([tensor])
     assert (group.rank(), group.size()) == (2, 5)
     assert work.wait(timedelta(seconds=1)) and work.is_completed() and work.get_future().wait() == 1
     assert tensor.tolist() == [1, 1]
-
-
-def test_dummy_ddp_is_the_module_in_a_wrapper():
-    module = nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    assert DummyDDP(module).module is module
-    torch.testing.assert_close(DummyDDP(module)(x), module(x))

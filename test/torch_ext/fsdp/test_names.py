@@ -3,36 +3,7 @@
 import importlib
 import pkgutil
 
-import pytest
-import torch
-
 from torch_ext.testing._internal import _fsdp, common_fsdp
-
-ON_USE = {"DEVICE_TYPE", "DEVICE_COUNT", "DISTRIBUTED_BACKEND"}  # no module lists them
-
-same_release = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="a later release may have others")
-
-
-def upstreams_names():
-    """Yield ``(name, member)`` of what torch's own module defines; the member is None for the name itself."""
-    upstream = importlib.import_module("torch.testing._internal.common_fsdp")
-    yield from ((name, None) for name in ON_USE)
-    for name, found in vars(upstream).items():
-        if getattr(found, "__module__", None) == upstream.__name__:
-            yield name, None
-            members = vars(found) if isinstance(found, type) else ()
-            yield from ((name, member) for member in members if not member.startswith(("__", "_abc_")))
-
-
-@same_release
-def test_every_name_of_upstreams_module_exists():
-    names = list(upstreams_names())
-    assert len(names) > 100
-    assert [
-        (name, member)
-        for name, member in names
-        if not hasattr(common_fsdp, name) or (member and not hasattr(getattr(common_fsdp, name), member))
-    ] == []
 
 
 def test_old_names_are_aliases():

@@ -33,18 +33,6 @@ def test_layers_are_wrapped_innermost_first_and_the_model_last():
     assert wrapped[-1] is model
 
 
-def test_wrappers_may_replace_modules():
-    model = build_tree(TREE, HOST, lambda module: nn.Sequential(module))
-    assert shapes(model) == shapes(build_tree(TREE, HOST))
-    assert train_tree(model, EVERYTHING, 1, HOST).shape == (1,)
-
-
-def test_shares_of_the_rows_have_the_gradients_of_all_of_them_on_average():
-    """Comparisons of sharded with unsharded training rest on this equality, here for one step."""
-    losses = [train_tree(build_tree(TREE, HOST), rows, 1, HOST) for rows in (slice(0, 4), slice(4, 8), EVERYTHING)]
-    torch.testing.assert_close((losses[0] + losses[1]) / 2, losses[2])
-
-
 def test_accumulation_steps_every_other_time():
     steps = []
     model = build_tree(TREE, HOST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import warnings
 from pathlib import Path
 
@@ -43,12 +42,6 @@ def test_private_names_of_torch_come_through_compat() -> None:
     files = files_of(("torch_ext", "testing"), _KNOW_PRIVATE_NAMES)
     found = [f"{shown(path)}:{line} {name}" for path in files for line, name in private_torch_names(read(path))]
     assert found == [], "add the name to a file of torch_ext/compat and import it from there"
-
-
-def test_testing_is_reached_through_a_link() -> None:
-    link = CHECKOUT / "torch_ext" / "testing"
-    assert link.is_symlink()
-    assert os.readlink(link) == "../testing"
 
 
 @pytest.mark.parametrize("module", ["torch_ext.world.tree", "torch_ext.testing.common", "test.a.test_b"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,34 +22,10 @@ DOCUMENTED_IN = [CHECKOUT / "docs/architecture.md", CHECKOUT / "torch_ext/sim/__
 
 def read_by(source: str) -> set[str]:
     """Return our variables that Python code reads from the environment, by a literal or by a constant of the file."""
-    tree = ast.parse(source)
-    constants = {
-        target.id: node.value.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    names = (constants.get(key.id) if isinstance(key, ast.Name) else _literal(key) for key in _keys_read(tree))
-    return {name for name in names if name and NAME.fullmatch(name)}
-
-
-def _keys_read(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and _called(node) in ("get", "getenv", "pop"):
-            yield node.args[0]
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
-            yield node.slice
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-            yield node.left
-
-
-def _called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _literal(node: ast.expr) -> str:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    constants = dict(re.findall(r'^\s*(\w+) = "(\w+)"', source, re.MULTILINE))
+    keys = re.findall(r'\b(?:get|getenv|pop)\(\s*([\w"]+)|\[([\w"]+)\](?! =)|([\w"]+) (?:not )?in ', source)
+    names = {constants.get(key, key.strip('"')) for found in keys for key in found}
+    return {name for name in names if NAME.fullmatch(name)}
 
 
 def read_natively(source: str) -> set[str]:

@@ -243,19 +243,6 @@ def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
     assert found.code == 1
 
 
-def test_a_program_that_names_cuda_runs_as_it_is(tmp_path: Path) -> None:
-    program = EXAMPLE.read_text().replace("torch.accelerator.current_accelerator().type", '"cuda"')
-    program = program.replace("torch.accelerator.set_device_index", "torch.cuda.set_device")
-    program = program.replace("init_process_group()", 'init_process_group("nccl")')
-    program += '    print(torch.cuda.get_device_name(), torch.ones(2, device="cuda").device.type == "cuda")\n'
-    assert program.count("cuda") > 3
-    ended = run("-n 2 --cuda-as-sim --output rank0", program, folder=tmp_path)
-    assert ended.err == ""
-    assert "step 4: loss" in ended.out
-    assert "Simulated accelerator True" in ended.out
-    assert ended.code == 0
-
-
 def test_silent_fake_is_an_error_with_strict(tmp_path: Path) -> None:
     ended = run("-n 2 --strict", "import torch\ntorch.ones(2).sum()", folder=tmp_path)
     assert "error: none of the 2 ranks made a process group" in ended.err

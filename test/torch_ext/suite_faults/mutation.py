@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Edit", "OtherTorchError", "exchange"]
-
 
 class OtherTorchError(LookupError):
     """This torch does not contain the text that an edit replaces."""

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from test.torch_ext.suite_faults.mutation import Edit
 
-__all__ = ["FAULTS", "Fault", "inject", "parse"]
-
 _CHANGE = re.compile(r"\{\{(.*?) =>(?: |(?=\n))(.*?)\}\}(?!\})", re.DOTALL)
 
 

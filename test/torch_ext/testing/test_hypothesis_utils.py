@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 import hypothesis
-import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase
 
@@ -398,16 +397,6 @@ def test_settings_keep_the_requested_values(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CI", "true")
     ours = settings_for_ranks(asked)
     assert (ours.max_examples, ours.derandomize, ours.database) == (7, True, None)
-
-
-def test_the_method_looks_like_the_one_that_was_decorated() -> None:
-    @hypothesis.given(x=st.integers())
-    def test(self: object, x: int) -> None:
-        """A docstring."""
-
-    method = across_ranks()(test)
-    assert (method.__name__, method.__qualname__, method.__doc__) == (test.__name__, test.__qualname__, test.__doc__)
-    assert hypothesis.is_hypothesis_test(method)
 
 
 def test_wrong_uses_are_refused() -> None:

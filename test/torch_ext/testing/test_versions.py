@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from test.torch_ext.interpreter import python
 from torch_ext.compat import untested_torch
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 VARIABLE = "TORCH_EXT_TOLD_VERSION"
 
 
@@ -43,7 +42,7 @@ def test_warning_is_given_once_for_a_process_and_its_children(monkeypatch: pytes
     assert untested_torch() == ""
     program = "from importlib import metadata; metadata.version = lambda name: '2.16.0'\n"
     program += "from torch_ext.compat import untested_torch; print(repr(untested_torch()))"
-    assert python(program).stdout == "''\n"
+    assert python("-c", program).stdout == "''\n"
 
 
 def test_version_comes_from_torch_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +62,6 @@ def test_without_torch_there_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert untested_torch() == ""
 
 
-def python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program, *arguments], cwd=CHECKOUT, capture_output=True, text=True)
-
-
 def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path: Path) -> None:
     (tmp_path / "torch-2.16.0.dev1.dist-info").mkdir()
     (tmp_path / "torch-2.16.0.dev1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.16.0.dev1\n")
@@ -75,7 +70,7 @@ def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path: Path) -> No
     program += "import torch_ext.runner.execute as execute\n"
     program += f"execute.open_executor = lambda options: print(execute.os.environ.get({VARIABLE!r})) or sys.exit()\n"
     program += "main(sys.argv[1:])"
-    done = python(program, "--root", str(tmp_path))
+    done = python("-c", program, "--root", tmp_path)
     assert done.stderr.count("warning: torch 2.16.0.dev1 is untested") == 1
     assert done.stdout == "2.16.0.dev1\n"
 
@@ -84,6 +79,6 @@ def test_test_file_without_the_runner_warns_through_warnings() -> None:
     program = "import torch; torch.__version__ = '2.16.0'\n"
     program += "from torch_ext.testing._internal import common_distributed\n" * 2
     program += "from torch_ext.compat import untested_torch; assert not untested_torch()"
-    done = python(program)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("UntestedTorchWarning: torch 2.16.0 is untested") == 1

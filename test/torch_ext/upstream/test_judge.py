@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torch_ext.results import Raised, RanksFailed, SetupError, Status, TestName, TestResult
-from torch_ext.upstream.judge import BUILT_IN, Difference, Differences, Judge, read
+from torch_ext.upstream.judge import Difference, Differences, Judge
 from torch_ext.upstream.reasons import Releases
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import RankStatus, Receipt
@@ -69,11 +69,6 @@ def test_malformed_list_is_refused(text: str, message: str, tmp_path: Path) -> N
     file.write_text(text)
     with pytest.raises(SetupError, match=message):
         Judge([], [str(file)], {})
-
-
-def test_our_own_list_can_be_read() -> None:
-    for known in read(BUILT_IN):
-        assert known.reason
 
 
 def checkout(folder: Path, version: str) -> Path:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from torch.testing import _internal as upstream_helpers
 
-__all__ = ["PERSON", "commit", "git", "like_upstream", "repository"]
-
 PERSON = ("A Person", "person@example.org")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
+from torch_ext.compat._lookup import lazy_names
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.lint import problems
 from torch_ext.upstream.export.modules import Module, Tree
@@ -70,11 +74,13 @@ def test_missing_helper_is_exported_with_its_dependencies_alone() -> None:
     )
 
 
-def test_private_name_that_clashes_upstream_is_renamed() -> None:
+def test_private_name_that_clashes_upstream_is_a_problem() -> None:
     rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
-    theirs = "def _do():\n    return 2\n"
-    added = helpers(rooms, theirs).removeprefix(theirs)
-    assert "def _do_of_rooms():" in added and "return _do_of_rooms()" in added
+    ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}
+    _, found = exported("test.distributed.test_a", ours, {f"{THEIRS}.common_fsdp": "def _do():\n    return 2\n"})
+    assert found == [
+        "testing/_internal/_fsdp/rooms.py: rename _do: torch/testing/_internal/common_fsdp.py has another of that name"
+    ]
 
 
 def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
@@ -107,16 +113,19 @@ def test_device_queries_become_upstreams_expressions() -> None:
     assert "return DEVICE_TYPE, device_type" in text
 
 
-def test_private_names_of_torch_are_imported_from_where_they_are() -> None:
+def test_private_names_of_torch_are_imported_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = (
         "from torch_ext.compat import fsdp as private\n\n__all__ = ['helper']\n\n\n"
         "def helper():\n    return private.checkpoint, private.param_group.FSDPParamGroup\n"
     )
-    compat = (
-        "__getattr__ = lazy_names(__name__, {'checkpoint': ('torch.gone:checkpoint', 'torch.here:checkpoint'), "
-        "'param_group': ('torch.distributed.fsdp:_group',)})\n"
-    )
-    more = {"torch_ext.compat.fsdp": compat, "torch.here": "def checkpoint(): ...\n"}
+    compat = types.ModuleType("torch_ext.compat.fsdp")
+    places = {
+        "checkpoint": ("torch.gone:checkpoint", "torch.here:checkpoint"),
+        "param_group": ("torch.distributed.fsdp:_group",),
+    }
+    vars(compat)["__getattr__"] = lazy_names(compat.__name__, places)
+    monkeypatch.setitem(sys.modules, compat.__name__, compat)
+    more = {compat.__name__: "", "torch.here": "def checkpoint(): ...\n"}
     text = helpers(rooms, "import torch\n", **more)
     assert "from torch.here import checkpoint\n" in text
     assert "from torch.distributed.fsdp import _group\n" in text

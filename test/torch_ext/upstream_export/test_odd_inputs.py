@@ -131,7 +131,7 @@ def test_file_with_a_non_ascii_name_is_exported(root: Path, checkout: Path) -> N
     (root / "test/distributed/test_ö.py").write_text(OTHER, encoding="utf-8")
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
-    command.add(linker, ["test/distributed/test_ö.py"], root)
+    command.add(linker, "test/distributed/test_ö.py", root)
     assert [each.path for each in linker.targets.values() if each.whole] == ["test/distributed/test_ö.py"]
     assert linker.problems == []
 

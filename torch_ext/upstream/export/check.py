@@ -24,8 +24,6 @@ from pathlib import Path
 from torch_ext.upstream.export.git import git
 from torch_ext.upstream.export.modules import project_root
 
-__all__ = ["Run", "apply_to_copy", "import_in_copy", "run_in_copy"]
-
 _HOST = "cpu"
 
 _SITE = '''

@@ -10,23 +10,16 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from torch_ext.upstream.export import check, lint, tables
 from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, mailbox
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.modules import our_tree, path_of, project_root, upstream_at
 from torch_ext.upstream.export.targets import Target, text_of
-
-__all__ = ["Result", "add", "export", "main"]
-
-_DEVICES = ("cpu", "sim")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -46,9 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     try:
         options = _parser().parse_args(arguments)
-        devices = _DEVICES if options.check else ()
         with _exit_on_signals():
-            result = export(options.items, options.onto, devices, lambda line: print(line, file=sys.stderr, flush=True))
+            result = export(options.items, options.onto, checked=options.check)
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,21 +58,21 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _exit_on_signals() -> Iterator[None]:
     """Make signals raise SystemExit within the block, so that cleanups run; restores their handlers."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, end)
     try:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:  # nohup, or a shell's background
-                signal.signal(number, _end)
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,16 +94,13 @@ def _new_file(text: str) -> Path:
     return path
 
 
-def export(
-    items: Sequence[str], onto: Path, devices: Sequence[str] = (), report: Callable[[str], None] = lambda line: None
-) -> Result:
+def export(items: Sequence[str], onto: Path, *, checked: bool = False) -> Result:
     """Make a patch.
 
     Args:
         items: see :func:`add`.
         onto: the PyTorch checkout.
-        devices: where to run the change; empty for no run.
-        report: prints a line of progress.
+        checked: run the change in a scratch copy.
 
     Raises:
         CheckoutError: the checkout or a path is missing, git knows no author, or there is no ruff.
@@ -119,9 +108,10 @@ def export(
     root = project_root()
     theirs = upstream_at(onto)
     check_author(onto)
-    ours = our_tree(theirs, root)
+    ours = our_tree(theirs, root, tables.STAND_INS)
     linker = Linker(ours, theirs)
-    add(linker, items, root)
+    for item in items:
+        add(linker, item, root)
     result = Result(problems=list(dict.fromkeys(linker.problems)))
     targets = [each for each in linker.targets.values() if each.whole or each.pieces]
     if not targets and not result.problems:
@@ -133,16 +123,14 @@ def export(
     settings = file_at(onto, "pyproject.toml", commit_of(onto))
     result.problems = lint.problems(result.files, before, None if settings is None else settings.decode())
     runs: list[check.Run] = []
-    if devices and not result.problems:
-        runs, result.problems = _check(onto, devices, targets, result.files, report)
+    if checked and not result.problems:
+        runs, result.problems = _check(onto, targets, result.files)
     if not result.problems:
         result.mail = mailbox(onto, result.files, _message(targets, runs))
     return result
 
 
-def _check(
-    onto: Path, devices: Sequence[str], targets: Sequence[Target], files: dict[str, str], report: Callable[[str], None]
-) -> tuple[list[check.Run], list[str]]:
+def _check(onto: Path, targets: Sequence[Target], files: dict[str, str]) -> tuple[list[check.Run], list[str]]:
     """Apply the change to a scratch copy, import every file there, and run the test files."""
     mail = mailbox(onto, files, "check\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -153,29 +141,23 @@ def _check(
             return [], [f"the changed files do not import on plain torch: {errors}"]
         runs = []
         for file in tests:
-            for device in devices:
+            for device in ("cpu", "sim"):
                 runs.append(check.run_in_copy(copy, file, device))
-                report(str(runs[-1]))
+                print(runs[-1], file=sys.stderr, flush=True)
     return runs, [f"{run}\n{run.output}" for run in runs if not run.good]
 
 
 def _message(targets: Sequence[Target], runs: Sequence[check.Run]) -> str:
     """Return the commit message: the files and tests of the change, its runs, and the tools."""
-    parts = [_subject(targets)]
-    parts += [textwrap.fill(_describe(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
-    tests = [f"{each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
-    own = [
-        f"written and tested in torch_ext {metadata.version('torch_ext')}, converted by its exporter",
-        f"torch {metadata.version('torch')}, Python {platform.python_version()}, {lint.version()}",
-    ]
-    parts += [_list("Tests", tests)] if tests else []
-    parts += [_list("Run", [str(run) for run in runs]) if runs else "Not run on the tree that it applies to."]
-    parts += [_list("Tools", own)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _list(title: str, lines: Sequence[str]) -> str:
-    return "\n  ".join([f"{title}:", *lines])
+    parts = [[_subject(targets)]]
+    parts += [textwrap.wrap(_describe(each), 72, break_long_words=False, break_on_hyphens=False) for each in targets]
+    tests = [f"  {each.module.rpartition('.')[2]}: {name}" for each in targets for name in _tests(each)]
+    parts += [["Tests:", *tests]] if tests else []
+    parts += [["Run:", *(f"  {run}" for run in runs)] if runs else ["Not run on the tree that it applies to."]]
+    own = f"  written and tested in torch_ext {metadata.version('torch_ext')}, converted by its exporter"
+    tools = f"  torch {metadata.version('torch')}, Python {platform.python_version()}, {lint.version()}"
+    parts += [["Tools:", own, tools]]
+    return "\n\n".join(map("\n".join, parts)) + "\n"
 
 
 def _subject(targets: Sequence[Target]) -> str:
@@ -204,29 +186,19 @@ def _tests(target: Target) -> list[str]:
     return [f"{owner}.{name}" for owner, name in named if name.startswith("test_")]
 
 
-# The arguments: files, or names in files.
-
 _EXPORTABLE = ("testing", "test/distributed")
 
 
-def add(linker: Linker, arguments: Sequence[str], root: Path) -> None:
-    """Add the arguments to ``linker``; an argument that cannot be exported becomes one of the linker's problems.
+def add(linker: Linker, item: str, root: Path) -> None:
+    """Add ``item`` to ``linker``: a file or folder below the project's ``root``, or ``FILE::NAME`` for a definition.
 
-    Args:
-        linker: collects the change.
-        arguments: a file or folder below the project's root, or ``FILE::NAME`` for a definition or class.
-        root: the project's checkout.
+    An item that cannot be exported becomes one of the linker's problems.
 
     Raises:
         CheckoutError: there is no such file or folder.
     """
     root = root.resolve()
-    for each in arguments:
-        _add_path(linker, each, root)
-
-
-def _add_path(linker: Linker, argument: str, root: Path) -> None:
-    path, _, name = argument.partition("::")
+    path, _, name = item.partition("::")
     places = ((root / path).resolve(), Path(path).resolve())
     place = next((each for each in places if each.exists() and each.is_relative_to(root)), None)
     if place is None:
@@ -239,8 +211,7 @@ def _add_path(linker: Linker, argument: str, root: Path) -> None:
         return
     for file in sorted(place.rglob("*.py")) if in_folder else [place]:
         module = module_at(file, root)
-        is_local = tables.advice_for(module) and not any(each.startswith(f"{module}.") for each in tables.STAND_INS)
-        if not in_folder or not (is_local or file.name == "__init__.py"):
+        if not in_folder or not (tables.advice_for(module) or file.name == "__init__.py"):
             linker.add_file(module)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CheckoutError", "check_author", "commit_of", "file_at", "git", "mailbox"]
-
 # Git sets these variables for its hooks. They take precedence over the folder that a command names.
 _HOOK_VARIABLES = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_WORK_TREE")
 _EXPLICIT_AUTHOR = ("-c", "user.useConfigOnly=true")

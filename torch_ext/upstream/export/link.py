@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_ext.upstream.export import tables
 from torch_ext.upstream.export.modules import OURS, THEIRS, Definition, Import, Module, Tree, members_of, path_of, span
-from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, renamed, replace_lines, replace_node, uses
+from torch_ext.upstream.export.scopes import Edit, Use, own_attributes, replace_lines, replace_node, uses
 from torch_ext.upstream.export.targets import Piece, Target
-
-__all__ = ["Linker"]
 
 _COMPAT, _FSDP_ROOMS = "torch_ext.compat", f"{OURS}._fsdp."
 
@@ -57,9 +56,6 @@ class Linker:
         module = self.ours.module(name)
         if module is None:
             self.problems.append(f"{name}: there is no such module")
-        elif stand_ins := [each for each in module.all or () if f"{name}.{each}" in tables.STAND_INS]:
-            for each in stand_ins:
-                self._stand_in(f"{name}.{each}", self.place(name))
         elif advice := tables.advice_for(name):
             self.problems.append(f"{path_of(name)}.py: {advice}")
         elif (target := self._target_for(name)).whole is None:
@@ -83,17 +79,16 @@ class Linker:
                 if name.startswith("test_") and name not in known:
                     self._add_member(target, module, definition, name, definition.name)
 
-    def _add_definition(self, target: Target, home: Module, definition: Definition) -> str:
-        """Export a definition, and return its name upstream."""
-        key = (home.name, definition.name)
-        if key not in target.pieces:
-            name = self._free_name(target, home, definition.name)
-            piece = target.pieces[key] = Piece(home, target, [definition.node, *definition.trailers], name)
-            if name != definition.name:
-                piece.edits.append(renamed(definition.node, definition.name, name))
-            self._link(piece)
-            self._need_members(home, definition, definition.node)
-        return target.pieces[key].name
+    def _add_definition(self, target: Target, home: Module, definition: Definition) -> None:
+        key, name = (home.name, definition.name), definition.name
+        if key in target.pieces:
+            return
+        others = {piece.name for each, piece in target.pieces.items() if each[0] != home.name and not piece.into}
+        if name in others or self._has(target.module, name):
+            self.problems.append(f"{path_of(home.name)}.py: rename {name}: {target.path} has another of that name")
+        piece = target.pieces[key] = Piece(home, target, [definition.node, *definition.trailers], name)
+        self._link(piece)
+        self._need_members(home, definition, definition.node)
 
     def _add_member(self, target: Target, home: Module, definition: Definition, name: str, into: str) -> None:
         members, key = definition.members(), (home.name, f"{into}.{name}")
@@ -104,12 +99,6 @@ class Linker:
             piece = target.pieces[key] = Piece(home, target, [members[name]], name, into)
             self._link(piece)
             self._need_members(home, definition, members[name])
-
-    def _free_name(self, target: Target, home: Module, name: str) -> str:
-        """Return ``name``, or a new name if the file has that name for something else."""
-        others = {piece.name for key, piece in target.pieces.items() if key[0] != home.name and not piece.into}
-        taken = name in others or self._has(target.module, name)
-        return f"{name}_of_{home.name.rpartition('.')[2]}" if taken else name
 
     def _need_members(self, module: Module, definition: Definition, node: ast.stmt) -> None:
         """Export the methods that ``node`` calls on ``self`` and that upstream's class of that name lacks."""
@@ -122,14 +111,11 @@ class Linker:
             home, statement = mine[name]
             if isinstance(statement, ast.AnnAssign) and statement.value is None:
                 continue  # set on the instance, by upstream's class too
-            for place, (below, each) in enumerate(lines):
-                if self._is_shared(below, each) and name in members_of(self.ours, below, each):
-                    theirs = self.theirs.find(self.place(below.name), each.name)
-                    # A class below, which is exported, may define the method.
-                    defined = any(name in lower.members() for _, lower in lines[:place])
-                    if theirs is not None and name not in members_of(self.theirs, *theirs) and not defined:
-                        self._add_needed(name, home, statement, self._target_at(theirs[0].name), each.name)
-                    break
+            shared = (each for each in lines if self._is_shared(*each) and name in members_of(self.ours, *each))
+            own = next(shared, None)
+            theirs = own and self.theirs.find(self.place(own[0].name), own[1].name)
+            if own and theirs and name not in members_of(self.theirs, *theirs):
+                self._add_needed(name, home, statement, self._target_at(theirs[0].name), own[1].name)
 
     def _add_needed(self, name: str, home: Module, statement: ast.stmt, target: Target, into: str) -> None:
         if advice := tables.advice_for(home.name):
@@ -156,17 +142,15 @@ class Linker:
         return _is_ours(module.name) and self._has(self.place(module.name), definition.name)
 
     def _target_for(self, ours: str) -> Target:
-        name = self.place(ours)
-        if name not in self.targets and self._target_at(name).existing is None:
-            self._add_whole(self.targets[name], self.ours.module(ours))
+        name, module = self.place(ours), self.ours.module(ours)
+        if name not in self.targets and self._target_at(name).existing is None and module is not None:
+            self._add_whole(self.targets[name], module)
         return self.targets[name]
 
     def _target_at(self, theirs: str) -> Target:
         return self.targets.setdefault(theirs, Target(theirs, self.theirs.module(theirs)))
 
-    def _add_whole(self, target: Target, module: Module | None) -> None:
-        if module is None:
-            return
+    def _add_whole(self, target: Target, module: Module) -> None:
         piece = target.whole = Piece(module, target, module.tree.body)
         for statement in module.tree.body:
             if isinstance(statement, ast.ClassDef):
@@ -190,51 +174,43 @@ class Linker:
         module, target, name, spine = piece.module, piece.target, use.name, use.spine
         origin = module.imports.get(name)
         if name in module.definitions:
-            if target.whole is not None and target.whole.module is module:
-                return
-            home, original = module.name, name
+            if target.whole is None or target.whole.module is not module:
+                self._link_name(module.name, name, use, spine, piece)
         elif origin is None:
-            if hasattr(builtins, name) or not any(self.ours.find(star, name) for star in module.stars):
-                return
-            home, original = module.name, name
+            if not hasattr(builtins, name) and any(self.ours.find(star, name) for star in module.stars):
+                self._link_name(module.name, name, use, spine, piece)
         elif not _is_ours(origin.dotted):
             if not piece.is_whole and (text := target.import_name(name, origin)) != name:
                 piece.edits.append(replace_node(spine[0], text))
-            return
-        elif not origin.attribute or self.ours.module(origin.dotted) is not None:
-            self._link_attribute(use, origin.dotted, piece)
-            return
+        elif origin.attribute and self.ours.module(origin.dotted) is None:
+            self._link_name(origin.module, origin.attribute, use, spine, piece)
+        elif len(spine) > 1 and isinstance(attribute := spine[1], ast.Attribute):
+            self._link_name(origin.dotted, attribute.attr, use, spine[1:], piece)
         else:
-            home, original = origin.module, origin.attribute
-        if edit := self._expression_edit(home, original, spine, target):
-            piece.edits.append(edit)
-        elif (text := self._upstream_name(_Reference(home, original, name, use.line), piece)) != name:
-            piece.edits.append(replace_node(spine[0], text))
+            self.problems.append(f"{_place(use, piece)}: {name} is a module of this project, used as a value")
 
-    def _link_attribute(self, use: Use, home: str, piece: Piece) -> None:
-        """Link an attribute of our module ``home``, which ``use`` names."""
-        attribute = use.spine[1] if len(use.spine) > 1 else None
-        if not isinstance(attribute, ast.Attribute):
-            where = f"{path_of(piece.module.name)}.py:{use.line}"
-            self.problems.append(f"{where}: {use.name} is a module of this project, used as a value")
-            return
-        name, target = attribute.attr, piece.target
-        if edit := self._expression_edit(home, name, use.spine[1:], target):
+    def _link_name(self, home: str, name: str, use: Use, spine: Sequence[ast.expr], piece: Piece) -> None:
+        """Link our name ``home.name``, with which ``spine`` begins; ``use`` names it, or the module that has it."""
+        target = piece.target
+        if edit := self._expression_edit(home, name, spine, target):
             piece.edits.append(edit)
             return
-        package, _, last = self.place(home).rpartition(".")
+        place, on_module = self.place(home), spine is not use.spine
+        package, _, last = place.rpartition(".")
         # Upstream has a module of that name: keep the attribute of the module.
-        kept = home.startswith(OURS) and home.endswith(f".{last}") and f"{package}.{last}" != target.module
-        text = self._through_compat(home, name, use.name, target)
-        text = text or self._upstream_name(_Reference(home, name, name, use.line, kept), piece)
+        kept = on_module and home.startswith(OURS) and home.endswith(f".{last}") and place != target.module
+        text = self._through_compat(home, name, use.name, target) if on_module else ""
+        local = name if on_module else use.name
+        text = text or self._upstream_name(_Reference(home, name, local, use.line, kept), piece)
         if kept and text == name:
             target.import_name(use.name, Import(package, last))
-        else:
-            piece.edits.append(replace_node(attribute, text))
+        elif on_module or text != use.name:
+            piece.edits.append(replace_node(spine[0], text))
 
     def _expression_edit(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
         """Return the edit that spells our name as an expression of upstream's, which lacks the name."""
-        words, best = self._definition_site(module, name), None
+        found = self.ours.find(module, name)
+        words, best = f"{found[0].name if found else module}.{name}", None
         for place, node in enumerate(spine):
             if place:
                 words += f".{node.attr}" if isinstance(node, ast.Attribute) else "()"
@@ -248,27 +224,11 @@ class Linker:
         arguments = best[1].args if isinstance(best[1], ast.Call) else ()
         return replace_node(best[1], text.format(*map(ast.unparse, arguments)) if arguments else text)
 
-    def _definition_site(self, module: str, name: str) -> str:
-        """Return the dotted name of the definition of our ``module.name``."""
-        found = self.ours.find(module, name)
-        return f"{found[0].name if found else module}.{name}"
-
-    def _stand_in(self, site: str, place: str) -> str:
-        """Export the stand-in for one of our helpers to ``place``, and return its name."""
-        module, _, name = tables.STAND_INS[site].partition(":")
-        found = self.ours.find(module, name)
-        if found is None:
-            raise AssertionError(f"there is no {tables.STAND_INS[site]}")
-        return self._add_definition(self._target_at(place), *found)
-
     def _upstream_name(self, use: _Reference, piece: Piece) -> str:
         """Return upstream's name for ours, and import it into the file."""
         module, name, local, target = use.module, use.name, use.local, piece.target
         if f"{module}.".startswith(f"{_COMPAT}."):
             return self._private_torch_name(use, piece)
-        if (site := self._definition_site(module, name)) in tables.STAND_INS:
-            place = self.place(module)
-            return self._import_name(target, place, self._stand_in(site, place), name)
         found = self.ours.find(module, name)
         home = found[0].name if found and _is_ours(found[0].name) else module
         for front in (self.place(module), self.place(home)):
@@ -288,11 +248,10 @@ class Linker:
         if advice := tables.advice_for(home):
             self.problems.append(f"{_place(use, piece)} uses {name}, which upstream lacks: {advice}")
             return local
-        destination, exported = self._target_for(home), name
+        destination = self._target_for(home)
         if destination.whole is None:
-            exported = self._add_definition(destination, *found)
-        local = local if exported == name else exported
-        return local if use.through else self._import_name(target, destination.module, exported, local)
+            self._add_definition(destination, *found)
+        return local if use.through else self._import_name(target, destination.module, name, local)
 
     def _import_name(self, target: Target, module: str, name: str, local: str) -> str:
         return name if module == target.module else target.import_name(local, Import(module, name))
@@ -319,18 +278,9 @@ class Linker:
         return f"{target.import_name(alias, Import(package, last))}.{attribute}"
 
     def _places(self, module: str, name: str) -> list[str]:
-        """Return torch's places of a private name from compat's table; places that upstream has come first."""
-        our_module = self.ours.module(module)
-        if our_module is None:
-            return []
-        texts = {each: getattr(definition.node, "value", None) for each, definition in our_module.definitions.items()}
-        constants = {each: node.value for each, node in texts.items() if isinstance(node, ast.Constant)}
-        for node in ast.walk(our_module.tree):
-            for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
-                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Tuple):
-                    places = [str(eval(ast.unparse(each), {}, constants)) for each in value.elts]
-                    return sorted(places, key=lambda each: self.theirs.find(*each.split(":")) is None)
-        return []
+        """Return torch's places of a name of compat; places that upstream has come first."""
+        places = vars(importlib.import_module(module))["__getattr__"].places.get(name, ())
+        return sorted(places, key=lambda each: self.theirs.find(*each.split(":")) is None)
 
 
 def _imports_ours(node: ast.Import | ast.ImportFrom, module: Module) -> bool:
@@ -338,7 +288,7 @@ def _imports_ours(node: ast.Import | ast.ImportFrom, module: Module) -> bool:
     return any(map(_is_ours, names))
 
 
-def _place(use: _Reference, piece: Piece) -> str:
+def _place(use: _Reference | Use, piece: Piece) -> str:
     return f"{path_of(piece.module.name)}.py:{use.line}"
 
 

@@ -10,12 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch_ext.upstream.export.git import CheckoutError
-
-__all__ = ["formatted", "problems", "sorted_imports", "version"]
 
 _WIDTH = 88
 _ISORT = 'lint.isort={known-first-party=["torch"], order-by-type=false, combine-as-imports=true, lines-after-imports=2}'
@@ -27,8 +25,8 @@ _OWNERS = re.compile(r'^# Owner\(s\): \[".+"\]$', re.MULTILINE)
 
 
 def _ruff(*command: str, text: str = "", folder: str | None = None) -> subprocess.CompletedProcess[str]:
-    installed = Path(sys.executable).parent / "ruff"
-    path = str(installed) if os.access(installed, os.X_OK) else shutil.which("ruff")
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    path = shutil.which("ruff", path=os.pathsep.join(folders))
     if path is None:
         raise CheckoutError("ruff, PyTorch's formatter, is not installed: pip install ruff")
     return subprocess.run([path, *command], input=text, capture_output=True, text=True, cwd=folder)
@@ -92,17 +90,13 @@ def _diagnostics(files: Mapping[str, str], config: str | None) -> list[tuple[str
         for name, text in {**files, **({} if config is None else {"pyproject.toml": config})}.items():
             Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             Path(folder, name).write_text(text, encoding="utf-8")
-        done = _check(_ISOLATED if config is None else ("--config", "pyproject.toml"), files, folder)
+        command = ("check", "--quiet", "--no-cache", "--exit-zero", "--output-format=json", _ALWAYS, *sorted(files))
+        done = _ruff(*command, *(_ISOLATED if config is None else ("--config", "pyproject.toml")), folder=folder)
         if done.returncode and config is not None:  # the settings of another release of ruff
-            done = _check(_ISOLATED, files, folder)
+            done = _ruff(*command, *_ISOLATED, folder=folder)
         if done.returncode:
             raise ValueError(f"ruff failed: {done.stderr}")
         for each in json.loads(done.stdout or "[]"):
             path = str(Path(each["filename"]).resolve().relative_to(Path(folder).resolve()))
             found.append((path, each["location"]["row"], f"{each['code']} {each['message']}"))
     return found
-
-
-def _check(rules: Sequence[str], files: Mapping[str, str], folder: str) -> subprocess.CompletedProcess[str]:
-    options = ("--quiet", "--no-cache", "--exit-zero", "--output-format=json", _ALWAYS)
-    return _ruff("check", *options, *rules, *sorted(files), folder=folder)

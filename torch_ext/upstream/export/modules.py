@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,23 +12,6 @@ from typing import TypeGuard
 
 from torch_ext.upstream.export.git import CheckoutError, commit_of, file_at
 from torch_ext.upstream.export.scopes import bound_names
-
-__all__ = [
-    "OURS",
-    "THEIRS",
-    "Definition",
-    "Import",
-    "Module",
-    "Tree",
-    "installed_tree",
-    "members_of",
-    "our_tree",
-    "path_of",
-    "project_root",
-    "span",
-    "tree_at",
-    "upstream_at",
-]
 
 OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
 
@@ -207,9 +190,11 @@ def project_root() -> Path:
     return root
 
 
-def our_tree(theirs: Tree, root: Path | None = None) -> Tree:
-    """Return the modules of this project, as they are on disk, and those of torch from ``theirs``."""
-    ours = _disk_tree(root or project_root())
+def our_tree(theirs: Tree, root: Path | None = None, stand_ins: Mapping[str, str] | None = None) -> Tree:
+    """Return the modules of this project, as they are on disk, and those of torch from ``theirs``. Paths that are keys
+    of ``stand_ins`` are read at its values.
+    """
+    ours = _disk_tree(root or project_root(), stand_ins or {})
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 
 
@@ -218,34 +203,25 @@ def installed_tree() -> Tree:
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise CheckoutError("torch is not installed")
-    return _disk_tree(Path(found.origin).parents[1])
-
-
-def tree_at(checkout: Path) -> Tree:
-    """Return the modules of a git repository in its ``HEAD``, without uncommitted changes.
-
-    Raises:
-        CheckoutError: there is no such repository.
-    """
-    commit = commit_of(checkout)
-    return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in HEAD")
+    return _disk_tree(Path(found.origin).parents[1], {})
 
 
 def upstream_at(checkout: Path) -> Tree:
-    """Return the modules of a PyTorch checkout at its ``HEAD``.
+    """Return the modules of a PyTorch checkout at its ``HEAD``, without uncommitted changes.
 
     Raises:
         CheckoutError: the folder is no checkout of PyTorch.
     """
-    tree = tree_at(checkout)
-    if file_at(checkout, path_of(THEIRS), commit_of(checkout)) is None:
+    commit = commit_of(checkout)
+    if file_at(checkout, path_of(THEIRS), commit) is None:
         raise CheckoutError(f"{checkout} has no {path_of(THEIRS)} in its HEAD; give a git checkout of PyTorch")
-    return tree
+    return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in HEAD")
 
 
-def _disk_tree(root: Path) -> Tree:
+def _disk_tree(root: Path, stand_ins: Mapping[str, str]) -> Tree:
     def source(path: str) -> bytes | None:
-        return (root / path).read_bytes() if (root / path).is_file() else None
+        file = root / stand_ins.get(path, path)
+        return file.read_bytes() if file.is_file() else None
 
     return _tree(source, lambda path: str(root / path))
 

@@ -6,9 +6,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Edit", "Use", "apply", "bound_names", "own_attributes", "renamed"]
-__all__ += ["replace_lines", "replace_node", "uses"]
-
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -68,12 +65,8 @@ def _locals(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> fr
     return frozenset(names.difference(*(node.names for node in ast.walk(function) if isinstance(node, ast.Global))))
 
 
-def bound_names(node: ast.AST, imports: bool = False) -> list[str]:
-    """Return the names that ``node`` binds in its own scope, in order. ``imports``: also by imports and ``except``."""
-    return list(dict.fromkeys(_bound(node, imports)))
-
-
-def _bound(node: ast.AST, imports: bool) -> Iterator[str]:
+def bound_names(node: ast.AST, imports: bool = False) -> Iterator[str]:
+    """Yield the names that ``node`` binds in its own scope, in order. ``imports``: also by imports and ``except``."""
     if isinstance(node, _DEFINITIONS):
         yield node.name
         return
@@ -86,7 +79,7 @@ def _bound(node: ast.AST, imports: bool) -> Iterator[str]:
     elif imports and isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
         yield node.name
     for child in ast.iter_child_nodes(node):
-        yield from _bound(child, imports)
+        yield from bound_names(child, imports)
 
 
 def own_attributes(node: ast.AST) -> set[str]:
@@ -116,16 +109,6 @@ def replace_node(node: ast.expr | ast.stmt, text: str) -> Edit:
 def replace_lines(first: int, last: int, text: str = "") -> Edit:
     """Return the edit that replaces lines ``first`` to ``last``; that inserts before ``first`` if ``last`` is less."""
     return Edit((first, 0), (last + 1, 0), text)
-
-
-def renamed(node: ast.stmt, old: str, name: str) -> Edit:
-    """Return the edit that renames the definition ``old`` of ``node``."""
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        keyword = {"ClassDef": "class ", "FunctionDef": "def ", "AsyncFunctionDef": "async def "}[type(node).__name__]
-        start = node.col_offset + len(keyword)
-        return Edit((node.lineno, start), (node.lineno, start + len(node.name)), name)
-    stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == old)
-    return replace_node(next(stored), name)
 
 
 def apply(text: str, edits: Iterable[Edit], first: int = 1, last: int | None = None) -> str:

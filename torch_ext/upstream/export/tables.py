@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ADVICE", "EXPRESSIONS", "STAND_INS", "advice_for"]
-
 _FSDP = "torch.testing._internal.common_fsdp"
 _OURS = "torch_ext.testing._internal"
 _TYPE = '(torch.accelerator.current_accelerator() or torch.device("cpu")).type'
@@ -26,10 +24,8 @@ EXPRESSIONS: dict[str, tuple[str, str]] = {
     f"{_ACCELERATOR}.capabilities().device_sleep": ('hasattr(torch.get_device_module(), "_sleep")', "torch"),
 }
 
-# Definitions that go in place of ours, which need the engine.
-STAND_INS: dict[str, str] = {
-    f"{_OURS}.hypothesis_utils.across_ranks": "torch_ext.upstream.export.stand_ins:across_ranks",
-}
+# Files that go in place of ours, which need the engine.
+STAND_INS = {"testing/_internal/hypothesis_utils.py": "torch_ext/upstream/export/stand_ins.py"}
 
 # Modules that stay here, and advice.
 ADVICE: dict[str, str] = {
@@ -39,7 +35,6 @@ ADVICE: dict[str, str] = {
     "upstream's names, or change upstream's file by hand in a separate patch",
     f"{_OURS}.common_utils": "common_utils is the runner's front door here and never goes upstream: use upstream's "
     "names",
-    f"{_OURS}.hypothesis_utils": "hypothesis_utils belongs to the engine, except across_ranks(), which has a stand-in",
     "torch_ext.testing.fsdp_extension_contract": "a front door for users of this project: export the names that it "
     "re-exports, from testing/_internal/_fsdp/extension_contract.py",
     "torch_ext.compat": "compat never goes upstream, which imports torch's names from where they are: the export "

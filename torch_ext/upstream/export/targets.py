@@ -10,8 +10,6 @@ from torch_ext.upstream.export.lint import formatted, sorted_imports
 from torch_ext.upstream.export.modules import Import, Module, Tree, path_of, span
 from torch_ext.upstream.export.scopes import Edit, apply, replace_lines, replace_node
 
-__all__ = ["Piece", "Target", "formatted_piece", "text_of"]
-
 _OWNERS = '# Owner(s): ["oncall: distributed"]\n'
 
 
@@ -68,15 +66,13 @@ def _is_same(one: Import, other: Import) -> bool:
 
 def text_of(target: Target, ours: Tree) -> str:
     """Return the whole text of the file ``target`` after the change."""
-    return _new_file(target) if target.existing is None else _merged(target, target.existing, ours)
+    return _merged(target, target.existing, ours) if target.existing else _new_file(target, target.whole)
 
 
-def _new_file(target: Target) -> str:
-    if target.whole is not None:
-        text = apply(target.whole.module.text, target.whole.edits)
-    else:
-        text = "\n\n".join(formatted_piece(piece) for piece in target.pieces.values())
-    text = _with_imports(text, target.imports)
+def _new_file(target: Target, whole: Piece | None) -> str:
+    if whole is None:
+        raise AssertionError(f"there is nothing for {target.path}")
+    text = _with_imports(apply(whole.module.text, whole.edits), target.imports)
     if target.module.split(".")[0] == "test" and not text.startswith(_OWNERS):
         text = text.lstrip("\n")
         text = _OWNERS + ("" if text.startswith(('"""', "#")) else "\n") + text
@@ -94,7 +90,7 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     edits: list[Edit] = []
     for piece in pieces:
         undefined = names if piece.into else names[names.index(piece.name) :]
-        text = formatted_piece(piece, () if deferred else undefined)
+        text = _formatted(piece, () if deferred else undefined)
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
@@ -120,7 +116,7 @@ def _eager_names(member: ast.stmt) -> set[str]:
     return {each.id for node in read for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
-def formatted_piece(piece: Piece, undefined: Collection[str] = ()) -> str:
+def _formatted(piece: Piece, undefined: Collection[str]) -> str:
     """Return a piece as upstream formats it. Quotes annotations with names of ``undefined``, which do not exist yet."""
     parts = []
     for statement in piece.statements:
