@@ -353,42 +353,6 @@ def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank: int, wor
 
 
 @ranks.world_of(2)
-def test_memory_recorded_for_a_stream_stays_until_its_collective_is_over(rank: int, world_size: int) -> None:
-    x, other = full(1.0, 1000), torch.zeros(1000, device="sim")
-    if rank == 0:
-        with SIM.stream(SIM.Stream()):
-            _reduce(x).wait()
-            x.record_stream(SIM.current_stream())
-        del x
-        other = torch.zeros(1000, device="sim")
-        SIM.empty_cache()
-        store().set("go", "")
-    else:
-        store().wait(["go"])
-        dist.all_reduce(x)
-    SIM.synchronize()
-    assert (other == 0).all()
-
-
-@ranks.world_of(2)
-def test_memory_of_a_work_that_was_dropped_is_kept_until_its_end(rank: int, world_size: int) -> None:
-    if rank == 0:
-        dist.all_reduce(full(1.0, 1000), async_op=True)
-        other = torch.zeros(1000, device="sim")
-        SIM.empty_cache()
-        store().set("go", "")
-    else:
-        store().wait(["go"])
-        dist.all_reduce(full(1.0, 1000))
-        other = torch.zeros(1000, device="sim")
-    SIM.synchronize()
-    assert (other == 0).all()
-    del other
-    torch.zeros(1000, device="sim")
-    assert SIM.memory_stats()["active_bytes.all.current"] == SIM.memory_allocated()
-
-
-@ranks.world_of(2)
 def test_several_threads_may_wait_on_one_stream(rank: int, world_size: int) -> None:
     works = [(x, _reduce(x)) for x in (full(float(i)) for i in range(40))]
 

@@ -24,16 +24,6 @@ def test_device_guards_put_the_device_back() -> None:
     assert SIM._exchange_device(0) == 1
 
 
-def test_amp_is_of_the_device() -> None:
-    weight = torch.ones(2, 2, device="sim", requires_grad=True)
-    scaler = SIM.amp.GradScaler(init_scale=4.0)
-    with SIM.amp.autocast():
-        product = weight @ weight
-    assert product.dtype is torch.float16
-    scaler.scale(product.float().sum()).backward()
-    assert weight.grad is not None and weight.grad[0, 0].item() == 4 * scaler.get_scale()
-
-
 def test_submodules_have_the_names_of_other_accelerators() -> None:
     assert SIM.memory.memory_allocated is SIM.memory_allocated
     assert SIM.random.manual_seed is SIM.manual_seed
