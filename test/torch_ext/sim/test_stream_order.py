@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
@@ -258,44 +256,6 @@ def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_add
     halved = _reduce(x).get_future().then(halve)
     assert ran == [here] and halved.done()
     assert halved.wait().tolist() == [2.0] * 3
-
-
-class _TwoRounds:
-    """A hook that issues a second collective from the callback of the first one, as PowerSGD does."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def __call__(self, state: object, bucket: Any) -> Any:
-        index = bucket.index()
-
-        def second(done: torch.futures.Future[Any]) -> torch.Tensor:
-            self.order.append(f"second of {index}")
-            (mean,) = done.value()
-            return _reduce(mean.div_(2)).get_future().wait()[0].div_(2)
-
-        self.order.append(f"first of {index}")
-        return _reduce(bucket.buffer()).get_future().then(second)
-
-
-@ranks.world_of(2)
-def test_hooks_of_ddp_may_issue_collectives_from_their_callbacks(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim")
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim"), bucket_cap_mb=0.0003)
-    plain.load_state_dict(model.module.state_dict())
-    hook = _TwoRounds()
-    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-    for step in range(3):
-        inputs = [torch.full((2, 8), 1.0 + step + r, device="sim") for r in range(world_size)]
-        model.zero_grad(), plain.zero_grad()
-        model(inputs[rank]).square().mean().backward()
-        (sum(plain(one).square().mean() for one in inputs) / world_size).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
-    everybody: list[Any] = [None] * world_size
-    dist.all_gather_object(everybody, hook.order)
-    assert everybody[0] == everybody[1] and len(hook.order) >= 12
 
 
 @ranks.world_of(2)
