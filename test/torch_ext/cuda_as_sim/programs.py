@@ -392,15 +392,6 @@ def training_as_on_the_host() -> None:
     assert F.ctc_loss(scores, targets, (5, 5), (3, 3)).is_cuda
 
 
-def recurrent_layers() -> None:
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        layer = kind(3, 4, num_layers=2, batch_first=True)
-        x = torch.randn(2, 5, 3)
-        expected = layer(x)[0]
-        layer.cuda().flatten_parameters()
-        torch.testing.assert_close(layer(x.cuda())[0].cpu(), expected, rtol=1e-4, atol=1e-5)
-
-
 def attention_backends() -> None:
     q = torch.randn(1, 2, 4, 8, device="cuda", requires_grad=True)
     fused = F.scaled_dot_product_attention(q, q, q)
@@ -493,17 +484,6 @@ def scripts() -> None:
     assert move(torch.ones(2)).tolist() == [2, 2] and not move(torch.ones(2).cuda()).is_cuda
 
 
-def fake_and_meta() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.ones(2, device="cuda")
-        assert x.device == torch.device("cuda:0") and (x + 1).is_cuda
-    with torch.device("meta"):
-        layer = nn.Linear(2, 2)
-    assert layer.to_empty(device=NAME).weight.is_cuda
-
-
 # --- processes ---
 
 
@@ -556,26 +536,6 @@ def operators_of_programs() -> None:
     library.impl("thrice", lambda x: x * 3, "CUDA")
     library.impl("thrice", lambda x: x * 4, "CPU")
     assert torch.ops.programs.thrice(torch.ones(1).cuda()).item() == 3
-
-
-def threads() -> None:
-    """Each thread has its own current device, at first device 0, and its own streams."""
-    import threading
-
-    seen = []
-
-    def work() -> None:
-        seen.append(torch.cuda.current_device())
-        torch.cuda.set_device(2)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            seen.append(torch.ones(1, device="cuda").device.index)
-
-    with torch.cuda.device(1):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert torch.cuda.current_device() == 1
-    assert seen == [0, 2]
 
 
 def tensors_through_queues() -> None:

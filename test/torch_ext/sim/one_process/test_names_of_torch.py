@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd import DeviceType
 
 SIM = torch.get_device_module("sim")
 
@@ -65,11 +66,12 @@ def test_causal_attention_of_dtensors_matches_that_of_tensors(group: Any, requir
 
 def test_profilers_see_collectives_with_their_shapes(group: Any) -> None:
     tensor = torch.ones(3, 2, device="sim")
-    with torch.autograd.profiler.profile(record_shapes=True) as profiler:
+    with torch.profiler.profile(record_shapes=True) as profiler:
         dist.all_reduce(tensor)
         dist.all_reduce(tensor, async_op=True).wait()
-    events = [event for event in profiler.function_events if event.name == "simccl:all_reduce"]
-    assert [(event.is_async, event.input_shapes) for event in events] == [(True, [[3, 2]])] * 2
+    seen = [event for event in profiler.events() if event.name == "simccl:all_reduce"]
+    of_host, of_device = ([e for e in seen if (e.device_type == DeviceType.CPU) is host] for host in (True, False))
+    assert [(event.is_async, event.input_shapes) for event in of_host] == [(True, [[3, 2]])] * 2 and len(of_device) == 2
 
 
 def test_ddp_logs_times_of_the_device(group: Any) -> None:
