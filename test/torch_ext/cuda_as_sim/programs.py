@@ -6,28 +6,21 @@ is CUDA's documentation, or the same computation on the host.
 
 from __future__ import annotations
 
-import argparse
-import ast
-import configparser
 import copy
-import dataclasses
 import enum
+import importlib
 import io
 import json
-import os
 import pickle
 import re
-import string
 import subprocess
 import sys
-import tempfile
 import traceback
 import types
 import typing
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.cuda.comm
@@ -44,114 +37,33 @@ NAME = "".join(("cu", "da"))
 
 class Kind(str, enum.Enum):
     GPU = NAME
-    HOST = "cpu"
-
-
-class Auto(enum.StrEnum if sys.version_info >= (3, 11) else enum.Enum):  # type: ignore[misc]
-    cuda = enum.auto() if sys.version_info >= (3, 11) else "cuda"
-
-
-@dataclasses.dataclass
-class Config:
-    device: str = NAME
-    amp: dict[str, object] = dataclasses.field(default_factory=lambda: {"device_type": NAME, "dtype": torch.bfloat16})
-
-
-class Named(typing.NamedTuple):
-    device: str = NAME
-    index: int = 1
-
-
-def _argv() -> str:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=["cpu", *[NAME]], type=str)
-    return str(parser.parse_args(["--device", NAME]).device)
-
-
-def _environ() -> str:
-    os.environ["PROGRAM_DEVICE"] = NAME
-    return os.environ.pop("PROGRAM_DEVICE")
-
-
-def _ini() -> str:
-    parser = configparser.ConfigParser()
-    parser.read_string("[run]\ndevice = cu" + "da\n")
-    return parser["run"]["device"]
-
-
-def _checkpoint() -> str:
-    held = io.BytesIO()
-    torch.save({"weight": torch.ones(2, device=NAME), "device": torch.device(NAME, 0)}, held)
-    held.seek(0)
-    return str(torch.load(held)["device"].type)
-
-
-def _matched() -> str:
-    match {"device": {"kind": NAME, "index": 1}}:
-        case {"device": {"kind": "cpu"}}:
-            return "cpu"
-        case {"device": {"kind": kind, "index": 1}}:
-            return kind
-    raise AssertionError
-
-
-NAMES: dict[str, Callable[[], str]] = {
-    "json": lambda: str(json.loads('{"device": "cu\\u0064a"}')["device"]),
-    "yaml, a line of it": lambda: dict(line.split(": ") for line in ("device: cuda", "lr: 1"))["device"],
-    "a literal": lambda: str(ast.literal_eval("{'device': 'cu' 'da'}")["device"]),
-    "ini": _ini,
-    "a str Enum": lambda: Kind.GPU.value,
-    "a StrEnum's auto": lambda: Auto.cuda.value,
-    "a dataclass": lambda: Config().device,
-    "a named tuple": lambda: Named().device,
-    "a namespace": lambda: str(types.SimpleNamespace(device=NAME).device),
-    "the environment": _environ,
-    "argparse": _argv,
-    "a regular expression": lambda: typing.cast("re.Match[str]", re.search(r"device=(\w+)", "x --device=cuda:1"))[1],
-    "a template": lambda: string.Template("$kind").substitute(kind=NAME),
-    "bytes": lambda: bytes.fromhex("63756461").decode(),
-    "a pickle": lambda: str(pickle.loads(pickle.dumps(Config())).device),
-    "a checkpoint": _checkpoint,
-    "match": _matched,
-    "eval": lambda: str(eval("'cu' + 'da'")),
-    "the type of a device": lambda: torch.device(NAME, 1).type,
-    "str.split of a device": lambda: str(torch.device(NAME, 1)).split(":")[0],
-    "the accelerator": lambda: typing.cast(torch.device, torch.accelerator.current_accelerator()).type,
-    "the module's name": lambda: torch.cuda.__name__.rpartition(".")[2],
-    "a tensor": lambda: torch.ones(1).cuda().device.type,
-    "a parameter": lambda: next(nn.Linear(1, 1).cuda().parameters()).device.type,
-    "an argument default": partial(lambda device=NAME: device),
-}
 
 
 def names() -> None:
-    """A name from any source names the device that a tensor then has, in every comparison and look-up."""
-    for source, find in NAMES.items():
-        name = find()
+    """Torch's own names of the device are CUDA's, and a name finds it wherever it comes from."""
+    held = io.BytesIO()
+    torch.save({"weight": torch.ones(2, device=NAME), "device": torch.device(NAME, 0)}, held)
+    held.seek(0)
+    for name in (
+        Kind.GPU.value,
+        torch.load(held)["device"].type,
+        str(torch.device(NAME, 1)).split(":")[0],
+        typing.cast(torch.device, torch.accelerator.current_accelerator()).type,
+        torch.cuda.__name__.rpartition(".")[2],
+        next(nn.Linear(1, 1).cuda().parameters()).device.type,
+    ):
         x = torch.ones(2, device=name)
-        module = getattr(torch, name)
-        assert name == "cuda" and x.is_cuda and x.device.type == name, source
-        assert {name: 1}.get(x.device.type) and str(x.device).startswith(name) and x.device == torch.device(name, 0), (
-            source
-        )
-        assert module.is_available() and module is torch.get_device_module(name), source
-        assert torch.amp.GradScaler(name).is_enabled() and torch.amp.is_autocast_available(name), source
-
-
-def enums_as_devices() -> None:
+        assert name == "cuda" and x.is_cuda and x.device.type == name and x.device == torch.device(name, 0)
+        assert getattr(torch, name).is_available() and getattr(torch, name) is torch.get_device_module(name)
+        assert torch.amp.GradScaler(name).is_enabled() and torch.amp.is_autocast_available(name)
     assert torch.ones(1, device=Kind.GPU).is_cuda and torch.device(Kind.GPU) == torch.device("cuda")
-    assert torch.ones(1).to(Kind.GPU).is_cuda
+    assert repr(torch.device("cuda", 1)) == "device(type='cuda', index=1)"
+    assert repr(torch.ones(1).cuda()) == "tensor([1.], device='cuda:0')"
 
 
 def indices_as_devices() -> None:
     assert torch.ones(1, device=1).device == torch.device("cuda:1") and torch.ones(1).to(2).device.index == 2
     assert nn.Linear(1, 1).to(3).weight.device == torch.device("cuda", 3) and torch.device(1).type == NAME
-
-
-def json_of_a_device() -> None:
-    assert json.dumps({"device": str(torch.ones(1, device="cuda:1").device)}) == '{"device": "cuda:1"}'
-    assert repr(torch.device("cuda", 1)) == "device(type='cuda', index=1)"
-    assert repr(torch.ones(1).cuda()) == "tensor([1.], device='cuda:0')"
 
 
 # --- tensors ---
@@ -160,35 +72,27 @@ def json_of_a_device() -> None:
 def tensor_methods() -> None:
     x = torch.arange(4.0).cuda(1)
     assert x.get_device() == 1 and x.cuda(1) is x and x.cpu().cuda("cuda:1").device == x.device and x.is_cuda
-    assert x.new_ones(2).device == x.device and torch.empty_like(x).is_cuda and x.new_tensor([1]).is_cuda
     assert x.type() == "torch.cuda.FloatTensor" and isinstance(x, torch.cuda.FloatTensor)
     assert torch.cuda.LongTensor([1, 2]).dtype is torch.int64 and x.type(torch.cuda.HalfTensor).dtype is torch.float16
     assert torch.cuda.LongTensor(size=(2, 3)).shape == (2, 3) and torch.cuda.LongTensor(2, 3).shape == (2, 3)
     assert torch.cuda.FloatTensor(torch.Size([2])).shape == (2,) and torch.cuda.FloatTensor(x).tolist() == x.tolist()
     assert x.is_pinned() is False and x.cpu().pin_memory().is_pinned() and not x.is_cpu and not x.is_meta
     assert x.cpu().type(torch.cuda.FloatTensor).is_cuda and x.double().type("torch.FloatTensor").device.type == "cpu"
+    assert pickle.loads(pickle.dumps(torch.cuda.FloatTensor)) is torch.cuda.FloatTensor
+    assert (
+        torch.ones(1).cuda(non_blocking=True).is_cuda and nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
+    )
 
 
-def mixed_devices_are_refused() -> None:
-    _raises(RuntimeError, "same device", lambda: torch.ones(2).cuda() + torch.ones(2))
-    _raises(RuntimeError, "same device", lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"))
-    _raises(TypeError, "cuda:0 device type tensor to numpy", lambda: torch.ones(2).cuda().numpy())
-    _raises(RuntimeError, "invalid device ordinal", lambda: torch.ones(2, device="cuda:63"))
-
-
-def factories() -> None:
-    for make in (torch.zeros, torch.empty, torch.rand, torch.randn, torch.ones):
-        assert make(2, 3, device="cuda").is_cuda, make
-    assert torch.randperm(5, device="cuda").sort().values.tolist() == [0, 1, 2, 3, 4]
-    assert torch.tensor([1], device="cuda").is_cuda and torch.full((2,), 3, device="cuda").is_cuda
-    assert torch.as_tensor([1.0], device="cuda").is_cuda and torch.linspace(0, 1, 3, device="cuda").is_cuda
+def layouts() -> None:
     assert torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda").is_cuda
     assert torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], device="cuda", layout=torch.jagged).is_cuda
+    x = torch.eye(3, device="cuda") * 2
+    csr = x.to_sparse_csr()
+    assert csr.is_cuda and (csr @ x).to_dense().diagonal().tolist() == [4, 4, 4] and csr.crow_indices().is_cuda
 
 
 def default_device() -> None:
-    with torch.device(NAME):
-        assert torch.ones(1).is_cuda and nn.Linear(1, 1).weight.is_cuda
     torch.set_default_device("cuda:1")
     try:
         assert torch.ones(1).device.index == 1 and torch.get_default_device() == torch.device("cuda:1")
@@ -202,49 +106,36 @@ def default_device() -> None:
     assert not torch.ones(1).is_cuda
 
 
-def copies() -> None:
-    layer = nn.Linear(2, 2).cuda(1)
-    twin = copy.deepcopy(layer)
-    assert twin.weight.device == layer.weight.device and twin.weight.data_ptr() != layer.weight.data_ptr()
-    x = torch.ones(2).cuda()
-    assert pickle.loads(pickle.dumps(x)).device == x.device and copy.copy(x).is_cuda
-    assert pickle.loads(pickle.dumps(torch.device(NAME, 1))) == torch.device("cuda:1")
-    assert pickle.loads(pickle.dumps(torch.cuda.FloatTensor)) is torch.cuda.FloatTensor
-
-
 def save_and_load() -> None:
     held = io.BytesIO()
-    state = {"a": torch.arange(3.0, device="cuda:1"), "b": torch.ones(2), "c": nn.Linear(2, 2).cuda().state_dict()}
-    torch.save(state, held)
+    torch.save(torch.arange(3.0, device="cuda:1"), held)
     assert b"cuda:1" in held.getvalue()
     for where, expected in (
         (None, "cuda:1"),
         ("cpu", "cpu"),
         ("cuda", "cuda:0"),
-        ("cuda:2", "cuda:2"),
         (torch.device("cuda:3"), "cuda:3"),
         ({"cuda:1": "cuda:0"}, "cuda:0"),
         (lambda storage, tag: storage.cuda(2) if tag == "cuda:1" else storage, "cuda:2"),
     ):
         held.seek(0)
         found = torch.load(held, map_location=where)
-        assert str(found["a"].device) == expected and found["a"].tolist() == [0, 1, 2], (where, found["a"].device)
-    held.seek(0)
-    assert torch.load(held, weights_only=True)["a"].device.index == 1
-    torch.save(state, old := io.BytesIO(), _use_new_zipfile_serialization=False)
+        assert str(found.device) == expected and found.tolist() == [0, 1, 2], (where, found.device)
+    torch.save(torch.ones(1, device="cuda:1"), old := io.BytesIO(), _use_new_zipfile_serialization=False)
     old.seek(0)
-    assert torch.load(old)["a"].device.index == 1
-    with tempfile.NamedTemporaryFile() as file:
-        torch.save(state, file.name)
-        assert torch.load(file.name, mmap=True, map_location="cpu")["a"].tolist() == [0, 1, 2]
+    assert torch.load(old).device.index == 1
 
 
 def storages() -> None:
     storage = torch.arange(4.0).cuda().untyped_storage()
     assert storage.is_cuda and storage.device == torch.device("cuda:0") and storage.get_device() == 0
-    assert storage.cpu().device.type == "cpu" and storage.clone().is_cuda and storage.nbytes() == 16
-    assert torch.UntypedStorage(8, device="cuda:1").device.index == 1
-    assert torch.zeros(2).untyped_storage().cuda().is_cuda
+    assert (
+        storage.cpu().device.type == "cpu"
+        and storage.clone().is_cuda
+        and torch.ones(1).untyped_storage().cuda().is_cuda
+    )
+    storage.resize_(0)
+    assert storage.nbytes() == 0 and torch.UntypedStorage(8, device="cuda:1").device.index == 1
     typed = torch.ones(2).cuda().storage()
     assert typed.is_cuda and typed.cpu()[0] == 1.0 and typed.type() == "torch.cuda.FloatStorage"
 
@@ -274,7 +165,6 @@ def what_there_is() -> None:
 
 
 def setting_devices() -> None:
-    assert torch.cuda.current_device() == 0
     torch.cuda.set_device("cuda:1")
     try:
         assert torch.ones(1, device="cuda").device.index == 1 == torch.accelerator.current_device_index()
@@ -282,10 +172,7 @@ def setting_devices() -> None:
             assert torch.cuda.current_device() == 2 and torch.ones(1).cuda().device.index == 2
             with torch.cuda.device_of(torch.ones(1, device="cuda:3")):
                 assert torch.cuda.current_device() == 3
-        with torch.device("cuda:2"), torch.cuda.device(torch.device("cuda:2")):
-            assert torch.cuda.current_device() == 2
-        assert torch.cuda.current_device() == 1
-        with torch.accelerator.device_index(3):
+        with torch.accelerator.device_index(3), torch.cuda.device(None), torch.cuda.device(-1):
             assert torch.cuda.current_device() == 3
     finally:
         torch.cuda.set_device(torch.device("cuda", 0))
@@ -295,12 +182,11 @@ def setting_devices() -> None:
 def streams_and_events() -> None:
     side = torch.cuda.Stream(device="cuda:0", priority=-1)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    x = torch.ones(64, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         assert torch.cuda.current_stream() == side and side.cuda_stream != 0
         begin.record()
-        y = x * 2
+        y = torch.ones(64, device="cuda") * 2
         end.record(side)
     torch.cuda.current_stream().wait_event(end)
     y.record_stream(torch.cuda.current_stream())
@@ -308,26 +194,18 @@ def streams_and_events() -> None:
     assert end.query() and begin.elapsed_time(end) >= 0 and y.sum().item() == 128
     assert torch.cuda.default_stream().cuda_stream == 0 and isinstance(side, torch.Stream) and side.query()
     assert torch.cuda.ExternalStream(side.cuda_stream, device=0) == side
-    assert side.__cuda_stream__() == (0, side.cuda_stream)
-    event = torch.cuda.Event(interprocess=True)
+    assert side.__cuda_stream__() == (0, side.cuda_stream) and side._as_parameter_.value == side.cuda_stream
+    event = torch.cuda.Event(interprocess=True, blocking=True)
     assert event.cuda_event == 0
     event.record(side)
     assert event.cuda_event == event._as_parameter_.value != 0
     _raises(NotImplementedError, "cannot be shared between processes", event.ipc_handle)
-    assert side.priority == -1 and torch.cuda.default_stream().priority == torch.cuda.Stream().priority == 0
-    assert side._as_parameter_.value == side.cuda_stream
     assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream) and isinstance(begin, torch.cuda.Event)
-    with torch.cuda.StreamContext(side), side:
-        assert torch.cuda.current_stream().stream_id == side.stream_id
     torch.cuda.set_stream(side)
     assert torch.accelerator.current_stream() == side
     torch.cuda.set_stream(torch.cuda.default_stream())
     torch.cuda.synchronize("cuda:1")
-    assert side.device == torch.device("cuda:0") and isinstance(hash(side), int)
     assert torch.Stream(NAME).device.type == NAME and torch.Event(NAME).device.type == NAME
-    with torch.cuda.stream(None):
-        pass
-    _raises(ValueError, "enable_timing", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()))
 
 
 def memory() -> None:
@@ -337,20 +215,14 @@ def memory() -> None:
     x = torch.ones(1 << 20, device="cuda")
     assert torch.cuda.memory_allocated() - before == 4 << 20 and torch.cuda.max_memory_allocated() >= 4 << 20
     del x
-    assert torch.cuda.memory_allocated() == before and torch.cuda.memory_reserved() >= before
+    assert torch.accelerator.memory_allocated() == before == torch.cuda.memory.memory_allocated()
     stats = torch.cuda.memory_stats()
     assert stats["allocated_bytes.all.peak"] >= 4 << 20 and stats["num_alloc_retries"] == 0 and "num_ooms" in stats
     free, total = torch.cuda.mem_get_info(1)
     assert 0 < free <= total == torch.cuda.get_device_properties(1).total_memory
-    assert "CUDA" in torch.cuda.memory_summary() and isinstance(torch.cuda.memory_snapshot(), list)
+    assert "CUDA" in torch.cuda.memory_summary()
     torch.cuda.reset_max_memory_allocated()
     torch.cuda.reset_accumulated_memory_stats()
-    assert torch.accelerator.memory_allocated() == before == torch.cuda.memory.memory_allocated()
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch.cuda.memory._record_memory_history(max_entries=10)
-    torch.ones(8, device="cuda")
-    assert torch.cuda.memory._snapshot()["segments"] is not None
-    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def out_of_memory() -> None:
@@ -367,24 +239,17 @@ def random_numbers() -> None:
     a = torch.rand(4, device="cuda")
     torch.cuda.manual_seed(3)
     assert torch.equal(a, torch.rand(4, device="cuda")) and torch.cuda.initial_seed() == 3
-    torch.cuda.manual_seed_all(5)
-    assert torch.equal(torch.rand(4, device="cuda:1"), torch.rand(4, device="cuda:2").to("cuda:1"))
-    state = torch.cuda.get_rng_state()
     states = torch.cuda.get_rng_state_all()
     b = torch.randn(4, device="cuda")
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(b, torch.randn(4, device="cuda")) and len(states) == 4 and state.device.type == "cpu"
     torch.cuda.set_rng_state_all(states)
     assert torch.equal(b, torch.randn(4, device="cuda"))
     generator = torch.Generator(NAME).manual_seed(1)
     c = torch.rand(3, device="cuda", generator=generator)
     assert torch.equal(c, torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(1)))
     _raises(RuntimeError, "[Gg]enerator", lambda: torch.rand(3, generator=generator))
-    _raises(RuntimeError, "[Gg]enerator", lambda: torch.rand(3, device="cuda", generator=torch.Generator()))
     with torch.random.fork_rng():
         torch.rand(7, device="cuda")
     assert len(torch.cuda.default_generators) == 4 and torch.cuda.seed() is None and torch.cuda.seed_all() is None
-    F.dropout(torch.ones(8, device="cuda"), 0.5)
 
 
 def hints() -> None:
@@ -399,18 +264,16 @@ def hints() -> None:
     torch.cuda.ipc_collect()
     torch.cuda.init()
     torch.cuda._sleep(1000)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = False
-    torch.set_float32_matmul_precision("high")
-    torch.set_float32_matmul_precision("highest")
-    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.backends.cuda.preferred_blas_library() is not None
+    assert torch.backends.cuda.preferred_linalg_library() is not None
+    with torch.backends.cudnn.flags(enabled=False, deterministic=True):
+        F.conv2d(torch.ones(1, 1, 3, 3).cuda(), torch.ones(1, 1, 2, 2).cuda())
     torch.cuda.set_sync_debug_mode("error")
     x = torch.ones(4, device="cuda")
-    x[x > 0] = 3.0
-    _raises(RuntimeError, "synchronizing", lambda: x.__setitem__(x > 0, x.sum()))
+    _raises(RuntimeError, "synchronizing", x.sum().item)
     torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 def graphs() -> None:
@@ -438,37 +301,30 @@ def graphed_callables() -> None:
             torch.testing.assert_close(one.grad, other.grad)
 
 
-def measurements_are_refused() -> None:
-    _raises(RuntimeError, "NVML", lambda: torch.cuda.utilization())
+def names_of_torch_cuda() -> None:
+    """Every public name means something, because a file imports them one by one; so do some that libraries use."""
+    from torch_ext.cuda_as_sim import stand_in, table  # here, because the import replaces torch.cuda
 
-
-def lazy_names() -> None:
-    """Names of ``torch.cuda`` that libraries look up before anything else."""
-    for dotted in (
-        "amp.autocast", "amp.GradScaler", "amp.custom_fwd", "amp.custom_bwd", "comm.broadcast", "memory.memory_stats",
-        "nccl.version", "nvtx.range", "random.get_rng_state", "streams.Stream", "Stream", "Event", "_lazy_init",
-        "_lazy_call",
-        "_utils._get_device_index", "device", "get_sync_debug_mode", "graphs.CUDAGraph", "_CudaDeviceProperties",
-        "memory.CUDAPluggableAllocator", "is_bf16_supported", "current_stream", "default_stream", "stream",
-        "BFloat16Tensor",
-        "memory.caching_allocator_alloc", "get_per_process_memory_fraction", "host_memory_stats", "OutOfMemoryError",
-        "AcceleratorError", "_is_in_bad_fork", "check_error", "tunable.enable", "sparse.FloatTensor", "MemPool",
-    ):  # fmt: skip
-        found: object = torch.cuda
-        for part in dotted.split("."):
-            found = getattr(found, part)
+    tried = 0
+    for part in ("", *table.SUBMODULES):
+        module = importlib.import_module(f"torch.cuda.{part}".rstrip("."))
+        listed = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        for name in listed:
+            if not isinstance(getattr(module, name, None), types.ModuleType) and name not in stand_in._KEPT_NAMES:
+                table.find(name, part)
+                tried += 1
+    assert tried > 150
+    for name in ("_lazy_init", "_lazy_call", "_CudaDeviceProperties", "_is_in_bad_fork", "BFloat16Tensor"):
+        getattr(torch.cuda, name)
     assert torch.cuda.nccl.version() >= (2, 10, 0)
     assert torch.cuda._utils._get_device_index("cuda:2") == 2 and torch.cuda._utils._get_device_index(None, True) == 0
+    _raises(RuntimeError, "NVML", lambda: torch.cuda.utilization())
 
 
 def accelerator() -> None:
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
-    assert torch.accelerator.current_stream().device.type == NAME
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
-    torch.accelerator.set_device_index(1)
-    assert torch.cuda.current_device() == 1
-    torch.accelerator.set_device_index(0)
     assert torch.accelerator.memory_stats() and torch.accelerator.get_memory_info()[1] > 0
 
 
@@ -490,42 +346,11 @@ def autocast_types() -> None:
     a, b = torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()
     with torch.autocast(NAME):
         assert (a @ b).dtype is torch.float16 and a.exp().dtype is torch.float32 and torch.is_autocast_enabled(NAME)
-    with torch.autocast(**Config().amp):  # type: ignore[arg-type]
-        assert F.linear(a, b).dtype is torch.bfloat16 and torch.get_autocast_dtype(NAME) is torch.bfloat16
-    with torch.autocast(NAME, enabled=False):
-        assert (a @ b).dtype is torch.float32
-    with torch.autocast("cpu"):
-        assert (a @ b).dtype is torch.float32
+        assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8).cuda()] * 3).dtype is torch.float16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.cuda.amp.autocast():
             assert (a @ b).dtype is torch.float16 and torch.is_autocast_enabled()
-    with torch.autocast(NAME, dtype=torch.float16):
-        _raises(RuntimeError, "unsafe to autocast", lambda: F.binary_cross_entropy(torch.rand(2).cuda(), a[0]))
-    with torch.autocast(NAME):
-        assert F.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 8).cuda()] * 3).dtype is torch.float16
-        assert (
-            torch.cat([a.half(), b]).dtype is torch.float32 and nn.LayerNorm(2).cuda()(a.half()).dtype is torch.float32
-        )
-
-
-def custom_functions() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type=NAME, cast_inputs=torch.float32)
-        def forward(ctx: typing.Any, x: torch.Tensor) -> torch.Tensor:
-            assert x.dtype is torch.float32 and not torch.is_autocast_enabled(NAME)
-            return x * 2
-
-        @staticmethod
-        @torch.amp.custom_bwd(device_type=NAME)
-        def backward(ctx: typing.Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
-
-    x = torch.ones(2, device="cuda", dtype=torch.float16, requires_grad=True)
-    with torch.autocast(NAME):
-        Double.apply(x).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [2, 2]
 
 
 def grad_scaler() -> None:
@@ -533,29 +358,23 @@ def grad_scaler() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scaler = make(init_scale=8.0)
-        assert scaler.is_enabled()
         layer = nn.Linear(2, 1).cuda()
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        before = layer.weight.detach().clone()
-        scaler.scale(layer(torch.ones(1, 2).cuda()).sum()).backward()
-        scaler.unscale_(optimizer)
-        assert layer.weight.grad.tolist() == [[1, 1]]
-        scaler.step(optimizer)
-        scaler.update()
-        assert not torch.equal(before, layer.weight) and scaler.get_scale() == 8.0
-        before = layer.weight.detach().clone()
-        layer.weight.grad[0, 0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(before, layer.weight) and scaler.get_scale() == 4.0
+        for factor, is_skipped in ((1.0, False), (float("inf"), True)):
+            before = layer.weight.detach().clone()
+            optimizer.zero_grad()
+            scaler.scale(layer(torch.ones(1, 2).cuda()).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, layer.weight) is is_skipped
+        assert scaler.get_scale() == 4.0
 
 
 def training_as_on_the_host() -> None:
     def train(device: str) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10)).to(
-            device
-        )
+        layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+        model = nn.Sequential(*layers).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=device != "cpu")
         inputs, labels = torch.randn(16, 1, 8, 8), torch.randint(0, 10, (16,))
         losses = []
@@ -563,34 +382,26 @@ def training_as_on_the_host() -> None:
             loss = F.cross_entropy(model(inputs.to(device)), labels.to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             losses.append(loss.item())
         return losses
 
     torch.testing.assert_close(train("cuda"), train("cpu"), rtol=1e-4, atol=1e-5)
-
-
-def recurrent_layers() -> None:
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        layer = kind(3, 4, num_layers=2, batch_first=True)
-        x = torch.randn(2, 5, 3)
-        expected = layer(x)[0]
-        layer.cuda().flatten_parameters()
-        torch.testing.assert_close(layer(x.cuda())[0].cpu(), expected, rtol=1e-4, atol=1e-5)
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]).cuda()
-    assert packed.is_cuda and layer(packed)[0].data.is_cuda
+    # Torch queries cuDNN's own kernel for this loss on CUDA alone.
+    scores, targets = torch.randn(5, 2, 4, device="cuda").log_softmax(2), torch.ones(2, 3, dtype=torch.long).cuda()
+    assert F.ctc_loss(scores, targets, (5, 5), (3, 3)).is_cuda
 
 
 def attention_backends() -> None:
-    q = torch.randn(1, 2, 4, 8, device="cuda")
+    q = torch.randn(1, 2, 4, 8, device="cuda", requires_grad=True)
+    fused = F.scaled_dot_product_attention(q, q, q)
+    assert "Fused" in type(fused.grad_fn).__name__, fused.grad_fn
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         math = F.scaled_dot_product_attention(q, q, q)
-    torch.testing.assert_close(F.scaled_dot_product_attention(q, q, q), math, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused, math, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(output.square().sum(), q)[0] for output in (fused, math)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
-    layer = nn.MultiheadAttention(8, 2, batch_first=True).cuda().eval()
-    with torch.no_grad():
-        assert layer(q[0], q[0], q[0])[0].is_cuda
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).cuda().eval()
     with torch.no_grad():
         assert encoder(q[0]).is_cuda
@@ -600,14 +411,13 @@ def checkpointing() -> None:
     from torch.utils.checkpoint import checkpoint
 
     x = torch.ones(2, 4, device="cuda", requires_grad=True)
-    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda()
     for reentrant in (True, False):
         x.grad = None
-        with torch.autocast(NAME):
-            checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=True).sum().backward()
-        assert x.grad is not None
+        out = checkpoint(lambda t: F.dropout(t, 0.5) * t, x, use_reentrant=reentrant)
+        out.sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * out.detach())
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        layer(x).sum().backward()
+        x.square().sum().backward()
 
 
 def loaders() -> None:
@@ -624,14 +434,10 @@ def profiles() -> None:
     kinds = torch.profiler.ProfilerActivity
     assert kinds.CUDA in torch.profiler.supported_activities()
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], record_shapes=True, profile_memory=True) as seen:
-        with torch.profiler.record_function("mine"):
-            (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
+        (torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).sum().item()
     events = seen.key_averages()
     assert any(event.device_time_total > 0 for event in events), events.table()
     assert "CUDA" in events.table(sort_by="cuda_time_total")
-    with tempfile.TemporaryDirectory() as folder:
-        seen.export_chrome_trace(f"{folder}/trace.json")
-        assert json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     with torch.autograd.profiler.profile(use_device=NAME) as old:
         torch.ones(4, device="cuda").sum()
     assert old.key_averages()
@@ -650,48 +456,32 @@ def eager_compile() -> None:
 
         assert step(torch.ones(2, 2).cuda()).tolist() == [[3, 3], [3, 3]]
 
-
-def compile_of_streams() -> None:
-    torch._dynamo.reset()
-
     @torch.compile(backend="eager")
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def count(x: torch.Tensor) -> torch.Tensor:
         torch.cuda.synchronize()
         with torch.cuda.device(0):
             y = x + torch.cuda.current_device()
         return y * torch.cuda.device_count()
 
-    assert step(torch.ones(1).cuda()).item() == 4
+    assert count(torch.ones(1).cuda()).item() == 4
 
 
 def scripts() -> None:
-    scripted = torch.jit.trace(nn.Linear(2, 2).cuda(), torch.ones(1, 2).cuda())
     held = io.BytesIO()
-    torch.jit.save(scripted, held)
-    held.seek(0)
-    assert next(torch.jit.load(held).parameters()).is_cuda
-    held.seek(0)
-    assert not next(torch.jit.load(held, map_location="cpu").parameters()).is_cuda
+    torch.jit.save(torch.jit.trace(nn.Linear(2, 2).cuda(), torch.ones(1, 2).cuda()), held)
+    for where, is_cuda in ((None, True), ("cpu", False)):
+        held.seek(0)
+        assert next(torch.jit.load(held, map_location=where).parameters()).is_cuda is is_cuda
     exported = torch.export.export(nn.Linear(2, 2).cuda(), (torch.ones(1, 2).cuda(),))
     assert exported.module()(torch.ones(1, 2).cuda()).is_cuda
 
+    @torch.jit.script
+    def move(x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda:
+            return x.cpu()
+        return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
 
-def fake_and_meta() -> None:
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.ones(2, device="cuda")
-        assert x.device == torch.device("cuda:0") and (x + 1).is_cuda
-    with torch.device("meta"):
-        layer = nn.Linear(2, 2)
-    assert layer.to_empty(device=NAME).weight.is_cuda
-
-
-def quantized_and_low_precision() -> None:
-    x = torch.randn(4, 4, device="cuda")
-    assert x.bfloat16().is_cuda and (x.half() @ x.half()).dtype is torch.float16
-    assert x.to(torch.float8_e4m3fn).to(torch.float32).is_cuda
-    assert x.to(torch.complex64).abs().is_cuda
+    assert move(torch.ones(2)).tolist() == [2, 2] and not move(torch.ones(2).cuda()).is_cuda
 
 
 # --- processes ---
@@ -731,121 +521,25 @@ def forked_children() -> None:
 
 def wrong_devices_are_refused() -> None:
     x = torch.ones(2)
+    _raises(RuntimeError, "same device", lambda: x.cuda() + x)
+    _raises(TypeError, "cuda:0 device type tensor to numpy", lambda: x.cuda().numpy())
+    _raises(RuntimeError, "invalid device ordinal", lambda: torch.ones(2, device="cuda:63"))
     _raises(RuntimeError, "must be cuda device", lambda: x.cuda("cpu"))
-    _raises(ValueError, "Expected a cuda device", lambda: torch.cuda.set_device("cpu"))
-    _raises(ValueError, "Expected a cuda device", lambda: torch.cuda.synchronize("cpu"))
-    _raises(ValueError, "Expected a cuda device", lambda: torch.cuda.memory_allocated("cpu"))
+    for call in (torch.cuda.set_device, torch.cuda.synchronize, torch.cuda.memory_allocated):
+        _raises(ValueError, "Expected a cuda device", partial(call, "cpu"))
     _raises((RuntimeError, AssertionError), "[Ii]nvalid device", lambda: torch.cuda.get_device_properties(63))
-    _raises(TypeError, "numpy", lambda: memoryview(x.cuda().__array__()))
-
-
-def arguments_of_moves() -> None:
-    x = torch.ones(1, 2, 2, 2)
-    assert x.cuda(non_blocking=True).is_cuda and x.cuda(device="cuda:1").device.index == 1
-    assert x.cuda(memory_format=torch.channels_last).is_contiguous(memory_format=torch.channels_last)
-    assert x.to("cuda", torch.float16).dtype is torch.float16 and x.to(x.cuda(2)).device.index == 2
-    assert nn.Linear(2, 2).to("cuda", torch.bfloat16, non_blocking=True).weight.is_cuda
-    assert nn.Linear(2, 2).cuda(device=torch.device("cuda:3")).weight.device.index == 3
-    with torch.cuda.device(None), torch.cuda.device(-1):
-        assert torch.cuda.current_device() == 0
-    assert torch.cuda.current_stream("cuda:1").device.index == 1
-    assert float(torch.ones(1).cuda()) == 1.0 and torch.ones(2).cuda().tolist() == [1, 1] and bool(torch.ones(1).cuda())
-    torch.from_numpy(x.numpy()).cuda().cpu().numpy()
 
 
 def operators_of_programs() -> None:
-    @torch.library.custom_op("programs::twice", mutates_args=(), device_types="cuda")
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        assert x.is_cuda
-        return x * 2
-
-    @twice.register_kernel("cpu")
-    def _(x: torch.Tensor) -> torch.Tensor:
-        return x + x + 1
-
-    @twice.register_fake
-    def _(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    assert twice(torch.ones(1).cuda()).item() == 2 and twice(torch.ones(1)).item() == 3
     library = torch.library.Library("programs", "FRAGMENT")
     library.define("thrice(Tensor x) -> Tensor")
     library.impl("thrice", lambda x: x * 3, "CUDA")
     library.impl("thrice", lambda x: x * 4, "CPU")
     assert torch.ops.programs.thrice(torch.ones(1).cuda()).item() == 3
-    assert torch.compile(twice, backend="aot_eager")(torch.ones(1).cuda()).item() == 2
-
-
-def scripted_functions() -> None:
-    @torch.jit.script
-    def move(x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
-            return x.cpu()
-        return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
-
-    assert move(torch.ones(2)).tolist() == [2, 2] and not move(torch.ones(2).cuda()).is_cuda
-
-
-def transforms() -> None:
-    x = torch.randn(3, 2, device="cuda")
-    assert torch.func.vmap(lambda row: row * 2)(x).is_cuda
-    assert torch.func.grad(lambda y: (y**2).sum())(x).is_cuda
-    assert torch.func.vmap(lambda row: row + torch.rand_like(row), randomness="different")(x).is_cuda
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    assert make_fx(lambda y: y + torch.ones(2, device="cuda"))(x)(x).is_cuda
-
-
-def optimizers() -> None:
-    for kind in (torch.optim.Adam, torch.optim.SGD, torch.optim.AdamW):
-        for options in (
-            {},
-            {"foreach": True},
-            {"fused": True},
-            {"capturable": True} if kind is not torch.optim.SGD else {},
-        ):
-            layer = nn.Linear(2, 2).cuda()
-            optimizer = kind(layer.parameters(), lr=0.1, **options)
-            before = layer.weight.detach().clone()
-            layer(torch.ones(1, 2).cuda()).sum().backward()
-            optimizer.step()
-            assert not torch.equal(before, layer.weight), (kind, options)
-            state = copy.deepcopy(optimizer.state_dict())
-            kind(layer.parameters(), lr=0.1, **options).load_state_dict(state)
-
-
-def libraries_of_math() -> None:
-    x = torch.eye(3, device="cuda") * 2
-    assert torch.linalg.inv(x).diagonal().tolist() == [0.5] * 3 and torch.linalg.cholesky(x).is_cuda
-    assert torch.fft.fft(torch.ones(4).cuda()).real.tolist() == [4, 0, 0, 0]
-    assert torch.linalg.svd(x).S.is_cuda and torch.linalg.eigh(x).eigenvalues.tolist() == [2, 2, 2]
-    assert torch.backends.cuda.preferred_linalg_library() is not None
-    csr = x.to_sparse_csr()
-    assert csr.is_cuda and (csr @ x).to_dense().diagonal().tolist() == [4, 4, 4] and csr.crow_indices().is_cuda
-    assert torch.einsum("ij,jk->ik", x, x).is_cuda and torch.bucketize(x, x[0].sort().values).is_cuda
-
-
-def threads() -> None:
-    """Each thread has its own current device, at first device 0, and its own streams."""
-    import threading
-
-    seen = []
-
-    def work() -> None:
-        seen.append(torch.cuda.current_device())
-        torch.cuda.set_device(2)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            seen.append(torch.ones(1, device="cuda").device.index)
-
-    with torch.cuda.device(1):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert torch.cuda.current_device() == 1
-    assert seen == [0, 2]
 
 
 def tensors_through_queues() -> None:
+    assert nn.Linear(2, 2).cuda().share_memory().weight.is_shared()
     context = mp.get_context("spawn")
     queue, back = context.SimpleQueue(), context.SimpleQueue()
     child = context.Process(target=_double, args=(queue, back))
@@ -861,12 +555,6 @@ def _double(queue: typing.Any, back: typing.Any) -> None:
     x = queue.get()
     back.put(x * 2)
     queue.get()
-
-
-def modules_shared_with_children() -> None:
-    layer = nn.Linear(2, 2).cuda()
-    layer.share_memory()
-    assert layer.weight.is_shared()
 
 
 def forks_before_the_first_use() -> None:
@@ -889,23 +577,18 @@ def visible_devices() -> None:
     subprocess.run([sys.executable, "-c", source], check=True)
 
 
-def workers_may_not_use_devices() -> None:
-    loader = DataLoader(TensorDataset(torch.ones(4)), num_workers=1, collate_fn=_to_device)
-    _raises(RuntimeError, "re-initialize CUDA in forked subprocess", lambda: list(loader))
-
-
-def _to_device(rows: list[tuple[torch.Tensor]]) -> torch.Tensor:
-    return torch.stack([row[0] for row in rows]).to(NAME)
-
-
 def inductor() -> None:
-    x = torch.randn(4, 8)
-    layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
-    expected = layer(x)
-    layer.cuda()
     torch._dynamo.reset()
-    found = torch.compile(layer, mode="reduce-overhead")(x.cuda())  # asks for CUDA graphs
+    plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    model, x = copy.deepcopy(plain).cuda(1), torch.randn(4, 8)
+    compiled = torch.compile(model, mode="reduce-overhead")  # asks for CUDA graphs
+    found, expected = compiled(x.cuda(1)).softmax(-1), plain(x).softmax(-1)
+    assert found.device == torch.device("cuda:1")
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    for loss in (found.pow(2).sum(), expected.pow(2).sum()):
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(typing.cast(torch.Tensor, ours.grad).cpu(), theirs.grad)
 
     @torch.compile
     def noisy(y: torch.Tensor) -> torch.Tensor:
@@ -914,71 +597,18 @@ def inductor() -> None:
     assert noisy(x.cuda()).is_cuda
 
 
-def flexible_attention() -> None:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def reports() -> None:
+    from torch.utils import collect_env
 
-    q = torch.randn(1, 1, 16, 8, device="cuda")
-    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, device=NAME)
-    causal = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    torch.testing.assert_close(flex_attention(q, q, q, block_mask=mask), causal, rtol=1e-4, atol=1e-5)
-
-
-def subclasses_and_modes() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = set()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: typing.Any, types: object, args: typing.Any = (), kwargs: typing.Any = None
-        ) -> object:
-            seen.add(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
-        (torch.ones(2, device="cuda") * 2).sum().item()
-    assert torch.ops.aten.mul.Tensor in seen
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counted:
-        torch.ones(2, 2).cuda() @ torch.ones(2, 2).cuda()
-    assert counted.get_total_flops() == 16
-
-
-def benchmarks_and_reports() -> None:
-    from torch.utils import benchmark, collect_env
-
-    timer = benchmark.Timer("x + 1", globals={"x": torch.ones(2).cuda()})
-    assert timer.timeit(2).mean > 0
     assert "CUDA" in collect_env.get_pretty_env_info()
 
 
-def cuda_of_backends() -> None:
-    assert torch.backends.cuda.preferred_blas_library() is not None
-    with torch.backends.cudnn.flags(enabled=False, deterministic=True):
-        F.conv2d(torch.ones(1, 1, 3, 3).cuda(), torch.ones(1, 1, 2, 2).cuda())
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.ones(3).cuda().index_add_(0, torch.zeros(1, dtype=torch.long).cuda(), torch.ones(1).cuda())
-    torch.use_deterministic_algorithms(False)
-
-
-def events_between_processes_are_refused() -> None:
-    _raises(Exception, ".", lambda: torch.cuda.Event(interprocess=True).ipc_handle())
-    assert torch.cuda.Event(blocking=True).query()
-
-
 def gradients_between_devices() -> None:
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 2).to("cuda:0"), nn.Linear(2, 1).to("cuda:1")
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return typing.cast(torch.Tensor, self.second(self.first(x.to("cuda:0")).to("cuda:1")))
-
-    model = Split()
+    first, second = nn.Linear(2, 2).to("cuda:0"), nn.Linear(2, 1).to("cuda:1")
     seen = []
-    model.first.weight.register_hook(lambda grad: seen.append((grad.device.index, torch.cuda.current_stream(0).device)))
-    model(torch.ones(1, 2)).sum().backward()
-    assert seen[0][0] == 0 and model.second.weight.grad is not None and model.second.weight.grad.device.index == 1
+    first.weight.register_hook(lambda grad: seen.append(grad.device.index))
+    second(first(torch.ones(1, 2).to("cuda:0")).to("cuda:1")).sum().backward()
+    assert seen == [0] and second.weight.grad is not None and second.weight.grad.device.index == 1
 
 
 def attention_of_dtensors() -> None:

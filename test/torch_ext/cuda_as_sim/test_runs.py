@@ -15,9 +15,7 @@ import unittest
 import torch
 import torch.distributed as dist
 from helpers import the_device
-from torch.cuda.amp import GradScaler, autocast
 from torch.distributed import is_nccl_available
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_cuda import TEST_MULTIGPU
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_methods_invocations import op_db
@@ -52,18 +50,7 @@ class TestCuda(MultiProcessTestCase):
         self.assertTrue(x.is_cuda and x.device.type == "cuda" and the_device(x).type == "cuda")
         self.assertEqual(x, torch.full((2,), 2.0).cuda())
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).cuda(), device_ids=[self.rank])
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), autocast():
-            loss = model(x).sum()
-        torch.cuda.current_stream().wait_stream(stream)
-        GradScaler().scale(loss).backward()
-        self.assertIn("Simulated", torch.cuda.get_device_name())
-        self.assertGreater(torch.cuda.memory_allocated(), 0)
-        self.assertEqual(init_device_mesh("cuda", (2,)).device_type, "cuda")
-        torch.save(x, f"{self.file_name}.{self.rank}")
-        moved = torch.load(f"{self.file_name}.{self.rank}", map_location=f"cuda:{1 - self.rank}")
-        self.assertEqual(moved.get_device(), 1 - self.rank)
+        model(x).sum().backward()
 
     def test_pool(self):
         def annotated(pool: torch.cuda.MemPool | None, other: None | torch.cuda.MemPool = None) -> None: ...

@@ -37,25 +37,20 @@ def _compiler(folder: Path, body: str) -> Path:
     return path
 
 
-def test_error_for_a_missing_compiler_names_packages(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.MissingCompilerError, match=r"apt install g\+\+.*python -m torch_ext build"):
-        build.ensure_built()
-
-
 @pytest.mark.parametrize("asked", ["0", "cuda"])
 def test_build_command_names_a_missing_compiler_in_one_line(cache: Path, asked: str) -> None:
     finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
     assert finished.returncode == 1 and not finished.stdout
     (message,) = finished.stderr.splitlines()
-    assert message.startswith("error: ") and "apt install g++" in message
+    assert message.startswith("error: ") and "apt install g++" in message and "python -m torch_ext build" in message
 
 
-def test_build_command_shows_the_compilers_output_and_no_traceback(cache: Path, tmp_path: Path) -> None:
+def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
     finished = python("-m", "torch_ext", "build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
     assert finished.returncode == 1 and not finished.stdout
     assert "\nerror: Building the simulated accelerator failed" in finished.stderr
     assert "error: no such thing" in finished.stderr and "Traceback" not in finished.stderr
+    assert {path.name for path in cache.glob("sim/*/*")} == {".lock"}
 
 
 def test_build_command_shows_the_path_of_the_build() -> None:
@@ -119,15 +114,6 @@ def test_changed_source_grouping_or_compiler_is_another_build(
     other.mkdir()
     monkeypatch.setenv("CXX", str(_compiler(other, 'echo made > "$out"')))
     assert len({first, second, third, build.ensure_built()}) == 4
-
-
-def test_failed_build_reports_the_compiler_and_leaves_nothing(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
-    with pytest.raises(build.BuildError, match="error: no such thing"):
-        build.ensure_built()
-    assert {path.name for path in cache.glob("sim/*/*")} == {".lock"}
 
 
 def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,10 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 
+class TestThreadedGroupOnSim(TestThreadedGroup):
+    device_type = "sim"
+
+
 # --- a backend outside this tree ---
 
 OUT_OF_TREE = """

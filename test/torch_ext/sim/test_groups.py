@@ -54,26 +54,17 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
 
 
 @ranks.world_of(4, bound=True)  # torch splits no others
-def test_split_of_some(rank: int, world_size: int) -> None:
-    outer = dist.split_group(split_ranks=[[0, 3]])
-    # The return value on other ranks differs between releases, but is no group.
-    assert isinstance(outer, dist.ProcessGroup) == (rank in (0, 3))
-    x = torch.full((1,), float(rank), device="sim")
-    if rank in (0, 3):
-        dist.all_reduce(x, group=outer)
-    assert x.item() == (3 if rank in (0, 3) else rank)
-    dist.barrier()  # on the bound device, without an argument
-
-
-@ranks.world_of(4, bound=True)
 def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
+    dist.barrier()  # on the bound device, without an argument
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)  # ranks 2 and 3 never hear of it
 
     def total(ranks: list[list[int]], parent: dist.ProcessGroup | None = None) -> float:
         group = dist.split_group(parent, split_ranks=ranks)
         x = torch.full((1,), float(rank), device="sim")
-        if group is not None:
+        # The return value on other ranks differs between releases, but is no group.
+        assert isinstance(group, dist.ProcessGroup) == any(rank in part for part in ranks)
+        if isinstance(group, dist.ProcessGroup):
             dist.all_reduce(x, group=group)
         return x.item()
 
@@ -100,20 +91,13 @@ def test_group_bound_to_a_device_serves_that_device_alone(rank: int, world_size:
 
 @ranks.world_of(2)
 def test_futures_carry_finished_device_tensors(rank: int, world_size: int) -> None:
-    x = torch.ones(2, device="sim")
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
-    assert doubled.tolist() == [4.0, 4.0] and doubled.device.type == "sim"
-    assert work.is_completed() and work.is_success()
     averaged = torch.full((2,), float(rank), device="sim")
     (value,) = dist.all_reduce(averaged, OPS.AVG, async_op=True).get_future().wait()
     assert value.tolist() == [0.5, 0.5]  # the division has run by the time the future completes
-    sent = dist.isend(x, 1 - rank)
-    received = torch.empty(2, device="sim")
-    (value,) = dist.irecv(received, 1 - rank).get_future().wait()
+    sent = dist.isend(averaged, 1 - rank)
+    (value,) = dist.irecv(torch.empty(2, device="sim"), 1 - rank).get_future().wait()
     sent.wait()
-    assert value.tolist() == [2.0, 2.0]
+    assert value.tolist() == [0.5, 0.5] and value.device.type == "sim"
     parts = [torch.empty(2, device="sim") for _ in range(2)]
     rows = dist.all_gather(parts, averaged + rank, async_op=True).get_future()
     # One tensor with a row for each rank, as NCCL's futures hold it: hooks index it by rank and then by position.

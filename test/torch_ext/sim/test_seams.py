@@ -90,17 +90,6 @@ def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank: int, world_size: 
     assert x.tolist() == ([0.0, 2.0, 2.0] if rank == 1 else [2.0] * 3)
 
 
-@ranks.world_of(2, killed=1)
-def test_kill(rank: int, world_size: int) -> None:
-    if rank == 1:
-        faults.kill(at=3)
-    dist.all_reduce(full())
-    dist.all_reduce(full())
-    with pytest.raises(RuntimeError):
-        dist.all_reduce(full())
-    ranks.leave()
-
-
 @ranks.world_of(2)
 def test_a_fault_is_one_groups_and_can_be_cleared(rank: int, world_size: int) -> None:
     other = dist.new_group(backend="simccl")

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from test.torch_ext.sim import ranks
 from test.torch_ext.sim.ranks import full, store
@@ -260,44 +258,6 @@ def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_add
     assert halved.wait().tolist() == [2.0] * 3
 
 
-class _TwoRounds:
-    """A hook that issues a second collective from the callback of the first one, as PowerSGD does."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def __call__(self, state: object, bucket: Any) -> Any:
-        index = bucket.index()
-
-        def second(done: torch.futures.Future[Any]) -> torch.Tensor:
-            self.order.append(f"second of {index}")
-            (mean,) = done.value()
-            return _reduce(mean.div_(2)).get_future().wait()[0].div_(2)
-
-        self.order.append(f"first of {index}")
-        return _reduce(bucket.buffer()).get_future().then(second)
-
-
-@ranks.world_of(2)
-def test_hooks_of_ddp_may_issue_collectives_from_their_callbacks(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim")
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to("sim"), bucket_cap_mb=0.0003)
-    plain.load_state_dict(model.module.state_dict())
-    hook = _TwoRounds()
-    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-    for step in range(3):
-        inputs = [torch.full((2, 8), 1.0 + step + r, device="sim") for r in range(world_size)]
-        model.zero_grad(), plain.zero_grad()
-        model(inputs[rank]).square().mean().backward()
-        (sum(plain(one).square().mean() for one in inputs) / world_size).backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
-    everybody: list[Any] = [None] * world_size
-    dist.all_gather_object(everybody, hook.order)
-    assert everybody[0] == everybody[1] and len(hook.order) >= 12
-
-
 @ranks.world_of(2)
 def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, world_size: int) -> None:
     group = c10d._get_default_group()
@@ -350,42 +310,6 @@ def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank: int, wor
         assert SIM.memory_allocated() == before  # complete, without a wait
         work.wait()
         assert SIM.memory_allocated() < before
-
-
-@ranks.world_of(2)
-def test_memory_recorded_for_a_stream_stays_until_its_collective_is_over(rank: int, world_size: int) -> None:
-    x, other = full(1.0, 1000), torch.zeros(1000, device="sim")
-    if rank == 0:
-        with SIM.stream(SIM.Stream()):
-            _reduce(x).wait()
-            x.record_stream(SIM.current_stream())
-        del x
-        other = torch.zeros(1000, device="sim")
-        SIM.empty_cache()
-        store().set("go", "")
-    else:
-        store().wait(["go"])
-        dist.all_reduce(x)
-    SIM.synchronize()
-    assert (other == 0).all()
-
-
-@ranks.world_of(2)
-def test_memory_of_a_work_that_was_dropped_is_kept_until_its_end(rank: int, world_size: int) -> None:
-    if rank == 0:
-        dist.all_reduce(full(1.0, 1000), async_op=True)
-        other = torch.zeros(1000, device="sim")
-        SIM.empty_cache()
-        store().set("go", "")
-    else:
-        store().wait(["go"])
-        dist.all_reduce(full(1.0, 1000))
-        other = torch.zeros(1000, device="sim")
-    SIM.synchronize()
-    assert (other == 0).all()
-    del other
-    torch.zeros(1000, device="sim")
-    assert SIM.memory_stats()["active_bytes.all.current"] == SIM.memory_allocated()
 
 
 @ranks.world_of(2)

@@ -10,10 +10,12 @@ calls:
     d                   the work of all streams is done
     e                   empty_cache
 
-For each, allocator_sequences.json has a checksum of all statistics after each call and of the blocks in the end; for
-the first ones also the addresses: the segment's number and the place in it, in units of 512 bytes. To record it again,
-build allocator_recorder/*.cpp as they say, print the sequences with this module, and give it the recorder's output on
-its standard input.
+A run on CUDA gives a checksum of all statistics after each call and of the blocks in the end, and the addresses: the
+segment's number and the place in it, in units of 512 bytes. allocator_sequences.json has the addresses of the first
+sequences, a checksum of both for each of the first hundred, and one of the former for each later hundred. To record it
+again, build the recorder (``git show ff56317:test/torch_ext/sim/one_process/allocator_recorder/driver.cpp``, and
+runtime.cpp beside it, a stub of CUDA's runtime), print the sequences with this module, and give it the recorder's
+output on its standard input.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from __future__ import annotations
 import json
 import random
 import sys
+import zlib
 from pathlib import Path
 
 RECORD = Path(__file__).with_suffix(".json")
-COUNT, IN_FULL = 10_000, 100
+COUNT, HUNDRED, IN_FULL = 10_000, 100, 10
 _MIB = 1 << 20
 _SIZES = ((1, 4096), (1, _MIB), (_MIB, 10 * _MIB), (10 * _MIB, 40 * _MIB))
 _SETTINGS = (
@@ -67,12 +70,19 @@ def sequence(seed: int) -> str:
     return f"{settings} {limit} {fraction} {' '.join(calls)}"
 
 
+def crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 if __name__ == "__main__":
     if sys.stdin.isatty():
         print(*map(sequence, range(COUNT)), sep="\n")
     else:
         given = sys.stdin.read().split("\n")[:COUNT]
-        checksums = [line[:8] for line in given]
-        rows = [" ".join(checksums[first : first + 100]) for first in range(0, COUNT, 100)]
-        text = {"checksums": rows, "addresses": [line[9:] for line in given[:IN_FULL]]}
+        sums = [line[:8] for line in given]
+        text = {
+            "addresses": [line[9:] for line in given[:IN_FULL]],
+            "checksums": " ".join(map(crc, given[:HUNDRED])),
+            "hundreds": " ".join(crc(" ".join(sums[n : n + HUNDRED])) for n in range(HUNDRED, COUNT, HUNDRED)),
+        }
         RECORD.write_text(json.dumps(text, indent=0) + "\n", encoding="utf-8")

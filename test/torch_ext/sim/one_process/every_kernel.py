@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 SIM: Any = torch.get_device_module("sim")
-ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
+ATEN, FSDP = torch.ops.aten, torch.ops.fsdp
 
 
 def make(*sizes: int, dtype: torch.dtype = torch.float32, device: str = "sim") -> Tensor:

@@ -15,16 +15,8 @@ def test_in_place_view_and_out_write_the_device_memory() -> None:
     out = torch.empty(0, device="sim")
     returned = torch.add(x, 1, out=out)
     assert returned is out and out.shape == (2, 3) and out.device == x.device
-    pointer = x.data_ptr()
-    torch.nn.functional.relu_(x)
-    assert x.data_ptr() == pointer
-
-
-def test_results_that_share_memory_keep_sharing_it() -> None:
-    x = torch.zeros(4, device="sim")
-    one, two = x.split(2)
-    one.fill_(3)
-    assert x.tolist() == [3.0, 3.0, 0.0, 0.0] and two.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    one, two = x.view(6).split(3)
+    assert two.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() == x.data_ptr()
 
 
 def test_conjugate_and_negative_views_resolve_on_the_device() -> None:
@@ -42,12 +34,6 @@ def test_output_that_a_kernel_leaves_lazily_conjugated_is_the_same_number() -> N
     expected = torch.linalg.lu_solve(factors, pivots, b, left=False, adjoint=True)
     got = torch.linalg.lu_solve(factors.to("sim"), pivots.to("sim"), b.to("sim"), left=False, adjoint=True)
     assert expected.is_conj() and torch.equal(got.cpu(), expected)
-
-
-def test_empty_tensors_pass_through() -> None:
-    x = torch.empty(0, 3, device="sim")
-    assert (x @ torch.ones(3, 2, device="sim")).shape == (0, 2)
-    assert torch.cat([x, torch.ones(1, 3, device="sim")]).shape == (1, 3)
 
 
 def test_storage_resize_frees_and_brings_back() -> None:

@@ -63,17 +63,14 @@ def test_views_past_a_shrunk_storage_are_refused_and_others_are_not() -> None:
     assert (whole * 0 + 1)[:4].tolist() == [1.0] * 4
 
 
-def test_memory_given_back_may_be_used_again() -> None:
+def test_memory_given_back_or_set_anew_may_be_used_again() -> None:
     x = _free(make(4))
     x.untyped_storage().resize_(16)
     assert x.fill_(2).sum().item() == 8
     _free(x)
     assert x.resize_(8).fill_(1).sum().item() == 8  # as in FSDP, and in resize_ of the tensor
-
-
-def test_a_tensor_on_another_storage_may_be_used() -> None:
-    x, other = _free(make(4)), make(4)
-    x.data = other
+    _free(x)
+    x.data = make(4)
     assert x.sum().item() == 4
     _free(x)
     assert x.set_(make(3)).sum().item() == 3
@@ -129,10 +126,7 @@ def test_copies_check_source_and_destination() -> None:
         lambda: make(4).copy_(host),
         lambda: torch.ones(4).copy_(_free(make(4))),
         lambda: _free(make(4)).copy_(torch.ones(4), non_blocking=True),
-        lambda: _free(make(4)).to("sim:1"),
         lambda: make(4).copy_(_free(make(4, device="sim:1"))),
-        lambda: _free(make(4)).cpu(),
-        lambda: _free(make(1)).item(),
     ):
         with pytest.raises(torch.AcceleratorError, match=ILLEGAL):
             program()

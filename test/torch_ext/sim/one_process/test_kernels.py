@@ -23,7 +23,6 @@ from test.torch_ext.sim.one_process.every_kernel import (
 from test.torch_ext.sim.one_process.observed import Entry, is_touched, kernels, kinds, observe, ranges
 
 SIM: Any = torch.get_device_module("sim")
-ATEN, C10D, FSDP = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp
 
 
 def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:

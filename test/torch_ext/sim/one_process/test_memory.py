@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,15 +39,9 @@ def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
         SIM.set_memory_limit(total, "sim:2")
 
 
-def test_the_summary_and_the_statistics_are_those_of_cuda() -> None:
-    kept = torch.ones(1 << 18, device="sim:3")
+def test_the_summary_is_that_of_cuda() -> None:
     summary = SIM.memory_summary("sim:3")
     assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
-    segments = [segment for segment in SIM.memory_snapshot() if segment["device"] == 3]
-    assert sum(segment["total_size"] for segment in segments) == SIM.memory_reserved("sim:3")
-    (mine,) = (segment for segment in segments if any(b["address"] == kept.data_ptr() for b in segment["blocks"]))
-    sizes = [block["size"] for block in mine["blocks"]]
-    assert mine["total_size"] == sum(sizes) == 2 << 20 and kept.nbytes in sizes
 
 
 def test_poison_shows_unset_and_freed_memory() -> None:
@@ -70,6 +65,20 @@ def test_states_are_staged_in_pinned_and_shared_memory() -> None:
     staged = _create_cpu_state_dict(state, pin_memory=True, share_memory=True)
     _copy_state_dict(state, staged)
     assert staged["x"].is_cpu and staged["x"].is_shared() and staged["x"].tolist() == [0, 1, 2]
+
+
+def test_threads_share_pools_without_losing_a_byte() -> None:
+    before = SIM.memory_allocated(2)
+
+    def churn(thread: int) -> None:
+        for size in range(1, 300):
+            held = [torch.empty(size * 100, dtype=torch.uint8, device="sim:2") for _ in range(3)]
+            held[1].record_stream(SIM.default_stream(2))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(churn, range(4)))
+    assert SIM.memory_allocated(2) == before
+    assert SIM.memory_stats(2)["active_bytes.all.current"] == before
 
 
 _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -42,26 +42,22 @@ def _block_at(address: int) -> dict[str, Any]:
     return found
 
 
-def test_live_blocks_name_their_allocation_while_recording(recording: None) -> None:
-    tensor = _make(100)
-    block = _block_at(tensor.data_ptr())
-    assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 512, 400)
-    assert block["frames"][0]["name"] == "_make" and block["frames"][0]["filename"].endswith("test_memory_history.py")
-    assert isinstance(block["frames"][0]["line"], int)
-
-
-def test_without_recording_there_are_blocks_and_no_stacks() -> None:
-    tensor = _make(100)
-    assert _block_at(tensor.data_ptr())["frames"] == []
+def test_blocks_name_their_allocation_while_recording_and_while_they_live() -> None:
+    kept = _make(100)
+    assert _block_at(kept.data_ptr())["frames"] == []
     assert SIM.memory._snapshot()["device_traces"] == [[] for _ in range(SIM.device_count())]
-
-
-def test_freed_blocks_are_kept_and_have_no_owner(recording: None) -> None:
-    tensor = _make(3000)
-    address = tensor.data_ptr()
-    del tensor
-    block = _block_at(address)
-    assert block["state"] == "inactive" and block["frames"] == []
+    SIM.memory._record_memory_history()
+    try:
+        tensor = _make(3000)
+        block = _block_at(address := tensor.data_ptr())
+        assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 12288, 12000)
+        assert block["frames"][0]["name"] == "_make" and isinstance(block["frames"][0]["line"], int)
+        assert block["frames"][0]["filename"].endswith("test_memory_history.py")
+        del tensor
+        block = _block_at(address)
+        assert block["state"] == "inactive" and block["frames"] == []
+    finally:
+        SIM.memory._record_memory_history(None)
 
 
 def test_a_block_that_a_stream_still_uses_awaits_its_end() -> None:
@@ -103,19 +99,7 @@ def test_torchs_visualizer_reads_a_snapshot(recording: None, tmp_path: Path) -> 
     assert snapshot["device_traces"][3][0]["addr"] == kept.data_ptr()
 
 
-def test_the_trace_keeps_the_newest_entries() -> None:
-    SIM.memory._record_memory_history(max_entries=3)
-    try:
-        for _ in range(10):
-            _make(10)
-        assert len(SIM.memory._snapshot()["device_traces"][3]) <= 6  # a free is two
-    finally:
-        SIM.memory._record_memory_history(None)
-    with pytest.raises(ValueError, match="'state', 'all' or None"):
-        SIM.memory._record_memory_history("everything")
-
-
-def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
+def test_options_say_what_is_kept() -> None:
     try:
         SIM.memory._record_memory_history("state")
         tensor = _make(10)
@@ -123,8 +107,14 @@ def test_state_keeps_no_trace_and_no_context_keeps_no_stacks() -> None:
         SIM.memory._record_memory_history("all", context=None)
         tensor = _make(10)
         assert not _block_at(tensor.data_ptr())["frames"] and SIM.memory._snapshot()["device_traces"][3]
+        SIM.memory._record_memory_history(max_entries=3)
+        for _ in range(10):
+            _make(10)
+        assert len(SIM.memory._snapshot()["device_traces"][3]) <= 6  # a free is two
     finally:
         SIM.memory._record_memory_history(None)
+    with pytest.raises(ValueError, match="'state', 'all' or None"):
+        SIM.memory._record_memory_history("everything")
 
 
 def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -45,15 +44,6 @@ def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:
     assert rows == {"aten::fill_": 0, "aten::zero_": side.stream_id}
     named = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     assert {"stream 0", f"stream {side.stream_id}"} <= named
-
-
-def test_collectives_have_the_names_of_simccl(group: Any) -> None:
-    x = torch.ones(4, device="sim")
-    with profile(activities=BOTH) as profiler:
-        dist.all_reduce(x)
-        dist.broadcast(x, 0, async_op=True).wait()
-    names = [event.name for event in _of_device(profiler) if event.name.startswith("simccl:")]
-    assert sorted(names) == ["simccl:all_reduce", "simccl:broadcast"]
 
 
 def test_without_the_device_among_the_activities_nothing_of_it_is_recorded() -> None:

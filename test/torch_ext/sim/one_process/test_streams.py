@@ -17,9 +17,13 @@ def test_streams_become_current_everywhere_at_once() -> None:
             assert SIM.current_stream() == inner
         assert SIM.current_stream() == mine
     assert torch.accelerator.current_stream() == before == SIM.default_stream()
-    with SIM.stream(SIM.Stream("sim:1")):
-        assert SIM.current_device() == 1
-    assert SIM.current_device() == 0
+    there = SIM.Stream("sim:1")
+    context = SIM.StreamContext(there)
+    with context, context:  # may be entered again
+        assert SIM.current_stream() == there and SIM.current_device() == 1
+    assert SIM.current_device() == 0 and SIM.current_stream("sim:1") == SIM.default_stream("sim:1")
+    with SIM.StreamContext(None):
+        assert SIM.current_device() == 0
 
 
 def test_priorities_are_those_of_torch_on_gpus() -> None:
@@ -79,10 +83,9 @@ def test_an_event_belongs_to_the_device_it_was_first_recorded_on() -> None:
     here, there = SIM.Stream("sim:0"), SIM.Stream("sim:1")
     event = SIM.Event(enable_timing=True)
     event.record(there)  # an event that was never recorded has no device yet
-    with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
-        event.record(here)
-    with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
-        here.record_event(event)
+    for record in (lambda: event.record(here), lambda: here.record_event(event)):
+        with pytest.raises(RuntimeError, match="Event device 1 does not match recording stream's device 0"):
+            record()
     here.wait_event(event)  # streams may wait across devices
     event.record(there)
 
@@ -94,7 +97,7 @@ def test_record_stream_takes_streams_of_other_devices() -> None:
     assert torch.ones(4, device="sim:0").sum().item() == 4
 
 
-def test_elapsed_time_needs_two_recorded_events_of_one_device() -> None:
+def test_elapsed_time_needs_two_recorded_events_of_one_device_and_others_block_nothing() -> None:
     one, other, never = (SIM.Event(enable_timing=True) for _ in range(3))
     one.record(SIM.Stream("sim:0"))
     other.record(SIM.Stream("sim:1"))
@@ -103,10 +106,6 @@ def test_elapsed_time_needs_two_recorded_events_of_one_device() -> None:
             pair[0].elapsed_time(pair[1])
     with pytest.raises(RuntimeError, match=r"one device.*one was recorded on sim:0 and the other on sim:1"):
         one.elapsed_time(other)
-
-
-def test_unrecorded_event_is_complete_and_blocks_nothing() -> None:
-    never = SIM.Event()
     assert never.query()
     never.synchronize()
     SIM.Stream().wait_event(never)

@@ -1,7 +1,7 @@
 """Compare checkers of races: which of the zoo's pairs each reports, and which of their safe twins.
 
 Runs every pair that needs one process under ``torch.sim.races`` and under torch's CUDA stream sanitizer, on the
-simulated device as CUDA's. Prints the counts, and the pairs on which the two differ.
+simulated device as CUDA's. Prints the pairs on which the two differ, and the counts.
 
     TORCH_EXT_SIM=cuda python -m test.torch_ext.sim.races.compare_checkers
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections import Counter
 
 import torch
 from torch.cuda import _sanitizer
 
-from test.torch_ext.sim.races import stage, zoo_copies, zoo_memory, zoo_orders, zoo_patterns, zoo_streams
-
-PAIRS = stage.pairs_of(zoo_streams, zoo_orders, zoo_memory, zoo_copies, zoo_patterns)
+from test.torch_ext.sim.races import stage
+from test.torch_ext.sim.races.test_zoo import PAIRS
 
 
 def by_races(pair: stage.Pair, fixed: bool) -> str:
@@ -42,22 +41,20 @@ def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
     return "silent"
 
 
+CHECKERS = {"torch.sim.races": by_races, "CUDA stream sanitizer": by_sanitizer}
+
+
 def main() -> None:
-    checkers: dict[str, Callable[[stage.Pair, bool], str]] = {
-        "torch.sim.races": by_races,
-        "CUDA stream sanitizer": by_sanitizer,
-    }
-    found = {
-        name: [(checker(pair, False), checker(pair, True)) for pair in PAIRS] for name, checker in checkers.items()
-    }
-    for name, ends in found.items():
-        for which, column in (("races", 0), ("twins", 1)):
-            counts = {end: sum(row[column] == end for row in ends) for end in sorted({row[column] for row in ends})}
-            print(f"{name}, {which} of {len(PAIRS)}: {counts}")
-    for pair, one, other in zip(PAIRS, *found.values(), strict=True):
-        if one != other:
+    counts: Counter[tuple[str, str]] = Counter()
+    for pair in PAIRS:
+        ends = {name: (check(pair, False), check(pair, True)) for name, check in CHECKERS.items()}
+        for name, (racy, twin) in ends.items():
+            counts.update([(f"{name}, races", racy), (f"{name}, twins", twin)])
+        if len({*ends.values()}) > 1:
             room = pair.program.__module__.rpartition(".")[2]
-            print(f"  {room} {pair.name}: sanitizer {other[0]}, twin {other[1]}")
+            print(f"  {room} {pair.name}: {ends}")
+    for (of, end), count in sorted(counts.items()):
+        print(f"{of} of {len(PAIRS)}: {end} {count}")
 
 
 if __name__ == "__main__":

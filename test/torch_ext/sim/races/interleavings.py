@@ -1,8 +1,7 @@
 """Small programs over streams, and everything that can happen when they run: the reference for the race checker.
 
 A program is the host's sequence of steps. Streams run their steps in order, at any time. ``explore`` visits every state
-that any interleaving can reach. Two accesses are unordered if some state could do either next; a state also carries the
-bytes of memory, so programs whose results depend on timing are known without a notion of order.
+that any interleaving can reach. Two accesses are unordered if some state could do either next.
 """
 
 from __future__ import annotations
@@ -158,8 +157,6 @@ class State:
     host: int  # next step of the host
     done: tuple[int, ...]  # steps that each stream has done
     fresh: frozenset[int]  # lives that got another block, because an earlier owner's users were not done
-    memory: tuple[tuple[tuple[int, int], object], ...]  # (block, byte) -> the life that wrote it, and the value
-    seen: tuple[tuple[int, object], ...]  # the values that each step read
 
 
 class Machine:
@@ -197,7 +194,7 @@ class Machine:
         if at in self.place and at < state.host:
             stream, _ = self.place[at]
             done = tuple(count + (s == stream) for s, count in enumerate(state.done))
-            return self.use(replace(state, done=done), at)
+            return replace(state, done=done)
         moved = replace(state, host=state.host + 1)
         if at in self.place:
             return moved
@@ -205,7 +202,7 @@ class Machine:
         step = self.steps[at]
         if isinstance(step, Allocate) and any(state.done[user] < count for user, count in users.items()):
             return replace(moved, fresh=state.fresh | {self.plan.lives[at, step.tensor]})
-        return self.use(moved, at)
+        return moved
 
     def block(self, state: State, at: int, tensor: int) -> tuple[int, int]:
         life = self.plan.lives[at, tensor]
@@ -213,26 +210,6 @@ class Machine:
         # If an owner got another block, later owners get that block.
         strayed = [each for each in state.fresh if each <= life and self.plan.all_lives[each].block == block]
         return (FRESH - max(strayed), life) if strayed else (block, life)
-
-    def use(self, state: State, at: int) -> State:
-        step = self.steps[at]
-        if not isinstance(step, Use):
-            return state
-        memory = dict(state.memory)
-        values: list[object] = []
-        for tensor, view in step.reads:
-            block, life = self.block(state, at, tensor)
-            found = [memory.get((block, byte)) for byte in sorted(view.bytes)]
-            # Bytes that this owner has not written are garbage, whichever owner wrote them.
-            values.append(tuple(each[1] if isinstance(each, tuple) and each[0] == life else None for each in found))
-        for tensor, view in step.writes:
-            block, life = self.block(state, at, tensor)
-            memory.update({(block, byte): (life, hash((at, tuple(values)))) for byte in view.bytes})
-        return replace(
-            state,
-            memory=tuple(sorted(memory.items(), key=lambda item: item[0])),
-            seen=tuple(sorted({**dict(state.seen), at: tuple(values)}.items())) if values else state.seen,
-        )
 
     def conflict(self, state: State, one: int, other: int) -> bool:
         first, second = self.steps[one], self.steps[other]
@@ -245,27 +222,20 @@ class Machine:
         mine, theirs = reached(one, first.writes), reached(other, second.writes)
         return bool(mine & theirs or mine & reached(other, second.reads) or reached(one, first.reads) & theirs)
 
-    def explore(self) -> tuple[set[tuple[int, int]], set[object]]:
-        """Return the unordered conflicting pairs of steps, and all that executions can read."""
-        start = State(0, (0,) * len(self.queues), frozenset(), (), ())
+    def explore(self) -> set[tuple[int, int]]:
+        """Return the unordered conflicting pairs of steps."""
+        start = State(0, (0,) * len(self.queues), frozenset())
         known, todo = {start}, [start]
         racing: set[tuple[int, int]] = set()
-        results: set[object] = set()
         while todo:
             state = todo.pop()
             ready = list(self.ready(state))
-            if not ready:
-                results.add(state.seen)
-            acting = [at for at in ready if at not in self.place or at < state.host]
-            for one, other in itertools.combinations(sorted(acting), 2):
-                if self.conflict(state, one, other):
-                    racing.add((one, other))
-            for at in ready:
-                following = self.act(state, at)
-                if following not in known:
-                    known.add(following)
-                    todo.append(following)
-        return racing, results
+            acting = sorted(at for at in ready if at not in self.place or at < state.host)
+            racing.update(pair for pair in itertools.combinations(acting, 2) if self.conflict(state, *pair))
+            following = {self.act(state, at) for at in ready} - known
+            known |= following
+            todo.extend(following)
+        return racing
 
 
 def whole(view: View) -> View:

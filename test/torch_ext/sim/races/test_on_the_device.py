@@ -91,7 +91,7 @@ class _Device:
 @given(st.one_of(programs(), lifetimes(), events()))
 def test_races_are_found_in_exactly_the_programs_that_have_one(steps: list[il.Step]) -> None:
     steps = [_possible(step) for step in steps]
-    racing, _ = il.Machine(steps, LANES).explore()
+    racing = il.Machine(steps, LANES).explore()
     device = _Device()
     races.start()
     try:

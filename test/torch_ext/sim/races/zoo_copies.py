@@ -36,16 +36,6 @@ def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def pinned_number_used_before_it_is_there(on: Stage, fixed: bool) -> None:
-    # The host reads a number for the kernel at the call, so the host must wait even for the kernel's own stream.
-    x, number = on.tensor(), torch.ones(()).pin_memory()
-    number.copy_(x[0], non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    x * number  # later: mul
-
-
-@pair
 def pinned_number_written_after_its_use(on: Stage, fixed: bool) -> None:
     x, number = on.tensor(), torch.ones(()).pin_memory()
     if fixed:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import torch
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, Stage, pair, rows
+
+View = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pair
@@ -31,29 +34,31 @@ def _neighbours(on: Stage, *mibs: int) -> list[torch.Tensor]:
     return made
 
 
-@pair
-def freed_and_reused_by_a_larger_request(on: Stage, fixed: bool) -> None:
-    x, y = _neighbours(on, 4, 4)
-    with on.on(on.side):
-        y.mul(3)  # earlier: mul
-    if fixed:
-        y.record_stream(on.side)
-    del x, y
-    with on.on(on.other):
-        torch.ones(6 * MIB, device=on.device)  # later: fill_
+# Neighbours in MiB, the part that is used of the middle one, what keeps that from being used again, and a request.
+FREED: dict[str, tuple[tuple[int, ...], View, Callable[[Stage, torch.Tensor], object], int]] = {
+    "freed_and_reused_by_a_larger_request": ((4, 4), lambda x: x, lambda on, x: x.record_stream(on.side), 6),
+    "freed_and_merged_with_the_block_before_it": ((4, 4, 4), lambda x: x, lambda on, x: x.record_stream(on.side), 19),
+    "column_of_a_freed_block_that_two_requests_share": (
+        (8,),
+        lambda x: x.view(-1, 64)[:, 3],
+        lambda on, x: on.other.wait_stream(on.side),
+        2,
+    ),
+    "part_of_a_freed_block_in_a_smaller_request": ((8,), lambda x: x, lambda on, x: SIM.synchronize(), 2),
+}
 
 
-@pair
-def freed_and_merged_with_the_block_before_it(on: Stage, fixed: bool) -> None:
-    x, y, z = _neighbours(on, 4, 4, 4)
+@rows(FREED)
+def freed(on: Stage, fixed: bool, mibs: tuple[int, ...], part: View, keep: Callable[..., object], request: int) -> None:
+    blocks = _neighbours(on, *mibs)
     with on.on(on.side):
-        y.mul(3)  # earlier: mul
+        part(blocks[len(mibs) // 2]).mul(3)  # earlier: mul
     if fixed:
-        y.record_stream(on.side)
-    del y
-    del x, z
+        keep(on, blocks[len(mibs) // 2])
+    del blocks[len(mibs) // 2]
+    blocks.clear()
     with on.on(on.other):
-        torch.ones(19 * MIB, device=on.device)  # later: fill_
+        torch.ones(request * MIB, device=on.device)  # later: fill_
 
 
 @pair
@@ -68,30 +73,6 @@ def far_part_of_a_freed_block(on: Stage, fixed: bool) -> None:
         first = torch.ones(4 * MIB, device=on.device)  # later: fill_
         torch.ones(4 * MIB, device=on.device)
     del first
-
-
-@pair
-def column_of_a_freed_block_that_two_requests_share(on: Stage, fixed: bool) -> None:
-    (x,) = _neighbours(on, 8)
-    with on.on(on.side):
-        x.view(-1, 64)[:, 3].mul(3)  # earlier: mul
-    if fixed:
-        on.other.wait_stream(on.side)
-    del x
-    with on.on(on.other):
-        torch.ones(2 * MIB, device=on.device)  # later: fill_
-
-
-@pair
-def part_of_a_freed_block_in_a_smaller_request(on: Stage, fixed: bool) -> None:
-    (x,) = _neighbours(on, 8)
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    if fixed:
-        SIM.synchronize()
-    del x
-    with on.on(on.other):
-        torch.ones(2 * MIB, device=on.device)  # later: fill_
 
 
 @pair
@@ -134,16 +115,6 @@ def pinned_memory_resized_while_it_is_written(on: Stage, fixed: bool) -> None:
     x, host = on.tensor(16, 16), torch.ones(16, 16, pin_memory=True)
     host.copy_(x, non_blocking=True)  # earlier: copy_
     host.t_().resize_(256 if fixed else 512)  # later: resize_
-    on.main.synchronize()
-
-
-@pair
-def pinned_memory_is_the_result_of_a_host_operator(on: Stage, fixed: bool) -> None:
-    x, host = on.tensor(), on.pinned()
-    host.copy_(x, non_blocking=True)  # earlier: copy_
-    if fixed:
-        on.main.synchronize()
-    torch.full((256,), 7.0, out=host)  # later: fill_
     on.main.synchronize()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, rows
+from test.torch_ext.sim.races.stage import NAME, SIM, Stage, in_a_thread, rows
 
 
 def _polled(event: Any) -> None:
@@ -145,6 +145,9 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "save": lambda host: torch.save({"weight": host}, io.BytesIO()),
     "save of bytes": lambda host: torch.save(host.untyped_storage(), io.BytesIO()),
     "save of a pickle": lambda host: pickle.dumps([host]),
+    "fill_ of its memory": lambda host: torch.full((256,), 7.0, out=host),
+    # The host reads a number for the kernel at the call, so the host must wait even for the kernel's own stream.
+    "mul by its number": lambda host: torch.ones(2, device=NAME) * host[0],
     "save of a file": lambda host: host.untyped_storage()._write_file(NOWHERE, True, False, 1),
 }
 
