@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from torch_ext.results import Died, Raised, Remark
@@ -25,6 +23,7 @@ CASES = [
     (ClassFacts(False, 3, 0, None, KILLED), NextStep(cls=KILLED)),
     (ClassFacts(False, 3, 0, ENDED, KILLED), NextStep(cls=KILLED)),
     # A running test fails with the cause of the end, and the tests after it run.
+    (ClassFacts(True, 1, 0, None), NextStep(test=EXITED)),
     (ClassFacts(True, 0, 2, None, KILLED), NextStep(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, REPORTED, KILLED), NextStep(test=KILLED, go_on=True)),
     (ClassFacts(True, 0, 2, LEFT, KILLED), NextStep(test=RAISED, go_on=True)),
@@ -36,7 +35,7 @@ CASES = [
     (ClassFacts(False, 0, 2, LEFT), NextStep(cls=RAISED)),
     (ClassFacts(False, 1, 2, None, KILLED), NextStep(cls=KILLED, go_on=True)),
     (ClassFacts(False, 0, 2, None, KILLED), NextStep(cls=KILLED)),
-    (ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), NextStep(go_on=True)),
+    *((ClassFacts(False, ended, 2, None, KILLED, lost_zygote=True), NextStep(go_on=True)) for ended in (0, 1)),
     (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), NextStep(cls=KILLED)),
     # Tests that unittest leaves out are missed.
     (ClassFacts(False, 0, 2, ENDED), NextStep(cls=UNBEGUN)),
@@ -47,18 +46,3 @@ CASES = [
 @pytest.mark.parametrize(("facts", "following"), CASES)
 def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: NextStep) -> None:
     assert decide_next(facts, facts.death or EXITED) == following
-
-
-@pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("last", [None, ENDED, REPORTED, LEFT])
-def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | ClassLeft | None) -> None:
-    for ended, left, death, lost in itertools.product((0, 1), (0, 1), (None, KILLED), (False, True)):
-        if lost and death is None:
-            continue
-        found = decide_next(ClassFacts(running, ended, left, last, death, lost), death or EXITED)
-        assert (found.test is not None) == running
-        progress = ended or running or lost
-        assert not found.go_on or (left and progress)
-        silent = found.test is None and found.cls is None
-        if silent and not found.go_on:
-            assert last is not None and death is None and not left

@@ -96,14 +96,6 @@ def interrupt(self: unittest.TestCase) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
-def test_interrupt_is_a_failure_with_its_traceback(where: str) -> None:
-    ended = ending(case(**{where: interrupt}))
-    assert ended.status is Status.FAILED
-    (problem,) = ended.problems
-    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
-
-
 @pytest.mark.parametrize("where", ["test_a", "a cleanup"])
 def test_a_trace_begins_in_the_code_of_the_test(where: str) -> None:
     def fails(*of_a_method: unittest.TestCase) -> None:
@@ -127,15 +119,19 @@ def interrupt_in_subtest(self: unittest.TestCase) -> None:
 @pytest.mark.parametrize(
     "methods",
     [
+        *({where: interrupt} for where in ("setUp", "test_a", "tearDown")),
         {"test_a": lambda self: self.addCleanup(interrupt, self)},
         {"test_a": interrupt_in_subtest},
         {"test_a": lambda self: self.skipTest("no"), "tearDown": interrupt},
         {"test_a": unittest.expectedFailure(interrupt)},
     ],
-    ids=["in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
+    ids=["setUp", "test_a", "tearDown", "in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
 )
-def test_interrupt_is_a_failure_wherever_it_comes(methods: dict[str, Callable[..., Any]]) -> None:
-    assert ending(case(**methods)).status is Status.FAILED
+def test_interrupt_is_a_failure_with_its_traceback(methods: dict[str, Callable[..., Any]]) -> None:
+    ended = ending(case(**methods))
+    assert ended.status is Status.FAILED
+    (problem,) = ended.problems
+    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
 def test_test_without_a_result_from_unittest_is_a_failure() -> None:
