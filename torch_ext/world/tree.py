@@ -6,9 +6,9 @@ raises :class:`ZygoteDiedError` if the zygote is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

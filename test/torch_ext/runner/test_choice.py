@@ -105,14 +105,6 @@ def test_last_failed_selects_tests_that_failed_in_their_last_run(cli: Cli) -> No
     assert (cli("--last-failed").code, cli.ran) == (1, [D1])
 
 
-def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests(cli: Cli) -> None:
-    cli.executor.endings = {A1: TestResult(TestName("a/test_one.py", "TestA"), Status.FAILED, 0.0), A2: None}
-    cli()
-    cli.executor.endings = {}
-    assert (cli("--last-failed").code, cli.ran) == (0, [A1, A2])
-    assert cli("--last-failed").code == 2
-
-
 def test_failure_in_any_round_counts_as_last_failed(cli: Cli, use: Use) -> None:
     use(Flaky(A2=1))  # in the first round
     assert cli("--repeat", "3", "TestA").code == 1
@@ -237,12 +229,15 @@ def test_a_rerun_that_skips_leaves_the_failure(cli: Cli, use: Use) -> None:
     assert done.code == 1 and done.out.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
 
 
-def test_a_class_that_failed_as_a_whole_does_not_run_again(cli: Cli) -> None:
+def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests_and_does_not_run_again(cli: Cli) -> None:
     cli.executor.endings = {A1: TestResult(TestName("a/test_one.py", "TestA"), Status.FAILED, 0.0), A2: None}
     done = cli("--reruns", "2")
     assert (done.code, cli.ran) == (1, IDS)
     assert "2 tests, the first of them" in done.out and "1 class failed as a whole" in done.out
     assert "attempt" not in done.out
+    cli.executor.endings = {}
+    assert (cli("--last-failed").code, cli.ran) == (0, [A1, A2])
+    assert cli("--last-failed").code == 2
 
 
 def test_failfast_goes_on_after_a_flake_and_ends_with_the_round_that_fails(cli: Cli, use: Use) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from torch_ext.results import Died, Problem, Raised, Remark
@@ -25,6 +23,7 @@ CASES = [
     (ClassFacts(False, 3, 0, None, KILLED), (KILLED, False)),
     (ClassFacts(False, 3, 0, ENDED, KILLED), (KILLED, False)),
     # A running test fails with the cause of the end, and the tests after it run.
+    (ClassFacts(True, 1, 0, None), (EXITED, False)),
     (ClassFacts(True, 0, 2, None, KILLED), (KILLED, True)),
     (ClassFacts(True, 0, 2, REPORTED, KILLED), (KILLED, True)),
     (ClassFacts(True, 0, 2, LEFT, KILLED), (RAISED, True)),
@@ -36,7 +35,7 @@ CASES = [
     (ClassFacts(False, 0, 2, LEFT), (RAISED, False)),
     (ClassFacts(False, 1, 2, None, KILLED), (KILLED, True)),
     (ClassFacts(False, 0, 2, None, KILLED), (KILLED, False)),
-    (ClassFacts(False, 1, 2, None, KILLED, lost_zygote=True), (None, True)),
+    *((ClassFacts(False, ended, 2, None, KILLED, lost_zygote=True), (None, True)) for ended in (0, 1)),
     (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), (KILLED, False)),
     # Tests that unittest leaves out are missed.
     (ClassFacts(False, 0, 2, ENDED), (UNBEGUN, False)),
@@ -47,16 +46,3 @@ CASES = [
 @pytest.mark.parametrize(("facts", "following"), CASES)
 def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: tuple[Problem | None, bool]) -> None:
     assert decide_next(facts, facts.death or EXITED) == following
-
-
-@pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("last", [None, ENDED, REPORTED, LEFT])
-def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | ClassLeft | None) -> None:
-    for ended, left, death, lost in itertools.product((0, 1), (0, 1), (None, KILLED), (False, True)):
-        if lost and death is None:
-            continue
-        problem, goes_on = decide_next(ClassFacts(running, ended, left, last, death, lost), death or EXITED)
-        assert problem is not None or not running
-        assert not goes_on or (left and (ended or running or lost))
-        if problem is None and not goes_on:
-            assert last is not None and death is None and not left

@@ -8,18 +8,14 @@ import re
 import signal
 import unittest
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from torch_ext.results import Raised, Remark, Status, TestName, TestResult
-from torch_ext.runner import class_process
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
-from torch_ext.runner.messages import TestEnded, TestStarted
-from torch_ext.world import files, provider
-from torch_ext.world.channel import Channel, channel_pair
-from torch_ext.world.follow import ZygoteLostError
+from torch_ext.runner.messages import TestEnded
+from torch_ext.world.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("before")
 
@@ -40,68 +36,21 @@ def ending(test: unittest.TestCase) -> TestResult:
     channel = FakeChannel()
     result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
     check_calls(test)
+    suite = _Suite(result)
+    suite.addTest(test)
     with contextlib.suppress(KeyboardInterrupt):
-        run(test, result)
+        suite.run(result)
     result.over()
     (ended,) = (message.result for message in channel.messages if isinstance(message, TestEnded))
     return ended
-
-
-def run(test: unittest.TestCase, result: _ClassResult) -> None:
-    suite = _Suite(result)
-    suite.addTest(test)
-    suite.run(result)
-
-
-def test_lost_ranks_are_reported_in_one_sentence() -> None:
-    """A rank of the test may kill the zygote; a traceback of the harness would say nothing about that."""
-
-    def lose(self: unittest.TestCase) -> None:
-        raise ZygoteLostError("the zygote was killed")
-
-    (problem,) = ending(case(test_a=lose)).problems
-    assert isinstance(problem, Remark) and "The ranks were lost: the zygote was killed." in problem.sentence
 
 
 def case(**methods: Callable[..., Any]) -> unittest.TestCase:
     return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("is_forgotten", [False, True])
-def test_no_test_begins_in_a_process_that_ends_with_its_zygote(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_forgotten: bool
-) -> None:
-    monkeypatch.setattr(provider, "_own", provider._Zygotes())
-    monkeypatch.setattr(files, "use", lambda folder: None)
-    waits: list[int] = []
-    channel = FakeChannel()
-    monkeypatch.setattr(class_process._os, "sleep", lambda seconds: waits.append(len(channel.messages)))
-    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
-    ours, zygote = channel_pair()
-    provider.use(ours, str(tmp_path))
-    run(case(), result)
-    assert waits == [] and [type(message) for message in channel.messages] == [TestStarted, TestEnded]
-    zygote.close()
-    if is_forgotten:  # as after a world that lost its zygote
-        provider.forget(ours)
-    run(case(), result)
-    assert waits == [2]  # before any message about the second test
-    run(case(), result)
-    assert waits == [2]  # the process has outlived its zygote
-    ours.close()
-
-
 def interrupt(self: unittest.TestCase) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
-def test_interrupt_is_a_failure_with_its_traceback(where: str) -> None:
-    ended = ending(case(**{where: interrupt}))
-    assert ended.status is Status.FAILED
-    (problem,) = ended.problems
-    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
 @pytest.mark.parametrize("where", ["test_a", "a cleanup"])
@@ -127,15 +76,19 @@ def interrupt_in_subtest(self: unittest.TestCase) -> None:
 @pytest.mark.parametrize(
     "methods",
     [
+        *({where: interrupt} for where in ("setUp", "test_a", "tearDown")),
         {"test_a": lambda self: self.addCleanup(interrupt, self)},
         {"test_a": interrupt_in_subtest},
         {"test_a": lambda self: self.skipTest("no"), "tearDown": interrupt},
         {"test_a": unittest.expectedFailure(interrupt)},
     ],
-    ids=["in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
+    ids=["setUp", "test_a", "tearDown", "in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
 )
-def test_interrupt_is_a_failure_wherever_it_comes(methods: dict[str, Callable[..., Any]]) -> None:
-    assert ending(case(**methods)).status is Status.FAILED
+def test_interrupt_is_a_failure_with_its_traceback(methods: dict[str, Callable[..., Any]]) -> None:
+    ended = ending(case(**methods))
+    assert ended.status is Status.FAILED
+    (problem,) = ended.problems
+    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
 def test_test_without_a_result_from_unittest_is_a_failure() -> None:

@@ -16,7 +16,7 @@ import torch_ext
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
 from torch_ext.results import SetupError
 from torch_ext.runner.arguments import _patterns_below_root, parse
-from torch_ext.runner.options import TABLE, RunOptions, default_root
+from torch_ext.runner.options import TABLE, default_root
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert options.root == project / "suites"
     assert options.device == "cpu"
     with pytest.raises(SystemExit) as ended:
-        parse(["--reruns", "3", "--show-config"])
+        parse(["--reruns", "3", "--shard", "2/3", "--show-config"])
     assert ended.value.code == 0
     found = shown(capsys)
     file = str(project / "pyproject.toml")
@@ -67,16 +67,10 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
     assert found["device"] == ("cpu", "TORCH_EXT_DEVICE")
     assert found["timeout"] == ("2.5", file)
     assert found["root"] == (str(project / "suites"), file)
-    assert found["shard"] == ("-", "default")
-    assert found["verbosity"] == ("1", file)
-
-
-def test_shown_configuration_lists_every_option_as_typed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["-j", "2", "--shard", "2/3", "--root", str(project), "--show-config"])
-    found = shown(capsys)
-    assert (found["jobs"][0], found["shard"][0]) == ("2", "2/3")
+    assert found["shard"] == ("2/3", "command line")
+    assert found["cluster"] == ("-", "default")
     assert len(found) == len({row.field for row in TABLE})
+    assert found["verbosity"] == ("1", file)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +125,6 @@ def test_typed_patterns_replace_configured_patterns(project: Path) -> None:
     assert parse(["b"]).include == ("b",)
     alone = parse([], project / "suites/test_x.py")
     assert (alone.include, alone.exclude, alone.root) == ((), (), project / "suites")
-
-
-def test_each_option_has_a_field_and_each_key_one_option() -> None:
-    fields = RunOptions.__dataclass_fields__
-    assert [row.field for row in TABLE if row.field not in fields] == []
-    flags = [flag for row in TABLE for flag in row.flags]
-    assert len(flags) == len(set(flags))
-    names = [row.name for row in TABLE]
-    assert len(names) == len(set(names))
 
 
 def test_help_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:

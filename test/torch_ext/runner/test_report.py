@@ -104,29 +104,8 @@ def test_a_message_is_printed_as_it_is_but_commands_no_terminal(kind: type[io.St
     assert "\x07" not in text and "\x1b[31m" not in text
 
 
-@pytest.mark.parametrize("verbosity", [-1, 0, 1])
-def test_no_part_of_a_report_passes_control_characters_on(verbosity: int) -> None:
-    bad = "\x1b[2J\0\x9b5m\r"
-    results = [
-        TestResult(ONE, Status.FAILED, 0.1, (Remark(bad),), output=bad),
-        skipped(TWO, bad),
-        TestResult(TestName(FILE.name, "TestA", bad), Status.PASSED, 0.1, warnings=(bad,)),
-    ]
-    assert not {"\x1b", "\0", "\x9b", "\r"} & set(report(results, verbosity=verbosity))
-
-
-def test_a_pipe_gets_no_escape_codes_and_no_broken_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "20")
-    results = [passed(ONE), failed(TWO), skipped(THREE, "[rank 0] " + "long " * 100)]
-    text = report(results, verbosity=1)
-    assert "\x1b" not in text
-    assert f"skipped  0.00 s  {results[2].reason}\n" in text
-
-
 def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.delenv("NO_COLOR", raising=False)
     results = [
         passed(ONE),

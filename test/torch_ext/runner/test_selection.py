@@ -1,4 +1,4 @@
-"""The tests that patterns select, checked against handwritten cases and a naive reference.
+"""The tests that patterns select, checked against handwritten cases.
 
 A failure here means that a user runs other tests than the ones named, or none, without a message.
 """
@@ -6,7 +6,7 @@ A failure here means that a user runs other tests than the ones named, or none, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -162,51 +162,6 @@ def test_broken_file_counts_only_if_it_may_hold_selected_tests(include: list[str
     assert select_tests(selection, known, [RPC])[1] == ([RPC] if suspected else [])
 
 
-# --- a naive reference ------------------------------------------------------------------------------------------------
-# No name here is of two kinds, so each spelling has one meaning to check against.
-
-FOLDERS = st.lists(st.sampled_from(["f", "g", "f.x"]), max_size=3).map("/".join)
-STEMS = st.sampled_from(["test_m", "test_n", "test_long_m"])
-SUITES = st.sets(
-    st.builds(
-        lambda folder, stem, cls, method: TestName("/".join(filter(None, (folder, f"{stem}.py"))), cls, method),
-        FOLDERS,
-        STEMS,
-        st.sampled_from(["TestA", "TestB", "TestAB"]),
-        st.sampled_from(["test_1", "test_2", "test_12"]),
-    ),
-    min_size=1,
-    max_size=12,
-).map(lambda tests: sorted(tests, key=lambda test: test.id))
-
-Case = tuple[str, Callable[[TestName], bool]]
-
-
-def spellings(test: TestName, files: set[str]) -> list[Case]:
-    """Return patterns that name ``test`` or a class, file or folder of it, each with the tests that it selects."""
-    folder, _, base = test.file.rpartition("/")
-    path = test.file.removesuffix(".py")
-    dotted = path.replace("/", ".")
-    cases: list[Case] = [
-        (test.id, lambda other: other == test),
-        (f"test/{test.file}", lambda other: other.file == test.file),
-        (
-            f"{dotted if '.' not in path else path}.{test.cls}",
-            lambda other: (other.file, other.cls) == (test.file, test.cls),
-        ),
-        (f"{path}.{test.cls}.{test.method}", lambda other: other == test),
-        (test.cls, lambda other: other.cls == test.cls),
-        (test.method, lambda other: other.method == test.method),
-        (f"{test.cls}.{test.method}", lambda other: (other.cls, other.method) == (test.cls, test.method)),
-    ]
-    if folder:
-        for spelling in (f"./{folder}", f"test/{folder}/"):
-            cases.append((spelling, lambda other: other.file.startswith(f"{folder}/")))
-    if base not in files:
-        cases.append((base, lambda other: other.file.split("/")[-1] == base))
-    return cases
-
-
 def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
     tests = [TestName(f"{folder}/test_m.py", "TestA", "test_1") for folder in ("v1", "v1.2", "v1/2", "a/v1.2")]
     for number, pattern in enumerate(("v1/test_m.py", "v1.2", "v1/2", "a/v1.2")):
@@ -221,27 +176,6 @@ def test_a_suffix_or_a_slash_says_whether_a_file_or_a_folder_is_meant() -> None:
         assert choose([pattern], (), tests)[1] == [tests[number].id]
     for pattern, number in (("test_a.py", 1), ("test_a", 0), ("test_a/", 0)):
         assert choose([pattern], (), tests[:2])[1] == [tests[number].id]
-
-
-@given(SUITES, st.data())
-def test_selection_agrees_with_a_naive_reference(tests: list[TestName], data: st.DataObject) -> None:
-    pool = [case for test in tests for case in spellings(test, {test.file for test in tests})]
-    include = data.draw(st.lists(st.sampled_from(pool), max_size=3), label="include")
-    exclude = data.draw(st.lists(st.sampled_from(pool), max_size=2), label="exclude")
-    expected = [
-        test.id
-        for test in tests
-        if (not include or any(means(test) for _, means in include)) and not any(means(test) for _, means in exclude)
-    ]
-    try:
-        chosen = choose([text for text, _ in include], [text for text, _ in exclude], tests)[1]
-    except SelectionError:
-        # A bare name that only excluded files hold is not found, because they are not imported.
-        left = [test for test in tests if not any(means(test) for _, means in exclude)]
-        assert any(not any(map(means, left)) for _, means in [*include, *exclude])
-        assert exclude
-    else:
-        assert chosen == expected
 
 
 # Files, folders, classes and tests that share names.
@@ -260,15 +194,11 @@ TANGLES = st.sets(
 
 
 @given(TANGLES)
-def test_an_id_selects_exactly_its_test_and_imports_only_its_file(tests: list[TestName]) -> None:
+def test_an_id_or_path_selects_exactly_its_tests_and_imports_only_its_file(tests: list[TestName]) -> None:
     for test in tests:
         assert choose([test.id], (), tests) == ([test.file], [test.id])
-
-
-@given(TANGLES)
-def test_the_path_of_a_file_selects_exactly_its_tests(tests: list[TestName]) -> None:
-    for file in {test.file for test in tests}:
-        assert choose([file], (), tests) == ([file], [test.id for test in tests if test.file == file])
+        of_file = [each.id for each in tests if each.file == test.file]
+        assert choose([test.file], (), tests) == ([test.file], of_file)
 
 
 # --- -k: checked against Python's evaluation of the same expression ---------------------------------------------------

@@ -36,15 +36,6 @@ def test_record_of_a_torch_that_writes_less_is_read_too() -> None:
     assert read_record("[{}]") == [Collective("?", 0, "?", "", False)]
 
 
-def test_rank_that_stayed_behind_is_guilty() -> None:
-    mismatch = first_mismatch({0: [call(1), call(2, over=False)], 1: [call(1)], 2: [call(1), call(2, over=False)]})
-    assert mismatch is not None
-    assert mismatch.ranks == (1,)
-    assert mismatch.sentence == (
-        "ranks 0, 2 called #2 gloo:all_reduce([3] Float) in group 0 (default_pg), which rank 1 never called"
-    )
-
-
 def test_odd_one_out_is_guilty_and_halves_are_not() -> None:
     odd = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")], 2: [call(1)]})
     assert odd is not None and odd.ranks == (1,)

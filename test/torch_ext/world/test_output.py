@@ -10,24 +10,6 @@ from torch_ext.world import files
 from torch_ext.world.files import Live, open_capture
 
 
-def test_kept_output_is_cut_to_its_last_16_kib() -> None:
-    before = os.listdir("/proc/self/fd")
-    capture, writer = open_capture(3, show=False)
-    assert capture.live is None
-    for word in (b"one ", b"two ", b"three"):
-        os.write(writer, word)
-        capture.tail()  # does not move the writer
-    assert capture.tail() == "one two three"
-    os.write(writer, b"x" * (1 << 20) + b"end\n")
-    os.close(writer)
-    tail = capture.tail()
-    assert len(tail) == 16 << 10
-    assert tail.endswith("xend\n")
-    capture.close()
-    capture.close()
-    assert capture.tail() == "" and len(os.listdir("/proc/self/fd")) == len(before)
-
-
 def test_lines_are_passed_on_whole_with_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
     before = os.listdir("/proc/self/fd")
     capture, writer = open_capture(3, show=True)

@@ -6,14 +6,13 @@ import _thread
 import gc
 import math
 import platform
-import queue
 import select
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,50 +103,8 @@ def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operati
     assert again.position != of_page.position
 
 
-@pytest.fixture
-def daemon() -> Iterator[Callable[[Callable[[], object]], int]]:
-    """Starts functions in threads that end with the process; returns each thread's kernel id once its function runs."""
-
-    def start(function: Callable[[], object]) -> int:
-        thread = threading.Thread(target=function, daemon=True)
-        thread.start()
-        time.sleep(0.2)
-        return thread.native_id or 0
-
-    yield start
-
-
 def task_of(tid: int) -> ThreadState:
     return next(task for task in threads._threads(0) if task.tid == tid)
-
-
-def test_real_threads_are_seen_as_they_are(daemon: Callable[[Callable[[], object]], int], tmp_path: Path) -> None:
-    lock, store = threading.Lock(), dist.FileStore(str(tmp_path / "store"), 2)
-    store.set_timeout(timedelta(seconds=5000))
-    lock.acquire()
-    held = task_of(daemon(lock.acquire))
-    assert (held.doing, held.until_s) == ("lock", INF)
-    timed = task_of(daemon(lambda: lock.acquire(timeout=40)))
-    assert timed.doing == "lock" and timed.until_s == pytest.approx(time.monotonic() + 40, abs=5)
-    assert task_of(daemon(lambda: time.sleep(40))).doing == "sleep"
-    assert not threads.observe().blocked, "a thread of this process sleeps"
-    empty: queue.Queue[int] = queue.Queue()
-    assert task_of(daemon(empty.get)).until_s == INF
-
-    def waits_for_a_key() -> None:
-        store.get("nobody sets this")
-
-    keyed = task_of(daemon(waits_for_a_key))
-    assert keyed.operation is not None and keyed.operation.wait.transport
-    assert 'store.get("nobody sets this")' in keyed.operation.wait.description
-    assert keyed.operation.limit_s == pytest.approx(time.monotonic() + 5000, abs=5)
-
-    def waits_a_little() -> None:
-        store.wait(["key"], timedelta(seconds=4000))
-
-    short = task_of(daemon(waits_a_little))
-    assert short.operation is not None
-    assert short.operation.limit_s == pytest.approx(time.monotonic() + 4000, abs=5)
 
 
 def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> None:
