@@ -34,7 +34,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.program.autoload import STRICT, mark_worker
+from torch_ext.program.autoload import mark_worker
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
@@ -262,7 +262,7 @@ def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
         return
     reported = Facts(0, _groups_made(), _uses_of_device())
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    strict = os.environ.get(STRICT) == "1"
+    strict = os.environ.get("TORCH_EXT_SIM_STRICT") == "1"
     facts = [reported if number == rank else None for number in range(size)]
     unused = find_unused(facts, cuda_as_sim=cuda_as_sim)
     for sentence in unused:

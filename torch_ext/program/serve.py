@@ -16,12 +16,8 @@ Note [What a zygote fits]
 A rank must behave as if the command had loaded torch itself. That depends on the contents of files and on the *key*:
 the interpreter and its flags, the search path, whether the simulator is loaded, and the variables that Python, torch
 and native libraries may read only when they load. The socket's name is a hash of the key, so a command with another key
-finds no zygote and loads torch itself. The server watches the files; see Note [A stale zygote].
-
-Note [A stale zygote]
-~~~~~~~~~~~~~~~~~~~~~
-If a file that the zygote has loaded has changed before a run, the server rejects the command, which then loads torch
-itself. When all runs are over, the server starts a new zygote.
+finds no zygote and loads torch itself. So does one that follows a change of a file that the zygote has loaded; when all
+runs are over, the server then starts a new zygote.
 """
 
 from __future__ import annotations
@@ -283,7 +279,7 @@ def _accept(line: Channel, zygote: ZygoteClient) -> bool:
 
 
 def _has_changed(states: Mapping[str, object]) -> bool:
-    """See Note [A stale zygote]."""
+    """Whether a file has changed; see Note [What a zygote fits]."""
     path = next((path for path, state in states.items() if _state(path) != state), "")
     if path:
         print(f"{wording.PREFIX}{path} has changed: loading again", flush=True)

@@ -4,12 +4,10 @@ Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 Several classes run at once, of one run or of several in one checkout. To isolate them, each has
 
-- a private zygote: if a rank stops or kills it, no other class loses a test, and a leftover process is charged to the
-  class that left it;
+- a private zygote: if a rank stops or kills it, no other class loses a test or is charged with a leftover process;
 - ranks, a parent half and a process group;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
-- ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
-  ``dist_utils``);
+- ports that the kernel chooses and keeps, never picked first and bound later: see ``reserve_port`` in ``dist_utils``;
 - on an accelerator, the devices of its slots: its ranks see only these.
 
 A class with ``alone = True`` runs without others, to have resources such as idle cores for itself.

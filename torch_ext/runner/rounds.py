@@ -2,9 +2,9 @@
 
 Note [Reruns]
 ~~~~~~~~~~~~~
-A test that failed runs again at the end of its round, in a new class process with new ranks. If the rerun passes, the
-test is flaky: neither passed, since the same code has failed, nor failed. If the rerun skips, the failure stands. A
-class that failed as a whole does not run again, nor does a file that cannot be imported.
+A test that failed runs again at the end of its round, in a new class process. If the rerun passes, the test is flaky:
+neither passed nor failed. If the rerun skips, the failure stands. A class that failed as a whole does not run again,
+nor does a file that cannot be imported.
 """
 
 from __future__ import annotations
