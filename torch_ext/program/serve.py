@@ -37,11 +37,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from torch_ext.personality import AS_CUDA, VARIABLE
 from torch_ext.program import autoload
+from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
@@ -62,7 +61,6 @@ _CONNECT_S = 5.0
 _LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
 # The native ones are the simulator's sources; ranks, or commands that talk to the zygote, load the rest.
 _SOURCES = (".py", ".cpp", ".h")
-_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _load(
@@ -204,23 +202,17 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
+    Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
-        for number in _ENDED_BY:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or by a shell for background jobs
-                signal.signal(number, _end)
         is_stale = _serve_one(not options.host, options.idle)
+    except KeyboardInterrupt:
+        return 0
     except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if is_stale:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _ENDED_BY:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(0)
 
 
 def _serve_one(simulated: bool, idle_s: float) -> bool:

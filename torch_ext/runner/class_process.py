@@ -362,8 +362,7 @@ class _ClassResult(unittest.TestResult):
             return
         self._fail(_problem(err, where="" if test is self._planned else str(test)))
 
-    def addFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
-        self.addError(test, err)
+    addFailure = addError
 
     @_os.with_room
     def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: _ExcInfo | None) -> None:

@@ -122,7 +122,11 @@ class _Supervisor:
             if order.host:
                 yield from self._join(order, batch, place, send)
             else:
-                place = self._spread(order, place, send) if order.names else place
+                if order.names:
+                    environment = {**place.environment, ADDRESS_VARIABLE: order.address}
+                    self._host_ranks[order.number] = proxy = RankProxy(order.names, environment, order.number, 0, send)
+                    self._loop.add(proxy.serve())
+                    place = place._replace(environment=environment, add_client=proxy.add_client)
                 yield from ClassRunner(self._zygotes, place, batch, self._options, send).run()
         finally:
             if ranks := self._host_ranks.pop(order.number, None):
@@ -133,13 +137,6 @@ class _Supervisor:
             self._used[file.name] -= 1
             self._forget_files(file)
             send(None)
-
-    def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
-        """Return the place of a class whose host 0 is this machine."""
-        environment = {**place.environment, ADDRESS_VARIABLE: order.address}
-        self._host_ranks[order.number] = proxy = RankProxy(order.names, environment, order.number, 0, send)
-        self._loop.add(proxy.serve())
-        return place._replace(environment=environment, add_client=proxy.add_client)
 
     def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
         """Task: run ranks of a class whose host 0 is another machine."""
