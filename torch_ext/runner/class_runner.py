@@ -100,8 +100,8 @@ class ClassRunner:
         file, place, options = self._batch.file, self._place, self._options
         if self._zygote is None:
             self._zygote = yield from self._zygotes.copy_of(file)
-        module, argv = self._zygotes.module_of(file), (str(file.path),)
-        order = ClassOrder(module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
+        argv = (str(file.path),)
+        order = ClassOrder(file.module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
         self._running, self._last, before = None, None, len(self._left)
         with ClassChild(order, self._zygote, place, options) as process:
             while (event := (yield from process.next_event())) is not None:

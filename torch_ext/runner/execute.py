@@ -19,7 +19,7 @@ from torch_ext.runner.loop import Loop, Task, arrives
 from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Machine, count_devices
+from torch_ext.runner.places import Machine
 from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
@@ -82,7 +82,7 @@ class RunExecutor:
         """Task: import ``file`` and add its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
-            named = yield from self._names(zygote, self._zygotes.module_of(file))
+            named = yield from self._names(zygote, file.module)
         except LoadError as error:
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
             collected = Collected(file, error=str(error), left=left)
@@ -132,12 +132,11 @@ class RunExecutor:
             loop.close()
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
-        place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)
         try:
-            continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
-            self._stops = self._stops or not continues
+            with machine.place(queue.running[batch], packed=packs and not batch.need.alone) as place:
+                continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
+                self._stops = self._stops or not continues
         finally:
-            place.leave()
             if queue.ended(batch):
                 self._zygotes.forget(batch.file)
 
@@ -145,7 +144,7 @@ class RunExecutor:
         devices = Devices(0, "")
         if packs and self._options.slots is None:
             with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
-                devices = count_devices(self._zygotes.root(plan.batches[0].file), self.environment)
+                devices = self._zygotes.count_devices(plan.batches[0].file)
         return Machine(self.scratch, self.environment, devices, self._options.slots)
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
     names = NameCache(None, None)
     if options.script:
         # As __main__ the file may define other tests than when it is imported, so nothing is cached.
-        found: Sequence[TestFile] = [describe(Path(options.script).resolve(), options.root)]
+        found: Sequence[TestFile] = [replace(describe(Path(options.script).resolve(), options.root), module="__main__")]
     elif options.upstream:
         if upstream is None:
             raise SelectionError("--upstream belongs to python -m torch_ext and run_test.py")
