@@ -66,9 +66,6 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     >>> files = ["fsdp/test_a.py", "fsdp/test_b.py", "rpc/test_a.py"]
     >>> sorted(resolve("test/fsdp/", files, ["test/"]).files), sorted(resolve("test_a", files).files)
     (['fsdp/test_a.py', 'fsdp/test_b.py'], ['fsdp/test_a.py', 'rpc/test_a.py'])
-    >>> target = resolve("fsdp.test_a.TestX.test_y", files)
-    >>> sorted(target.files), target.names
-    (['fsdp/test_a.py'], (('TestX', 'test_y'),))
     """
     addresses = _addresses(tuple(files))
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
@@ -238,8 +235,6 @@ def advice(text: str, names: Iterable[str]) -> str:
 
     Compares names as a whole and by their last parts, ignoring case.
 
-    >>> advice("distributed/fspd", ["distributed/fsdp", "distributed/rpc", "TestInput"])
-    '; nearest: distributed/fsdp, distributed/rpc'
     >>> advice("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
     '; nearest: TestInput, TestInput.test_words'
     """

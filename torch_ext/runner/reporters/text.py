@@ -70,12 +70,8 @@ def rerun_command(options: RunOptions, test: TestName) -> str:
     """Return the command that runs ``test`` (or its class, or its file) again under the same conditions.
 
     >>> from pathlib import Path
-    >>> rerun_command(RunOptions(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
-    'python run_test.py -i a/test_b.py::TestC::test_d --device cpu'
     >>> rerun_command(RunOptions(Path("test"), memory_bytes=1 << 20), TestName("a/test_b.py", "TestC", "test_d"))
     'python run_test.py -i a/test_b.py::TestC::test_d --memory 1048576'
-    >>> rerun_command(RunOptions(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
-    'python a/test_b.py TestC.test_d'
     """
     words = ["python", options.script, ".".join(part for part in (test.cls, test.method) if part)]
     if not options.script:
