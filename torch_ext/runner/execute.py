@@ -115,7 +115,11 @@ class RunExecutor:
     def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""
         packs = self._options.packs and len(plan.batches) > 1
-        machine = self._machine(plan, packs)
+        devices = Devices(0, "")
+        if packs and self._options.slots is None:
+            with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
+                devices = self._zygotes.count_devices(plan.batches[0].file)
+        machine = Machine(self.scratch, self.environment, devices, self._options.slots)
         at_once = (self._options.jobs or machine.slots) if packs else 1
         queue = Queue(longest_first(plan) if packs else plan, machine.slots, at_once)
         loop = Loop(lambda: sink(Tick()), _TICK_S)
@@ -140,13 +144,6 @@ class RunExecutor:
             if queue.ended(batch):
                 self._zygotes.forget(batch.file)
 
-    def _machine(self, plan: Plan, packs: bool) -> Machine:
-        devices = Devices(0, "")
-        if packs and self._options.slots is None:
-            with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
-                devices = self._zygotes.count_devices(plan.batches[0].file)
-        return Machine(self.scratch, self.environment, devices, self._options.slots)
-
     def close(self) -> None:
         """End every process of the run and remove its scratch folder. Idempotent."""
         with held():
@@ -160,10 +157,6 @@ def open_executor(options: RunOptions) -> Executor:
     here = RunExecutor(options)
     if not options.cluster:
         return here
-    try:
-        cluster = importlib.import_module("torch_ext.runner.cluster.executor")
-        remote: Executor = cluster.ClusterExecutor(options, here)
-    except BaseException:
-        here.close()
-        raise
+    cluster = importlib.import_module("torch_ext.runner.cluster.executor")
+    remote: Executor = cluster.ClusterExecutor(options, here)  # if that fails, `here` closes at exit
     return remote
