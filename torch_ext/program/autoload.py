@@ -20,12 +20,7 @@ from torch_ext import personality
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 
 _SIM, ON = personality.VARIABLE, "1"
-_WORKER = "TORCH_EXT_SIM_WORKER"
-
-
-def mark_worker() -> None:
-    """Mark the processes that this process starts, which are not workers of the job themselves."""
-    os.environ[_WORKER] = str(os.getpid())
+WORKER = "TORCH_EXT_SIM_WORKER"  # set for the processes that a worker starts, which are no workers of the job
 
 
 def hide() -> None:
@@ -60,7 +55,7 @@ def load() -> None:
 
         from torch_ext.program.rank import report_at_end
 
-        mark_worker()
+        os.environ[WORKER] = str(os.getpid())
         atexit.register(report_at_end, os.getpid(), cuda_as_sim=as_cuda)
 
 

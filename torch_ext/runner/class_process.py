@@ -334,7 +334,10 @@ class _ClassResult(unittest.TestResult):
             return
         if self._runs > 1 and status is Status.FAILED:
             self._problems.append(Remark(f"The class ran this test {self._runs} times; any failure counts."))
-        reasons, ranks, problems = "; ".join(self._reasons), _ranks_of(planned), tuple(self._problems)
+        # What our base classes have collected, without the output of ranks that passed
+        found = [one for one in getattr(planned, "_outcomes", ()) if isinstance(one, Outcome)]
+        ranks = tuple(replace(one, output="") if one.ok else one for one in found)
+        reasons, problems = "; ".join(self._reasons), tuple(self._problems)
         self.send_end(TestResult(self._name(planned), status, self._took_s, problems, reasons, ranks=ranks))
 
     def _name(self, test: unittest.TestCase) -> TestName:
@@ -402,12 +405,6 @@ class _ClassResult(unittest.TestResult):
 def _is_fixture(test: object) -> bool:
     """Whether ``test`` is unittest's placeholder for a failed ``setUpClass`` or ``tearDownClass``."""
     return not isinstance(test, unittest.TestCase)
-
-
-def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:
-    """Return the outcomes that our base classes have collected, without the output of ranks that passed."""
-    found = [one for one in getattr(test, "_outcomes", ()) if isinstance(one, Outcome)]
-    return tuple(replace(one, output="") if one.ok else one for one in found)
 
 
 def _escaped(error: BaseException) -> Problem:

@@ -178,7 +178,11 @@ def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:
 
 
 def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
-    near = advice(target.text, _names(files, tests)) or "; no name is similar, --list shows every test"
+    # A spelling of every folder, file, class and test, in that order
+    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
+    of_tests = [test.cls for test in tests] + [f"{test.cls}.{test.method}" for test in tests]
+    names = [*sorted(folders), *sorted(files), *dict.fromkeys(of_tests)]
+    near = advice(target.text, names) or "; no name is similar, --list shows every test"
     return SelectionError(f"{target.text!r} matches no folder, module, class or test{near}")
 
 
@@ -220,14 +224,6 @@ def _contains(word: str, test: TestName) -> bool:
     if not any(sign in word for sign in "*?["):
         return word in test.id.lower() or word in test.dotted.lower()
     return any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
-
-
-def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
-    """Return a spelling of every folder, file, class and test, in that order."""
-    files, tests = sorted(files), list(tests)
-    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
-    classes = dict.fromkeys(test.cls for test in tests)
-    return [*sorted(folders), *files, *classes, *dict.fromkeys(f"{test.cls}.{test.method}" for test in tests)]
 
 
 def advice(text: str, names: Iterable[str]) -> str:
