@@ -6,10 +6,9 @@
 Note [Torch's headers are read once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 clang-tidy spends nine tenths of its time for a source in torch's headers, so without FILE its checks run in two parts.
-The check of includes runs per source, over one clang module of all torch headers that any source names. It runs again
-without the module if it finds a problem, which the module may have caused. So it misses a source that names too few of
-*torch's* headers; the build would miss it too. All other checks run over the units that the build compiles (Note [Two
-units] in torch_ext/sim/build.py). Named files get every check separately, with only the headers that they name.
+The check of includes runs per source, over one clang module of all torch headers that any source names, and again
+without it to confirm a problem. So it misses a source that names too few of *torch's* headers, as the build does. All
+other checks run over the units that the build compiles (Note [Two units] in torch_ext/sim/build.py).
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The ``torch.backends`` entry point: torch calls :func:`load` after its own import, in every process.
 
-Without ``TORCH_EXT_SIM`` :func:`load` returns at once. ``TORCH_EXT_SIM=1`` registers the simulated accelerator, so that
-torchrun's workers run on it. ``TORCH_EXT_SIM=cuda`` makes it CUDA's device: see :mod:`torch_ext.personality`.
-
 ========================  ========================================================================================
 ``TORCH_EXT_SIM``         ``1``: register the simulated accelerator in every process that imports torch; ``cuda``:
-                          register it as CUDA's device
+                          register it as CUDA's device, see :mod:`torch_ext.personality`
 ``TORCH_EXT_SIM_STRICT``  ``1``: a worker that never used its device or its peers ends with code 1
 ``TORCH_EXT_SIM_WORKER``  set for the processes that a worker starts
 ========================  ========================================================================================
@@ -23,23 +20,18 @@ from torch_ext import personality
 _LAUNCHERS = ("torch.distributed.", "accelerate.", "torch_ext.", "deepspeed.", "lightning.fabric.cli")
 
 _SIM, ON = personality.VARIABLE, "1"
-STRICT, _WORKER = "TORCH_EXT_SIM_STRICT", "TORCH_EXT_SIM_WORKER"
-
-
-def mark_worker() -> None:
-    """Mark the processes that this process starts, which are not workers of the job themselves."""
-    os.environ[_WORKER] = str(os.getpid())
+WORKER = "TORCH_EXT_SIM_WORKER"  # set for the processes that a worker starts, which are no workers of the job
 
 
 def hide() -> None:
     """Remove the variables from the environment; a rank gets their values from its ``Program``."""
-    for name in (_SIM, "TORCH_EXT_RACES", STRICT):
+    for name in (_SIM, "TORCH_EXT_RACES", "TORCH_EXT_SIM_STRICT"):
         os.environ.pop(name, None)
 
 
 def load() -> None:
     """Register the device that ``TORCH_EXT_SIM`` requests. Raises ValueError for an unknown value."""
-    value = os.environ.get(_SIM, "")
+    value = os.environ.get("TORCH_EXT_SIM", "")
     if value in ("", "0"):
         return
     as_cuda = value == personality.AS_CUDA
@@ -63,7 +55,7 @@ def load() -> None:
 
         from torch_ext.program.rank import report_at_end
 
-        mark_worker()
+        os.environ[WORKER] = str(os.getpid())
         atexit.register(report_at_end, os.getpid(), cuda_as_sim=as_cuda)
 
 

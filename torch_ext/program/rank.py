@@ -34,7 +34,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.program.autoload import STRICT, mark_worker
+from torch_ext.program.autoload import WORKER
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
@@ -64,7 +64,7 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
     own = world_rank.this_rank()
     pid, line = os.getpid(), os.fstat(facts.fileno())
     os.environ.update(variables)
-    mark_worker()
+    os.environ[WORKER] = str(pid)
     _become_main_process()
     races = _prepare(program)
     error: BaseException | None = None
@@ -217,11 +217,8 @@ def _uses_of_device() -> int:
     if sim.is_initialized():
         stats = (sim.memory_stats(index) for index in range(sim.device_count()))
         uses += sum(int(each.get("allocation.all.allocated", 0)) for each in stats)
-    return uses or _objects_alone()
-
-
-def _objects_alone() -> int:
-    """Return the number of objects moved between ranks; 0 if other host tensors moved too."""
+    if uses:
+        return uses
     moved: int = sys.modules["torch_ext.sim._collectives"].objects_moved()
     entries = json.loads(operations.own_record() or "{}").get("entries", []) if moved else []
     types = {kind for entry in entries for side in ("input_dtypes", "output_dtypes") for kind in entry.get(side, [])}
@@ -262,7 +259,7 @@ def report_at_end(owner: int, *, cuda_as_sim: bool) -> None:
         return
     reported = Facts(0, _groups_made(), _uses_of_device())
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    strict = os.environ.get(STRICT) == "1"
+    strict = os.environ.get("TORCH_EXT_SIM_STRICT") == "1"
     facts = [reported if number == rank else None for number in range(size)]
     unused = find_unused(facts, cuda_as_sim=cuda_as_sim)
     for sentence in unused:

@@ -16,12 +16,8 @@ Note [What a zygote fits]
 A rank must behave as if the command had loaded torch itself. That depends on the contents of files and on the *key*:
 the interpreter and its flags, the search path, whether the simulator is loaded, and the variables that Python, torch
 and native libraries may read only when they load. The socket's name is a hash of the key, so a command with another key
-finds no zygote and loads torch itself. The server watches the files; see Note [A stale zygote].
-
-Note [A stale zygote]
-~~~~~~~~~~~~~~~~~~~~~
-If a file that the zygote has loaded has changed before a run, the server rejects the command, which then loads torch
-itself. When all runs are over, the server starts a new zygote.
+finds no zygote and loads torch itself. So does one that follows a change of a file that the zygote has loaded; when all
+runs are over, the server then starts a new zygote.
 """
 
 from __future__ import annotations
@@ -41,11 +37,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from torch_ext.personality import AS_CUDA, VARIABLE
 from torch_ext.program import autoload
+from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
@@ -66,7 +61,6 @@ _CONNECT_S = 5.0
 _LOADED = ("torch", "torch.distributed", "torch._dynamo", "torch_ext.world.rank", "torch_ext.program.rank")
 # The native ones are the simulator's sources; ranks, or commands that talk to the zygote, load the rest.
 _SOURCES = (".py", ".cpp", ".h")
-_ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _load(
@@ -208,23 +202,17 @@ def main(arguments: Sequence[str]) -> int:
         options = parser.parse_args(arguments)
     except SystemExit as stop:
         return int(stop.code or 0)
+    Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
-        for number in _ENDED_BY:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or by a shell for background jobs
-                signal.signal(number, _end)
         is_stale = _serve_one(not options.host, options.idle)
+    except KeyboardInterrupt:
+        return 0
     except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if is_stale:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _ENDED_BY:
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(0)
 
 
 def _serve_one(simulated: bool, idle_s: float) -> bool:
@@ -283,7 +271,7 @@ def _accept(line: Channel, zygote: ZygoteClient) -> bool:
 
 
 def _has_changed(states: Mapping[str, object]) -> bool:
-    """See Note [A stale zygote]."""
+    """Whether a file has changed; see Note [What a zygote fits]."""
     path = next((path for path, state in states.items() if _state(path) != state), "")
     if path:
         print(f"{wording.PREFIX}{path} has changed: loading again", flush=True)

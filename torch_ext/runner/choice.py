@@ -24,6 +24,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -159,18 +160,14 @@ def divide(weights: Mapping[TestName, float], parts: int) -> list[list[TestName]
     >>> [[test.cls for test in part] for part in divide(tests, 2)]
     [['A'], ['B', 'C']]
     """
-    classes: dict[tuple[str, str], float] = {}
+    classes: dict[tuple[str, str], float] = defaultdict(float)
     for test, weight in weights.items():
-        classes[test.file, test.cls] = classes.get((test.file, test.cls), 0.0) + weight
-    sums = [0.0] * parts
-    place: dict[tuple[str, str], int] = {}
+        classes[test.file, test.cls] += weight
+    sums, part_of = [0.0] * parts, {}
     for cls in sorted(classes, key=lambda cls: (-classes[cls], cls)):
-        place[cls] = min(range(parts), key=lambda part: sums[part])
-        sums[place[cls]] += classes[cls]
-    divided: list[list[TestName]] = [[] for _ in range(parts)]
-    for test in weights:
-        divided[place[test.file, test.cls]].append(test)
-    return divided
+        part_of[cls] = sums.index(min(sums))
+        sums[part_of[cls]] += classes[cls]
+    return [[test for test in weights if part_of[test.file, test.cls] == part] for part in range(parts)]
 
 
 def _read_times(path: str) -> dict[str, float]:
@@ -246,9 +243,9 @@ class History:
 
     def save(self, results: Iterable[TestResult]) -> None:
         """Add the results of one run, each the last of its round. Does nothing if the history cannot be written."""
-        of_test: dict[TestName, list[TestResult]] = {}
+        of_test: dict[TestName, list[TestResult]] = defaultdict(list)
         for result in results:
-            of_test.setdefault(result.test, []).append(result)
+            of_test[result.test].append(result)
         if self._path is None or not of_test:
             return
         with suppress(OSError):

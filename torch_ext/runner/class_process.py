@@ -15,7 +15,6 @@ import unittest
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status, TestName, TestResult
@@ -99,8 +98,6 @@ def collect(module: str, descriptors: Sequence[int]) -> int:
     Channel.from_descriptor(descriptors[0]).send(TestNames(names, needs, device))
     return 0
 
-
-_ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
 
 # Seconds to wait to be killed along with the zygote.
 _END_S = 20.0
@@ -314,9 +311,9 @@ class _ClassResult(unittest.TestResult):
     @_os.with_room
     def stopTest(self, test: unittest.TestCase) -> None:
         super().stopTest(test)
-        escaping = sys.exc_info()
-        if escaping[1] is not None:  # unittest does not catch it, and runs no further test
-            self._error = escaping[1]
+        escaping = sys.exc_info()[1]
+        if escaping is not None:  # unittest does not catch it, and runs no further test
+            self._error = escaping
             self._fail(_problem(escaping))
         elif not self._has_ending:
             self._fail(Remark("unittest ended the test without a result."))
@@ -326,7 +323,7 @@ class _ClassResult(unittest.TestResult):
             self._fail(Remark(str(error)))
         self._took_s = _os.monotonic() - self._started_s
         self.end_fork(self._error)
-        self.interrupt, self._error = escaping[1], None
+        self.interrupt, self._error = escaping, None
 
     def over(self) -> None:
         """Report the result of the current test, if it ran, now that unittest has finished it."""
@@ -337,7 +334,10 @@ class _ClassResult(unittest.TestResult):
             return
         if self._runs > 1 and status is Status.FAILED:
             self._problems.append(Remark(f"The class ran this test {self._runs} times; any failure counts."))
-        reasons, ranks, problems = "; ".join(self._reasons), _ranks_of(planned), tuple(self._problems)
+        # What our base classes have collected, without the output of ranks that passed
+        found = [one for one in getattr(planned, "_outcomes", ()) if isinstance(one, Outcome)]
+        ranks = tuple(replace(one, output="") if one.ok else one for one in found)
+        reasons, problems = "; ".join(self._reasons), tuple(self._problems)
         self.send_end(TestResult(self._name(planned), status, self._took_s, problems, reasons, ranks=ranks))
 
     def _name(self, test: unittest.TestCase) -> TestName:
@@ -355,21 +355,21 @@ class _ClassResult(unittest.TestResult):
         self._end(Status.PASSED)
 
     @_os.with_room
-    def addError(self, test: unittest.TestCase, err: _ExcInfo) -> None:
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
         self._error = self._error or err[1]
+        problem = _problem(err[1], where="" if test is self._planned else str(test))
         if _is_fixture(test):
-            self.send_end(TestResult(self._class, Status.FAILED, 0.0, (_problem(err, where=str(test)),)))
-            return
-        self._fail(_problem(err, where="" if test is self._planned else str(test)))
+            self.send_end(TestResult(self._class, Status.FAILED, 0.0, (problem,)))
+        else:
+            self._fail(problem)
 
-    def addFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
-        self.addError(test, err)
+    addFailure = addError
 
     @_os.with_room
-    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: _ExcInfo | None) -> None:
+    def addSubTest(self, test: unittest.TestCase, subtest: unittest.TestCase, err: Any) -> None:
         if err is not None:
             self._error = self._error or err[1]
-            self._fail(_problem(err, where=str(subtest)))
+            self._fail(_problem(err[1], where=str(subtest)))
 
     def _end(self, status: Status) -> None:
         self._has_ending = True
@@ -390,10 +390,9 @@ class _ClassResult(unittest.TestResult):
         self._reasons.append(reason)
 
     @_os.with_room
-    def addExpectedFailure(self, test: unittest.TestCase, err: _ExcInfo) -> None:
-        error = err[1]
-        if isinstance(error, WorldFailure) and not may_be_expected(error.report.outcomes):
-            self._fail(_problem(err))  # see may_be_expected(): not an expected failure
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
+        if isinstance(err[1], WorldFailure) and not may_be_expected(err[1].report.outcomes):
+            self._fail(_problem(err[1]))  # see may_be_expected(): not an expected failure
         else:
             self._end(Status.XFAIL)
 
@@ -408,23 +407,14 @@ def _is_fixture(test: object) -> bool:
     return not isinstance(test, unittest.TestCase)
 
 
-def _ranks_of(test: unittest.TestCase) -> tuple[Outcome, ...]:
-    """Return the outcomes that our base classes have collected, without the output of ranks that passed."""
-    found = [one for one in getattr(test, "_outcomes", ()) if isinstance(one, Outcome)]
-    return tuple(replace(one, output="") if one.ok else one for one in found)
-
-
 def _escaped(error: BaseException) -> Problem:
     """Describe an exception that has escaped from unittest's loop, outside of any test."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = [_FIXTURES[name] for name in names if name in _FIXTURES]
-    return _problem((type(error), error, error.__traceback__), where=called[-1] if called else "")  # type: ignore[arg-type]
+    return _problem(error, where=called[-1] if called else "")
 
 
-def _problem(err: _ExcInfo, where: str = "") -> Problem:
-    error = err[1]
-    if error is None:
-        raise AssertionError("unittest reported an error without an exception")
+def _problem(error: BaseException, where: str = "") -> Problem:
     if isinstance(error, WorldFailure):
         return RanksFailed(error.report, where)  # the parent half's traceback is no help
     if isinstance(error, ZygoteLostError):  # nor is it here

@@ -4,6 +4,7 @@ result. :class:`ClassChild` is one such process: its events, output, limits and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -100,10 +101,10 @@ class ClassRunner:
         file, place, options = self._batch.file, self._place, self._options
         if self._zygote is None:
             self._zygote = yield from self._zygotes.copy_of(file)
-        module, argv = self._zygotes.module_of(file), (str(file.path),)
-        order = ClassOrder(module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
+        argv = (str(file.path),)
+        order = ClassOrder(file.module, tuple(self._left), place.environment, argv, place.scratch, options.failfast)
         self._running, self._last, before = None, None, len(self._left)
-        with ClassChild(order, self._zygote, place, options) as process:
+        with contextlib.closing(ClassChild(order, self._zygote, place, options)) as process:
             while (event := (yield from process.next_event())) is not None:
                 self._handle(event, process)
             self._process_ended(process, before)
@@ -214,10 +215,8 @@ class ClassChild:
         finally:
             close_all(descriptors)
 
-    def __enter__(self) -> ClassChild:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the process."""
         self._child.close()
         self._close_own()
 

@@ -19,7 +19,7 @@ from torch_ext.runner.loop import Loop, Task, arrives
 from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Machine, count_devices
+from torch_ext.runner.places import Machine
 from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
@@ -82,7 +82,7 @@ class RunExecutor:
         """Task: import ``file`` and add its tests to ``found``."""
         try:
             zygote = yield from self._zygotes.of_file(file)
-            named = yield from self._names(zygote, self._zygotes.module_of(file))
+            named = yield from self._names(zygote, file.module)
         except LoadError as error:
             left = str(error) if isinstance(error, LeftWhileLoadingError) else ""
             collected = Collected(file, error=str(error), left=left)
@@ -115,7 +115,11 @@ class RunExecutor:
     def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""
         packs = self._options.packs and len(plan.batches) > 1
-        machine = self._machine(plan, packs)
+        devices = Devices(0, "")
+        if packs and self._options.slots is None:
+            with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
+                devices = self._zygotes.count_devices(plan.batches[0].file)
+        machine = Machine(self.scratch, self.environment, devices, self._options.slots)
         at_once = (self._options.jobs or machine.slots) if packs else 1
         queue = Queue(longest_first(plan) if packs else plan, machine.slots, at_once)
         loop = Loop(lambda: sink(Tick()), _TICK_S)
@@ -132,21 +136,13 @@ class RunExecutor:
             loop.close()
 
     def _run_class(self, batch: Batch, queue: Queue, machine: Machine, sink: Sink, packs: bool) -> Task[None]:
-        place = machine.place(queue.running[batch], packed=packs and not batch.need.alone)
         try:
-            continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
-            self._stops = self._stops or not continues
+            with machine.place(queue.running[batch], packed=packs and not batch.need.alone) as place:
+                continues = yield from ClassRunner(self._zygotes, place, batch, self._options, sink).run()
+                self._stops = self._stops or not continues
         finally:
-            place.leave()
             if queue.ended(batch):
                 self._zygotes.forget(batch.file)
-
-    def _machine(self, plan: Plan, packs: bool) -> Machine:
-        devices = Devices(0, "")
-        if packs and self._options.slots is None:
-            with contextlib.suppress(ZygoteDiedError):  # each affected file reports it
-                devices = count_devices(self._zygotes.root(plan.batches[0].file), self.environment)
-        return Machine(self.scratch, self.environment, devices, self._options.slots)
 
     def close(self) -> None:
         """End every process of the run and remove its scratch folder. Idempotent."""
@@ -161,10 +157,6 @@ def open_executor(options: RunOptions) -> Executor:
     here = RunExecutor(options)
     if not options.cluster:
         return here
-    try:
-        cluster = importlib.import_module("torch_ext.runner.cluster.executor")
-        remote: Executor = cluster.ClusterExecutor(options, here)
-    except BaseException:
-        here.close()
-        raise
+    cluster = importlib.import_module("torch_ext.runner.cluster.executor")
+    remote: Executor = cluster.ClusterExecutor(options, here)  # if that fails, `here` closes at exit
     return remote

@@ -1,5 +1,4 @@
-"""Every order and message between the supervisor and the processes that hold tests. Standard library and own layer
-only.
+"""Every message between the supervisor and the processes that hold tests. Standard library and own layer only.
 
 ====================  =====================================================================================
 from -> to            messages

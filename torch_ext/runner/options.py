@@ -1,9 +1,5 @@
-"""The options of a run, each with its spelling. To add an option, add a field with its row.
-
-Note [The table of options]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A row has an option's flags, its key in ``[tool.torch_ext]`` and its environment variable. The command line, the
-configuration, ``--show-config`` and ``--help`` use the table.
+"""The options of a run. To add one, add a field with its row: the command line, ``[tool.torch_ext]``, the environment,
+``--show-config`` and ``--help`` use the table of rows.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ Note [Neighbours]
 ~~~~~~~~~~~~~~~~~
 Several classes run at once, of one run or of several in one checkout. To isolate them, each has
 
-- a private zygote: if a rank stops or kills it, no other class loses a test, and a leftover process is charged to the
-  class that left it;
+- a private zygote: if a rank stops or kills it, no other class loses a test or is charged with a leftover process;
 - ranks, a parent half and a process group;
 - a folder for rendezvous files, and another that ``TMPDIR`` names, both removed when the class has ended;
-- ports that the kernel chooses and keeps: a port is never picked first and bound later (see ``reserve_port`` in
-  ``dist_utils``);
+- ports that the kernel chooses and keeps, never picked first and bound later: see ``reserve_port`` in ``dist_utils``;
 - on an accelerator, the devices of its slots: its ranks see only these.
 
 A class with ``alone = True`` runs without others, to have resources such as idle cores for itself.
@@ -20,12 +18,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from torch_ext.runner.schedule import cores
-from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import ZygoteClient
 
@@ -40,15 +37,8 @@ class Place(NamedTuple):
 
     environment: dict[str, str]  # of its processes
     scratch: str  # a folder for its short-lived files
-    opened: int = -1  # a descriptor of the folder, if its path is too long
     # Returns a descriptor: the channel on which the class process requests ranks from a zygote on this machine
     add_client: Callable[[ZygoteClient], int] = ZygoteClient.add_client
-
-    def leave(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        if self.opened >= 0:
-            os.close(self.opened)
 
 
 class Machine:
@@ -64,34 +54,29 @@ class Machine:
         self._devices = devices
         self.slots = slots or devices.number or _SLOTS_PER_CORE * cores()  # maximal number of concurrent ranks
 
-    def place(self, slots: Sequence[int], *, packed: bool) -> Place:
-        """Make a place for a class that holds ``slots``; ``packed``: other classes run. See Note [Neighbours]."""
+    @contextmanager
+    def place(self, slots: Sequence[int], *, packed: bool) -> Iterator[Place]:
+        """Context: the place of a class that holds ``slots``; ``packed``: other classes run. See Note [Neighbours]."""
         os.makedirs(self._scratch, 0o700, exist_ok=True)  # a test may have removed it
-        folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
-        environment, opened = dict(self._environment), -1
-        if packed:
-            environment["TMPDIR"] = own = os.path.join(folder, "t")
-            os.mkdir(own)
-            if len(os.fsencode(own)) > _LONGEST_TMPDIR >= len(os.fsencode(tempfile.gettempdir())):
-                opened = os.open(folder, os.O_RDONLY)
-                short = f"/proc/{os.getpid()}/fd/{opened}/t"
-                environment["TMPDIR"] = short if os.path.isdir(short) else tempfile.gettempdir()
-            environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
-        if packed and self._devices.number:
-            environment[self._devices.variable] = ",".join(self._names_of(slots))
-        return Place(environment, folder, opened)
+        with ExitStack() as held:
+            folder = tempfile.mkdtemp(dir=self._scratch, prefix="")
+            held.callback(shutil.rmtree, folder, ignore_errors=True)
+            environment = dict(self._environment)
+            if packed:
+                environment["TMPDIR"] = own = os.path.join(folder, "t")
+                os.mkdir(own)
+                if len(os.fsencode(own)) > _LONGEST_TMPDIR >= len(os.fsencode(tempfile.gettempdir())):
+                    opened = os.open(folder, os.O_RDONLY)
+                    held.callback(os.close, opened)
+                    short = f"/proc/{os.getpid()}/fd/{opened}/t"
+                    environment["TMPDIR"] = short if os.path.isdir(short) else tempfile.gettempdir()
+                environment.setdefault("TORCH_EXT_THREADS", str(max(1, cores() // self.slots)))
+            if packed and self._devices.number:
+                environment[self._devices.variable] = ",".join(self._names_of(slots))
+            yield Place(environment, folder)
 
     def _names_of(self, slots: Sequence[int]) -> list[str]:
         """Return the devices of ``slots`` as the variable spells them, from the user's own value if it is set."""
         names = [name for name in self._environment.get(self._devices.variable, "").split(",") if name]
         names = names or [str(number) for number in range(self._devices.number)]
         return [names[slot] for slot in slots if slot < len(names)]
-
-
-def count_devices(zygote: ZygoteClient, environment: Mapping[str, str]) -> Devices:
-    """Have a child of ``zygote`` count the devices that ranks must share; none if the child fails."""
-    with zygote.ask("torch_ext.testing._internal._distributed.machine:main", None, environment) as (channel, _):
-        with suppress(ChannelClosedError):
-            message: Devices = channel.receive()[0]
-            return message
-    return Devices(0, "")

@@ -1,10 +1,8 @@
 """pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does.
 
 pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots. All other
-tests, and those that need a fixture or mark of pytest, run in pytest's own process, as without the plugin.
-
-Loaded by the entry point ``pytest11``, or by ``pytest_plugins`` in a conftest. Does nothing unless ``--slots`` or the
-ini option ``torch_ext_slots`` asks for it.
+tests, those that need a fixture or mark of pytest, and all without ``--slots`` or the ini option ``torch_ext_slots``
+run in pytest's own process.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Note [Reruns]
 ~~~~~~~~~~~~~
-A test that failed runs again at the end of its round, in a new class process with new ranks. If the rerun passes, the
-test is flaky: neither passed, since the same code has failed, nor failed. If the rerun skips, the failure stands. A
-class that failed as a whole does not run again, nor does a file that cannot be imported.
+A test that failed runs again at the end of its round, in a new class process. If the rerun passes, the test is flaky:
+neither passed nor failed. If the rerun skips, the failure stands. A class that failed as a whole does not run again,
+nor does a file that cannot be imported.
 """
 
 from __future__ import annotations
@@ -88,7 +88,13 @@ class Rounds:
         self._chosen = chosen
         self._executor = executor
         self._options = chosen.request.options
-        self._judge = _judge(chosen)
+        request = chosen.request
+        self._judge: Judge | None = None  # of results of upstream's files
+        if request.upstream is not None:
+            device = "sim" if self._options.cuda_as_sim else chosen.device
+            conditions = {"device": device, "cuda_as_sim": str(self._options.cuda_as_sim).lower()}
+            paths = [file.path for file in request.files]
+            self._judge = request.upstream.judge(paths, self._options.differences, conditions)
         notes, expected_s = [chosen.note] if chosen.note else [], chosen.history.expected_s
         self._reporters = Reporters(chosen.plan, self._options, chosen.needs, expected_s, notes)
         self._tally = self._reporters.tally
@@ -176,15 +182,3 @@ class Rounds:
 
     def _part(self, tests: Iterable[TestName]) -> Plan:
         return self._chosen.plan.without(set(self._chosen.plan.tests) - set(tests))
-
-
-def _judge(chosen: Chosen) -> Judge | None:
-    """Return the judge of results of upstream's files; None for our own."""
-    request, options = chosen.request, chosen.request.options
-    if request.upstream is None:
-        return None
-    conditions = {
-        "device": "sim" if options.cuda_as_sim else chosen.device,
-        "cuda_as_sim": str(options.cuda_as_sim).lower(),
-    }
-    return request.upstream.judge([file.path for file in request.files], options.differences, conditions)

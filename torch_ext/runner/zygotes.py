@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 
@@ -11,8 +12,9 @@ from torch_ext.runner.loop import Pause, Task, arrives
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import provider
+from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.child import first_uses
-from torch_ext.world.protocol import ModuleOrder, Preparation
+from torch_ext.world.protocol import Devices, ModuleOrder, Preparation
 from torch_ext.world.tree import (
     LoadError,
     ModuleZygote,
@@ -24,6 +26,7 @@ from torch_ext.world.tree import (
 )
 from torch_ext.world.wording import own_message
 
+_COUNT_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 # Imported by nearly every distributed test.
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # Makes the simulated device look like CUDA's to an unmodified upstream file.
@@ -47,10 +50,6 @@ class RunZygotes:
         self._root: RootZygote | None = None
         self._of_files: dict[str, ModuleZygote] = {}
 
-    def module_of(self, file: TestFile) -> str:
-        """Return the name under which the file's tests are found in its zygote."""
-        return "__main__" if self._options.script else file.module
-
     def _ready_root(self, file: TestFile) -> RootZygote:
         try:
             if self._root is None:
@@ -65,12 +64,20 @@ class RunZygotes:
             raise SetupError(own_message(trace) or f"the zygote cannot load its modules\n{trace}") from None
         return self._root
 
-    def root(self, file: TestFile) -> ZygoteClient:
-        """Return the root zygote, which has loaded torch; for a file that was started itself, the file's zygote."""
+    def count_devices(self, file: TestFile) -> Devices:
+        """Have a child of the zygote of ``file``, or of its root, count the devices that ranks must share; none if the
+        child fails.
+        """
         if self._options.script:
-            return self._own()
-        root = self._ready_root(file)
-        return ZygoteClient(root.channel, root.process.pid)
+            zygote = self._own()
+        else:
+            root = self._ready_root(file)
+            zygote = ZygoteClient(root.channel, root.process.pid)
+        with zygote.ask(_COUNT_DEVICES, None, self._environment) as (channel, _):
+            with contextlib.suppress(ChannelClosedError):
+                message: Devices = channel.receive()[0]
+                return message
+        return Devices(0, "")
 
     def _own(self) -> ZygoteClient:
         """Return this process's own zygote: it has loaded the file as ``__main__`` and has run nothing."""

@@ -109,14 +109,12 @@ def test_two_classes_never_share_a_temporary_folder(length: int, monkeypatch: py
         os.mkdir(parent)
         monkeypatch.setattr(tempfile, "tempdir", parent)
         machine = Machine(os.path.join(parent, "torch_ext-12345678"), {}, Devices(0, ""))
-        places = [machine.place([slot], packed=True) for slot in (0, 1)]
-        folders = [place.environment["TMPDIR"] for place in places]
-        for name, folder in enumerate(folders):
-            Path(folder, str(name)).touch()
-        assert [os.listdir(folder) for folder in folders] == [["0"], ["1"]]
-        assert length > 73 or all(len(folder) <= 73 for folder in folders)
-        for place in places:
-            place.leave()
+        with machine.place([0], packed=True) as first, machine.place([1], packed=True) as second:
+            folders = [place.environment["TMPDIR"] for place in (first, second)]
+            for name, folder in enumerate(folders):
+                Path(folder, str(name)).touch()
+            assert [os.listdir(folder) for folder in folders] == [["0"], ["1"]]
+            assert length > 73 or all(len(folder) <= 73 for folder in folders)
         assert not any(os.path.exists(folder) for folder in folders)
     finally:
         shutil.rmtree(base)

@@ -77,7 +77,10 @@ class ClusterExecutor:
     def run(self, plan: Plan, sink: Sink) -> None:
         """See the Protocol."""
         self._sink, self._folder = sink, _folder_of(self._options.root, [batch.file for batch in plan])
-        self._machines.connect(_runtime_environment(self._folder))
+        # Ray's workers run in a copy of the folder, and import this torch_ext.
+        shipped: dict[str, Any] = {"working_dir": str(self._folder), "excludes": [".git"]}
+        elsewhere = {} if _PACKAGE.is_relative_to(self._folder) else {"py_modules": [str(_PACKAGE)]}
+        self._machines.connect({**shipped, **elsewhere})
         self._waiting = [_Job(batch, list(batch.tests)) for batch in longest_first(plan)]
         self._placed, self._running = [], {}
         try:
@@ -226,9 +229,3 @@ def _folder_of(root: Path, files: Iterable[TestFile]) -> Path:
     folder = Path(os.path.commonpath([root, *(file.import_root for file in files)]))
     checkout = _PACKAGE.parent
     return checkout if folder.is_relative_to(checkout) and (checkout / "run_test.py").is_file() else folder
-
-
-def _runtime_environment(folder: Path) -> dict[str, Any]:
-    """Return Ray's ``runtime_env``: workers run in a copy of ``folder``, and import this torch_ext."""
-    found: dict[str, Any] = {"working_dir": str(folder), "excludes": [".git"]}
-    return found if _PACKAGE.is_relative_to(folder) else {**found, "py_modules": [str(_PACKAGE)]}

@@ -148,6 +148,8 @@ class HostRanks:
         """Abandon all ranks. Idempotent."""
         for world in list(self._worlds.values()):
             self._abandon(world)
+        for channel in self._callbacks.files:
+            channel.close()
         self._callbacks.close()
 
     def _abandon(self, world: Any) -> None:
@@ -175,22 +177,15 @@ class RankProxy(HostRanks):
         super().__init__(*more)
         self._names = [f"host {number} ({name})" for number, name in enumerate(names)]
         self._origin = dict(environment)
-        self._clients: list[Channel] = []
         self._shift_s: dict[int, float] = {}  # our clock minus the host's
 
     def add_client(self, zygote: ZygoteClient) -> int:
         """Return the descriptor of a new command channel; ``zygote`` starts this host's ranks."""
         local, remote = channel_pair()
-        self._clients.append(local)
         self._callbacks.watch(local, lambda: self._on_client(local, zygote))
         descriptor = os.dup(remote.fileno())
         remote.close()
         return descriptor
-
-    def close(self) -> None:
-        super().close()
-        for channel in self._clients:
-            channel.close()
 
     # The parent half
 

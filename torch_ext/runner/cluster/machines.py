@@ -104,7 +104,6 @@ class Machines:
         self._options = options
         self._ray = ray
         self._cluster: Any = None
-        self._connected = False
         self._actors: dict[str, Any] = {}  # by the machine's id
         self._lost: set[str] = set()  # Ray may still list them
 
@@ -112,7 +111,7 @@ class Machines:
         """Connect to the cluster, once, and start an actor on each machine, unless actors exist."""
         if self._actors:
             return
-        if not self._connected:
+        if not self._ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             address = self._options.cluster
             try:
@@ -123,7 +122,6 @@ class Machines:
             except (ConnectionError, RuntimeError, ValueError) as error:
                 first = str(error).partition("\n")[0]
                 raise SetupError(f"got --cluster {self._options.cluster}, which cannot be used: {first}") from None
-            self._connected = True
         machines = self._look()
         if not machines:
             raise SetupError(f"the cluster {self._options.cluster} has no machine with a CPU left")
@@ -243,8 +241,7 @@ class Machines:
 
     def close(self) -> None:
         """Disconnect from the cluster; end the cluster if this run has started it. Idempotent."""
-        if self._connected:
-            self._connected = False
+        if self._ray.is_initialized():
             self.end()
             self._ray.shutdown()
         if self._cluster is not None:

@@ -1,5 +1,4 @@
-"""Every message between the driver, a machine's actor, its supervisor and other machines' supervisors. Standard
-library and own layer only.
+"""Every message between the driver, a machine's actor and the supervisors. Standard library and own layer only.
 
 ======================  =======================================================================
 from -> to              messages

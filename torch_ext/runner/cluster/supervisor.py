@@ -23,7 +23,7 @@ from torch_ext.runner.cluster.messages import Event, HostFailed, Joined, Line, R
 from torch_ext.runner.loop import Loop, Pause, Task
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.places import Machine, Place, count_devices
+from torch_ext.runner.places import Machine, Place
 from torch_ext.runner.schedule import Batch, Slots, slots_of
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -58,7 +58,7 @@ class _Supervisor:
         environment = self._options.environment()
         self._zygotes = RunZygotes(self._options, environment, folder)
         here = TestFile("", Path.cwd(), "", Path.cwd())
-        devices = count_devices(self._zygotes.root(here), environment)
+        devices = self._zygotes.count_devices(here)
         self._machine = Machine(folder, environment, devices, self._options.slots)
         self._slots = Slots(self._machine.slots) if devices.number else None
         self._loop = Loop()
@@ -116,30 +116,26 @@ class _Supervisor:
         file = replace(file, path=here / file.path, import_root=here / file.import_root)
         batch = order.batch._replace(file=file)
         acquired = self._slots.acquire(slots_of(need, self._slots.number)) if self._slots else ()
-        place = self._machine.place(acquired, packed=not need.alone)
         self._used[file.name] = self._used.pop(file.name, 0) + 1
         try:
-            if order.host:
-                yield from self._join(order, batch, place, send)
-            else:
-                place = self._spread(order, place, send) if order.names else place
+            with self._machine.place(acquired, packed=not need.alone) as place:
+                if order.host:
+                    yield from self._join(order, batch, place, send)
+                    return
+                if order.names:
+                    environment = {**place.environment, ADDRESS_VARIABLE: order.address}
+                    self._host_ranks[order.number] = proxy = RankProxy(order.names, environment, order.number, 0, send)
+                    self._loop.add(proxy.serve())
+                    place = place._replace(environment=environment, add_client=proxy.add_client)
                 yield from ClassRunner(self._zygotes, place, batch, self._options, send).run()
         finally:
             if ranks := self._host_ranks.pop(order.number, None):
                 ranks.close()
-            place.leave()
             if self._slots:
                 self._slots.release(acquired)
             self._used[file.name] -= 1
             self._forget_files(file)
             send(None)
-
-    def _spread(self, order: RunClass, place: Place, send: Callable[[Line], None]) -> Place:
-        """Return the place of a class whose host 0 is this machine."""
-        environment = {**place.environment, ADDRESS_VARIABLE: order.address}
-        self._host_ranks[order.number] = proxy = RankProxy(order.names, environment, order.number, 0, send)
-        self._loop.add(proxy.serve())
-        return place._replace(environment=environment, add_client=proxy.add_client)
 
     def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
         """Task: run ranks of a class whose host 0 is another machine."""

@@ -70,12 +70,8 @@ def rerun_command(options: RunOptions, test: TestName) -> str:
     """Return the command that runs ``test`` (or its class, or its file) again under the same conditions.
 
     >>> from pathlib import Path
-    >>> rerun_command(RunOptions(Path("test"), device="cpu"), TestName("a/test_b.py", "TestC", "test_d"))
-    'python run_test.py -i a/test_b.py::TestC::test_d --device cpu'
     >>> rerun_command(RunOptions(Path("test"), memory_bytes=1 << 20), TestName("a/test_b.py", "TestC", "test_d"))
     'python run_test.py -i a/test_b.py::TestC::test_d --memory 1048576'
-    >>> rerun_command(RunOptions(Path("a"), script="a/test_b.py"), TestName("test_b.py", "TestC", "test_d"))
-    'python a/test_b.py TestC.test_d'
     """
     words = ["python", options.script, ".".join(part for part in (test.cls, test.method) if part)]
     if not options.script:
@@ -116,7 +112,11 @@ class Writer:
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write a line, or several. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        self._write("".join(self.styled(printable(text), style) for text, style in pairs))
+        line = "".join(self.styled(printable(text), style) for text, style in pairs).removesuffix("\n")
+        self.wrote_s = time.monotonic()
+        with writing("the report cannot be written"), self.guard():
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
     def show(self, text: str) -> None:
         """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
@@ -130,12 +130,6 @@ class Writer:
         if not self._has_styles or not style or (style in _COLORS and os.environ.get("NO_COLOR")):
             return text
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
-
-    def _write(self, text: str) -> None:
-        self.wrote_s = time.monotonic()
-        with writing("the report cannot be written"), self.guard():
-            self._stream.write(text if text.endswith("\n") else f"{text}\n")
-            self._stream.flush()
 
 
 class TextReporter:
