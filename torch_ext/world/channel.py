@@ -3,7 +3,6 @@
 A frame is a 12-byte header (a magic number, the length of the payload in bytes and the number of descriptors, each an
 unsigned 32-bit integer in network order) and the pickled payload. The descriptors travel with the header in groups,
 since the kernel accepts at most 253 per message. The unpickler accepts plain data and instances of our own classes.
-Both ends are on one machine.
 
 Note [Broken channels]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -77,10 +76,6 @@ class ChannelBrokenError(ChannelClosedError):
         self.own = own
 
 
-class _NoFrameError(Exception):
-    """The bytes are no frame; the message describes the bytes."""
-
-
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _STANDARD.get(module, ()):
@@ -94,8 +89,6 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Refused:
-    """The answer to a process that has broken a channel."""
-
     what: str
 
 
@@ -215,8 +208,7 @@ class Channel:
         """Return the next message and its descriptors, which the caller owns. Blocks until it is complete.
 
         Raises:
-            ChannelBrokenError: the bytes are no message. See Note [Broken channels].
-            ChannelClosedError: the peer closed the channel or is gone.
+            ChannelClosedError: the peer closed the channel, is gone, or has broken it: see Note [Broken channels].
         """
         self.poll(_NEVER)
         if self._ended is not None:
@@ -258,8 +250,6 @@ class Channel:
             if monotonic() < self.deadline_s:
                 return False
             self.refuse(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
-        except _NoFrameError as error:
-            self.refuse(str(error))
         except ChannelClosedError as error:
             self._end(error)
         except OSError:
@@ -267,16 +257,20 @@ class Channel:
         return True
 
     def _missing(self) -> int:
-        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload."""
+        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload; 0
+        after bytes that are no frame.
+        """
         wanted = _HEADER.size - len(self._header)
         known = min(len(self._header), len(_MAGIC_BYTES))
         if self._header[:known] != _MAGIC_BYTES[:known]:
-            raise _NoFrameError(self._junk())
+            self.refuse(self._junk())
+            return 0
         if wanted:
             return wanted
         _, length, count = _HEADER.unpack(self._header)
         if length > _MAX_BYTES or count > _MAX_DESCRIPTORS:
-            raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
+            self.refuse(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
+            return 0
         return self._groups or length - len(self._payload)
 
     def _read_part(self, missing: int) -> None:
@@ -394,9 +388,8 @@ class Callbacks:
         return False
 
     def call(self, timeout_s: float = _NEVER) -> None:
-        """Call back for the readable files. If there are none, wait at most ``timeout_s`` seconds.
-
-        A callback may unwatch and close files, and call :meth:`close`.
+        """Call back for the readable files, after waiting at most ``timeout_s`` seconds if there are none. A callback
+        may unwatch and close files, and call :meth:`close`.
         """
         left_s = min(timeout_s, *(getattr(file, "deadline_s", _NEVER) - monotonic() for file in self.files), _NEVER)
         ready = [key for key, _ in self._selector.select(None if left_s == _NEVER else max(0.0, left_s))]

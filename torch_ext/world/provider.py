@@ -129,8 +129,8 @@ def zygotes() -> tuple[int, ...]:
 
 
 def watch_this_process() -> None:
-    """Adopt this process's orphans and track the threads of its transports, unless a zygote does so. See Note [Who else
-    may act]. Call it before a test's file can start processes, and again in each process.
+    """Adopt this process's orphans and track the threads of its transports, unless a zygote does so: see Note [Who else
+    may act]. Call it in each process before a test's file can start processes.
     """
     if _own.given is None and not _own.starts_none and not _own.is_watched and not child.is_of_zygote:
         _own.is_watched = True
@@ -194,7 +194,7 @@ def _is_loadable(name: str) -> bool:
 
 
 def _is_alive(forked: ZygoteClient) -> bool:
-    """Whether the forked zygote still runs; reaps an ended one."""
+    """Whether the forked zygote still runs; forgets one that does not."""
     with contextlib.suppress(ChildProcessError):  # other code of this process has reaped the zygote
         if _os.waitpid(forked.pid, os.WNOHANG) == (0, 0):
             return True
