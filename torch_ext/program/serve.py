@@ -139,7 +139,7 @@ def connect(key: Key, held: contextlib.ExitStack) -> ZygoteClient | None:
 
 def _connected(address: Path) -> socket.socket | None:
     """Return a socket connected to the server at ``address``; None if there is no server."""
-    found = socket.socket(socket.AF_UNIX)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         found.connect(str(address))
     except (FileNotFoundError, ConnectionRefusedError):
@@ -203,7 +203,7 @@ def _listen(key: Key) -> Iterator[socket.socket]:
     Raises:
         OSError: the socket cannot be made, or another process serves this key.
     """
-    with folder() as place, socket.socket(socket.AF_UNIX) as listening:
+    with folder() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         address = place / socket_name(key)
         if _connected(address):
             raise FileExistsError("another process already serves these runs")

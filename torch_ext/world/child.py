@@ -33,6 +33,7 @@ import importlib
 import linecache
 import multiprocessing.spawn
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -67,8 +68,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
         except ChannelClosedError:
             os._exit(0)  # the zygote has ended
         order_channel.close()
-        module, _, function = order.target.partition(":")
-        code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
+        code = pkgutil.resolve_name(order.target)(order.payload, descriptors) or 0
     except SystemExit as stop:
         code = exit_code_of(stop)
     except ChannelClosedError as error:  # the test closed the harness's descriptor: our frames do not help its author
