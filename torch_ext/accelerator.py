@@ -58,21 +58,17 @@ class UnknownDeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of the device under test beyond computing.
-
-    Attributes:
-        device_sleep: ``device_module()._sleep`` delays the device without delaying the host.
+    """Abilities of the device under test beyond computing. ``device_sleep``: ``device_module()._sleep`` delays the
+    device without delaying the host.
     """
 
     device_sleep: bool
 
 
 def device_type() -> str:
-    """Return the device type of this process, such as ``"cpu"`` or ``"cuda"``. See Note [Device choice].
-
-    Raises:
-        UnknownDeviceError: torch does not know the requested type, its package cannot be imported, or this machine has
-            no such device.
+    """Return the device type of this process, such as ``"cpu"`` or ``"cuda"``; see Note [Device choice]. Raises
+    UnknownDeviceError if torch does not know the requested type, its package cannot be imported, or this machine has no
+    such device.
     """
     global _chosen
     if _chosen is None:
@@ -133,8 +129,8 @@ def device_count() -> int:
 
 
 def request_devices(count: int) -> None:
-    """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does. Does nothing on other
-    device types.
+    """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does; nothing on other
+    types.
     """
     if request := _of_device("request_devices"):
         request(count)

@@ -49,7 +49,9 @@ def share() -> str:
             # The maker may have closed the descriptor or ended, and the numbers may be reused.
             if os.readlink(place).startswith(f"/memfd:{_NAME} "):
                 return place
-    cap = value or str(max(1, int(available_bytes() * _PART / _siblings())))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    siblings = max(1, int(ranks)) if ranks.isascii() and ranks.isdigit() else 1
+    cap = value or str(max(1, int(available_bytes() * _PART / siblings)))
     page = os.memfd_create(_NAME)
     os.ftruncate(page, _BYTES)
     os.pwrite(page, struct.pack("=Q", int(cap)), 0)
@@ -83,11 +85,6 @@ def bytes_of(size: str) -> int:
         raise ValueError(f"got {size!r}, expected a size such as 2GiB or 512MiB")
     decimal = not found[3] and size.strip().upper().endswith("B")
     return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
-
-
-def _siblings() -> int:
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(ranks)) if ranks.isascii() and ranks.isdigit() else 1
 
 
 def _on_machine() -> int:

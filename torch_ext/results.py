@@ -189,9 +189,7 @@ class TestResult:
     reason: str = ""  # why it was skipped, in words that a user can act on
     warnings: tuple[str, ...] = ()  # sentences that the summary repeats
     output: str = ""  # its parent half's output, without hidden frames; empty unless the test failed
-    ranks: tuple[
-        Outcome, ...
-    ] = ()  # several of one number if it started several worlds; those that passed have no output
+    ranks: tuple[Outcome, ...] = ()  # of each world that it started; those that passed have no output
     round: int = 1  # number of its round, from 1
     attempt: int = 1  # number of its attempt in this round, from 1
     again: bool = False  # it failed and runs again, so this is not its final result

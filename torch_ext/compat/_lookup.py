@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,11 +25,8 @@ def lazy_names(area: str, places: Mapping[str, tuple[str, ...]]) -> Callable[[st
         if name not in places:
             raise AttributeError(f"module {area!r} has no attribute {name!r}")
         for place in places[name]:
-            module_name, _, attribute = place.partition(":")
             try:
-                value = importlib.import_module(module_name)
-                for part in attribute.split("."):
-                    value = getattr(value, part)
+                value = pkgutil.resolve_name(place)
             except (ImportError, AttributeError):
                 continue
             setattr(sys.modules[area], name, value)

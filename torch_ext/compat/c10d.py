@@ -30,20 +30,15 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
-_watches_groups = False
-
-
 def watch_groups(on_destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
     """Call ``on_destroyed`` after process groups of this process were destroyed, with their names; an empty list means
     all. ``wrap``, called once, returns the replacement of torch's function that makes a group.
     """
     from torch.distributed import distributed_c10d
 
-    global _watches_groups
     make = getattr(distributed_c10d, "_new_process_group_helper", None)
-    if make is None or _watches_groups:
+    if make is None or hasattr(make, "__wrapped__"):
         return
-    _watches_groups = True
     distributed_c10d._new_process_group_helper = wrap(make)
     forget_one, forget_all = distributed_c10d._unregister_process_group, distributed_c10d._unregister_all_process_groups
 
@@ -62,7 +57,7 @@ def watch_groups(on_destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
     torch_c10d._unregister_all_process_groups = _unregister_all_process_groups
 
 
-def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap = lambda make: make) -> None:
+def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap) -> None:
     """Make gloo listen at ``address()`` wherever it would use the first address of ``interface``, in this process. With
     an empty address, torch chooses. ``wrap`` returns the replacement of each function that makes a group or a device.
 

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torch_ext.compat._lookup import lazy_names
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ _originals: dict[str, ModuleType] = {}
 
 
 def seed_without_stacks() -> None:
-    """Make ``torch.manual_seed`` format no stack for a kind of device that this torch was built without. No message
-    shows these stacks, and formatting three for each seed takes a twelfth of the time of FSDP's suites.
+    """Make ``torch.manual_seed`` format no stack for a kind of device that this torch was built without: no message
+    shows these stacks, and three for each seed take a twelfth of the time of FSDP's suites.
     """
     quiet = ModuleType("traceback")
     vars(quiet).update(vars(traceback), format_stack=lambda *args, **kwargs: [])
@@ -65,11 +67,8 @@ def upstream_module(name: str) -> ModuleType:
 
 
 def upstream_name(module: str, name: str) -> Any:
-    """Return ``name`` of torch's own ``torch.testing._internal.<module>``, for the ``__getattr__`` of ours.
-
-    Raises:
-        AttributeError: the module has no such name, or Python itself looks the name up, such as ``__path__`` at each
-            ``from`` import; the module is not imported for these.
+    """Return ``name`` of torch's own ``torch.testing._internal.<module>``, for the ``__getattr__`` of ours. Raises
+    AttributeError if there is none, or Python itself looks it up, such as ``__path__`` at each ``from`` import.
     """
     if name.startswith("__"):
         raise AttributeError(f"module 'torch_ext.testing._internal.{module}' has no attribute {name!r}")
@@ -86,7 +85,6 @@ def keep_upstream(name: str) -> None:
 
 def around_threaded_collectives(around: Callable[..., AbstractContextManager[None]]) -> Callable[[], None]:
     """Enter a context around each rank's part of each collective of torch's threaded group; return the undo function.
-
     ``around`` is called in the rank's thread with an object that all ranks of the collective share, the collective's
     name, such as ``AllReduce``, and the rank's tensors that it reads and writes.
     """
@@ -133,13 +131,10 @@ class ThreadedWorld:
                     condition.notify_all()
 
     def start(self, collective: Any, group: Any) -> Any:
-        """Return the collective of ``group`` that the calling rank is to join.
-
-        Raises:
-            RuntimeError: another rank has called a different collective.
-            SystemExit: the world has ended.
+        """Return the collective of ``group`` that the calling rank is to join. Raises RuntimeError if another rank has
+        called a different one, SystemExit if the world has ended.
         """
-        rank = importlib.import_module("torch").distributed.get_rank()
+        rank = torch.distributed.get_rank()
         with self._changed:
             if self._terminate.is_set():
                 sys.exit("Test termination event occurs: this thread belongs to a test that is over.")
@@ -169,8 +164,7 @@ class ThreadedWorld:
         with self._changed:
             if self._pending.get(group.pg_name) is collective:
                 del self._pending[group.pg_name]
-            rank = importlib.import_module("torch").distributed.get_rank()
-            self._calls[rank, group.pg_name][-1]["retired"] = True
+            self._calls[torch.distributed.get_rank(), group.pg_name][-1]["retired"] = True
 
     def record(self, rank: int) -> str:
         """Return the collectives of a rank, in JSON, in the form of a flight record."""
@@ -181,7 +175,7 @@ class ThreadedWorld:
     def _note_call(self, rank: int, group: Any, collective: Any) -> None:
         name = group.pg_name
         if name not in self._groups:
-            self._groups[name] = importlib.import_module("torch").distributed.get_process_group_ranks(group)
+            self._groups[name] = torch.distributed.get_process_group_ranks(group)
         calls = self._calls.setdefault((rank, name), [])
         number = calls[-1]["collective_seq_id"] + 1 if calls else 1
         calls.append(
@@ -196,9 +190,8 @@ class ThreadedWorld:
 
 def separate_threaded_worlds(world_of: Callable[[threading.Thread], ThreadedWorld | None]) -> None:
     """Make threads for which ``world_of`` returns a world meet only in that world, and compare their collectives:
-    torch's group runs the first rank's collective for all. Idempotent.
-
-    Threads that ranks start, such as autograd's, belong to the world in which their group was used first.
+    torch's group runs the first rank's collective for all. Threads that ranks start, such as autograd's, belong to the
+    world in which their group was used first. Idempotent.
     """
     group: Any = importlib.import_module(_THREADED).ProcessLocalGroup
     start, finish = group._start_coll.__func__, group._end_coll.__func__
@@ -256,12 +249,10 @@ def _tensors(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def prepare_for_threads() -> None:
-    """Replace CUDA's device guard before there are threads, if torch's fake tensors would replace it later.
-
-    On a machine without a GPU, every fake mode replaces the process's CUDA guard by one that does nothing. Two threads
-    that do so at the same time crash the process (seen with a CUDA build).
+    """Replace CUDA's device guard before there are threads: without a GPU, every fake mode of torch replaces the
+    process's guard by one that does nothing, and two threads that do so at the same time crash the process (seen with a
+    CUDA build).
     """
-    torch = importlib.import_module("torch")
     exchange = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if exchange is not None and not torch.cuda.is_available():
         exchange()

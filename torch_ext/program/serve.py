@@ -125,7 +125,7 @@ def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
 
 def _connected(address: Path) -> socket.socket | None:
     """Return a socket connected to the server at ``address``; None if there is no server."""
-    found = socket.socket(socket.AF_UNIX)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         found.connect(str(address))
     except (FileNotFoundError, ConnectionRefusedError):
@@ -173,7 +173,7 @@ def folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def _listen(name: str) -> Iterator[socket.socket]:
     """Context: a listening socket. Raises OSError if it cannot be made, or another process listens there."""
-    with folder() as place, socket.socket(socket.AF_UNIX) as listening:
+    with folder() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         address = place / name
         if _connected(address):
             raise FileExistsError("another process already serves these runs")

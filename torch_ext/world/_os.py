@@ -1,16 +1,16 @@
-"""The operating-system calls of the world that Python lacks or that tests replace, and readers of /proc.
-Tests may replace ``open`` and functions of ``os`` and ``time``; the names here keep the originals. A library that
-freezes clocks also replaces the imported names of ``time``'s functions, so the clocks here are ``partial`` objects.
+"""The operating-system calls of the world that Python lacks or that tests replace, and readers of /proc. Tests may
+replace ``open`` and functions of ``os`` and ``time``; the names here keep the originals. A library that freezes clocks
+also replaces the imported names of ``time``'s functions, so the clocks here are ``partial`` objects.
 
 Runs in the supervisor, in zygotes and in ranks; imports the standard library only. Linux only.
 
 Note [Who else may act]
 ~~~~~~~~~~~~~~~~~~~~~~~
-A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. The zygote knows the
-children that it has forked (ranks, spares, the class process, its copies). A rank, the parent half or the import of the
-test's file started every other process. Processes of the import stay with the original zygote, which lists them to its
-copies. The parent half looks at its own children and threads. If the parent half is no child of a zygote (pytest,
-``python test_x.py``), it adopts its orphans itself.
+A zygote is the parent of its ranks, and adopts every process below it whose own parent ends. It knows the children that
+it has forked (ranks, spares, the class process, its copies); a rank, the parent half or the import of the test's file
+started every other process. Processes of the import stay with the original zygote, which lists them to its copies. The
+parent half looks at its own children and threads, and adopts its orphans itself if it is no child of a zygote (pytest,
+``python test_x.py``).
 
 Processes that have ended or are being killed do not count, nor do two that only clean up: multiprocessing's resource
 tracker and torch's shared memory manager. Read descendants before the zygote's own children: a process whose parent
@@ -295,7 +295,7 @@ def umask() -> int:
 
 
 def unnamed_file() -> IO[bytes]:
-    """Open a temporary file without a name, which disappears when its last holder ends. Writes append."""
+    """Open a temporary file that disappears when its last holder ends. Writes append."""
     os.makedirs(tempfile.gettempdir(), 0o700, exist_ok=True)  # a test may have removed it
     file = tempfile.TemporaryFile(prefix="torch_ext-", buffering=0)  # noqa: SIM115  # the caller closes it
     # Writers share the reader's file position: without O_APPEND they would write wherever the reader has sought to.

@@ -48,6 +48,12 @@ _WAIT_OF_DEVICE = re.compile(r"(?:#\d+ )?(?P<call>\w+) in group \S+, called at (
 _NO_ARGUMENTS = re.compile(r"^(\w+)\(\)$")
 
 
+_Outcomes = Sequence[Outcome]
+_Records = Mapping[int, Sequence[Collective]]
+_Ranks = Sequence[int]
+_Call = tuple[str, str]  # an operation and the user's line that calls it; empty if unknown
+
+
 @dataclass(frozen=True)
 class _Edge:
     """Rank ``waiting`` waits for ``missing`` in the operation ``what``."""
@@ -55,12 +61,12 @@ class _Edge:
     waiting: int
     missing: tuple[int, ...]
     what: str
-    call: tuple[str, str]  # the user's, and its line
+    call: _Call  # the user's, and its line
     group: str = ""  # the process group of a collective, with its description, which tells its backends apart
     came: int = 1  # number of ranks that have called it
 
 
-def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
+def find_blame(outcomes: _Outcomes) -> Mismatch | None:
     """Return where the ranks diverge and the ranks to blame; None if unknown. See Note [Who is to blame for a hang]."""
     records = {outcome.rank: read_record(outcome.collectives) for outcome in outcomes if outcome.collectives}
     found = (
@@ -78,13 +84,13 @@ def find_blame(outcomes: Sequence[Outcome]) -> Mismatch | None:
     return replace(found, cause=_cause_of_calls(found.calls, found.ranks, lines))
 
 
-def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
+def find_disagreement(failed: _Outcomes) -> Mismatch | None:
     """Return the disagreement of ranks in one collective, by the backend's errors in ``failed``; None if there is none.
 
     Each error has the rank's own call and one that differs from it. Blames the ranks whose body was over, else the
     smaller party.
     """
-    reported: dict[int, tuple[str, str]] = {}
+    reported: dict[int, _Call] = {}
     for outcome in failed:
         for rank, called, line in disagreement(outcome.reason):
             reported.setdefault(rank, (called, line))
@@ -103,7 +109,7 @@ def find_disagreement(failed: Sequence[Outcome]) -> Mismatch | None:
     return Mismatch("", ranks, True, calls, _cause_of_calls(calls, ranks, lines))
 
 
-def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Sequence[Outcome]) -> Mismatch:
+def blame_absent(outcomes: _Outcomes, ranks: _Ranks, waiting: _Outcomes) -> Mismatch:
     """Blame ``ranks``, by a backend's message or because they did not wait, for keeping ``waiting`` ranks waiting."""
     call, who = _call_of(waiting[0]) if waiting else ("", ""), [o.rank for o in waiting]
     without_group = [o.rank for o in outcomes if o.rank in ranks and not read_groups(o.collectives)]
@@ -111,7 +117,7 @@ def blame_absent(outcomes: Sequence[Outcome], ranks: Sequence[int], waiting: Seq
     return destroyed or Mismatch("", tuple(ranks), cause=_blocking(outcomes, ranks, who, call))
 
 
-def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _creation(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
     creating = [o for o in outcomes if any(wait.everyone for wait in o.waits)]
     others = [o.rank for o in outcomes if o not in creating]
     if not creating or not others:
@@ -129,9 +135,7 @@ def _creation(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collec
     )
 
 
-def _destroyed(
-    outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], group: str, call: tuple[str, str]
-) -> Mismatch | None:
+def _destroyed(outcomes: _Outcomes, absent: _Ranks, waiting: _Ranks, group: str, call: _Call) -> Mismatch | None:
     """Blame the ranks of ``absent`` that destroyed ``group`` while ``waiting`` needed it; None if there are none."""
     lines = {o.rank: line for o in outcomes if o.rank in absent and (line := destroyed_at(o.collectives, group))}
     if not lines:
@@ -144,14 +148,14 @@ def _destroyed(
     return Mismatch(sentence, ranks, cause=sentence)
 
 
-def _difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _difference(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
     found = first_mismatch(records)
     if found is None or not found.differ:
         return None
     return found if found.ranks else _blame_finished(found, outcomes, [o.rank for o in outcomes])
 
 
-def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _last_difference(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
     """Return the first collective that some rank has not called, finished elsewhere or not."""
     found = first_mismatch(records)
     if found is None or found.differ:
@@ -161,7 +165,7 @@ def _last_difference(outcomes: Sequence[Outcome], records: Mapping[int, Sequence
     return replace(found, cause=_blocking(outcomes, found.ranks, waiting, ("a collective", line)))
 
 
-def _blame_finished(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequence[int]) -> Mismatch:
+def _blame_finished(found: Mismatch, outcomes: _Outcomes, ranks: _Ranks) -> Mismatch:
     """Blame the ranks whose body is over while their peers' is not."""
     over = tuple(o.rank for o in outcomes if o.rank in ranks and any(wait.over for wait in o.waits))
     if not over or len(over) == len(ranks):
@@ -173,7 +177,7 @@ def _blame_finished(found: Mismatch, outcomes: Sequence[Outcome], ranks: Sequenc
     return replace(found, sentence=f"{found.sentence}; {ranks_phrase(over)} {verb}", ranks=over, cause=cause)
 
 
-def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _waiting(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
     edges = _edges(outcomes, records)
     roots = _roots(edges)
     if roots and all(_is_over(outcomes, rank) for rank in roots):
@@ -186,7 +190,7 @@ def _waiting(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collect
     return found and _blame_finished(found, outcomes, found.ranks)
 
 
-def _edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> list[_Edge]:
+def _edges(outcomes: _Outcomes, records: _Records) -> list[_Edge]:
     return [*_collective_edges(outcomes, records), *_peer_edges(outcomes)]
 
 
@@ -195,11 +199,11 @@ def _roots(edges: Sequence[_Edge]) -> tuple[int, ...]:
     return tuple(sorted({rank for edge in edges for rank in edge.missing} - {edge.waiting for edge in edges}))
 
 
-def _is_over(outcomes: Sequence[Outcome], rank: int) -> bool:
+def _is_over(outcomes: _Outcomes, rank: int) -> bool:
     return any(o.rank == rank and (o.ending is Ending.PASSED or any(wait.over for wait in o.waits)) for o in outcomes)
 
 
-def _blame_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
+def _blame_roots(outcomes: _Outcomes, edges: Sequence[_Edge], roots: tuple[int, ...]) -> Mismatch:
     edge = next(edge for edge in edges if set(edge.missing) & set(roots))
     alike = [each.waiting for each in edges if each.what == edge.what and each.missing == edge.missing]
     absent = [rank for rank in edge.missing if rank in roots]
@@ -211,7 +215,7 @@ def _blame_roots(outcomes: Sequence[Outcome], edges: Sequence[_Edge], roots: tup
     )
 
 
-def _collective_edges(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Iterable[_Edge]:
+def _collective_edges(outcomes: _Outcomes, records: _Records) -> Iterable[_Edge]:
     groups: dict[str, list[int]] = {}
     for outcome in outcomes:
         groups.update(read_groups(outcome.collectives))
@@ -245,12 +249,7 @@ def _failed_in_a_collective(outcome: Outcome) -> bool:
     return any(wait.transport and not wait.peers and not wait.everyone for wait in failure.waits)
 
 
-def _members(
-    each: Collective,
-    groups: Mapping[str, list[int]],
-    outcomes: Sequence[Outcome],
-    records: Mapping[int, Sequence[Collective]],
-) -> list[int]:
+def _members(each: Collective, groups: Mapping[str, list[int]], outcomes: _Outcomes, records: _Records) -> list[int]:
     if (name := _name_of(each.group)) in groups:
         return groups[name]
     if "default_pg" in each.group:
@@ -262,7 +261,7 @@ def _name_of(group: str) -> str:
     return group.partition(" ")[0]
 
 
-def _peer_edges(outcomes: Sequence[Outcome]) -> Iterable[_Edge]:
+def _peer_edges(outcomes: _Outcomes) -> Iterable[_Edge]:
     for outcome in outcomes:
         for wait in outcome.waits:
             if wait.peers:
@@ -296,7 +295,7 @@ def _cycle(edges: Sequence[_Edge]) -> Mismatch | None:
     return Mismatch(sentence, ranks, cause=f"{ranks_phrase(ranks)} {how}: {', '.join(waits)}")
 
 
-def _waits_elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
+def _waits_elsewhere(outcomes: _Outcomes, records: _Records) -> Mismatch | None:
     waiting = [o for o in outcomes if any(wait.transport for wait in o.waits)]
     came = {rank for rank, record in records.items() if not all(each.finished for each in record)}
     others = [o for o in outcomes if o not in waiting and o.rank not in came and o.ending is not Ending.PASSED]
@@ -310,7 +309,7 @@ def _waits_elsewhere(outcomes: Sequence[Outcome], records: Mapping[int, Sequence
     return replace(found, sentence=f"{sentence}; {doing}" if doing else sentence)
 
 
-def _in_rpcs(outcomes: Sequence[Outcome]) -> Mismatch | None:
+def _in_rpcs(outcomes: _Outcomes) -> Mismatch | None:
     places = {o.rank: place for o in outcomes if (place := place_in_rpc(o.stacks))}
     waiting = [o for o in outcomes if o.rank not in places and any(wait.transport for wait in o.waits)]
     if not places or not waiting or len(waiting) + len(places) < len(outcomes):
@@ -321,14 +320,12 @@ def _in_rpcs(outcomes: Sequence[Outcome]) -> Mismatch | None:
     return Mismatch("", ranks, cause=f"{kept}; a function that an RPC had called {verb} {places[ranks[0]]}")
 
 
-def _cause_of_calls(
-    calls: Sequence[tuple[tuple[int, ...], str]], guilty: Sequence[int], lines: Mapping[int, str]
-) -> str:
+def _cause_of_calls(calls: Sequence[tuple[tuple[int, ...], str]], guilty: _Ranks, lines: Mapping[int, str]) -> str:
     """Return the calls of the ranks, the guilty ones first."""
     first = [(ranks, call) for ranks, call in calls if set(ranks) <= set(guilty)]
     others = [(ranks, call) for ranks, call in calls if (ranks, call) not in first]
 
-    def phrase(ranks: Sequence[int], call: str, place: str) -> str:
+    def phrase(ranks: _Ranks, call: str, place: str) -> str:
         line = next((lines[rank] for rank in ranks if rank in lines), "")
         return f"{ranks_phrase(ranks)} called {call}{place.format(line) if line else ''}"
 
@@ -339,20 +336,18 @@ def _cause_of_calls(
     return f"{', '.join(phrase(*each, ' at {}') for each in first)}, where {rest}"
 
 
-def _never_called(
-    outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]
-) -> str:
+def _never_called(outcomes: _Outcomes, absent: _Ranks, waiting: _Ranks, call: _Call) -> str:
     where = f" ({call[1]})" if call[1] else ""
     sentence = f"{ranks_phrase(absent)} never called {call[0]}, which {ranks_phrase(waiting)} waited in{where}"
     return sentence + _whereabouts(outcomes, absent)
 
 
-def _blocking(outcomes: Sequence[Outcome], absent: Sequence[int], waiting: Sequence[int], call: tuple[str, str]) -> str:
+def _blocking(outcomes: _Outcomes, absent: _Ranks, waiting: _Ranks, call: _Call) -> str:
     sentence = f"{ranks_phrase(absent)} kept {ranks_phrase(waiting)} waiting in {_format_call(call)}"
     return sentence + _whereabouts(outcomes, absent) if outcomes else sentence
 
 
-def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
+def _whereabouts(outcomes: _Outcomes, absent: _Ranks) -> str:
     """Describe the first absent rank's activity, as the end of a sentence; empty if unknown."""
     outcome = next(o for o in outcomes if o.rank == absent[0])
     who = "it" if len(absent) == 1 else f"rank {absent[0]}"
@@ -365,13 +360,13 @@ def _whereabouts(outcomes: Sequence[Outcome], absent: Sequence[int]) -> str:
     return f"; {who} was {outcome.place}" if outcome.place else ""
 
 
-def _call_of(outcome: Outcome) -> tuple[str, str]:
+def _call_of(outcome: Outcome) -> _Call:
     """Return the operation that a rank waits in, and its line."""
     call, line = _split(next((wait.description for wait in outcome.waits if wait.transport and not wait.over), ""))
     return call, line or (outcome.receipt.place if outcome.receipt is not None else "")
 
 
-def _split(words: str) -> tuple[str, str]:
+def _split(words: str) -> _Call:
     """Split the description of a wait into call and line.
 
     >>> _split("all_reduce() in test_a (test_a.py:12)"), _split("the barrier after its body")
@@ -382,6 +377,6 @@ def _split(words: str) -> tuple[str, str]:
     return _NO_ARGUMENTS.sub(r"\1", call), line
 
 
-def _format_call(call: tuple[str, str]) -> str:
+def _format_call(call: _Call) -> str:
     name, line = call
     return f"{name or 'a collective'} ({line})" if line else name or "a collective"

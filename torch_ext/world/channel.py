@@ -1,16 +1,14 @@
-"""Messages with descriptors between the processes of a world, over a Unix stream socket.
+"""Messages with descriptors between the processes of a world, over a Unix socket that keeps packets apart.
 
-A frame is a 12-byte header (a magic number, the length of the payload in bytes and the number of descriptors, each an
-unsigned 32-bit integer in network order) and the pickled payload. The descriptors travel with the header in groups,
-since the kernel accepts at most 253 per message. The unpickler accepts plain data and instances of our own classes.
-Both ends are on one machine.
+A packet is a magic number, a byte that marks the last packet of a message, and a part of the pickled payload, with at
+most 200 of the message's descriptors; the kernel accepts 253. The unpickler accepts plain data and instances of our own
+classes.
 
 Note [Broken channels]
 ~~~~~~~~~~~~~~~~~~~~~~
-A test can write into any descriptor of its process, and so into its end of a channel. Reading therefore never blocks on
-half a frame: :meth:`Channel.poll` is true when :meth:`Channel.receive` has a whole frame or an end. A wrong magic
-number, an impossible length or payload, or a frame that stalls for 30 seconds breaks the channel: no further message
-passes. The reader sends its peer the reason, so that the writing process can report it.
+A test can write into any descriptor of its process, and so into its end of a channel, where each write is a packet. One
+without the magic number, or with an impossible payload, breaks the channel: no further message passes. The reader sends
+its peer the reason, so that the writing process can report it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import pickle
 import select
 import selectors
 import socket
-import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,22 +29,17 @@ from typing import Any
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
 
-_HEADER = struct.Struct("!III")
-_MAGIC = 0xF57E54C4
-_MAGIC_BYTES = _MAGIC.to_bytes(4, "big")
+_MAGIC = b"\xf5~T\xc4"
+_LAST, _AHEAD = _MAGIC + b".", _MAGIC + b"+"
 # Far above any message of ours: an order carries a test's arguments, a result the output of ranks.
 _MAX_BYTES, _MAX_DESCRIPTORS = 1 << 30, 1 << 16
-_GROUP, _PART_BYTES = 200, 1 << 20
-_INT_BYTES = array("i").itemsize
-_ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * _INT_BYTES)
-# Seconds for which a frame may stall. A sender writes a frame at once, unless the process is stopped or starved.
-_FRAME_S = 30.0
+# In one packet.
+_PART_BYTES, _GROUP = 64 << 10, 200
+_ANCILLARY_BYTES = socket.CMSG_LEN((_GROUP + 1) * array("i").itemsize)
 _NEVER = float("inf")
 _GONE = "the process at the other end is gone"
 # The end of a message about a broken channel.
 WRITE_TO_OWN = "Write only to descriptors that you have opened."
-# Bytes of junk to read and count.
-_JUNK_BYTES = 1 << 20
 
 _PACKAGE = __name__.partition(".")[0]
 # Classes of the standard library that our messages hold.
@@ -77,10 +69,6 @@ class ChannelBrokenError(ChannelClosedError):
         self.own = own
 
 
-class _NoFrameError(Exception):
-    """The bytes are no frame; the message describes the bytes."""
-
-
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _STANDARD.get(module, ()):
@@ -94,8 +82,6 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class _Refused:
-    """The answer to a process that has broken a channel."""
-
     what: str
 
 
@@ -113,10 +99,8 @@ class Channel:
         self._begin()
 
     def _begin(self) -> None:
-        self._header, self._payload = bytearray(), bytearray()
+        self._payload, self._is_complete = bytearray(), False  # of the next message
         self._descriptors: list[int] = []
-        self._groups = 0  # missing bytes that carry groups of descriptors
-        self.deadline_s = float("inf")
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Channel:
@@ -151,20 +135,18 @@ class Channel:
             ChannelClosedError: the peer is gone, or this process has closed the descriptor.
             ValueError: the message is too long.
         """
-        payload = _dumps(message)
-        if len(payload) > _MAX_BYTES or len(descriptors) > _MAX_DESCRIPTORS:
+        left, payload = list(descriptors), memoryview(_dumps(message))
+        if len(payload) > _MAX_BYTES or len(left) > _MAX_DESCRIPTORS:
             raise ValueError(
-                f"a message of {len(payload):,} bytes and {len(descriptors):,} descriptors is too long: at most "
+                f"a message of {len(payload):,} bytes and {len(left):,} descriptors is too long: at most "
                 f"{_MAX_BYTES:,} bytes and {_MAX_DESCRIPTORS:,} descriptors can be sent to another process"
             )
         self._check_descriptor()
-        header = _HEADER.pack(_MAGIC, len(payload), len(descriptors))
         try:
-            if not descriptors:
-                self._socket.sendall(header)
-            for start in range(0, len(descriptors), _GROUP):
-                socket.send_fds(self._socket, [b"+" if start else header], list(descriptors[start : start + _GROUP]))
-            self._socket.sendall(payload)
+            while len(payload) > _PART_BYTES or len(left) > _GROUP:
+                socket.send_fds(self._socket, [_AHEAD, payload[:_PART_BYTES]], left[:_GROUP])
+                left, payload = left[_GROUP:], payload[_PART_BYTES:]
+            socket.send_fds(self._socket, [_LAST, payload], left)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosedError(_GONE) from error
 
@@ -199,37 +181,31 @@ class Channel:
     # Receiving
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether :meth:`receive` returns or raises without waiting, at once or within ``timeout_s`` seconds.
-
-        While a frame is incomplete, call this again at ``deadline_s`` (``time.monotonic``) even if nothing arrives.
-        """
+        """Whether :meth:`receive` returns or raises without waiting, at once or within ``timeout_s`` seconds."""
         end_s = monotonic() + timeout_s
         while not self._is_ready():
-            left_s = min(end_s, self.deadline_s) - monotonic()
-            if end_s <= monotonic():
+            left_s = end_s - monotonic()
+            if left_s <= 0:
                 return False
-            readable(self._socket.fileno(), max(0.0, left_s))
+            readable(self._socket.fileno(), left_s)
         return True
 
     def receive(self) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors, which the caller owns. Blocks until it is complete.
 
         Raises:
-            ChannelBrokenError: the bytes are no message. See Note [Broken channels].
-            ChannelClosedError: the peer closed the channel or is gone.
+            ChannelClosedError: the peer closed the channel, is gone, or has broken it: see Note [Broken channels].
         """
         self.poll(_NEVER)
         if self._ended is not None:
             raise self._ended
-        descriptors, payload, count = self._descriptors, self._payload, _HEADER.unpack(self._header)[2]
+        descriptors, payload = self._descriptors, self._payload
         self._begin()
         try:
-            if len(descriptors) != count:
-                raise ValueError(f"it came with {len(descriptors)} descriptors instead of {count}")
             message = _Unpickler(io.BytesIO(payload)).load()
         except Exception as error:  # a payload that is not ours may raise anything
             close_all(descriptors)
-            what = f"a frame of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})"
+            what = f"a packet of {len(payload)} bytes that is not a message ({type(error).__name__}: {error})"
             raise self.refuse(what) from None
         if isinstance(message, _Refused):
             raise self._end(ChannelBrokenError(message.what, own=True))
@@ -241,8 +217,7 @@ class Channel:
         where = f", descriptor {descriptor}" if descriptor else ""
         why = f"wrote {what} into its connection with the harness{where}"
         with contextlib.suppress(OSError, ValueError):
-            payload = _dumps(_Refused(why))
-            self._socket.send(_HEADER.pack(_MAGIC, len(payload), 0) + payload, socket.MSG_DONTWAIT)
+            self._socket.send(_LAST + _dumps(_Refused(why)), socket.MSG_DONTWAIT)
         with contextlib.suppress(OSError):
             self.shut()
         error = ChannelBrokenError(why)
@@ -250,70 +225,40 @@ class Channel:
         return error
 
     def _is_ready(self) -> bool:
-        """Read pending bytes of the next frame only. Return whether it is complete or the channel has ended."""
-        try:
-            while self._ended is None and (missing := self._missing()):
-                self._read_part(missing)
-        except BlockingIOError:
-            if monotonic() < self.deadline_s:
+        """Read pending packets of the next message only. Return whether it is complete or the channel has ended."""
+        while self._ended is None and not self._is_complete:
+            try:
+                self._read_packet()
+            except BlockingIOError:
                 return False
-            self.refuse(f"{len(self._header) + len(self._payload)} bytes of an incomplete message")
-        except _NoFrameError as error:
-            self.refuse(str(error))
-        except ChannelClosedError as error:
-            self._end(error)
-        except OSError:
-            self._end(ChannelClosedError(_GONE))
+            except ConnectionResetError:  # said once if the peer leaves messages unread; its own may still be pending
+                continue
+            except ChannelClosedError as error:
+                self._end(error)
+            except OSError:
+                self._end(ChannelClosedError(_GONE))
         return True
 
-    def _missing(self) -> int:
-        """Return the number of missing bytes: of the header, else of the groups of descriptors, else of the payload."""
-        wanted = _HEADER.size - len(self._header)
-        known = min(len(self._header), len(_MAGIC_BYTES))
-        if self._header[:known] != _MAGIC_BYTES[:known]:
-            raise _NoFrameError(self._junk())
-        if wanted:
-            return wanted
-        _, length, count = _HEADER.unpack(self._header)
-        if length > _MAX_BYTES or count > _MAX_DESCRIPTORS:
-            raise _NoFrameError(f"a frame of {length:,} bytes with {count:,} descriptors, more than a message has")
-        return self._groups or length - len(self._payload)
-
-    def _read_part(self, missing: int) -> None:
-        """Read up to ``missing`` bytes of the next part of a frame. Raises BlockingIOError if none has arrived yet."""
+    def _read_packet(self) -> None:
+        """Read one packet. Raises BlockingIOError if none has arrived yet."""
         self._check_descriptor()
-        if len(self._header) == _HEADER.size and not self._groups:
-            part = self._socket.recv(min(missing, _PART_BYTES), socket.MSG_DONTWAIT)
-            self._payload += part
-        else:
-            # socket.recv_fds() would drop the flags.
-            part, ancillary, _, _ = self._socket.recvmsg(missing, _ANCILLARY_BYTES, socket.MSG_DONTWAIT)
-            for level, kind, data in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    received = array("i", data[: len(data) // _INT_BYTES * _INT_BYTES])
-                    self._descriptors += received
-                    # An interpreter that a zygote starts must not keep other processes' channels open.
-                    for descriptor in received:
-                        os.set_inheritable(descriptor, False)
-            if self._groups:
-                self._groups -= len(part)
-            else:
-                self._header += part
-                if len(self._header) == _HEADER.size:
-                    count = _HEADER.unpack(self._header)[2]
-                    self._groups = max(0, -(-count // _GROUP) - 1)
-        if not part:
+        # socket.recv_fds() would drop the flags. An interpreter that a zygote starts must not keep other processes'
+        # channels open.
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        packet, ancillary, found, _ = self._socket.recvmsg(len(_LAST) + _PART_BYTES, _ANCILLARY_BYTES, flags)
+        for level, type_, data in ancillary:
+            if (level, type_) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors += array("i", data[: len(data) - len(data) % array("i").itemsize])
+        if not packet:
             raise ChannelClosedError(_GONE)
-        self.deadline_s = monotonic() + _FRAME_S
-
-    def _junk(self) -> str:
-        """Read the pending bytes and describe them."""
-        found = bytes(self._header)
-        with contextlib.suppress(OSError):
-            while len(found) < _JUNK_BYTES and (part := self._socket.recv(_PART_BYTES, socket.MSG_DONTWAIT)):
-                found += part
-        more = " or more" if len(found) >= _JUNK_BYTES else ""
-        return f"{len(found)}{more} bytes that are not a message (they begin with {found[:16]!r})"
+        if found & socket.MSG_CTRUNC:
+            self.refuse("a message with descriptors that this process cannot open")
+        elif packet.startswith((_LAST, _AHEAD)):
+            self._payload += packet[len(_LAST) :]
+            self._is_complete = packet.startswith(_LAST)
+        else:
+            more = " or more" if found & socket.MSG_TRUNC else ""
+            self.refuse(f"{len(packet)}{more} bytes that are not a message (they begin with {packet[:16]!r})")
 
     def _end(self, why: ChannelClosedError) -> ChannelClosedError:
         close_all(self._descriptors)
@@ -324,7 +269,7 @@ class Channel:
 
 def channel_pair() -> tuple[Channel, Channel]:
     """Return two connected channels; descriptors of both are closed on exec."""
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     inodes = [fstat(each.fileno()).st_ino for each in (one, other)]
     return Channel(one, inodes[1]), Channel(other, inodes[0])
 
@@ -356,7 +301,7 @@ def _descriptor_of(inode: int) -> int:
 
 
 class Callbacks:
-    """Calls back when a file (a descriptor, or an object with ``fileno()``) is readable or past its ``deadline_s``."""
+    """Calls back when a file (a descriptor, or an object with ``fileno()``) is readable."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -394,15 +339,10 @@ class Callbacks:
         return False
 
     def call(self, timeout_s: float = _NEVER) -> None:
-        """Call back for the readable files. If there are none, wait at most ``timeout_s`` seconds.
-
-        A callback may unwatch and close files, and call :meth:`close`.
+        """Call back for the readable files, after waiting at most ``timeout_s`` seconds if there are none. A callback
+        may unwatch and close files, and call :meth:`close`.
         """
-        left_s = min(timeout_s, *(getattr(file, "deadline_s", _NEVER) - monotonic() for file in self.files), _NEVER)
-        ready = [key for key, _ in self._selector.select(None if left_s == _NEVER else max(0.0, left_s))]
-        watched = self._selector.get_map().values()
-        ready += [key for key in watched if getattr(key.fileobj, "deadline_s", _NEVER) <= monotonic()]
-        for key in dict.fromkeys(ready):
+        for key, _ in self._selector.select(None if timeout_s == _NEVER else max(0.0, timeout_s)):
             # An earlier callback of this round may have unwatched the file.
             if (self._selector.get_map() or {}).get(key.fd) == key:
                 key.data()

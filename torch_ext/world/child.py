@@ -2,29 +2,27 @@
 Standard library and own layer only.
 
 Fresh interpreters also start on request: forked ranks share one hash seed, and so never differ in the order of a set.
-A test module may set or remove variables during its import; each process that runs its tests gets these changes on top
-of the current environment.
+Variables that a test module sets or removes during its import change in each process that runs its tests.
 
 Note [Thread pool after a fork]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A fork leaves torch's pthreadpool without its threads. On the next use, torch removes the old pool before it makes a new
-one. Every native thread looks for the pool when it starts, and a thread that finds none in between ends the process
-("Invalid thread pool!" and SIGABRT, in an autograd thread). So each child replaces the pool while it has one thread, by
-setting the number of threads to its present value.
+one, and a native thread that starts in between finds none and ends the process ("Invalid thread pool!" and SIGABRT, in
+an autograd thread). So each child replaces the pool while it has one thread, by setting the number of threads.
 
 Note [Fork safety]
 ~~~~~~~~~~~~~~~~~~
 A child of ``fork`` keeps one thread. It would wait forever for an OpenMP or autograd pool without threads, or for a
 lock that another thread held, and a device driver would refuse every call. So a zygote imports modules and runs nothing
-else. A test module may still do anything during its import, so a check precedes each fork; if the check fails, the
-child is a fresh interpreter.
+else. A test module may still do anything during its import: if a check before each fork fails, the child is a fresh
+interpreter.
 
 Note [Trial fork]
 ~~~~~~~~~~~~~~~~~
-OpenBLAS is the exception: importing numpy starts its threads. Its fork handlers end them before every fork, and the
-next use starts them again. So if there are threads, fork one child that ends at once, and see which threads survive.
-Without the trial (``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, which are
-slower but correct, unless it sets ``OPENBLAS_NUM_THREADS=1``.
+OpenBLAS is the exception: importing numpy starts its threads, whose fork handlers end them before every fork until the
+next use. So if there are threads, fork one child that ends at once, and see which threads survive. Without the trial
+(``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, which are slower but
+correct, unless it sets ``OPENBLAS_NUM_THREADS=1``.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ import importlib
 import linecache
 import multiprocessing.spawn
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -69,8 +68,7 @@ def child_main(order_channel: Channel, parent: int) -> NoReturn:
         except ChannelClosedError:
             os._exit(0)  # the zygote has ended
         order_channel.close()
-        module, _, function = order.target.partition(":")
-        code = getattr(importlib.import_module(module), function)(order.payload, descriptors) or 0
+        code = pkgutil.resolve_name(order.target)(order.payload, descriptors) or 0
     except SystemExit as stop:
         code = exit_code_of(stop)
     except ChannelClosedError as error:  # the test closed the harness's descriptor: our frames do not help its author
@@ -102,7 +100,7 @@ def exit_code_of(error: BaseException | None) -> int:
 
 def end_fork(error: BaseException | None, trace: str = "") -> NoReturn:
     """End a process that a test has forked, as Python would, without running the rest of the harness's code. ``error``
-    is the exception that ended it, if any; ``trace`` replaces its traceback.
+    ended it, if any; ``trace`` replaces its traceback.
     """
     with contextlib.suppress(Exception):  # its stderr may be closed
         if isinstance(error, SystemExit):
@@ -178,8 +176,8 @@ def load_first_uses(*files: str) -> None:
 
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Context: collect garbage rarely. An import makes almost none, and the search takes a fifth of the time to load
-    torch. Keeps thresholds that a module sets inside the context, and a collector that it disables.
+    """Context: collect garbage rarely: the search takes a fifth of the time to load torch, and an import makes almost
+    none. Keeps thresholds that a module sets inside the context, and a collector that it disables.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_SELDOM)
@@ -282,7 +280,6 @@ def reason_not_to_fork() -> str:
 
 
 def _trial_fork() -> None:
-    """See Note [Trial fork]."""
     pid = _os.fork()
     if pid == 0:
         os._exit(0)

@@ -3,10 +3,10 @@ standard library only.
 
 Note [Nothing after the receipt]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-In one process, unittest's exit code covers everything until the interpreter is gone. The receipt decides about a rank.
-So before handing it in, the rank joins its threads and calls the functions that the body registered with ``atexit``. An
-exception that escapes from either fails the test, and so does one that has escaped from any thread. Module globals are
-still in use then, and a rank cannot finalize them: a message names the globals with a finalizer.
+In one process, unittest's exit code covers everything until the interpreter is gone. The receipt decides about a rank,
+so before submitting it, the rank joins its threads and calls the functions that the body registered with ``atexit``. An
+exception that escapes from either, or has escaped from any thread, fails the test. Module globals are still in use
+then, and a rank cannot finalize them: a message names the globals with a finalizer.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SILENT, _HANDLED = (
 
 
 def write_stacks_before(descriptor: int) -> Callable[[], None]:
-    """Make :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first; return a
-    function that undoes this.
+    """Make :func:`os._exit`, and :func:`os.kill` of this process, write its stacks to ``descriptor`` first; return the
+    undo function.
     """
     leave, kill, own = os._exit, os.kill, os.getpid()
 
@@ -122,10 +122,9 @@ def call_exit_functions() -> list[tuple[str, BaseException]]:
 
 
 class ThreadErrors:
-    """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`.
-
-    ``thread`` is None for a thread of :mod:`_thread`, whose exception Python reports as unraisable. Ignores exceptions
-    that a test's own hook handles, but not those of the interpreter's hook if a test has restored it.
+    """Calls ``note(thread, text, error)`` for each exception that ends a thread, until :meth:`end`. ``thread`` is None
+    for a thread of :mod:`_thread`, whose exception Python reports as unraisable. Ignores exceptions that a test's own
+    hook handles, but not those of the interpreter's hook if a test has restored it.
     """
 
     def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:
@@ -222,10 +221,8 @@ class UnfinishedWork:
             self._errors.append((text, error))
 
     def finish(self) -> None:
-        """Join threads, then call exit functions and finalizers. Blocks while any of them blocks.
-
-        Raises:
-            UnfinishedWorkError: an exception escaped from one of them, or from an earlier thread.
+        """Join threads, then call exit functions and finalizers. Blocks while any of them blocks. Raises
+        UnfinishedWorkError if an exception escaped from one of them, or from an earlier thread.
         """
         # The interpreter calls this at its end: idle workers of a ThreadPoolExecutor end, and threads that join the
         # main thread go on.

@@ -255,7 +255,6 @@ def read_stacks(
     pipes: Mapping[int, int], max_s: float = _STACKS_S, starved_s: Callable[[int], float] | None = None
 ) -> dict[int, str]:
     """Read faulthandler's output from each pipe until all are quiet for a moment, at most ``max_s`` seconds.
-
     ``starved_s`` returns the seconds for which a rank has waited for a core; silent ranks that starve get more time.
     """
     texts = dict.fromkeys(pipes, b"")
@@ -283,9 +282,8 @@ def open_rank(
     rank: int, name: str, show: bool | Live, connections: int, reservation: int = -1
 ) -> tuple[RankProcess, list[int]]:
     """Return the parent half's side of a rank that is yet to start, and the rank's descriptors (see ``rank.main``).
-
-    ``show`` is as in ``start_world()``, ``connections`` the number of the task's pipes. ``reservation`` is the
-    descriptor that reserves the world's address; -1: none.
+    ``show`` is as in ``start_world()``, ``connections`` the number of the task's pipes; ``reservation`` reserves the
+    world's address unless it is -1.
     """
     page = WaitPage()  # first: a test that has closed its standard streams may still write to their numbers
     channel, remote = channel_pair()

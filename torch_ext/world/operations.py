@@ -102,7 +102,7 @@ def test_began() -> None:
 
 
 def after_body(wait: Callable[..., object], **how: Any) -> None:
-    """Call ``wait(**how)``, the wait for peers after the body. Reports recognize the wait by this frame."""
+    """Call ``wait(**how)``, the wait for peers after the body, which reports recognize by this frame."""
     wait(**how)
 
 
@@ -175,7 +175,6 @@ def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
 
 
 def _limit_in_store(frame: FrameType) -> float:
-    """Return the time (``time.monotonic``) before which the call does not end by itself."""
     found = frame.f_locals
     if "began_s" not in found:
         return 0.0
@@ -282,7 +281,7 @@ _destroyed: dict[str, str] = {}
 
 
 def note_destroyed(names: Sequence[str]) -> None:
-    """Record the user's current line as the one that destroys these groups; no names: all groups."""
+    """Record the user's line that destroys these groups; no names: all groups."""
     place = wording.place_here()
     if place:
         _destroyed.update(dict.fromkeys(names or [ALL], place))
@@ -314,9 +313,8 @@ _FOLDERS = ("/torch/distributed/", "/torch/futures/", "/torch_ext/compat/", _THR
 
 
 def raised_by_transport(error: BaseException) -> bool:
-    """Whether ``error`` was raised by torch's C++ or by ``torch.distributed``, rather than by a test's own ``raise``.
-
-    Decides by the raising frame, not by the message: a test may raise ``ValueError("unexpected EOF")`` itself.
+    """Whether torch's C++ or ``torch.distributed`` raised ``error``, rather than a test's own ``raise``. The raising
+    frame decides, not the message: a test may raise ``ValueError("unexpected EOF")`` itself.
     """
     innermost = error.__traceback__
     if innermost is None or "torch" not in sys.modules:
@@ -387,7 +385,6 @@ def waits_of_threads() -> dict[int, ThreadWait]:
 
 
 def _entries(memory: mmap.mmap) -> list[ThreadWait]:
-    """Return the entries of a page, the longest wait first."""
     if struct.unpack_from("=Q", memory)[0] != _VERSION:
         return []
     entries = (_entry(memory, _FIRST + number * _STRIDE) for number in range(_ENTRIES))

@@ -84,11 +84,7 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """The rank in words, with its host if there are several.
-
-        >>> Outcome(2, Ending.PASSED).label, Outcome(2, Ending.PASSED, host="host 1").label
-        ('rank 2', 'rank 2 on host 1')
-        """
+        """The rank in words, with its host if there are several."""
         return f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
 
     @property
@@ -178,11 +174,7 @@ def _may_be_expected(outcome: Outcome) -> bool:
 
 
 def _shorten(text: str, limit: int = 160) -> str:
-    """Cut a long line; the traceback has all of it.
-
-    >>> _shorten("x" * 10, 5)
-    'xxxxx...'
-    """
+    """Cut a long line; the traceback has all of it."""
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
 
 
@@ -274,8 +266,13 @@ def first_mismatch(records: Mapping[int, Sequence[Collective]]) -> Mismatch | No
     has each rank's collectives, oldest first.
     """
     groups = dict.fromkeys(each.group for record in records.values() for each in record)
-    found = (_mismatch_in({rank: _calls_in(record, group) for rank, record in records.items()}) for group in groups)
-    return next((mismatch for mismatch in found if mismatch is not None), None)
+    for group in groups:
+        calls = {
+            rank: {each.sequence: each for each in record if each.group == group} for rank, record in records.items()
+        }
+        if (found := _mismatch_in(calls)) is not None:
+            return found
+    return None
 
 
 def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
@@ -292,9 +289,8 @@ def minority(parties: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
-    """Return the first unfinished collective whose ranks have inputs of different sizes.
-
-    Blames no rank, since some backends accept different sizes. Ignores ranks without inputs, as in a scatter.
+    """Return the first unfinished collective whose ranks have inputs of different sizes. Blames no rank, since some
+    backends accept that. Ignores ranks without inputs, as in a scatter.
     """
     for each in (each for record in records.values() for each in record if not each.finished):
         called = each.group, each.sequence, each.operation
@@ -309,10 +305,6 @@ def uneven_sizes(records: Mapping[int, Sequence[Collective]]) -> Mismatch | None
             what = f"#{each.sequence} {each.operation} in group {each.group}"
             return Mismatch(f"{what} was called with {parts}; make the sizes equal if it requires that", ())
     return None
-
-
-def _calls_in(record: Sequence[Collective], group: str) -> dict[int, Collective]:
-    return {each.sequence: each for each in record if each.group == group}
 
 
 def _mismatch_in(records: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:

@@ -17,12 +17,12 @@ import signal
 import sys
 import traceback
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch_ext.world import _os, child, files, threads, wording
-from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
+from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import (
     PACKAGE_ROOT,
     compute_on_one_thread,
@@ -129,8 +129,8 @@ def zygotes() -> tuple[int, ...]:
 
 
 def watch_this_process() -> None:
-    """Adopt this process's orphans and track the threads of its transports, unless a zygote does so. See Note [Who else
-    may act]. Call it before a test's file can start processes, and again in each process.
+    """Adopt this process's orphans and track the threads of its transports, unless a zygote does so: see Note [Who else
+    may act]. Call it in each process before a test's file can start processes.
     """
     if _own.given is None and not _own.starts_none and not _own.is_watched and not child.is_of_zygote:
         _own.is_watched = True
@@ -194,7 +194,7 @@ def _is_loadable(name: str) -> bool:
 
 
 def _is_alive(forked: ZygoteClient) -> bool:
-    """Whether the forked zygote still runs; reaps an ended one."""
+    """Whether the forked zygote still runs; forgets one that does not."""
     with contextlib.suppress(ChildProcessError):  # other code of this process has reaped the zygote
         if _os.waitpid(forked.pid, os.WNOHANG) == (0, 0):
             return True
@@ -275,8 +275,9 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
     sys.path[:] = [order.import_root, *(entry for entry in sys.path if entry != order.import_root)]
     sys.argv[:] = order.argv
     importing = _os.getpid()
+    faulthandler.register(STACK_SIGNAL, descriptors[1], all_threads=True)
     try:
-        with _stacks_to(descriptors[1]), child.track_environment(), rarely_collected():
+        with child.track_environment(), rarely_collected():
             for name in (*order.first, order.name):
                 importlib.import_module(name)
             load_first_uses(getattr(sys.modules[order.name], "__file__", None) or "")
@@ -287,6 +288,8 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
         os._exit(1)
     if _os.getpid() != importing:
         end_fork(None)
+    faulthandler.unregister(STACK_SIGNAL)
+    close_all([descriptors[1]])  # so that no child keeps it
     command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), wording.hidden()))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
@@ -298,17 +301,6 @@ def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
     compute_on_one_thread()
     command.send(Loaded())
     Zygote(command, order.description, order.preparation, original=order.original, others=order.others).serve()
-
-
-@contextlib.contextmanager
-def _stacks_to(pipe: int) -> Iterator[None]:
-    """Context: the stack signal writes to ``pipe``. Closes the pipe at the end, so that no child keeps it."""
-    faulthandler.register(STACK_SIGNAL, pipe, all_threads=True)
-    try:
-        yield
-    finally:
-        faulthandler.unregister(STACK_SIGNAL)
-        os.close(pipe)
 
 
 def _exit_reason(error: BaseException) -> str:

@@ -9,8 +9,8 @@ finalizers, logs) see an ordinary process. After the body, its threads and its e
 receipt.
 
 A rank that passed waits a moment for its peers, which may still use its connections, and then ends without destroying
-its process groups: that would cost gloo 10 ms per peer. If the wait times out, the rank destroys them in order. So does
-a rank that failed: its peers must see connections close instead of waiting for it.
+its process groups, which would cost gloo 10 ms per peer. If the wait times out, or the rank failed, it destroys them in
+order: peers of a rank that failed must see connections close instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ _DEFAULTS = {"TORCH_FR_BUFFER_SIZE": "512"}
 
 
 class Rank:
-    """This process as a rank: its number and its channel to the parent half.
-
-    A forked child inherits this object, but its receipts do not count.
+    """This process as a rank: its number and its channel to the parent half. A forked child inherits this object, but
+    its receipts do not count.
     """
 
     def __init__(self, order: RankOrder, channel: Channel, stacks: int) -> None:

@@ -17,7 +17,6 @@ simulated device shares memory only among ranks with the same ``TORCH_EXT_HOST``
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import numbers
@@ -65,15 +64,20 @@ def time_limit_s() -> float | None:
     """Return the time limit of ``--timeout``, which replaces every test's own, in seconds; None if it is unset. Raises
     ValueError if it is no finite time above 0.
     """
-    return _seconds("TORCH_EXT_TIMEOUT", lambda seconds: seconds > 0, "a finite number of seconds above 0")
+    value = os.environ.get("TORCH_EXT_TIMEOUT", "")
+    if value and not 0 < _number(value) < math.inf:
+        raise ValueError(f"TORCH_EXT_TIMEOUT is {value!r}; expected a finite number of seconds above 0")
+    return float(value) if value else None
 
 
 def hang_after_s() -> float:
     """Return the seconds from the last progress to the end of a provable hang; 0: hang detection is off. Raises
     ValueError if ``TORCH_EXT_HANG_AFTER`` is no finite time.
     """
-    found = _seconds("TORCH_EXT_HANG_AFTER", lambda seconds: seconds >= 0, "a finite number of seconds, or 0: never")
-    return _HANG_AFTER_S if found is None else found
+    value = os.environ.get("TORCH_EXT_HANG_AFTER", "")
+    if value and not 0 <= _number(value) < math.inf:
+        raise ValueError(f"TORCH_EXT_HANG_AFTER is {value!r}; expected a finite number of seconds, or 0: never")
+    return float(value) if value else _HANG_AFTER_S
 
 
 def trial_fork() -> bool:
@@ -87,14 +91,11 @@ def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     return () if value == "0" else (*known, *(prefix for prefix in value.split(",") if prefix))
 
 
-def _seconds(variable: str, is_allowed: Callable[[float], bool], expected: str) -> float | None:
-    value = os.environ.get(variable, "")
-    if not value:
-        return None
-    with contextlib.suppress(ValueError):
-        if is_allowed(float(value)) and float(value) < math.inf:
-            return float(value)
-    raise ValueError(f"{variable} is {value!r}; expected {expected}")
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
 
 
 # Time limits

@@ -1,41 +1,39 @@
-"""Judges the threads of this process: which may go on, and where the rest wait. Tracks the transports that start some
-threads, and the address of the world. Runs in ranks and parent halves; touches torch only if it is loaded.
+"""Judges the threads of this process: which may go on, and where the rest wait. Tracks the threads of transports, and
+the address of the world. Runs in ranks and parent halves; touches torch only if it is loaded.
 
 Note [Provable hangs]
 ~~~~~~~~~~~~~~~~~~~~~
-A world hangs if no thread or process can end the waits of its ranks. Unknown threads and processes may, so the rule
-lists the waits in which a thread cannot go on by itself:
+A world hangs if no thread or process can end the waits of its ranks. Unknown ones may, so the rule lists the waits in
+which a thread cannot go on by itself:
 
 1. *A private futex without a time limit* (``/proc/self/task/TID/syscall``): a lock, a condition, a queue, a join, an
-   idle thread of a pool, in Python or not. No other process has this memory, so only another thread of this process
-   or a signal handler can wake the thread.
+   idle thread of a pool. Only another thread of this process or a signal handler can wake the thread.
 2. *An operation of a process group, a store or RPC*, in any system call, if its own limit lies past the test's. The
-   innermost Python frame shows the operation (``operations.py``). Only a peer can end it, which is blocked too, or
-   another process that has the address of the store: see below.
+   innermost Python frame shows it (``operations.py``). Only a peer can end it, which is blocked too, or a process that
+   has the address of the store: see below.
 3. *An entry of the page of waits*: the thread waits for a peer in memory that only ranks share.
 4. *A transport's own thread*, which forwards messages of peers and otherwise sleeps. Its name is in ``_TRANSPORTS``,
-   and it appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`). The name alone
-   proves nothing: a thread may inherit it, or a test may set it.
+   and it appeared while a store, a process group or an RPC agent was made (:func:`makes_transport`): a test may set the
+   name, and a thread may inherit it.
 
-A rank with any other thread may go on: a thread that computes, sleeps, polls, reads, or waits for a child, a lock in
-shared memory or a time limit; or a library's thread in ``epoll``. ``sys._current_frames()`` has the frames. Only rule 1
-applies to threads that ``threading`` does not know, since their frames cannot be told apart.
+Any other thread may go on: one that computes, sleeps, polls, reads, or waits for a child, a lock in shared memory or a
+time limit; or a library's thread in ``epoll``. Only rule 1 applies to threads that ``threading`` does not know, since
+their frames (``sys._current_frames()``) cannot be told apart.
 
-A signal can end any wait. A rank with a timer, or a handler of SIGIO (which files send), may go on. All other processes
-of the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that these
-rules do not block: see Note [Who else may act]. Such processes cannot act on ranks that all wait in memory that only
-ranks share. ``watch.py`` decides after several looks.
+A signal can end any wait: a rank with a timer, or a handler of SIGIO (which files send), may go on. Other processes of
+the run can act, by a signal, a key of a store or otherwise, and so can each thread of the parent half that these rules
+do not block: see Note [Who else may act]. They cannot act on ranks that all wait in memory that only ranks share.
+``watch.py`` decides after several looks.
 
 Note [An address for each world]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Two ranks find each other in gloo by address, port and a count of the process's connections, without the job's name, and
-a rank that finds no peer retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner
-of the peer's port and join another world.
+Two ranks find each other in gloo by address, port and a count of the process's connections, and a rank that finds no
+peer retries. If all worlds shared 127.0.0.1, a rank whose peer has died could reach the next owner of the peer's port,
+in another world.
 
 So each world has an address in 127.0.0.0/8, to which all its ranks bind gloo. An abstract socket named after the
 address reserves it: the kernel gives a name to one socket only. Every rank inherits the socket, so the address is free
-again when the last process of the world is gone. ``TORCH_EXT_ADDRESS`` has the address, for the ranks' own servers. On
-systems without such sockets or addresses, worlds share 127.0.0.1.
+again when the last process of the world is gone. Without such sockets or addresses, worlds share 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -154,8 +152,8 @@ def makes_transport(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_out(*, others: bool = False) -> None:
-    """Mark the calling thread, or with ``others`` all other current threads, as the harness's. :func:`observe` leaves
-    them out.
+    """Mark the calling thread, or with ``others`` all other current threads, as the harness's, which :func:`observe`
+    leaves out.
     """
     own = {threading.get_native_id()}
     tids = _os.threads_of() - own if others else own
@@ -295,7 +293,6 @@ def _has_timer() -> bool:
 
 
 def _handles_signals() -> bool:
-    """Whether this process has a signal handler in Python."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
@@ -310,8 +307,8 @@ _address = ""  # set by belong_to()
 
 
 def prepare() -> None:
-    """Wrap torch's stores, groups and agents: their waits and threads become known, and gloo obeys
-    :func:`belong_to`. Idempotent: a zygote does it before it forks, so that its children need not.
+    """Wrap torch's stores, groups and agents: their waits and threads become known, and gloo obeys :func:`belong_to`.
+    Idempotent: a zygote does it for its children.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
@@ -332,8 +329,8 @@ def belong_to(address: str) -> None:
 
 
 def reserve() -> tuple[str, int]:
-    """Reserve an address that no other live world on this machine has. Return the address and a descriptor, which keeps
-    the reservation while any process has it open; ``("", -1)`` if there is none.
+    """Reserve an address that no other live world on this machine has. Return it with a descriptor, which keeps the
+    reservation while any process has it open; ``("", -1)`` if there is none.
     """
     for _ in range(_ATTEMPTS):
         first, second, third = os.urandom(3)

@@ -70,9 +70,8 @@ class ZygoteDiedError(RuntimeError):
 
 
 class Child:
-    """A process that a zygote starts for the supervisor, with the channel that reports its start and end.
-
-    The constructor waits for the start, except of a :class:`Copy`.
+    """A process that a zygote starts for the supervisor, with the channel that reports its start and end. The
+    constructor waits for the start, except of a :class:`Copy`.
     """
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
@@ -297,10 +296,9 @@ class ZygoteCopy(ZygoteClient):
 
 
 def start_root(preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> RootZygote:
-    """Start the process that loads torch once for a whole run.
-
-    The root first imports the modules of ``preparation``. When this process is gone, even if killed, the root removes
-    the folder ``scratch``. Its environment is ``environment`` plus :data:`ZYGOTE_ENVIRONMENT`.
+    """Start the process that loads torch once for a whole run: it imports the modules of ``preparation`` and, when this
+    process is gone, even if killed, removes the folder ``scratch``. Its environment is ``environment`` plus
+    :data:`ZYGOTE_ENVIRONMENT`.
     """
     _os.require_supported()
     local, remote = channel_pair()

@@ -116,7 +116,6 @@ def _ran_out_of_time(outcome: Outcome) -> bool:
 
 
 def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit: int | None) -> Verdict:
-    """Judge a world that failed: find the ranks to blame and write the summary."""
     if any(o.receipt is not None and o.receipt.is_expected for o in bad):
         bad = [o for o in bad if not may_be_expected([o])] or bad
     # Peers notice a death before the zygote reaps the rank, so a failure's message counts for more than its time.
@@ -300,8 +299,10 @@ def render(report: WorldReport) -> str:
     if verdict.collectives:
         parts.append(f"Collectives: {verdict.collectives}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
-    if failed := _failed_sub_tests(outcomes):
-        parts.append(f"Sub-tests that failed:\n{indent(failed, _MARGIN)}")
+    failed = ranks_by((name, o.rank) for o in outcomes if o.ending is Ending.FAILED for name in o.sub_tests)
+    if failed:
+        lines = (f"{_MARGIN}{name} on {ranks_phrase(ranks)}" for name, ranks in failed.items())
+        parts.append("\n".join(("Sub-tests that failed:", *lines)))
     if any(_delay(outcome, report.took_s) for outcome in outcomes):
         parts.append("This machine was overloaded: run fewer tests at once (-j, --slots), or raise --timeout.")
     if any(outcome.out_of_memory for outcome in outcomes):
@@ -331,11 +332,6 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
                 grouped.setdefault(key, ([], text))[0].append(outcome.rank)
         parts += [f"{title} of {ranks_phrase(ranks)}:\n{indent(text, _MARGIN)}" for ranks, text in grouped.values()]
     return parts
-
-
-def _failed_sub_tests(outcomes: Sequence[Outcome]) -> str:
-    ranks = ranks_by((name, o.rank) for o in outcomes if o.ending is Ending.FAILED for name in o.sub_tests)
-    return "\n".join(f"{name} on {ranks_phrase(failed)}" for name, failed in ranks.items())
 
 
 def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:

@@ -1,8 +1,6 @@
 """Decides, while a world runs, when to release ranks, to collect stacks and to kill, and detects hangs (see Note
-[Provable hangs]). No I/O, no clock.
-
-Report events to :meth:`Watch.received`, :meth:`Watch.left` and :meth:`Watch.ended`, and the time to
-:meth:`Watch.advance`; execute the steps that it returns.
+[Provable hangs]). No I/O, no clock: report events to :meth:`Watch.received`, :meth:`Watch.left` and
+:meth:`Watch.ended`, and the time to :meth:`Watch.advance`; execute the steps that it returns.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ class Finding(Enum):
 
 
 class HangWatch:
-    """Watches one world from ``started_s`` on.
-
-    Reports a hang if every rank was blocked at each look for ``limits.hang_s`` seconds, no thread has run in that time,
-    and no other process may act.
+    """Watches one world from ``started_s`` on. Reports a hang if every rank was blocked at each look for
+    ``limits.hang_s`` seconds, no thread has run in that time, and no other process may act.
     """
 
     def __init__(self, limits: Limits, started_s: float, measures: Measures) -> None:
@@ -325,9 +321,8 @@ class Watch:
         return all(rank in self._receipts for rank in self._alive())
 
     def _has_failure(self) -> bool:
-        """Whether some rank failed or died, so that its peers may wait for it forever.
-
-        An expected failure is no trouble: the peers' endings decide whether the test may pass.
+        """Whether some rank failed or died, so that its peers may wait for it forever. An expected failure is no
+        trouble: the peers' endings decide whether the test may pass.
         """
         if any(receipt.status is RankStatus.FAILED and not receipt.is_expected for receipt in self._receipts.values()):
             return True

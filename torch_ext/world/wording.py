@@ -90,11 +90,7 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
 
 
 def ranks_by(pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:
-    """Return the ranks of each key, in the order of ``pairs``.
-
-    >>> ranks_by([("sum", 0), ("max", 1), ("sum", 2)])
-    {'sum': [0, 2], 'max': [1]}
-    """
+    """Return the ranks of each key, in the order of ``pairs``."""
     found: dict[_Key, list[int]] = {}
     for key, rank in pairs:
         found.setdefault(key, []).append(rank)
@@ -298,7 +294,6 @@ def _in_one_line(error: BaseException, shown: traceback.TracebackException) -> s
 
 
 def _links(error: BaseException) -> int:
-    """Return the number of exceptions chained to ``error``."""
     seen: set[int] = set()
     linked: BaseException | None = error
     while linked is not None and id(linked) not in seen:

@@ -9,19 +9,18 @@ after its eighth child, while no client waits.
 
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Native libraries and some of torch's modules read variables when they load. A forked child cannot get other values, so a
-request whose environment differs in such a variable gets fresh interpreters, and a message reports the reason. If a
-prefix is missing here, its variables have no effect in forked ranks; a needless prefix only costs time.
+Native libraries and some of torch's modules read variables when they load, and a forked child cannot get other values.
+So a request whose environment differs in such a variable gets fresh interpreters, and a message reports the reason.
+Variables whose prefix is missing here have no effect in forked ranks; a needless prefix only costs time.
 ``TORCH_EXT_READ_AT_LOAD`` adds prefixes (``MYLIB_,OTHER_``); with ``0``, the zygote always forks.
 
 Note [Leftovers]
 ~~~~~~~~~~~~~~~~
-A zygote is the subreaper of its descendants: a process whose parent has ended becomes its child. The owner of such a
-process is the child of the zygote that started it. Every child of a zygote leads its own process group, which
-identifies the owner of the processes in it. A process that has left the group still has ``TORCH_EXT_OWNER`` in its
-environment; a process with neither is charged to the child that ended last. Processes with a live owner stay: those of
-a class until the class ends, and those of the file's import until the zygote ends. Helpers that end by themselves are
-no leftovers.
+A zygote is the subreaper of its descendants: a process whose parent has ended becomes its child. Its owner is the child
+of the zygote that started it, which its process group shows, since every child of a zygote leads its own. A process
+that has left the group still has ``TORCH_EXT_OWNER`` in its environment; a process with neither is charged to the child
+that ended last. Processes with a live owner stay: those of a class until the class ends, and those of the file's import
+until the zygote ends. Helpers that end by themselves are no leftovers.
 """
 
 from __future__ import annotations
@@ -120,10 +119,9 @@ class Leftovers:
         self._of_import = frozenset(_os.identify(_os.descendants_of(_os.getpid())))
 
     def end_leftovers(self, indices: dict[int, int], living: Collection[int], last: int) -> tuple[LeftBehind, ...]:
-        """Kill the processes that ended children have left behind; return those that were still running.
-
-        ``indices``: the index of each ended child of the group, by pid; ``living``: the pids of running children;
-        ``last``: the index of the child that ended last.
+        """Kill the processes that ended children have left behind; return those that were still running. ``indices``:
+        the index of each ended child of the group, by pid; ``living``: the pids of running children; ``last``: the
+        index of the child that ended last.
         """
         found: list[LeftBehind] = []
         self._helpers = {pid for pid in self._helpers if not _os.waitpid(pid, os.WNOHANG)[0]}
@@ -148,7 +146,6 @@ class Leftovers:
 
 
 def _owner(pid: int) -> int:
-    """Return the pid of the child that has started ``pid``; 0 if unknown."""
     marked = _os.environment_of(pid).get(OWNER_VARIABLE, "")
     return int(marked) if marked.isdigit() else int(_os.field_of(pid, 2) or 0)  # the process group
 
@@ -217,7 +214,10 @@ class Zygote:
         self._callbacks.watch(self.command, lambda: self._on_command(self.command))
         while not self.command.closed:
             self._callbacks.call()
-        self._end()
+        end_everything()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        os._exit(0)
 
     def _receive(self, channel: Channel) -> tuple[Any, list[int]] | None:
         """Return a message and its descriptors; None if there is none yet, or the channel is now closed."""
@@ -283,7 +283,10 @@ class Zygote:
             self._owners[child.pid] = group
         group.channel.try_send(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
-            self._prepare_next(request.spares)
+            if self._forks >= _FORKS_BEFORE_MOVE:
+                self._move_heap()
+            while len(self._spares) < request.spares:
+                self._spares.append(self._fork())
 
     def _why_interpreter(self, environment: dict[str, str]) -> str:
         if reason := reason_not_to_fork():
@@ -315,7 +318,6 @@ class Zygote:
         return tuple(found)
 
     def _adopted(self) -> set[int]:
-        """Return the adopted children of this process."""
         return set(_os.children_of(os.getpid())).difference(self._owners, [spare.pid for spare in self._spares])
 
     # Children
@@ -358,14 +360,7 @@ class Zygote:
         self._callbacks.watch(watch, lambda: self._on_exit(pid, watch))
         return _Child(pid, order_channel)
 
-    def _prepare_next(self, spares: int) -> None:
-        if self._forks >= _FORKS_BEFORE_MOVE:
-            self._move_heap()
-        while len(self._spares) < spares:
-            self._spares.append(self._fork())
-
     def _move_heap(self) -> None:
-        """See Note [Huge pages]."""
         if not self._has_moved:
             self._has_moved = True
             _os.move_heap_to_huge_pages()
@@ -396,9 +391,3 @@ class Zygote:
             living = {*self._owners, *(spare.pid for spare in self._spares)}
             left_behind = self._leftovers.end_leftovers(group.members, living, index)
         group.channel.try_send(Ended(index, os.waitstatus_to_exitcode(status), now, left_behind))
-
-    def _end(self) -> NoReturn:
-        end_everything()
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-        os._exit(0)
