@@ -101,11 +101,8 @@ class Module:
 
     def absolute(self, statement: ast.ImportFrom) -> str:
         """Return the absolute dotted name of the module that ``statement`` imports from."""
-        if not statement.level:
-            return statement.module or ""
-        parents = self.name.split(".")
-        kept = parents[: len(parents) - statement.level + self.package]
-        return ".".join([*kept, *([statement.module] if statement.module else [])])
+        package = self.name if self.package else self.name.rpartition(".")[0]
+        return importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
 
     def first_line(self, statement: ast.stmt) -> int:
         """Return the number of the first line of ``statement`` with its decorators and the comment above."""
