@@ -188,9 +188,7 @@ def project_root() -> Path:
 
 
 def our_tree(theirs: Tree, root: Path | None = None, stand_ins: Mapping[str, str] | None = None) -> Tree:
-    """Return the modules of this project, as they are on disk, and those of torch from ``theirs``. Paths that are keys
-    of ``stand_ins`` are read at its values.
-    """
+    """Return this project's modules and torch's from ``theirs``. ``stand_ins``: files to read for others'."""
     ours = _disk_tree(root or project_root(), stand_ins or {})
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 
