@@ -65,10 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def drift(against: str = "installed") -> list[Entry]:
-    """Compare every helper module with its counterpart, if upstream has one.
-
-    Args:
-        against: the folder of a PyTorch checkout, read at its ``HEAD``, or ``installed``.
+    """Compare every helper module with its counterpart in ``against``: a PyTorch checkout at its ``HEAD``, or the
+    ``installed`` torch.
 
     Raises:
         CheckoutError: there is no such checkout.
@@ -135,10 +133,7 @@ def _entry(module: str, name: str, mine: ast.stmt, upstream: ast.stmt, method: b
 
 def _signature(node: ast.stmt, method: bool) -> str:
     """Return the parameters of a function, without annotations and the values of defaults; empty for other statements.
-
-    Args:
-        node: the definition.
-        method: leave out ``self`` or ``cls``.
+    ``method``: leave out ``self`` or ``cls``.
 
     >>> _signature(ast.parse("def f(a: int, *, b=1, **c) -> None: ...").body[0], method=False)
     'a, *, b=..., **c'

@@ -119,11 +119,8 @@ class Differences:
         return result
 
     def out_of_date(self, planned: Sequence[TestName], *, whole: bool) -> list[TestResult]:
-        """Return a failure for each entry whose tests all passed.
-
-        Args:
-            planned: the tests of the run.
-            whole: whether the run left out no test of its files; otherwise only entries without ``*`` are judged.
+        """Return a failure for each entry whose tests, of those ``planned``, all passed. Unless the run is ``whole``,
+        which leaves out no test of its files, only entries without ``*`` are judged.
         """
         stale = [entry for entry, failed in self._failed.items() if not failed and (whole or "*" not in entry.test)]
         return [
@@ -138,11 +135,8 @@ class Differences:
 
 
 class Judge(Differences):
-    """Judges the results of one run; the runner's ``Judge``.
-
-    Args:
-        lists: files of known differences, in addition to ours.
-        surroundings: the values of the entries' conditions, except torch's release.
+    """Judges the results of one run; the runner's ``Judge``. ``lists`` are files of known differences in addition to
+    ours, ``surroundings`` the values of the entries' conditions, except torch's release.
 
     Raises:
         SetupError: a list cannot be read, or is malformed.

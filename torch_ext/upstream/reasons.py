@@ -164,11 +164,7 @@ class Releases:
     """Compares a checkout with the installed torch.
 
     A PyTorch file outside of any checkout has an unknown release: if the installed torch lacks a name that the file
-    imports, its release is a different one.
-
-    Args:
-        paths: the files of the run.
-        cuda_as_sim: whether CUDA means the simulated accelerator in the files.
+    imports, its release is a different one. ``paths`` are the files of the run.
     """
 
     def __init__(self, paths: Iterable[Path], *, cuda_as_sim: bool = False) -> None:

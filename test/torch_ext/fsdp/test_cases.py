@@ -4,7 +4,6 @@ import os
 import random
 import sys
 import unittest
-import warnings
 from unittest import mock
 
 import pytest
@@ -56,17 +55,6 @@ class TestProcessRun(FSDPTest):
         dist.all_gather_object(gathered, draws())
         self.assertEqual(gathered, [gathered[0]] * dist.get_world_size())
         self.assertEqual(torch.empty(1, device=get_devtype()).device, rank_device(self.rank))
-
-    def test_compiler_is_reset_if_it_is_loaded(self):
-        with mock.patch.dict(sys.modules):
-            sys.modules.pop("torch._dynamo", None)
-            with cases._fresh_dynamo():
-                self.assertNotIn("torch._dynamo", sys.modules)
-            sys.modules["torch._dynamo"] = loaded = mock.Mock()
-            with self.assertRaises(ZeroDivisionError), cases._fresh_dynamo():
-                self.assertEqual(loaded.reset.call_count, 1)
-                raise ZeroDivisionError
-            self.assertEqual(loaded.reset.call_count, 2)
 
     def _steps_of_run(self, run_test=None, **kwargs):
         """Run ``_run`` again, with every step recorded instead of executed."""
@@ -269,78 +257,42 @@ class StopBodyError(Exception):
 
 
 class TestCompiled(FSDPTestMultiThread):
-    def _run_decorated(self, body, only=None, triton=True, accelerator=True, gpu=True, scheduling=None):
-        """Run ``body`` under the decorator, with compilation recorded instead of executed."""
-        self.backends = []
-        built, compiled_modules = [], []
-
-        @compiled_fsdp_test(compile_compute_on_module=only)
-        def test(case):
-            built.append(fully_shard is not ORIGINAL_FULLY_SHARD)
-            body(compiled_modules)
-
-        def record(module, backend):
-            compiled_modules.append(type(module))
-            self.backends.append(backend)
-
-        with (
-            mock.patch.object(nn.Module, "compile", record),
-            mock.patch.object(compiled.device, "is_accelerator", lambda: accelerator),
-            mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
-            mock.patch.object(compiled.private, "is_gpu", lambda kind: gpu, create=True),
-            mock.patch.object(compiled.private, "get_scheduling_for_device", lambda kind: scheduling, create=True),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            try:
-                test(self)
-            finally:
-                dist.barrier()
-                self.assertIs(fully_shard, ORIGINAL_FULLY_SHARD)
-        return built, compiled_modules, [str(warning.message) for warning in caught]
-
     world_size = 1
 
-    def _shard_two(self, compiled_modules):
-        model = nn.Sequential(nn.Linear(2, 2)).to(get_devtype())
-        fully_shard(model[0])
-        fully_shard(model)
-
-    def test_both_modes_run_and_every_module_is_compiled(self):
-        built, compiled_modules, _ = self._run_decorated(self._shard_two)
-        self.assertEqual(built, [False, True])
-        self.assertEqual(len(compiled_modules), 2)
-
-    def test_only_modules_of_the_given_class_are_compiled(self):
-        _, compiled_modules, _ = self._run_decorated(self._shard_two, only=nn.Linear)
-        self.assertEqual(len(compiled_modules), 1)
-        self.assertTrue(issubclass(compiled_modules[0], nn.Linear))
-
-    def test_only_what_inductor_does_not_serve_does_without_it(self):
-        for backend, conditions in (
-            ("inductor", {"gpu": True, "triton": True}),
-            ("aot_eager", {"gpu": True, "triton": False}),
-            ("aot_eager", {"gpu": False, "triton": True}),
-            ("inductor", {"gpu": False, "triton": False, "scheduling": object()}),
-            ("inductor", {"gpu": False, "triton": False, "accelerator": False}),
-        ):
-            built, _, _ = self._run_decorated(self._shard_two, **conditions)
-            self.assertEqual((built, set(self.backends)), ([False, True], {backend}))
-
     def test_globals_and_settings_are_back_after_a_raise(self):
-        import torch._inductor.config
+        import torch._inductor.config as settings
 
-        threads = torch._inductor.config.compile_threads
-
-        def fail_when_compiling(compiled_modules):
+        @compiled_fsdp_test()
+        def test():
             if fully_shard is not ORIGINAL_FULLY_SHARD:
-                self.assertEqual(torch._inductor.config.compile_threads, 1)
+                self.assertEqual(settings.compile_threads, 1)
                 raise StopBodyError
 
-        with mock.patch.object(torch._inductor.config, "compile_threads", threads + 1):
+        with mock.patch.object(settings, "compile_threads", settings.compile_threads + 1) as threads:
             with self.assertRaises(StopBodyError):
-                self._run_decorated(fail_when_compiling)
-            self.assertEqual(torch._inductor.config.compile_threads, threads + 1)
+                test()
+            self.assertEqual(settings.compile_threads, threads)
+        self.assertIs(fully_shard, ORIGINAL_FULLY_SHARD)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpu", "triton", "scheduling", "backend"),
+    [
+        (True, True, True, None, "inductor"),
+        (True, True, False, None, "aot_eager"),
+        (True, False, True, None, "aot_eager"),
+        (True, False, False, object(), "inductor"),
+        (False, True, False, None, "inductor"),
+    ],
+)
+def test_only_what_inductor_does_not_serve_does_without_it(accelerator, gpu, triton, scheduling, backend):
+    with (
+        mock.patch.object(compiled.device, "is_accelerator", lambda: accelerator),
+        mock.patch.object(compiled.private, "has_triton", lambda: triton, create=True),
+        mock.patch.object(compiled.private, "is_gpu", lambda kind: gpu, create=True),
+        mock.patch.object(compiled.private, "get_scheduling_for_device", lambda kind: scheduling, create=True),
+    ):
+        assert compiled.compile_backend() == backend
 
 
 def test_alias_of_the_decorator_is_not_collected():

@@ -63,14 +63,6 @@ def test_all_skipped_skips_the_test():
         run(Case(), body)
 
 
-def test_failure_is_not_swallowed():
-    def body(value):
-        raise AssertionError("wrong value")
-
-    with pytest.raises(AssertionError, match="wrong value"):
-        run(Case(), body)
-
-
 @pytest.mark.parametrize(
     ("accelerator", "offload", "skips"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,18 +60,11 @@ def _imports(node: ast.AST, package: str, lazy: bool) -> Iterator[Import]:
     if isinstance(node, ast.Import):
         yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        yield from (Import(f"{_origin(node, package)}.{alias.name}", node.lineno, lazy) for alias in node.names)
+        origin = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        yield from (Import(f"{origin}.{alias.name}", node.lineno, lazy) for alias in node.names)
     lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     for child in ast.iter_child_nodes(node):
         yield from _imports(child, package, lazy)
-
-
-def _origin(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parents = package.split(".")
-    kept = parents[: len(parents) - node.level + 1]
-    return ".".join([*kept, *([node.module] if node.module else [])])
 
 
 def private_torch_names(tree: ast.AST) -> list[tuple[int, str]]:

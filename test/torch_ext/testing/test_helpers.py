@@ -73,6 +73,9 @@ def test_each_combination_compiles_anew(events: list[Any], monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)  # type: ignore[arg-type]
     run_subtests(unittest.TestCase(), {"a": [1, 2]}, lambda a: events.append(a))
     assert events == ["reset", 1, "reset", "barrier", "reset", 2, "reset", "barrier"]
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    run_subtests(unittest.TestCase(), {"a": [1]}, lambda a: events.append(a))
+    assert "torch._dynamo" not in sys.modules
 
 
 @pytest.fixture(params=[None, "INFO"], ids=["unset", "INFO"])

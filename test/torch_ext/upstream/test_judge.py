@@ -137,8 +137,6 @@ from torch.testing._internal.common_fsdp import FSDPTest
     ("error", "skipped"),
     [
         ("ImportError: cannot import name 'New' from 'torch.testing._internal.common_utils' (/x.py)", True),
-        ("ModuleNotFoundError: No module named 'torch.distributed.new'", True),
-        ("AttributeError: module 'torch.sim' has no attribute 'new'", False),
         ("TypeError: helper() got an unexpected keyword argument 'new'", False),
         ("AttributeError: type object 'DTensor' has no attribute 'new'", True),
         ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # one of our own classes

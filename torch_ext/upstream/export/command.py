@@ -95,12 +95,7 @@ def _new_file(text: str) -> Path:
 
 
 def export(items: Sequence[str], onto: Path, *, checked: bool = False) -> Result:
-    """Make a patch.
-
-    Args:
-        items: see :func:`add`.
-        onto: the PyTorch checkout.
-        checked: run the change in a scratch copy.
+    """Make a patch of ``items`` (see :func:`add`) for the PyTorch checkout ``onto``; ``checked``: run it in a copy.
 
     Raises:
         CheckoutError: the checkout or a path is missing, git knows no author, or there is no ruff.

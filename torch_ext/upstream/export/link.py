@@ -13,7 +13,6 @@ into that class.
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,7 +176,7 @@ class Linker:
             if target.whole is None or target.whole.module is not module:
                 self._link_name(module.name, name, use, spine, piece)
         elif origin is None:
-            if not hasattr(builtins, name) and any(self.ours.find(star, name) for star in module.stars):
+            if any(self.ours.find(star, name) for star in module.stars):
                 self._link_name(module.name, name, use, spine, piece)
         elif not _is_ours(origin.dotted):
             if not piece.is_whole and (text := target.import_name(name, origin)) != name:

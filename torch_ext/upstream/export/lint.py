@@ -59,12 +59,8 @@ def _ruff_filter(*command: str, text: str) -> str:
 
 
 def problems(files: Mapping[str, str], before: Mapping[str, str], config: str | None = None) -> list[str]:
-    """Return a line for each fault of ``files`` that the files did not have ``before`` the change.
-
-    Args:
-        files: the texts after the change, by path.
-        before: the texts of those that upstream has.
-        config: the checkout's ``pyproject.toml``, for ruff; None for a few of upstream's rules.
+    """Return a line for each fault of ``files``, texts by path, that the files did not have ``before`` the change.
+    ``config`` is the checkout's ``pyproject.toml``, for ruff; None for a few of upstream's rules.
     """
     old = Counter((path, diagnostic) for path, _, diagnostic in _diagnostics(before, config))
     found = []

@@ -101,11 +101,8 @@ class Module:
 
     def absolute(self, statement: ast.ImportFrom) -> str:
         """Return the absolute dotted name of the module that ``statement`` imports from."""
-        if not statement.level:
-            return statement.module or ""
-        parents = self.name.split(".")
-        kept = parents[: len(parents) - statement.level + self.package]
-        return ".".join([*kept, *([statement.module] if statement.module else [])])
+        package = self.name if self.package else self.name.rpartition(".")[0]
+        return importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
 
     def first_line(self, statement: ast.stmt) -> int:
         """Return the number of the first line of ``statement`` with its decorators and the comment above."""
@@ -191,9 +188,7 @@ def project_root() -> Path:
 
 
 def our_tree(theirs: Tree, root: Path | None = None, stand_ins: Mapping[str, str] | None = None) -> Tree:
-    """Return the modules of this project, as they are on disk, and those of torch from ``theirs``. Paths that are keys
-    of ``stand_ins`` are read at its values.
-    """
+    """Return this project's modules and torch's from ``theirs``. ``stand_ins``: files to read for others'."""
     ours = _disk_tree(root or project_root(), stand_ins or {})
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 

@@ -32,13 +32,9 @@ def uses(
     in_class: frozenset[str] = frozenset(),
     around: tuple[ast.expr, ...] = (),
 ) -> Iterator[Use]:
-    """Yield the uses of names that no function or class inside ``node`` binds.
-
-    Args:
-        node: the tree to search.
-        bound: names of the functions around.
-        in_class: names of the class body around, which the functions in that body do not see.
-        around: the attributes and calls on ``node``.
+    """Yield the uses of names that no function or class inside ``node`` binds. ``bound`` are names of the functions
+    around; ``in_class`` those of the class body around, which its functions do not see; ``around`` the attributes and
+    calls on ``node``.
     """
     if isinstance(node, ast.Name):
         if node.id not in bound | in_class:
