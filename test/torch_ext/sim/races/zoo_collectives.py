@@ -84,24 +84,24 @@ def unwaited(on: Stage, fixed: bool, launch: Callable[..., Any], use: Callable[.
         work.wait()
 
 
-@pair
-def launched_before_its_input_is_there(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x.fill_(2)  # earlier: fill_
-    if fixed:
-        on.main.wait_stream(on.side)
-    dist.all_reduce(x, async_op=True).wait()  # later: all_reduce
+# The side stream's use of a tensor, and the main one's, which waits in the twin.
+ON_TWO: dict[str, tuple[tuple[str, Callable[..., object]], tuple[str, Callable[..., object]]]] = {
+    "launched_before_its_input_is_there": (
+        ("fill_", lambda x: x.fill_(2)),
+        ("all_reduce", lambda x: dist.all_reduce(x, async_op=True).wait()),
+    ),
+    "synchronous_on_the_side": (("all_reduce", lambda x: dist.all_reduce(x)), ("mul", lambda x: x.mul(3))),
+}
 
 
-@pair
-def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
+@rows(ON_TWO, "earlier", "later")
+def on_two(on: Stage, fixed: bool, first: Callable[..., object], second: Callable[..., object]) -> None:
     x = on.tensor()
     with on.on(on.side):
-        dist.all_reduce(x)  # earlier: all_reduce
+        first(x)
     if fixed:
         on.main.wait_stream(on.side)
-    x.mul(3)  # later: mul
+    second(x)
 
 
 @pair
