@@ -36,12 +36,9 @@ def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup 
     assert x.tolist() == [world_size] * 3
 
 
-@pytest.mark.parametrize(("wish", "kind"), [("", "shared"), ("shared", "shared"), ("gloo", "gloo")])
-def test_transport_is_shared_memory_unless_gloo_is_requested(
-    wish: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", wish)
-    ranks.run(2, _check_kind, kind)
+@ranks.world_of(2)
+def test_transport_is_shared_memory_by_default(rank: int, world_size: int) -> None:
+    _check_kind(rank, world_size, "shared")
 
 
 @ranks.world_of(3)
@@ -101,8 +98,11 @@ OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch
 }
 
 
-def _free_after_a_wait(rank: int, world_size: int, kind: str) -> None:
-    assert _transport() == kind
+@ranks.world_of(2)
+def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
+    rank: int, world_size: int, transport: str
+) -> None:
+    assert _transport() == transport
     for name, (launch, result, expected) in OPERATIONS.items():
         x, two = full(rank + 1.0, 1 << 19), full(rank + 1.0, 1 << 20)
         if rank == 1:
@@ -120,14 +120,6 @@ def _free_after_a_wait(rank: int, world_size: int, kind: str) -> None:
     SIM.synchronize()
     SIM.empty_cache()
     assert rank == 1 or SIM.memory_reserved() == 0
-
-
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", kind)
-    ranks.run(2, _free_after_a_wait, kind)
 
 
 @ranks.world_of(2)

@@ -99,8 +99,7 @@ def on_two(on: Stage, fixed: bool, first: Callable[..., object], second: Callabl
     x = on.tensor()
     with on.on(on.side):
         first(x)
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     second(x)
 
 
@@ -233,8 +232,7 @@ def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.side):
         dist.all_gather_into_tensor(two, x)  # earlier: _all_gather_base
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     del x
     torch.zeros(256, device=on.device)  # later: zero_
 
