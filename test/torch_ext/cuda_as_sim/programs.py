@@ -652,32 +652,27 @@ def stream_sanitizer() -> None:
     from torch.cuda import _gpu_trace, _sanitizer
 
     called = []
-    for when in ("event_creation", "event_record", "event_wait", "event_synchronization", "event_deletion"):
-        getattr(_gpu_trace, f"register_callback_for_{when}")(
-            lambda *numbers, when=when: called.append((when, *numbers))
-        )
+    events = ("event_creation", "event_record", "event_wait", "event_synchronization", "event_deletion")
+    for when in (*events, "memory_allocation", "memory_deallocation", "stream_creation"):
+        record = partial(lambda when, *numbers: called.append((when, *numbers)), when)
+        getattr(_gpu_trace, f"register_callback_for_{when}")(record)
     event, stream = torch.cuda.Event(), torch.cuda.current_stream().cuda_stream
     event.record()
     number = event.cuda_event
     event.wait()
     event.synchronize()
     del event
-    on_stream = [("event_record", number, stream), ("event_wait", number, stream)]
-    assert called == [
-        ("event_creation", number),
-        *on_stream,
-        *((f"event_{when}", number) for when in ("synchronization", "deletion")),
-    ], called
-
-    for when in ("memory_allocation", "memory_deallocation", "stream_creation"):
-        getattr(_gpu_trace, f"register_callback_for_{when}")(lambda number, when=when: called.append((when, number)))
-    called.clear()
     x = torch.ones(2, device="cuda")
     address = x.data_ptr()
     del x
     side = torch.cuda.Stream()
-    memory = [(f"memory_{when}", address) for when in ("allocation", "deallocation")]
-    assert called == [*memory, ("stream_creation", side.cuda_stream)], called
+    of_event = {"event_record": (number, stream), "event_wait": (number, stream)}
+    assert called == [
+        *((when, *of_event.get(when, (number,))) for when in events),
+        ("memory_allocation", address),
+        ("memory_deallocation", address),
+        ("stream_creation", side.cuda_stream),
+    ], called
 
     other = torch.ones(1, device="cuda")
 

@@ -54,7 +54,13 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
 
 
 @ranks.world_of(4, bound=True)  # torch splits no others
-def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
+def test_group_bound_to_a_device_serves_it_alone_and_splits_after_unlike_histories(rank: int, world_size: int) -> None:
+    assert str(dist.get_backend_config()) == "sim:simccl" and dist.get_backend() == "simccl"
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(1))
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, rank)
+    assert gathered == list(range(world_size))
     dist.barrier()  # on the bound device, without an argument
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)  # ranks 2 and 3 never hear of it
@@ -74,16 +80,6 @@ def test_split_after_unlike_histories(rank: int, world_size: int) -> None:
     assert total([[0, 1], [2, 3]]) == (1 if rank < 2 else 5)  # a part of the previous group, and the rest
     whole = dist.split_group(split_ranks=[[0, 1, 2, 3]])
     assert total([[0, 2], [1, 3]], whole) == (2 if rank in (0, 2) else 4)
-
-
-@ranks.world_of(2, bound=True)
-def test_group_bound_to_a_device_serves_that_device_alone(rank: int, world_size: int) -> None:
-    assert str(dist.get_backend_config()) == "sim:simccl" and dist.get_backend() == "simccl"
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(1))
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, rank)
-    assert gathered == list(range(world_size))
 
 
 # --- futures ---

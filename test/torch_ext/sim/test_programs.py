@@ -134,21 +134,18 @@ Begun = tuple[torch.Tensor | None, dist.Work | None]
 def begin(one: Operation, group: dist.ProcessGroup, ranks_of: list[int], me: int) -> Begun:
     mine = inputs_of(one, len(ranks_of))[me].to("sim")
     root, later = ranks_of[one.root], one.asynchronous
-    if one.kind == "barrier":
-        return None, dist.barrier(group, async_op=later)
-    if one.kind == "all_reduce":
-        return mine, dist.all_reduce(mine, one.reduction, group, later)
-    if one.kind == "reduce":
-        return mine, dist.reduce(mine, root, one.reduction, group, later)
-    if one.kind == "broadcast":
-        return mine, dist.broadcast(mine, root, group, later)
     sizes = {"all_gather": one.size * len(ranks_of), "reduce_scatter": one.size, "all_to_all": mine.numel()}
-    out = torch.full((sizes[one.kind],), 7, dtype=one.dtype, device="sim")
-    if one.kind == "all_gather":
-        return out, dist.all_gather_into_tensor(out, mine, group, later)
-    if one.kind == "reduce_scatter":
-        return out, dist.reduce_scatter_tensor(out, mine, one.reduction, group, later)
-    return out, dist.all_to_all_single(out, mine, group=group, async_op=later)
+    out = torch.full((sizes.get(one.kind, 0),), 7, dtype=one.dtype, device="sim")
+    calls: dict[str, Callable[[], dist.Work | None]] = {
+        "barrier": lambda: dist.barrier(group, async_op=later),
+        "all_reduce": lambda: dist.all_reduce(mine, one.reduction, group, later),
+        "reduce": lambda: dist.reduce(mine, root, one.reduction, group, later),
+        "broadcast": lambda: dist.broadcast(mine, root, group, later),
+        "all_gather": lambda: dist.all_gather_into_tensor(out, mine, group, later),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, mine, one.reduction, group, later),
+        "all_to_all": lambda: dist.all_to_all_single(out, mine, group=group, async_op=later),
+    }
+    return out if one.kind in sizes else mine, calls[one.kind]()
 
 
 def run_program(seed: int, rank: int) -> None:  # noqa: C901

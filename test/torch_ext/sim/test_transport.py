@@ -36,12 +36,9 @@ def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup 
     assert x.tolist() == [world_size] * 3
 
 
-@pytest.mark.parametrize(("wish", "kind"), [("", "shared"), ("shared", "shared"), ("gloo", "gloo")])
-def test_transport_is_shared_memory_unless_gloo_is_requested(
-    wish: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", wish)
-    ranks.run(2, _check_kind, kind)
+@ranks.world_of(2)
+def test_transport_is_shared_memory_by_default(rank: int, world_size: int) -> None:
+    _check_kind(rank, world_size, "shared")
 
 
 @ranks.world_of(3)
@@ -65,14 +62,15 @@ def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) ->
 @ranks.world_of(2)
 def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size: int) -> None:
     mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
-    work = dist.all_gather_into_tensor(out, mine, async_op=True)
-    assert work is not None
+    x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
+    works = [dist.all_gather_into_tensor(out, mine, async_op=True), dist.all_reduce(x, async_op=True)]
     mine.fill_(-1)
     if rank == 1:
         store().wait(["other is through"])  # rank 0 needs no more data from this rank
-    work.wait()
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+    assert x.eq(3.0).all().item() and out.tolist() == [1.0] * 3 + [2.0] * 3
     store().set("other is through", "")
-    assert out.tolist() == [1.0] * 3 + [2.0] * 3
 
 
 Launch = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -100,8 +98,11 @@ OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch
 }
 
 
-def _free_after_a_wait(rank: int, world_size: int, kind: str) -> None:
-    assert _transport() == kind
+@ranks.world_of(2)
+def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
+    rank: int, world_size: int, transport: str
+) -> None:
+    assert _transport() == transport
     for name, (launch, result, expected) in OPERATIONS.items():
         x, two = full(rank + 1.0, 1 << 19), full(rank + 1.0, 1 << 20)
         if rank == 1:
@@ -121,41 +122,15 @@ def _free_after_a_wait(rank: int, world_size: int, kind: str) -> None:
     assert rank == 1 or SIM.memory_reserved() == 0
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@ranks.world_of(2)
+def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier_ones(
+    rank: int, world_size: int
 ) -> None:
-    monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", kind)
-    ranks.run(2, _free_after_a_wait, kind)
-
-
-@ranks.world_of(2)
-def test_large_all_reduce_needs_no_wait_either(rank: int, world_size: int) -> None:
-    x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    if rank == 1:
-        store().wait(["other is through"])
-    work.wait()
-    store().set("other is through", "")
-    assert x.eq(3.0).all().item()
-
-
-@ranks.world_of(2)
-def test_operations_of_a_group_read_results_of_earlier_ones(rank: int, world_size: int) -> None:
-    x = full()
-    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
-    works[-1].wait()
-    assert x.tolist() == [8.0] * 3
-
-
-@ranks.world_of(2)
-def test_more_collectives_under_way_than_there_are_slots(rank: int, world_size: int) -> None:
-    tensors = [full(float(i)) for i in range(3 * NUMBER_OF_SLOTS)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in works:
+    tensors = [full(float(i)) for i in range(NUMBER_OF_SLOTS)]
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3) for tensor in tensors]
+    for work in works[-NUMBER_OF_SLOTS:]:
         work.wait()
-    assert [tensor[0].item() for tensor in tensors] == [2.0 * i for i in range(3 * NUMBER_OF_SLOTS)]
+    assert [tensor[0].item() for tensor in tensors] == [8.0 * i for i in range(NUMBER_OF_SLOTS)]
 
 
 # --- transfers ---
@@ -191,23 +166,21 @@ def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
     x = rows[rank].to("sim")
     dist.all_reduce(x)
     in_rank_order = _fold(rows)
-    if order == "rank":
-        expected = in_rank_order
-    elif order == "tree":
-        expected = (rows[0] + rows[1]) + (rows[2] + rows[3])
-    elif order == "ring":
-        parts = [row.tensor_split([numel * p // world_size for p in range(1, world_size)]) for row in rows]
-        turns = [[(p + 1 + i) % world_size for i in range(world_size)] for p in range(world_size)]
-        expected = torch.cat([_fold([parts[r][p] for r in turns[p]]) for p in range(world_size)])
-    else:
+    if order.startswith("random"):
         everyone = [torch.empty_like(x) for _ in range(world_size)]
         dist.all_gather(everyone, x)
         assert all(torch.equal(one, x) for one in everyone)
         assert torch.allclose(x.cpu(), in_rank_order, atol=1e-4)  # four numbers of about 1, in float32
         return
-    assert torch.equal(x.cpu(), expected)
-    if order != "rank":
-        assert not torch.equal(expected, in_rank_order)  # the order can be seen
+    parts = [row.tensor_split([numel * p // world_size for p in range(1, world_size)]) for row in rows]
+    turns = [[(p + 1 + i) % world_size for i in range(world_size)] for p in range(world_size)]
+    expected = {
+        "rank": in_rank_order,
+        "tree": (rows[0] + rows[1]) + (rows[2] + rows[3]),
+        "ring": torch.cat([_fold([parts[r][p] for r in turns[p]]) for p in range(world_size)]),
+    }
+    assert torch.equal(x.cpu(), expected[order])
+    assert [torch.equal(x.cpu(), each) for each in expected.values()].count(True) == 1  # the order can be seen
 
 
 @pytest.mark.parametrize("numel", [1001, 1 << 18], ids=["each for itself", "shared out"])

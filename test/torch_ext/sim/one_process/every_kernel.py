@@ -71,22 +71,31 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 # Kernels whose result needs another form, or which take the result of another call.
 _FORMED: dict[str, Callable[[], Call]] = {
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
-    "aten::_scaled_dot_product_flash_attention_backward": lambda: (_flash_backward, _flash()),
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: (_attention_backward, _attention()),
+    "aten::_scaled_dot_product_flash_attention_backward": lambda: (
+        _flash_backward,
+        _attention(ATEN._scaled_dot_product_flash_attention),
+    ),
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": lambda: (
+        _attention_backward,
+        _attention(ATEN._scaled_dot_product_fused_attention_overrideable),
+    ),
     "aten::_nested_from_padded": lambda: (_nested_from_padded, (make(2, 3, 4),)),
     "aten::_nested_tensor_from_mask": lambda: (_nested_from_mask, (make(2, 3, 4),)),
-    "aten::_to_sparse": lambda: (lambda x: _coordinates(ATEN._to_sparse(x)), (make(2, 2),)),
-    "aten::_to_sparse.sparse_dim": lambda: (lambda x: _coordinates(ATEN._to_sparse(x, 1)), (make(2, 2),)),
-    "aten::_to_sparse_bsc": lambda: (lambda x: _columns(ATEN._to_sparse_bsc(x, [1, 1])), (make(2, 2),)),
-    "aten::_to_sparse_bsr": lambda: (lambda x: _rows(ATEN._to_sparse_bsr(x, [1, 1])), (make(2, 2),)),
-    "aten::_to_sparse_csc": lambda: (lambda x: _columns(ATEN._to_sparse_csc(x)), (make(2, 2),)),
-    "aten::_to_sparse_csr": lambda: (lambda x: _rows(ATEN._to_sparse_csr(x)), (make(2, 2),)),
+    "aten::_to_sparse": lambda: (lambda x: _parts(ATEN._to_sparse(x)), (make(2, 2),)),
+    "aten::_to_sparse.sparse_dim": lambda: (lambda x: _parts(ATEN._to_sparse(x, 1)), (make(2, 2),)),
+    "aten::_to_sparse_bsc": lambda: (lambda x: _parts(ATEN._to_sparse_bsc(x, [1, 1])), (make(2, 2),)),
+    "aten::_to_sparse_bsr": lambda: (lambda x: _parts(ATEN._to_sparse_bsr(x, [1, 1])), (make(2, 2),)),
+    "aten::_to_sparse_csc": lambda: (lambda x: _parts(ATEN._to_sparse_csc(x)), (make(2, 2),)),
+    "aten::_to_sparse_csr": lambda: (lambda x: _parts(ATEN._to_sparse_csr(x)), (make(2, 2),)),
     "aten::_embedding_bag_backward": lambda: (_of_bag, (make(1, 3),)),
     "aten::batch_norm_elemt.out": lambda: (
         lambda *args: ATEN.batch_norm_elemt.out(*args[:-1], out=args[-1]),
         (make(4, 3), *several(4, 3), 1e-5, make(4, 3)),
     ),
-    "aten::sparse_mask": lambda: (_sparse_mask, (make(2, 2), make(2, 2))),
+    "aten::sparse_mask": lambda: (
+        lambda dense, mask: _parts(ATEN.sparse_mask(dense, mask.to_sparse())),
+        (make(2, 2), make(2, 2)),
+    ),
     "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
     "fsdp::split_with_sizes_copy": lambda: (
         lambda given, *out: FSDP.split_with_sizes_copy(given, [1, 2], 0, out=list(out)),
@@ -127,8 +136,12 @@ WITHOUT_ELEMENTS: dict[str, Callable[[], Call]] = {
 }
 
 
-def _coordinates(sparse: Tensor) -> list[Tensor]:
-    return [sparse._indices(), sparse._values()]
+def _parts(sparse: Tensor) -> list[Tensor]:
+    if sparse.layout == torch.sparse_coo:
+        return [sparse._indices(), sparse._values()]
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+    return [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
 
 
 def _of_bag(grad: torch.Tensor) -> torch.Tensor:
@@ -137,18 +150,6 @@ def _of_bag(grad: torch.Tensor) -> torch.Tensor:
         grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None
     )
     return result
-
-
-def _rows(sparse: Tensor) -> list[Tensor]:
-    return [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
-
-
-def _columns(sparse: Tensor) -> list[Tensor]:
-    return [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
-
-
-def _sparse_mask(dense: Tensor, mask: Tensor) -> list[Tensor]:
-    return _coordinates(ATEN.sparse_mask(dense, mask.to_sparse()))
 
 
 def _nested_from_padded(padded: Tensor) -> list[Tensor]:
@@ -165,10 +166,10 @@ def _nested_view(buffer: Tensor) -> Tensor:
     return nested
 
 
-def _attention() -> tuple[Any, ...]:
-    inputs = [make(1, 1, 4, 8).requires_grad_() for _ in range(3)]
-    output, logsumexp, *_ = ATEN._scaled_dot_product_fused_attention_overrideable(*(one.detach() for one in inputs))
-    return (*(one.detach() for one in inputs), output, logsumexp)
+def _attention(forward: Callable[..., Any]) -> tuple[Any, ...]:
+    inputs = several(3, 1, 1, 4, 8)
+    output, logsumexp, *_ = forward(*inputs)
+    return (*inputs, output, logsumexp)
 
 
 def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:
@@ -177,12 +178,6 @@ def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tenso
         torch.ones_like(output), query, key, value, None, [True, True, True, False], output, logsumexp,
         none, none, 4, 4, 0.0, False, none, none,
     )  # fmt: skip
-
-
-def _flash() -> tuple[Any, ...]:
-    inputs = [make(1, 1, 4, 8) for _ in range(3)]
-    output, logsumexp, *_ = ATEN._scaled_dot_product_flash_attention(*inputs)
-    return (*inputs, output, logsumexp)
 
 
 def _flash_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IMAGE, VOLUME = (1, 2, 6, 6), (1, 2, 6, 6, 6)
+_ones = partial(torch.ones, dtype=torch.long, device="sim")
+_zeros = partial(torch.zeros, device="sim")
 
 # By the kernel that CUDA's message names: a program on a tensor of ones, and the tensor's shape.
 NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] = {
@@ -19,29 +22,23 @@ NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] 
     "adaptive_avg_pool3d_backward_cuda": (lambda x: F.adaptive_avg_pool3d(x, 3).sum().backward(), VOLUME),
     "adaptive_max_pool2d_backward_cuda": (lambda x: F.adaptive_max_pool2d(x, 3).sum().backward(), IMAGE),
     "avg_pool3d_backward_cuda": (lambda x: F.avg_pool3d(x, 2).sum().backward(), VOLUME),
-    "ctc_loss_backward_gpu": (
-        lambda x: F.ctc_loss(x.log_softmax(2), torch.ones(1, 2, dtype=torch.long, device="sim"), [6], [2]).backward(),
-        (6, 1, 4),
-    ),
+    "ctc_loss_backward_gpu": (lambda x: F.ctc_loss(x.log_softmax(2), _ones(1, 2), [6], [2]).backward(), (6, 1, 4)),
     "embedding_bag_backward_cuda_max": (
-        lambda x: F.embedding_bag(torch.ones(1, 2, dtype=torch.long, device="sim"), x, mode="max").sum().backward(),
+        lambda x: F.embedding_bag(_ones(1, 2), x, mode="max").sum().backward(),
         (4, 3),
     ),
     "fractional_max_pool2d_backward_cuda": (lambda x: F.fractional_max_pool2d(x, 2, 3).sum().backward(), IMAGE),
     "fractional_max_pool3d_backward_cuda": (lambda x: F.fractional_max_pool3d(x, 2, 3).sum().backward(), VOLUME),
     "grid_sampler_2d_backward_cuda": (
-        lambda x: F.grid_sample(x, torch.zeros(1, 3, 3, 2, device="sim"), align_corners=False).sum().backward(),
+        lambda x: F.grid_sample(x, _zeros(1, 3, 3, 2), align_corners=False).sum().backward(),
         IMAGE,
     ),
     "grid_sampler_3d_backward_cuda": (
-        lambda x: F.grid_sample(x, torch.zeros(1, 3, 3, 3, 3, device="sim"), align_corners=False).sum().backward(),
+        lambda x: F.grid_sample(x, _zeros(1, 3, 3, 3, 3), align_corners=False).sum().backward(),
         VOLUME,
     ),
     "median CUDA with indices output": (lambda x: x.median(0), (6,)),
-    "nll_loss2d_forward_out_cuda_template": (
-        lambda x: F.nll_loss(x, torch.zeros(1, 6, 6, dtype=torch.long, device="sim")),
-        IMAGE,
-    ),
+    "nll_loss2d_forward_out_cuda_template": (lambda x: F.nll_loss(x, _ones(1, 6, 6)), IMAGE),
     "put_": (lambda x: x.detach().clone().put_(x.long(), x, accumulate=True), (6,)),
     "scatter_reduce_cuda_kernel": (lambda x: x.detach().scatter(0, x.long(), x, reduce="multiply"), (6,)),
     "scatter_reduce_cuda_prod_": (lambda x: x.scatter_reduce(0, x.long(), x, "prod"), (6,)),
@@ -70,13 +67,9 @@ DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
     "scatter_reduce with a sum": lambda x: x.scatter_reduce(0, x.long(), x, "sum"),
     "kthvalue": lambda x: x.kthvalue(1),
     "replication_pad": lambda x: F.pad(x.view(1, 2, 3), (1, 1), "replicate").sum().backward(),
-    "embedding_bag of sums": lambda x: (
-        F.embedding_bag(torch.ones(1, 2, dtype=torch.long, device="sim"), x.view(3, 2), mode="sum").sum().backward()
-    ),
-    "nll_loss without a reduction": lambda x: F.nll_loss(
-        x.view(1, 6, 1, 1), torch.zeros(1, 1, 1, dtype=torch.long, device="sim"), reduction="none"
-    ),
-    "scatter_add": lambda x: x.detach().scatter_add_(0, torch.zeros(6, dtype=torch.long, device="sim"), x.detach() + 1),
+    "embedding_bag of sums": lambda x: F.embedding_bag(_ones(1, 2), x.view(3, 2), mode="sum").sum().backward(),
+    "nll_loss without a reduction": lambda x: F.nll_loss(x.view(1, 6, 1, 1), _zeros(1, 1, 1).long(), reduction="none"),
+    "scatter_add": lambda x: x.detach().scatter_add_(0, _zeros(6).long(), x.detach() + 1),
 }
 
 
@@ -145,9 +138,7 @@ def test_product_of_integer_matrices_is_refused(kernel: str) -> None:
         with pytest.raises(NotImplementedError, match=f"{kernel.strip()} not implemented for"):
             PRODUCTS[kernel](torch.ones(2, 2, dtype=dtype, device="sim"))
     PRODUCTS[kernel](torch.ones(2, 2, dtype=torch.bfloat16, device="sim"))
-    assert (
-        torch.ones(2, 0, dtype=torch.int64, device="sim") @ torch.ones(0, 2, dtype=torch.int64, device="sim")
-    ).sum() == 0
+    assert (_ones(2, 0) @ _ones(0, 2)).sum() == 0
 
 
 @pytest.mark.parametrize("kernel", CONVOLUTIONS)

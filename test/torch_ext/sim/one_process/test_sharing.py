@@ -1,7 +1,8 @@
-"""Tensors of the device go to other processes through torch.multiprocessing, which then share their memory."""
+"""Tensors of the device go to other processes, which then share their memory, and to files."""
 
 from __future__ import annotations
 
+import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -67,3 +68,12 @@ def test_host_tensors_are_sent_as_before() -> None:
     host = torch.ones(4)
     _round_trip(host).add_(1)
     assert host.tolist() == [2.0] * 4
+
+
+def test_save_load_and_map_location() -> None:
+    buffer = io.BytesIO()
+    torch.save({"x": torch.arange(3.0, device="sim:1")}, buffer)
+    for location, expected in ((None, "sim:1"), ("sim:2", "sim:2"), ("cpu", "cpu")):
+        buffer.seek(0)
+        loaded = torch.load(buffer, map_location=location)["x"]
+        assert str(loaded.device) == expected and loaded.tolist() == [0.0, 1.0, 2.0]

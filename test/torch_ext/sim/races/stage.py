@@ -39,6 +39,11 @@ class Stage:
 
     on = staticmethod(SIM.stream)
 
+    def join(self, fixed: bool) -> None:
+        """Let the main stream wait for the side stream, in the twin."""
+        if fixed:
+            self.main.wait_stream(self.side)
+
     def within(self, stream: torch.Stream, call: Callable[[], object]) -> None:
         with SIM.stream(stream):
             call()

@@ -56,10 +56,13 @@ class Around(One):
             race(fixed="fixed" in test_name)
 
 
+def examples(test):
+    given = hypothesis.given(st.integers(0, 1))(test)
+    return across_ranks()(hypothesis.settings(max_examples=3, database=None)(given))
+
+
 class TestExamples(One):
-    @across_ranks()
-    @hypothesis.settings(max_examples=3, database=None)
-    @hypothesis.given(st.integers(0, 1))
+    @examples
     def test_race(self, value):  # failed: 1 race
         race(fixed=value == 0)
 
@@ -67,15 +70,11 @@ class TestExamples(One):
         race(fixed="around" not in test_name)
         super().run_test(test_name, pipe)
 
-    @across_ranks()
-    @hypothesis.settings(max_examples=3, database=None)
-    @hypothesis.given(st.integers(0, 1))
+    @examples
     def test_race_around(self, value):  # failed: 1 race
         race(fixed=True)
 
-    @across_ranks()
-    @hypothesis.settings(max_examples=3, database=None)
-    @hypothesis.given(st.integers(0, 1))
+    @examples
     def test_fixed(self, value):
         race(fixed=True)
 """

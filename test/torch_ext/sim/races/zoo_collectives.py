@@ -84,24 +84,23 @@ def unwaited(on: Stage, fixed: bool, launch: Callable[..., Any], use: Callable[.
         work.wait()
 
 
-@pair
-def launched_before_its_input_is_there(on: Stage, fixed: bool) -> None:
-    x = on.tensor()
-    with on.on(on.side):
-        x.fill_(2)  # earlier: fill_
-    if fixed:
-        on.main.wait_stream(on.side)
-    dist.all_reduce(x, async_op=True).wait()  # later: all_reduce
+# The side stream's use of a tensor, and the main one's, which waits in the twin.
+ON_TWO: dict[str, tuple[tuple[str, Callable[..., object]], tuple[str, Callable[..., object]]]] = {
+    "launched_before_its_input_is_there": (
+        ("fill_", lambda x: x.fill_(2)),
+        ("all_reduce", lambda x: dist.all_reduce(x, async_op=True).wait()),
+    ),
+    "synchronous_on_the_side": (("all_reduce", lambda x: dist.all_reduce(x)), ("mul", lambda x: x.mul(3))),
+}
 
 
-@pair
-def synchronous_on_the_side(on: Stage, fixed: bool) -> None:
+@rows(ON_TWO, "earlier", "later")
+def on_two(on: Stage, fixed: bool, first: Callable[..., object], second: Callable[..., object]) -> None:
     x = on.tensor()
     with on.on(on.side):
-        dist.all_reduce(x)  # earlier: all_reduce
-    if fixed:
-        on.main.wait_stream(on.side)
-    x.mul(3)  # later: mul
+        first(x)
+    on.join(fixed)
+    second(x)
 
 
 @pair
@@ -233,8 +232,7 @@ def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.side):
         dist.all_gather_into_tensor(two, x)  # earlier: _all_gather_base
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     del x
     torch.zeros(256, device=on.device)  # later: zero_
 

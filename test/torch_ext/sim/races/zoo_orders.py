@@ -48,8 +48,7 @@ def accessed(on: Stage, fixed: bool, first: Callable[..., object], second: Calla
     x, y = on.tensor(16, 16), on.tensor(16, 16)
     with on.on(on.side):
         first(x, y)
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     second(x, y)
 
 

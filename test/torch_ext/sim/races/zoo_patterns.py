@@ -72,8 +72,7 @@ def checkpointed_weight_still_being_made(on: Stage, fixed: bool) -> None:
     x, weight = on.tensor().requires_grad_(), on.tensor()
     with on.on(on.side):
         weight.mul_(2)  # earlier: mul
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     y = checkpoint(lambda x: x * weight, x, use_reentrant=False)  # later: mul
     SIM.synchronize()
     y.sum().backward()

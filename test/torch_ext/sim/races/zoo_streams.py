@@ -35,8 +35,7 @@ def optimizer_on_the_side(on: Stage, fixed: bool) -> None:
     x.grad = on.tensor()
     with on.on(on.side):
         optimizer.step()  # earlier: add
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     x.detach().mul(3)  # later: mul
 
 

@@ -66,8 +66,7 @@ def written_on_the_side(on: Stage, fixed: bool, call: Callable[..., object], wra
     model, x = wrap(_linear(on)), on.tensor(4, 16)
     with on.on(on.side), torch.no_grad():
         _local(next(model.parameters())).add_(1)  # earlier: add
-    if fixed:
-        on.main.wait_stream(on.side)
+    on.join(fixed)
     call(model, x)
 
 
