@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import warnings
@@ -307,15 +308,6 @@ def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
 # The value of a call shows whether its body ran
 
 
-async def coroutine() -> None:
-    raise AssertionError("it ran")
-
-
-def generator() -> Iterator[None]:
-    raise AssertionError("it ran")
-    yield
-
-
 async def async_generator() -> AsyncIterator[None]:
     raise AssertionError("it ran")
     yield
@@ -327,19 +319,19 @@ class Awaitable:
 
 
 @pytest.mark.parametrize(
-    ("function", "kind"),
+    ("call", "kind"),
     [
-        (coroutine, "a coroutine"),
-        (generator, "a generator"),
+        (lambda: asyncio.sleep(0), "a coroutine"),
+        (lambda: (int("x") for _ in range(1)), "a generator"),
         (async_generator, "an asynchronous generator"),
         (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
-def test_body_that_has_not_run_is_refused_and_closed(function: Callable[[], Any], kind: str) -> None:
+def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
         with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
-            check_ran(function(), "test_a")
+            check_ran(call(), "test_a")
         gc.collect()
 
 
