@@ -1,4 +1,4 @@
-"""The messages of a class process about a test, over a channel that keeps them: no ending is a pass by default."""
+"""What a class process reports about a test, and the meaning of its end, without processes: silence is no pass."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from torch_ext.results import Raised, Remark, Status, TestName, TestResult
+from torch_ext.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
-from torch_ext.runner.messages import TestEnded
+from torch_ext.runner.class_runner import ClassFacts, decide_next
+from torch_ext.runner.messages import ClassEnded, ClassLeft, TestEnded
 from torch_ext.world.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("before")
@@ -210,3 +211,45 @@ def test_method_on_the_instance_is_unchanged() -> None:
     before = test.test_a  # type: ignore[attr-defined]
     check_calls(test)
     assert test.test_a == before  # type: ignore[attr-defined]
+
+
+# The end of a class process: silence is no pass
+
+EXITED = Died("It exited with code 0.")
+KILLED = Died("It was killed.")
+RAISED = Raised("KeyboardInterrupt", "Traceback ...")
+ENDED, REPORTED, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
+
+
+UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
+# Whether a test runs, how many have ended and are left, the last word, and how the process died; then the result.
+ENDS = [
+    (ClassFacts(False, 3, 0, ENDED), (None, False)),
+    # A process that never said that it ended fails the class whatever its exit code.
+    (ClassFacts(False, 3, 0, None), (EXITED, False)),
+    (ClassFacts(False, 3, 0, None, KILLED), (KILLED, False)),
+    (ClassFacts(False, 3, 0, ENDED, KILLED), (KILLED, False)),
+    # A running test fails with the cause of the end, and the tests after it run.
+    (ClassFacts(True, 1, 0, None), (EXITED, False)),
+    (ClassFacts(True, 0, 2, None, KILLED), (KILLED, True)),
+    (ClassFacts(True, 0, 2, REPORTED, KILLED), (KILLED, True)),
+    (ClassFacts(True, 0, 2, LEFT, KILLED), (RAISED, True)),
+    # A test has reported the interrupt, so no other message repeats it.
+    (ClassFacts(False, 1, 2, REPORTED), (None, True)),
+    (ClassFacts(False, 1, 0, REPORTED), (None, False)),
+    # Between two tests: the class fails and the rest runs; before the first one, the class ends.
+    (ClassFacts(False, 1, 2, LEFT), (RAISED, True)),
+    (ClassFacts(False, 0, 2, LEFT), (RAISED, False)),
+    (ClassFacts(False, 1, 2, None, KILLED), (KILLED, True)),
+    (ClassFacts(False, 0, 2, None, KILLED), (KILLED, False)),
+    *((ClassFacts(False, ended, 2, None, KILLED, lost_zygote=True), (None, True)) for ended in (0, 1)),
+    (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), (KILLED, False)),
+    # Tests that unittest leaves out are missed.
+    (ClassFacts(False, 0, 2, ENDED), (UNBEGUN, False)),
+    (ClassFacts(False, 1, 2, ENDED), (None, True)),
+]
+
+
+@pytest.mark.parametrize(("facts", "following"), ENDS)
+def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: tuple[Problem | None, bool]) -> None:
+    assert decide_next(facts, facts.death or EXITED) == following

@@ -145,23 +145,6 @@ def test_including_names_of_excluded_files_selects_nothing_quietly() -> None:
     assert choose([f"{RPC}::TestRpc", TOP], ["distributed"])[1] == ids(6)
 
 
-@pytest.mark.parametrize(
-    ("include", "suspected"),
-    [
-        ([], True),
-        (["distributed/rpc"], True),
-        ([f"{RPC}::TestRpc"], True),
-        (["TestRpc"], True),  # found in no other file, so perhaps in this one
-        (["TestInput"], False),
-        ([INPUT], False),
-    ],
-)
-def test_broken_file_counts_only_if_it_may_hold_selected_tests(include: list[str], suspected: bool) -> None:
-    selection = select_files(FILES, include, (), PREFIXES)
-    known = [test for test in TESTS if test.file in selection.files and test.file != RPC]
-    assert select_tests(selection, known, [RPC])[1] == ([RPC] if suspected else [])
-
-
 def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
     tests = [TestName(f"{folder}/test_m.py", "TestA", "test_1") for folder in ("v1", "v1.2", "v1/2", "a/v1.2")]
     for number, pattern in enumerate(("v1/test_m.py", "v1.2", "v1/2", "a/v1.2")):

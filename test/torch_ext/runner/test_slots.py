@@ -48,7 +48,7 @@ def most_at_once(spans: Sequence[Span]) -> int:
 
 
 @pytest.mark.parametrize("slots", [8, 64])
-@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize("copies", [1, 8])
 def test_packed_stays_within_a_tenth_of_the_lower_bound(slots: int, copies: int) -> None:
     recorded = plan(RECORDED, alone=(67, 68), copies=copies)
     assert makespan(recorded, slots) <= 1.1 * lower_bound(recorded, slots)

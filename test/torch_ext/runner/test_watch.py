@@ -27,9 +27,9 @@ from torch_ext.results import (
     Tick,
 )
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.reporters.tally import Tally
+from torch_ext.runner.reporters.tally import InOrder, Tally
 from torch_ext.runner.reporters.text import Writer
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.reporters.watch import PlainWatch
 from torch_ext.runner.rounds import Reporters
 from torch_ext.runner.schedule import make_plan
 
@@ -119,21 +119,6 @@ def screen(raw: str) -> list[str]:
     return lines
 
 
-def test_a_report_pushes_the_view_down_and_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    run = Watched(stream, LiveWatch)
-    run(Began(ONE), Tick())
-    text = "line 1\n\ttab  " + "long " * 60 + "\n\nlast"
-    run.out.line(text)
-    *report, summary, under_way, rest = screen(stream.getvalue())
-    assert report == text.split("\n") and rest == ""
-    assert summary.startswith("[0/3]  ") and under_way.startswith("  a.py::TestA::test_1  4 ranks  ")
-    run(RunEnded())
-    run.out.line("end")
-    assert screen(stream.getvalue()) == [*text.split("\n"), "end", ""]
-
-
 def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return all that a run writes to ``stream`` in which one test passes slowly and another fails."""
     now = [100.0]
@@ -173,3 +158,38 @@ def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch: pytest.MonkeyPatc
     colors = re.findall(r"\x1b\[([\d;]*)m", raw)
     assert not any(set(code.split(";")) & {"31", "32", "33"} for code in colors)
     assert ("\x1b" in raw) == (name == "NO_COLOR")
+
+
+# Classes side by side: events in the order of the plan
+
+FOUR = make_plan([file("a"), file("b")], named("a.py::A::1", "a.py::A::2", "a.py::B::1", "b.py::C::1"))
+
+
+def event_of(word: str) -> Event:
+    """Return what a word means: ``+A1`` a beginning, ``A1`` a pass, ``!A1`` a failure, ``A.`` the end of a class."""
+    if word in ("round", "end"):
+        return RoundBegan(2) if word == "round" else RunEnded()
+    name = word.strip("+!.")
+    test = TestName("b.py" if name[:1] in ("", "C") else "a.py", name[:1], name[1:])
+    if word.startswith("+"):
+        return Began(test)
+    return Over(test) if word.endswith(".") else TestResult(test, Status.FAILED if "!" in word else Status.PASSED, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("happens", "expected"),
+    [
+        ("C1 C. +A1 B1 A1", "+A1 A1"),
+        ("C1 C. B1 A1 A.", "A1 A. B1"),
+        ("C1 C. B1 A1 A. B. end", "A1 A. B1 B. C1 C. end"),
+        ("+C +A +C1 B1 !C1 !", "+C +A !C1 !"),  # a failure and the beginning of a class at once, and that of a file
+        ("C1 B1 end", "B1 C1 end"),  # a class that does not finish holds up others only until the end
+        ("C1 A. round B1 C1 A1", "A. C1 round A1"),  # B waits for A again
+    ],
+)
+def test_the_first_class_passes_through_and_the_rest_waits(happens: str, expected: str) -> None:
+    handed_on: list[Event] = []
+    ordered = InOrder(FOUR, handed_on.append)
+    for word in happens.split():
+        ordered(event_of(word))
+    assert handed_on == [event_of(word) for word in expected.split()]

@@ -8,7 +8,6 @@ import random
 import unittest
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 __all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_text"]
 
@@ -138,32 +137,6 @@ if __name__ == "__main__":
 """
 
 
-class _Record(unittest.TestResult):
-    """The report of unittest on one test, as pairs of a word and the exception."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.endings: list[tuple[str, BaseException | None]] = []
-
-    def addError(self, test: Any, err: Any) -> None:
-        self.endings.append(("failed", err[1]))
-
-    addFailure = addError
-
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
-        if err is not None:
-            self.endings.append(("failed", err[1]))
-
-    def addSkip(self, test: Any, reason: str) -> None:
-        self.endings.append(("skipped", None))
-
-    def addExpectedFailure(self, test: Any, err: Any) -> None:
-        self.endings.append(("expected failure", err[1]))
-
-    def addUnexpectedSuccess(self, test: Any) -> None:
-        self.endings.append(("unexpected success", None))
-
-
 def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
     """Return a function that says how a body ends when every rank of a class of ``base`` runs it."""
     plain = type("Plain", (bodies.Bodies, unittest.TestCase), {})
@@ -171,19 +144,22 @@ def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
     def end(name: str) -> str:
         if getattr(plain, name).__code__.co_flags & _NOT_RUN:
             return "failed"
-        record = _Record()
-        plain(name).run(record)
-        words = {_as_in_the_table(word, error, base) for word, error in record.endings}
+        found = unittest.TestResult()
+        plain(name).run(found)
+        words = {_as_in_the_table("failed", trace, base) for _, trace in found.errors + found.failures}
+        words |= {_as_in_the_table("expected failure", trace, base) for _, trace in found.expectedFailures}
+        words |= {"skipped" for _ in found.skipped} | {"unexpected success" for _ in found.unexpectedSuccesses}
         order = ("failed", "unexpected success", "expected failure", "skipped")
         return next((word for word in order if word in words), "passed")
 
     return end
 
 
-def _as_in_the_table(word: str, error: BaseException | None, base: str) -> str:
-    if not isinstance(error, SystemExit):
+def _as_in_the_table(word: str, trace: str, base: str) -> str:
+    error, _, code = trace.rstrip().rpartition("\n")[2].partition(": ")
+    if error != "SystemExit":
         return word
-    if error.code == _SKIPS:
+    if code == str(_SKIPS):
         return "skipped"
     return "failed" if base != "Threads" else word  # no test may expect the end of its rank's process
 

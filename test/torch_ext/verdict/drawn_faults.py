@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from test.torch_ext.world.programs import first_line, ranks_in_first_line
-from test.torch_ext.world.suites import PREAMBLE
 
-__all__ = ["FAULTS", "Program", "draw", "judge_report", "source_of"]
+__all__ = ["FAULTS", "Program", "judge_report", "source_of"]
 
 _COLLECTIVES = {
     "all_reduce": "dist.all_reduce(x{})",
@@ -55,16 +54,13 @@ FAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# A line that a report may name as the place of the fault ends so.
+_MARK = "  # at fault"
+
+
 @dataclass(frozen=True)
 class Program:
-    """One test.
-
-    Attributes:
-        name: of its class and of its method.
-        fault: the act of its guilty rank.
-        text: its source.
-        lines: those of its file that a report may name as the place of the fault.
-    """
+    """One test: its name, the act of its guilty rank, and its source."""
 
     name: str
     kind: str
@@ -72,7 +68,6 @@ class Program:
     size: int
     guilty: int
     text: str
-    lines: frozenset[int]
 
     @property
     def symmetric(self) -> bool:
@@ -80,104 +75,82 @@ class Program:
         return self.size == 2 and self.fault in _SWAPS
 
 
-class _Writer:
-    def __init__(self, first: int) -> None:
-        self.lines: list[str] = []
-        self._first = first
-
-    def add(self, text: str, depth: int = 2) -> int:
-        self.lines.append("    " * depth + text)
-        return self._first + len(self.lines) - 1
-
-
-def draw(chance: random.Random, kind: str, number: int, first: int) -> Program:  # noqa: C901
-    """Return a program whose first line is line ``first`` of its file."""
+def draw(chance: random.Random, kind: str, number: int) -> Program:
     size, fault = chance.choice([2, 3, 3, 4]), chance.choice(FAULTS[kind])
-    guilty, name = chance.randrange(size), f"drawn_{number}"
+    guilty, name = chance.randrange(size), f"test_drawn_{number}"
     known = [call for call in _COLLECTIVES if kind != "threads" or call not in ("reduce", "barrier")]
     if fault in _ACTS and kind != "threads":
         known += _ONLY_GLOO if kind == "gloo" else ["new_group"]
     calls = [chance.choice(known) for _ in range(chance.choice([2, 3, 4]))]
     at = chance.randrange(len(calls) + (fault in _ACTS and "inside" not in fault and "destroy" not in fault))
-    out, lines = _Writer(first), set[int]()
-    out.add(f"class Test{number}({'Threads' if kind == 'threads' else 'Ranks'}):", 0)
-    out.add(f"world_size = {size}", 1)
-    out.add(f"def test_{name}(self):", 1)
-    out.add(f"size, guilty, lock, x = {size}, self.rank == {guilty}, threading.Lock(), begin(self, {kind!r})")
-    if fault == "other group":
-        out.add("other = dist.new_group(list(range(size)))")
+    body = [
+        f"size, guilty, lock, x = {size}, self.rank == {guilty}, threading.Lock(), begin(self, {kind!r})",
+        *(["other = dist.new_group(list(range(size)))"] if fault == "other group" else []),
+    ]
     for place, call in enumerate(calls):
-        if place == at:
-            if fault in _SWAPS:
-                lines |= _swap(out, chance, fault, call, known)
-                continue
-            lines |= _act(out, chance, fault)
-        line = _call(out, call)
-        if place == at and (fault.endswith("inside") or fault == "destroy"):
-            lines.add(line)
-        if place >= at and fault == "skip":
-            lines.add(line)
+        if place == at and fault in _SWAPS:
+            body += _swap(chance, fault, call, known)
+            continue
+        body += _act(chance, fault) if place == at else []
+        is_inside = place == at and (fault.endswith("inside") or fault == "destroy")
+        body.append(_call(call) + _MARK * (is_inside or (place >= at and fault == "skip")))
         if kind == "sim" and chance.random() < 0.5:
-            line = out.add("x.sum().item()")
-            if place > at and fault in _SWAPS:
-                lines.add(line)
+            body.append("x.sum().item()" + _MARK * (place > at and fault in _SWAPS))
     if at == len(calls):
-        lines |= _act(out, chance, fault)
+        body += _act(chance, fault)
     if fault in _SWAPS:
         # The host runs ahead of the device, so without a further collective a rank that left one out would already end.
-        lines.add(out.add("x.sum().item()"))
-    return Program(f"test_{name}", kind, fault, size, guilty, "\n".join(out.lines) + "\n\n\n", frozenset(lines))
+        body.append(f"x.sum().item(){_MARK}")
+    head = [f"class Test{number}({'Threads' if kind == 'threads' else 'Ranks'}):", f"    world_size = {size}"]
+    lines = [*head, f"    def {name}(self):", *(f"        {line}" for line in body)]
+    return Program(name, kind, fault, size, guilty, "\n".join(lines) + "\n\n\n")
 
 
-def _call(out: _Writer, call: str, extra: str = "", depth: int = 2) -> int:
-    text = (_COLLECTIVES | _ONLY_GLOO)[call].format(extra)
-    return out.add(text.replace("(, ", "("), depth)
+def _call(call: str, extra: str = "") -> str:
+    return (_COLLECTIVES | _ONLY_GLOO)[call].format(extra).replace("(, ", "(")
 
 
-def _act(out: _Writer, chance: random.Random, fault: str) -> set[int]:
+def _act(chance: random.Random, fault: str) -> list[str]:
     act = chance.choice(_ACTS[fault])
     if fault.endswith("inside"):
-        out.add("if not guilty:")
-        out.add("time.sleep(1.5)", 3)
-        out.add("else:")
         function, _, arguments = act.partition("(")
-        return {out.add(f"threading.Timer(0.7, {function}, ({arguments.removesuffix(')')},)).start()", 3)}
-    out.add("if guilty:")
-    if fault == "lock":
-        out.add("lock.acquire()", 3)
-    line = out.add(act, 3)
-    if fault == "destroy and leave":
-        out.add("return", 3)
-    return {line, *_INSIDE.get(act, ())}
+        timer = f"threading.Timer(0.7, {function}, ({arguments.removesuffix(')')},)).start()"
+        return ["if not guilty:", "    time.sleep(1.5)", "else:", f"    {timer}{_MARK}"]
+    lock = ["    lock.acquire()"] if fault == "lock" else []
+    leave = ["    return"] if fault == "destroy and leave" else []
+    return ["if guilty:", *lock, f"    {act}{_MARK}", *leave]
 
 
-def _swap(out: _Writer, chance: random.Random, fault: str, call: str, known: Sequence[str]) -> set[int]:
-    """Write the replacement for one of the guilty rank's collectives."""
+def _swap(chance: random.Random, fault: str, call: str, known: Sequence[str]) -> list[str]:
+    """Return the replacement for one of the guilty rank's collectives."""
     other = chance.choice([each for each in known if each != call])
     if fault in ("other shape", "other dtype") and call in ("barrier", "all_gather"):
         call = "all_reduce"
     if fault == "other root":
         call = chance.choice([each for each in ("broadcast", "reduce") if each in known])
-    out.add("if not guilty:")
-    lines = {_call(out, call, depth=3)}
+    others = ["if not guilty:", f"    {_call(call)}{_MARK}"]
     if fault == "skip":
-        return lines
-    out.add("else:")
+        return others
+    own = [_call(other)]
     if fault in ("other shape", "other dtype"):
         value = "torch.ones(7, device=x.device)" if fault == "other shape" else "x.double()"
-        out.add(f"y = {value}", 3)
-        return lines | {out.add(_COLLECTIVES[call].format("").replace("x", "y", 1), 3)}
-    if fault == "other root":
-        return lines | {out.add(_COLLECTIVES[call].format("").replace("0", "1"), 3)}
-    if fault == "other group":
-        return lines | {_call(out, call, ", group=other", 3)}
-    return lines | {_call(out, other, depth=3)}
+        own = [f"y = {value}", _call(call).replace("x", "y", 1)]
+    elif fault == "other root":
+        own = [_call(call).replace("0", "1")]
+    elif fault == "other group":
+        own = [_call(call, ", group=other")]
+    return [*others, "else:", *(f"    {line}" for line in own[:-1]), f"    {own[-1]}{_MARK}"]
 
 
-_BEGIN = '''
+_BEGIN = f'''
 
 def helper():
-    raise KeyError("drawn in a helper")
+    raise KeyError("drawn in a helper"){_MARK}
+
+
+def forever():
+    while True:
+        time.sleep(1){_MARK}
 
 
 def begin(test, kind):
@@ -188,28 +161,23 @@ def begin(test, kind):
         torch.sim.set_device(test.rank)
         store = dist.FileStore(test.file_name, test.world_size)
         dist.init_process_group(store=store, rank=test.rank, world_size=test.world_size)
-    return torch.ones(4, device=f"sim:{test.rank}" if kind == "sim" else "cpu")
+    return torch.ones(4, device=f"sim:{{test.rank}}" if kind == "sim" else "cpu")
 
 
 '''
-# The lines at which functions called by a guilty rank fail or wait.
-_INSIDE = {
-    call: [(PREAMBLE + _BEGIN).partition(statement)[0].count("\n") + 1]
-    for call, statement in (("helper()", "    raise KeyError"), ("forever()", "        time.sleep(1)\n"))
-}
 
 
 def source_of(chance: random.Random, kind: str, number: int) -> tuple[str, list[Program]]:
     """Return the text of a file of ``number`` programs of one kind, below the common header; and these programs."""
-    programs, text = [], _BEGIN
-    for each in range(number):
-        programs.append(draw(chance, kind, each, (PREAMBLE + text).count("\n") + 1))
-        text += programs[-1].text
-    return text, programs
+    programs = [draw(chance, kind, each) for each in range(number)]
+    return _BEGIN + "".join(program.text for program in programs), programs
 
 
-def judge_report(program: Program, report: str) -> str:
-    """Return what is wrong with the first line of a report; empty if it names the guilty rank and its line."""
+def judge_report(program: Program, report: str, source: Sequence[str]) -> str:
+    """Return what is wrong with the first line of a report; empty if it names the guilty rank and its line.
+
+    ``source``: the lines of the program's file.
+    """
     line = first_line(report)
     named = ranks_in_first_line(report)
     if program.guilty not in named or (len(named) > 1 and not program.symmetric):
@@ -217,5 +185,6 @@ def judge_report(program: Program, report: str) -> str:
     first = re.search(r"^  rank (\d+) .*<- first$", report, re.MULTILINE)
     if first is None or int(first[1]) not in named:
         return "another rank is marked as the first"
-    lines = {int(number) for number in re.findall(r"test_suite\.py:(\d+)", line)}
-    return "" if lines & program.lines else f"it names lines {sorted(lines)}, and not one of {sorted(program.lines)}"
+    lines = [source[int(number) - 1] for number in re.findall(r"test_suite\.py:(\d+)", line)]
+    wanted = [each for each in (_BEGIN + program.text).splitlines() if each.endswith(_MARK)]
+    return "" if set(lines) & set(wanted) else f"it names {lines}, and not one of {wanted}"

@@ -223,14 +223,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["run_test.py", "python file.py", "pytest", "unittest"])
+@pytest.mark.parametrize("way", ["runner", "program", "pytest", "unittest"])
 def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path: Path, way: str) -> None:
+    extra = {"TORCH_EXT_HANG_AFTER": "2"}
     with suite_of(tmp_path, DAEMON) as suite:
-        extra = {"TORCH_EXT_HANG_AFTER": "2"}
-        if way == "python file.py":
-            run = suite.finish(suite.start([str(suite.file), "-v"], extra))
-        else:
-            run = {"run_test.py": suite.run, "pytest": suite.run_pytest, "unittest": suite.run_unittest}[way](
-                extra=extra
-            )
+        run = {
+            "runner": lambda: suite.run(extra=extra),
+            "program": lambda: suite.finish(suite.start([str(suite.file), "-v"], extra)),
+            "pytest": lambda: suite.run_pytest(extra=extra),
+            "unittest": lambda: suite.run_unittest(extra=extra),
+        }[way]()
         assert (run.status, run.code) == ({"test_waits": "passed"}, 0), run

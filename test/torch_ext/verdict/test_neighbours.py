@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.world.programs import check_rows
-from test.torch_ext.world.suites import SLOWER
+from test.torch_ext.world.suites import SLOWER, suite_of
+from test.torch_ext.world.test_classes import CONFORMS
 from torch_ext.world import threads
 
 ADDRESSES = """
@@ -107,15 +108,19 @@ class TestImports(Ranks):
 """
 
 
-def test_ranks_in_fresh_interpreters_listen_at_the_address_of_their_world_alone(
-    tmp_path: Path,
-) -> None:
-    files = {"test_suite.py": ADDRESSES.partition("    def test_second")[0], "test_imports.py": IMPORTS}
-    check_rows(tmp_path, files, extra={"TORCH_EXT_START_METHOD": "interpreter"})
+def test_fresh_interpreters_conform_and_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> None:
+    addresses = ADDRESSES.partition("    def test_second")[0]
+    files = {"test_suite.py": CONFORMS, "test_addresses.py": addresses, "test_imports.py": IMPORTS}
+    run = check_rows(tmp_path, files, "--show-output", extra={"TORCH_EXT_START_METHOD": "interpreter"})
+    for rank in (0, 1):
+        assert f"[rank {rank}] hello from {rank}\n" in run.out + run.err, run
 
 
 # The first class of each pair damages its zygote while the second one runs, which needs its own for its second test.
 HURTS = """
+import fcntl, tempfile
+
+
 def state_of(pid):
     try:
         with open(f"/proc/{pid}/stat") as stream:
@@ -127,6 +132,8 @@ def state_of(pid):
 
 class TestHurts_{how}(Ranks):
     def test_hurts_its_zygote(self):  # failed: {words}
+        lock = open(os.path.join(HERE, "lock"), "a")
+        fcntl.flock(lock, fcntl.LOCK_SH)
         if self.rank == 1:
             await_note("beside {how}")
             note("zygote {how}", os.getppid())
@@ -171,7 +178,7 @@ class TestOwns(Ranks):
     def test_owns(self):
         if self.rank == 0:
             daemon = start_daemon()
-            note("owns")
+            note("owns", tempfile.gettempdir())
             await_note("ended")
             time.sleep(0.5)
             os.kill(daemon, signal.SIGKILL)
@@ -179,13 +186,39 @@ class TestOwns(Ranks):
 
 class TestEnds(Ranks):
     def test_1_ends(self):
-        await_note("owns")
+        self.assertNotEqual(await_note("owns"), tempfile.gettempdir(), "classes at once share no folder")
 
     def test_2_ends(self):
         note("ended")
+
+
+class TestAlone(Ranks):
+    alone = True
+
+    def test_alone(self):
+        with open(os.path.join(HERE, "lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) if self.rank == 0 else None
 """
 
 
 def test_killed_zygote_or_daemon_of_a_class_affects_no_other_class(tmp_path: Path) -> None:
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left a process behind" not in run.out, run
+
+
+FAILS_FAST = """
+class TestA(Ranks):
+    def test_waits(self):
+        time.sleep(300)
+
+
+class TestB(Ranks):
+    def test_fails(self):
+        raise ValueError("enough")
+"""
+
+
+def test_the_first_failure_stops_the_neighbours(tmp_path: Path) -> None:
+    with suite_of(tmp_path, FAILS_FAST) as suite:
+        run = suite.run("-f", "--slots", "8")
+        assert run.code == 1 and run.status == {"test_fails": "failed"} and "Not run: 1 test" in run.out, run

@@ -14,35 +14,27 @@ from test.torch_ext.world.suites import SLOWER, Run, suite_of
 from torch_ext import cache
 
 # Rank 1 is to blame in each of these. They wait in ways that no drawn program does, or cannot be heard.
-BLAMED = "failed by 1"
-ALONE = {
-    "rendezvous_ends_first": (BLAMED, "self.rank == 1 and forever()\nself.join_group(2)"),
-    "store_ends_first": (
-        BLAMED,
-        "store = self.join_group(2)\nself.rank == 1 and forever()\nstore.wait(['a key that rank 1 sets'])",
-    ),
-    "has_a_clock_of_its_own": (
-        BLAMED,
-        "self.join_group()\nif self.rank == 1: raise ValueError('the first')\n"
-        "time.sleep(0.4)\nfreeze_clocks()\nraise ValueError('the second')",
-    ),
-}
-BEFORE_A_COLLECTIVE = {
-    "holds_the_gil": (BLAMED, "ctypes.PyDLL(None).sleep(1000)"),
-    "is_stopped": (f"{BLAMED}: ^stopped by a signal", "os.kill(os.getpid(), signal.SIGSTOP)"),
+FIRST = "if self.rank == 1: {}\n"
+STUCK = FIRST.format("forever()")
+REDUCES = "dist.all_reduce(torch.ones(3))"
+ACTS = {
+    "rendezvous_ends_first": f"{STUCK}self.join_group(2)",
+    "store_ends_first": f"store = self.join_group(2)\n{STUCK}store.wait(['a key that rank 1 sets'])",
+    "has_a_clock_of_its_own": f"self.join_group()\n{FIRST.format('raise ValueError()')}"
+    "time.sleep(0.4)\nfreeze_clocks()\nraise ValueError('the second')",
+    "holds_the_gil": f"self.join_group()\n{FIRST.format('ctypes.PyDLL(None).sleep(1000)')}{REDUCES}",
+    "is_stopped": f"self.join_group()\n{FIRST.format('os.kill(os.getpid(), signal.SIGSTOP)')}{REDUCES}",
+    **dict.fromkeys(("eof", "pipe", "words"), "fail_in_turn(self)"),
 }
 OF_THREE = {
-    "takes_a_collective_for_a_new_group": (BLAMED, "if self.rank == 1: dist.barrier()\ndist.new_group([0, 1, 2])"),
-    "skips_a_subgroup": (
-        BLAMED,
-        "group = dist.new_group([1, 2])\nif self.rank == 1: forever()\n"
-        "if self.rank == 2: dist.all_reduce(torch.ones(3), group=group)\ndist.barrier()",
-    ),
-    "sends_nothing": (BLAMED, "if self.rank == 1: forever()\ndist.recv(torch.ones(3), src={0: 1, 2: 0}[self.rank])"),
+    "takes_a_collective_for_a_new_group": f"{FIRST.format('dist.barrier()')}dist.new_group([0, 1, 2])",
+    "skips_a_subgroup": f"group = dist.new_group([1, 2])\n{STUCK}"
+    "if self.rank == 2: dist.all_reduce(torch.ones(3), group=group)\ndist.barrier()",
+    "sends_nothing": f"{STUCK}dist.recv(torch.ones(3), src={{0: 1, 2: 0}}[self.rank])",
 }
 SILENT = """
 # Not in a line of a traceback, which would show the words on both ranks.
-FIRST = {
+ERRORS = {
     "test_eof": ValueError("unexpected EOF in the configuration"),
     "test_pipe": BrokenPipeError("Broken pipe: the pager is gone"),
     "test_words": AssertionError("'connection closed' != 'socket closed'"),
@@ -52,23 +44,19 @@ FIRST = {
 def fail_in_turn(test):
     test.join_group()
     if test.rank == 1:
-        raise FIRST[test._testMethodName]
+        raise ERRORS[test._testMethodName]
     time.sleep(0.4)
     raise KeyError("later")
 """
 
 
 def silent_rows() -> str:
-    def joined(rows: dict[str, tuple[str, str]], after: str = "") -> dict[str, tuple[str, str]]:
-        return {name: (end, f"self.join_group()\n{act}{after}") for name, (end, act) in rows.items()}
-
-    waited = {name: (end, f"if self.rank == 1: {act}\n") for name, (end, act) in BEFORE_A_COLLECTIVE.items()}
-    rows = ALONE | joined(waited, "dist.all_reduce(torch.ones(3))")
-    rows |= dict.fromkeys(("eof", "pipe", "words"), (BLAMED, "fail_in_turn(self)"))
     source = SILENT
-    for name, row in (rows | joined(OF_THREE)).items():  # each in its class, since most take all of the limit
-        source += class_of(f"TestSilent_{name}", "Ranks", {name: row}, on="True")
-        source += "\n    world_size = 3\n" if name in OF_THREE else ""
+    for name, act in (ACTS | OF_THREE).items():  # each in its class, since most take all of the limit
+        size, join = (3, "self.join_group()\n") if name in OF_THREE else (2, "")
+        end = "failed by 1: ^stopped by a signal" if name == "is_stopped" else "failed by 1"
+        source += class_of(f"TestSilent_{name}", "Ranks", {name: (end, join + act)}, on="True")
+        source += f"\n    world_size = {size}\n"
     return source
 
 
@@ -93,45 +81,37 @@ class TestLateThreads(Threads):
 
     def test_3_last(self):
         self.check()
+""" + "".join(
+    f"""
 
-
-class TestBetweenStanding(Standing):  # failed: rank 1 failed at...behind, thread 'between'
+class TestStanding_{name}(Standing):  # failed: rank 1 failed at...test_1_leaves_a_thread_behind, thread '{name}'
     def test_1_leaves_a_thread_behind(self):
         def fail():
-            await_note("between two tests")
-            raise ValueError("too late")
-
-        if self.rank == 1:
-            threading.Thread(target=fail, name="between").start()
-
-    def tearDown(self):
-        super().tearDown()
-        if "test_1" in self._testMethodName:
-            note("between two tests")
-            time.sleep(0.5)
-
-    def test_2_next(self):
-        self.check()
-
-
-class TestLateStanding(Standing):  # failed: rank 1 failed at...test_1_leaves_a_thread_behind, thread 'late'
-    def test_1_leaves_a_thread_behind(self):
-        def fail():
-            await_note("a later test runs")
+            await_note("{name}")
             try:
                 raise ValueError("too late")
             finally:
-                note("it has failed")
+                note("{name}: failed")
 
         if self.rank == 1:
-            threading.Thread(target=fail, name="late").start()
+            threading.Thread(target=fail, name="{name}").start()
+
+    def end(self):
+        note("{name}")
+        await_note("{name}: failed")
+        time.sleep(0.5)
+
+    def tearDown(self):
+        super().tearDown()
+        if "{name}" == "between" and "test_1" in self._testMethodName:
+            self.end()
 
     def test_2_next(self):
-        note("a later test runs")
-        await_note("it has failed")
-        time.sleep(0.5)
+        self.end()
         self.check()
 """
+    for name in ("between", "late")
+)
 
 
 def test_absent_or_first_failed_rank_is_named(tmp_path: Path) -> None:
@@ -163,9 +143,10 @@ def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(
     wrong, right = [], 0
     with ThreadPoolExecutor() as pool:
         for made, run in pool.map(lambda kind: _run_drawn(kind, number, tmp_path / kind, seed), FAULTS):
+            source = (tmp_path / made[0].kind / "test_suite.py").read_text().splitlines()
             for program in made:
                 text = run.text.get(program.name, "")
-                why = judge_report(program, text) if text else f"it {run.status.get(program.name, 'never ran')}"
+                why = judge_report(program, text, source) if text else f"it {run.status.get(program.name, 'never ran')}"
                 right += not why
                 if why:
                     wrong.append(f"{program.kind}, rank {program.guilty} of {program.size}, {program.fault}: {why}")

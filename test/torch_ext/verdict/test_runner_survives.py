@@ -184,28 +184,26 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("moment", "times"), [("imported", 3), ("runs1", 1), ("ends", 2)])
-def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, moment: str, times: int) -> None:
-    with suite_of(tmp_path, SLOW) as suite:
-        process = suite.start_runner(extra={"MOMENT": moment})
+@pytest.mark.parametrize(
+    ("way", "moment", "times"),
+    [
+        ("runner", "imported", 3),
+        ("runner", "runs1", 1),
+        ("runner", "ends", 2),
+        ("", "imported", 1),
+        ("", "imported", 3),
+    ],
+)
+def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, way: str, moment: str, times: int) -> None:
+    with suite_of(tmp_path, SLOW if way else SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
+        process = suite.start_runner(extra={"MOMENT": moment}) if way else suite.start([str(suite.file)])
         suite.await_note(moment, process)
         for _ in range(times):
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             time.sleep(0.05)
         run = suite.finish(process)
-        assert run.code == 130, run
-        assert "Traceback" not in run.out + run.err, run
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_ctrl_c_during_an_import_is_reported_in_one_word(tmp_path: Path, times: int) -> None:
-    with suite_of(tmp_path, SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
-        process = suite.start([str(suite.file)])
-        suite.await_note("imported", process)
-        for _ in range(times):
-            os.killpg(process.pid, signal.SIGINT)
-        run = suite.finish(process)
-        assert (run.code, run.out, run.err) == (130, "", "interrupted\n"), run
+        assert run.code == 130 and "Traceback" not in run.out + run.err, run
+        assert way or (run.out, run.err) == ("", "interrupted\n"), run
 
 
 # Surroundings

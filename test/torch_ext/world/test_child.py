@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -61,23 +59,6 @@ def test_the_number_of_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     child.replace_thread_pool()
     assert asked == [torch.get_num_threads()]
-
-
-def test_a_signal_to_the_group_reaches_this_process_alone() -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            child._os.lead_process_group()
-            os.write(writer, b"ready")
-            os.kill(0, signal.SIGTERM)
-        finally:
-            os._exit(1)
-    os.read(reader, 5)
-    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
-    os.close(reader)
-    os.close(writer)
 
 
 def test_a_zygote_loads_dynamo_for_files_that_look_as_if_they_needed_it(tmp_path: Path) -> None:

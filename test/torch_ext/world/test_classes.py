@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from test.torch_ext.world.programs import check_rows
+from test.torch_ext.world.programs import check_rows, class_of
 
 CONFORMS = """
 import json
@@ -70,29 +70,6 @@ class TestLikeProcesses(Ranks):
         super().tearDown()
 
 
-class TestRunWithKwargs(Ranks):
-    @classmethod
-    def _run(cls, rank, test_name, file_name, parent_pipe, **kwargs):
-        assert set(kwargs) == {"fake_pg"}, kwargs
-        os.environ["CAME_BY"] = "kwargs"
-        super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
-
-    def test_run(self):
-        self.assertEqual(os.environ["CAME_BY"], "kwargs")
-
-
-class TestRunWithoutKwargs(Ranks):
-    @classmethod
-    def _run(cls, rank, test_name, file_name, parent_pipe):
-        self = cls(test_name)
-        self.rank, self.file_name = rank, file_name
-        os.environ["CAME_BY"] = "no kwargs"
-        self.run_test(test_name, parent_pipe)
-
-    def test_run(self):
-        self.assertEqual(os.environ["CAME_BY"], "no kwargs")
-
-
 # The modules that a forked rank starts with.
 LOADED = set()
 os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
@@ -101,43 +78,24 @@ os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
 DEATHS = {
     "Standing": (
         "failed by 1: ^rank 1 was killed by SIGKILL at test_suite.py:",
-        "os.kill(os.getpid(), signal.SIGKILL)",
+        "if self.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nself.check()",
     ),
-    "Threads": ("failed: The parent half of the test was killed by SIGSEGV...in string_at", "ctypes.string_at(0)"),
+    "Threads": (
+        "failed: The parent half of the test was killed by SIGSEGV...in string_at",
+        "if self.rank == 1: ctypes.string_at(0)\nself.check()",
+    ),
 }
-SHARED = "".join(
-    f"""
-
-class TestShared_{base}({base}):
-    def test_a_good(self):
-        self.check()
-
-    def test_b_failure(self):  # failed by 1: ^rank 1 raised ValueError at test_suite.py:
-        if self.rank == 1:
-            raise ValueError
-        self.check()
-
-    def test_c_good(self):
-        self.check()
-
-    def test_d_death(self):  # {end}
-        if self.rank == 1:
-            {act}
-        self.check()
-
-    def test_e_good(self):
-        self.check()
-
-    @with_timeout(3)
-    def test_f_hang(self):  # failed by 0: ^rank 0 timed out at test_suite.py:
-        if self.rank == 0:
-            forever()
-
-    def test_g_good(self):
-        self.check()
-"""
-    for base, (end, act) in DEATHS.items()
-)
+GOOD = ("passed", "self.check()")
+SHARED = ""
+for base, death in DEATHS.items():
+    raised = (
+        "failed by 1: ^rank 1 raised ValueError at test_suite.py:",
+        "if self.rank == 1: raise ValueError\nself.check()",
+    )
+    hung = ("failed by 0: ^rank 0 timed out at test_suite.py:", "if self.rank == 0: forever()")
+    rows = {"a_good": GOOD, "b_failure": raised, "c_good": GOOD, "d_death": death, "e_good": GOOD, "f_hang": hung}
+    SHARED += class_of(f"TestShared_{base}", base, {**rows, "g_good": GOOD}, on="True")
+    SHARED += "\n    test_f_hang = with_timeout(3)(test_f_hang)\n"
 
 
 def test_base_classes_keep_their_promises(tmp_path: Path) -> None:
@@ -145,9 +103,3 @@ def test_base_classes_keep_their_promises(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "imported").read_text()) == [], "an empty rank imports nothing"
     crash = run.text["test_d_death"] + run.out.partition("TestShared_Threads::test_d_death")[2].partition("rerun")[0]
     assert not re.search("Extension modules|/runner/case|/world/zygote", crash), "frames of the harness say nothing"
-
-
-def test_fresh_interpreters_conform_and_output_is_passed_through_with_the_rank_in_front(tmp_path: Path) -> None:
-    run = check_rows(tmp_path, CONFORMS, "--show-output", extra={"TORCH_EXT_START_METHOD": "interpreter"})
-    for rank in (0, 1):
-        assert f"[rank {rank}] hello from {rank}\n" in run.out + run.err, run

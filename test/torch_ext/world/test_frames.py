@@ -1,4 +1,4 @@
-"""Frames that reports leave out."""
+"""Frames that reports leave out, and characters that they escape."""
 
 from __future__ import annotations
 
@@ -88,3 +88,12 @@ def test_hidden_frames_can_be_sent_to_another_process() -> None:
     wording.add(frames)
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/main.py", line 1 in <module>\n'
     assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME
+
+
+def test_no_control_character_is_printed_raw() -> None:
+    shown = wording.printable("".join(map(chr, range(0x110)))) + wording.printable("\u202e\u2066\x1b]0;title\x07")
+    assert {character for character in shown if not character.isprintable()} == {"\t", "\n", "\xa0", "\xad"}
+    assert wording.printable("\x1b[2J\0\r\x9b") == r"\x1b[2J\x00\x0d\x9b"
+    assert wording.printable("\t\u202e") == "\t\\u202e"
+    text = "plain\ttext\nüñí 漢字 🙂 \\x1b"
+    assert wording.printable(text) == text, "it stays, and nothing is spelt out twice"

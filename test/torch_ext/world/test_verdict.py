@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +14,7 @@ import pytest
 
 from torch_ext.world.outcome import Ending, Outcome
 from torch_ext.world.protocol import RankStatus, Receipt, Wait
-from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, judge
+from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, check_ran, judge
 
 
 def text_of(outcomes: list[Outcome], took_s: float) -> str:
@@ -299,3 +303,38 @@ def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
     assert verdict.summary == "rank 1 never called a, which rank 0 waited in (test_a.py:10); its test was over"
     peers = [disagrees(rank, "a", 1 - rank, "b", 2.0) for rank in (0, 1)]
     assert judge([*peers, failed(2)]).culprits[0] == 2, "it raised before the others disagreed"
+
+
+# The value of a call shows whether its body ran
+
+
+async def async_generator() -> AsyncIterator[None]:
+    raise AssertionError("it ran")
+    yield
+
+
+class Awaitable:
+    def __await__(self) -> Iterator[None]:
+        raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: asyncio.sleep(0), "a coroutine"),
+        (lambda: (int("x") for _ in range(1)), "a generator"),
+        (async_generator, "an asynchronous generator"),
+        (Awaitable, r"an awaitable \(Awaitable\)"),
+    ],
+)
+def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], kind: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "was never awaited"
+        with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
+            check_ran(call(), "test_a")
+        gc.collect()
+
+
+@pytest.mark.parametrize("returned", [None, True, 3, [], [1].__iter__(), "text", object()])
+def test_other_return_values_are_accepted(returned: object) -> None:
+    check_ran(returned, "test_a")
