@@ -1,6 +1,4 @@
-"""Distributed autograd: gradients through RPC, their contexts, and errors in
-backward.
-"""
+"""Distributed autograd: gradients through RPC, their contexts, errors in backward."""
 
 from __future__ import annotations
 
@@ -33,16 +31,12 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
 
-
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    return a * b
-
-
+multiply = remote.multiply
 _leaf = torch.zeros(3)
 
 
 def multiply_by_own_leaf(a: Tensor) -> Tensor:
-    """Multiply by a tensor that only this worker has and that requires a gradient."""
+    """Multiply by a tensor that only this worker has."""
     return a * _leaf
 
 
@@ -59,27 +53,15 @@ def multiply_rref(rref: rpc.RRef[Tensor], b: Tensor) -> Tensor:
     return rref.to_here() * b
 
 
-def gradient_of_rref(rref: rpc.RRef[Tensor], context_id: int) -> Tensor:
-    return dist_autograd.get_gradients(context_id)[rref.local_value()]
-
-
 def make_parameter(values: list[float]) -> Tensor:
     return torch.tensor(values, requires_grad=True)
-
-
-def knows_context(context_id: int) -> bool:
-    try:
-        dist_autograd.retrieve_context(context_id)
-    except RuntimeError:
-        return False
-    return True
 
 
 def wait_until_forgotten(workers: Iterable[str], context_id: int) -> None:
     """Wait until none of ``workers`` has the context any more."""
     for worker in workers:
         poll_until(
-            lambda: not rpc.rpc_sync(worker, knows_context, args=(context_id,)),  # noqa: B023  # called at once
+            lambda: not rpc.rpc_sync(worker, remote.knows_context, args=(context_id,)),  # noqa: B023  # called at once
             f"{worker} still has the context",
         )
 
@@ -106,18 +88,12 @@ def embed(weight: rpc.RRef[nn.EmbeddingBag], rows: Tensor) -> Tensor:
     return torch.as_tensor(weight.local_value()(rows, torch.tensor([0])))
 
 
-def gradient_of_embedding(rref: rpc.RRef[nn.EmbeddingBag], context_id: int) -> Tensor:
-    return dist_autograd.get_gradients(context_id)[rref.local_value().weight]
-
-
 def make_embedding() -> nn.EmbeddingBag:
     return nn.EmbeddingBag(4, 2, mode="sum", sparse=True)
 
 
 class DistAutogradTest(RpcAgentTestFixture):
-    """Every worker sends work to the next one. The reference is plain autograd in one
-    process.
-    """
+    """Every worker sends work to the next. The reference is plain local autograd."""
 
     world_size = 3
 
@@ -152,7 +128,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 current = dist_autograd.current_context()._context_id()
                 self.assertEqual((current, context_id >> 48), (context_id, self.rank))
                 ids.add(context_id)
-            self.assertFalse(knows_context(context_id))
+            self.assertFalse(remote.knows_context(context_id))
         self.assertEqual(len(ids), 5)
 
     @dist_init
@@ -189,7 +165,7 @@ class DistAutogradTest(RpcAgentTestFixture):
             self.assertEqual(known, {rpc.get_worker_info(self.peer()).id})
             others = (self.peer(1), self.peer(2))
             for to in others:
-                self.assertTrue(self.call(knows_context, context_id, to=to))
+                self.assertTrue(self.call(remote.knows_context, context_id, to=to))
         wait_until_forgotten(others, context_id)
 
     @dist_init
@@ -276,8 +252,8 @@ class DistAutogradTest(RpcAgentTestFixture):
             with self.subTest(to), dist_autograd.context() as context_id:
                 product = rpc.rpc_sync(to, multiply_rref, args=(rref, b))
                 self._assert_gradients(context_id, product.sum(), {b: a})
-                grad = self.call(gradient_of_rref, rref, context_id)
-                self.assertEqual(grad, b.detach())
+                grads = self.call(remote.gradients_of, rref, context_id)
+                self.assertEqual(grads, [b.detach()])
 
     @dist_init
     def test_backward_from_an_rref(self) -> None:
@@ -338,7 +314,7 @@ class DistAutogradTest(RpcAgentTestFixture):
         with dist_autograd.context() as context_id:
             loss = self.call(embed, rref, torch.tensor([1, 3, 3])).sum()
             dist_autograd.backward(context_id, [loss])
-            grad = self.call(gradient_of_embedding, rref, context_id)
+            (grad,) = self.call(remote.gradients_of, rref, context_id)
         self.assertTrue(grad.is_sparse)
         uses = torch.tensor([[0.0], [1.0], [0.0], [2.0]])
         self.assertEqual(grad.to_dense(), uses.expand(4, 2))
@@ -436,9 +412,7 @@ def on_device(a: Tensor, rank: int) -> Tensor:
 
 
 class CudaDistAutogradTest(RpcAgentTestFixture):
-    """Graphs that move from the host to an accelerator of any type and back within a
-    call.
-    """
+    """Graphs that move between the host and an accelerator of any type in a call."""
 
     world_size = 2
 

@@ -50,11 +50,6 @@ def not_a_module() -> int:
     return 3
 
 
-def gradients_of(rref: rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
-    grads = dist_autograd.get_gradients(context_id)
-    return [grads[parameter] for parameter in rref.local_value().parameters()]
-
-
 class RemoteModuleTest(RpcAgentTestFixture):
     """Every worker puts a module on the next one."""
 
@@ -136,7 +131,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
             dist_autograd.backward(context_id, [module(x).sum()])
             own = dist_autograd.get_gradients(context_id)[x]
             self.assertEqual(own, torch.full((2,), 2.0))
-            grads = self.call(gradients_of, module.get_module_rref(), context_id)
+            grads = self.call(remote.gradients_of, module.get_module_rref(), context_id)
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
     @dist_init
@@ -182,7 +177,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
 
 
 class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
-    """A module on one worker, made by a second, used by a third."""
+    """A module on one worker, made by another, used by a third."""
 
     world_size = 3
 
