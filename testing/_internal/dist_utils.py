@@ -40,10 +40,9 @@ def dist_init(
     """Run a test method with an RPC worker in each rank. Use it with or without
     arguments.
 
-    Each rank joins as ``worker<rank>`` before the body and leaves after it. An RRef
-    that outlives the body is an error at shutdown. If the body raises, the agent is not
-    shut down: the connection breaks when the rank ends, and no peer waits for it. With
-    ``setup_rpc=False`` the body starts and stops the agent. With
+    An RRef that outlives the body is an error at shutdown. If the body raises, the
+    agent is not shut down: the connection breaks when the rank ends, and no peer waits
+    for it. With ``setup_rpc=False`` the body starts and stops the agent. With
     ``clean_shutdown=False`` a worker does not wait for the work of its peers.
 
     The faulty agent drops the first messages of the types ``faulty_messages``, and
@@ -75,9 +74,7 @@ def dist_init(
 
 
 def start_worker(test: Any, name: str, **options: Any) -> None:
-    """Start the agent of ``test``'s rank. ``options`` are attributes to set on the
-    fixture's ``rpc_backend_options``.
-    """
+    """Start the agent of ``test``'s rank, with ``options`` set on its fixture's."""
     backend_options = test.rpc_backend_options
     for key, value in options.items():
         setattr(backend_options, key, value)
@@ -120,10 +117,8 @@ def worker_name(rank: int) -> str:
 def initialize_pg(
     init_method: str, rank: int, world_size: int, backend: str = "gloo"
 ) -> None:
-    """Initialize the default process group unless there is one.
-
-    ``init_method`` must not name the rendezvous file of the RPC agents, because both
-    store their keys in it.
+    """Initialize the default process group unless there is one, by another rendezvous
+    file than that of the RPC agents, because both store their keys there.
     """
     if not dist.is_initialized():
         dist.init_process_group(
@@ -165,8 +160,7 @@ def wait_until_node_failure(
     """Call ``rank`` until a call fails with a matching message, and return the message.
 
     Raises:
-        TimeoutError: after ``timeout`` seconds the worker still answered, or calls
-            failed only with other messages.
+        TimeoutError: no call did so for ``timeout`` seconds.
     """
     last = "it still answered"
     for _ in _poll(timeout):

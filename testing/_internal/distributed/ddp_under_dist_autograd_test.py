@@ -84,10 +84,8 @@ class FeatureSet(NamedTuple):
 
     def split(self, size: int) -> list[FeatureSet]:
         """Return the examples in batches of ``size``."""
-        return [
-            FeatureSet(*parts)
-            for parts in zip(*(torch.split(field, size) for field in self), strict=True)
-        ]
+        fields = (torch.split(field, size) for field in self)
+        return [FeatureSet(*parts) for parts in zip(*fields, strict=True)]
 
 
 def _call_method(
@@ -105,9 +103,8 @@ def _remote_method(
 def _remote_method_async(
     method: Callable[..., _T], rref: rpc.RRef[Any], *args: Any, **kwargs: Any
 ) -> torch.futures.Future[_T]:
-    return rpc.rpc_async(
-        rref.owner(), _call_method, args=(method, rref, *args), kwargs=kwargs
-    )
+    args = (method, rref, *args)
+    return rpc.rpc_async(rref.owner(), _call_method, args=args, kwargs=kwargs)
 
 
 class RemoteEM(nn.Module):
@@ -120,8 +117,7 @@ class RemoteEM(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         gLogger.debug("embedding of %s", input)
-        bags: Tensor = self.em(input, offsets=torch.arange(len(input)))
-        return bags
+        return self.em(input, offsets=torch.arange(len(input)))
 
 
 def getLinear(d_in: int, d_out: int) -> nn.Linear:
@@ -143,7 +139,7 @@ class RemoteNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         gLogger.debug("dense layer of %s", input)
-        return torch.as_tensor(self.relu(self.fc(input)))
+        return self.relu(self.fc(input))
 
 
 class HybridModel(nn.Module):
@@ -176,7 +172,7 @@ class HybridModel(nn.Module):
         sparse = _remote_method(RemoteEM.forward, embed, rows)
         joined = torch.cat((self.fc1(input.dense_features), sparse), dim=1)
         hidden = _remote_method(RemoteNet.forward, self.remote_net_rref, joined)
-        return torch.as_tensor(self.fc2(hidden))
+        return self.fc2(hidden)
 
 
 class Trainer:
@@ -303,13 +299,11 @@ def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
     """Return the hybrid model's gradients for ``batch``, by plain local autograd."""
     fc1, fc2 = getLinear(D_DENSE, D_DENSE), getLinear(D_HID, D_OUT)
     em, net = RemoteEM(NUM_EM_ROW, D_SPARSE), RemoteNet(D_DENSE + D_SPARSE, D_HID)
-    hidden = net(
-        torch.cat((fc1(batch.dense_features), em(batch.sparse_features)), dim=1)
-    )
-    remote = [*em.parameters(), *net.parameters()]
-    first, second, *rest = torch.autograd.grad(
-        weighted_sum(fc2(hidden), batch), [fc1.weight, fc2.weight, *remote]
-    )
+    features = (fc1(batch.dense_features), em(batch.sparse_features))
+    loss = weighted_sum(fc2(net(torch.cat(features, dim=1))), batch)
+    layers = (fc1, fc2, em, net)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    first, second, *rest = torch.autograd.grad(loss, parameters)
     return ExpectedGradients(first, second, rest)
 
 
@@ -332,15 +326,10 @@ def set_shutdown_signal() -> None:
 def wait_for_shutdown_signal(
     timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC,
 ) -> None:
-    """Wait for the signal and clear it for the next test in this process.
-
-    Raises:
-        TimeoutError: no signal within ``timeout_s``.
-    """
+    """Wait for the signal and clear it for the next test in this process."""
     if not shutdown_signal.wait(timeout_s):
-        raise TimeoutError(
-            f"no shutdown signal from {worker_name(MASTER_RANK)} within {timeout_s:g} s"
-        )
+        master = worker_name(MASTER_RANK)
+        raise TimeoutError(f"no shutdown signal from {master} within {timeout_s:g} s")
     shutdown_signal.clear()
 
 

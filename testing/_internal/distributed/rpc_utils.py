@@ -12,64 +12,49 @@ from unittest import mock
 
 from torch_ext.testing._internal._distributed.helpers import reserved_port
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
-from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import (
-    CudaDdpComparisonTest,
-    DdpComparisonTest,
-    DdpUnderDistAutogradTest,
-)
-from torch_ext.testing._internal.distributed.nn.api.remote_module_test import (
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-)
-from torch_ext.testing._internal.distributed.rpc.async_execution_test import (
-    AsyncExecutionTest,
-)
-from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
-    CudaDistAutogradTest,
-    DistAutogradTest,
-)
-from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import (
-    DistOptimizerTest,
-)
-from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
-    FaultyAgentDistAutogradTest,
-    FaultyAgentRpcTest,
-)
-from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
-    RpcAgentTestFixture,
-)
-from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
-from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import (
-    RpcLifecycleTest,
-)
-from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
-from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import (
-    TensorPipeAgentRpcTest,
+from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
+from torch_ext.testing._internal.distributed.nn.api import remote_module_test
+from torch_ext.testing._internal.distributed.rpc import (
+    async_execution_test,
+    dist_autograd_test,
+    dist_optimizer_test,
+    faulty_agent_rpc_test,
+    profiler_test,
+    rpc_agent_test_fixture,
+    rpc_call_test,
+    rpc_lifecycle_test,
+    rref_test,
+    tensorpipe_agent_test,
 )
 
 # Suites for every agent but the faulty one, which has its own.
 GENERIC_TESTS: list[type] = [
-    RpcCallTest,
-    AsyncExecutionTest,
-    RpcLifecycleTest,
-    RRefTest,
-    DistAutogradTest,
-    DistOptimizerTest,
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-    ProfilerTest,
-    DdpUnderDistAutogradTest,
-    DdpComparisonTest,
+    rpc_call_test.RpcCallTest,
+    async_execution_test.AsyncExecutionTest,
+    rpc_lifecycle_test.RpcLifecycleTest,
+    rref_test.RRefTest,
+    dist_autograd_test.DistAutogradTest,
+    dist_optimizer_test.DistOptimizerTest,
+    remote_module_test.RemoteModuleTest,
+    remote_module_test.ThreeWorkersRemoteModuleTest,
+    profiler_test.ProfilerTest,
+    ddp.DdpUnderDistAutogradTest,
+    ddp.DdpComparisonTest,
 ]
 
 # Likewise, on an accelerator of any type.
-GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
+GENERIC_CUDA_TESTS: list[type] = [
+    dist_autograd_test.CudaDistAutogradTest,
+    ddp.CudaDdpComparisonTest,
+]
 
-TENSORPIPE_TESTS: list[type] = [TensorPipeAgentRpcTest]
+TENSORPIPE_TESTS: list[type] = [tensorpipe_agent_test.TensorPipeAgentRpcTest]
 TENSORPIPE_CUDA_TESTS: list[type] = []
 
-FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTest]
+FAULTY_AGENT_TESTS: list[type] = [
+    faulty_agent_rpc_test.FaultyAgentRpcTest,
+    faulty_agent_rpc_test.FaultyAgentDistAutogradTest,
+]
 
 
 class SpawnHelper(MultiProcessTestCase):
@@ -108,7 +93,7 @@ def generate_tests(
         )
     generated: dict[str, type] = {}
     for suite in tests:
-        if not issubclass(suite, RpcAgentTestFixture):
+        if not issubclass(suite, rpc_agent_test_fixture.RpcAgentTestFixture):
             expected = "expected a suite derived from RpcAgentTestFixture"
             raise TypeError(f"got {suite.__name__}, {expected}")
         name = prefix + suite.__name__

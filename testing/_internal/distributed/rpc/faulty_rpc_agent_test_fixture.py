@@ -52,7 +52,7 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
-        options: RpcBackendOptions = rpc.backend_registry.construct_rpc_backend_options(
+        return rpc.backend_registry.construct_rpc_backend_options(
             self.rpc_backend,
             init_method=self.init_method,
             num_worker_threads=8,
@@ -60,7 +60,6 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
             messages_to_fail=self.messages_to_fail,
             messages_to_delay=self.messages_to_delay,
         )
-        return options
 
     def setup_fault_injection(
         self,

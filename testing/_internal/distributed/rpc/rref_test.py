@@ -49,14 +49,7 @@ def forward_chain(
     if hops == 0:
         return rref
     after = worker_name((rpc.get_worker_info().id + 1) % world_size)
-    forwarded: rpc.RRef[Tensor] = rpc.rpc_sync(
-        after, forward_chain, args=(rref, hops - 1, world_size)
-    )
-    return forwarded
-
-
-def fetch_kept() -> Any:
-    return _kept[0].to_here()
+    return rpc.rpc_sync(after, forward_chain, args=(rref, hops - 1, world_size))
 
 
 _kept: list[Any] = []
@@ -66,8 +59,8 @@ def keep(rref: rpc.RRef[Any]) -> None:
     _kept.append(rref)
 
 
-def drop_kept() -> None:
-    _kept.clear()
+def fetch_and_drop_kept() -> Any:
+    return _kept.pop().to_here()
 
 
 class RRefTest(RpcAgentTestFixture):
@@ -78,28 +71,18 @@ class RRefTest(RpcAgentTestFixture):
     # Creation and ownership.
 
     @dist_init
-    def test_remote_value_comes_here_as_often_as_asked(self) -> None:
-        rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
-        for _ in range(2):
-            self.assertEqual(rref.to_here(), torch.full((2,), 2.0))
-
-    @dist_init
     def test_owner_and_user_know_who_owns(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         self.assertEqual(rref.owner(), rpc.get_worker_info(self.peer()))
         self.assertEqual(rref.owner_name(), self.peer())
         self.assertFalse(rref.is_owner())
+        rref.to_here()
+        wait_until_pending_futures_and_users_flushed()
+        self.assertTrue(rref.confirmed_by_owner())
         local = rpc.RRef(torch.ones(1))
         self.assertTrue(local.is_owner())
         self.assertTrue(local.confirmed_by_owner())
         self.assertEqual(local.owner(), rpc.get_worker_info())
-
-    @dist_init
-    def test_owner_confirms_the_user(self) -> None:
-        rref = rpc.remote(self.peer(), remote.Accumulator)
-        rref.to_here()
-        wait_until_pending_futures_and_users_flushed()
-        self.assertTrue(rref.confirmed_by_owner())
 
     @dist_init
     def test_local_value_is_the_object_itself_on_the_owner_only(self) -> None:
@@ -224,11 +207,11 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_time_limit_of_a_proxy_holds_while_the_object_is_created(self) -> None:
         """A proxy asks for the type of the object first."""
-        args, kinds = (remote.Accumulator(5), GATE_S), [*CALL_MODES]
-        rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
-        calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
-        for kind, by_kind in zip(kinds, calls, strict=True):
-            self._check_time_limit({kind: by_kind[kind]})
+        args, rrefs = (remote.Accumulator(5), GATE_S), []
+        for kind in CALL_MODES:
+            rrefs.append(rpc.remote(self.peer(), remote.pass_gate, args=args))
+            calls = self._proxy_calls(rrefs[-1], "value", timeout=LIMIT_S)
+            self._check_time_limit({kind: calls[kind]})
         self.call(remote.open_gate)
         # Proxies of these references stay broken, since torch keeps the first answer to
         # what their type is: docs/findings/proxy_after_its_time_limit.md.
@@ -311,8 +294,8 @@ class RRefTest(RpcAgentTestFixture):
         wait_until_owners_and_forks_on_rank(1, 2, rank=1)
         del rref
         wait_until_owners_and_forks_on_rank(1, 1, rank=1)
-        self.assertEqual(rpc.rpc_sync(worker_name(2), fetch_kept), torch.ones(1))
-        rpc.rpc_sync(worker_name(2), drop_kept)
+        fetched = rpc.rpc_sync(worker_name(2), fetch_and_drop_kept)
+        self.assertEqual(fetched, torch.ones(1))
         wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
     @dist_init

@@ -21,6 +21,20 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 
+def carries(transports: list[str] | None, channels: list[str] | None) -> Any:
+    """Return the test of tensors that travel over these."""
+
+    @dist_init(setup_rpc=False)
+    def test(self: Any) -> None:
+        self._start(_transports=transports, _channels=channels)
+        for size in (0, 1, 100, 1 << 18):
+            tensor = torch.arange(size)
+            self.assertEqual(self.call(torch.add, tensor, 1), tensor + 1)
+        rpc.shutdown()
+
+    return test
+
+
 class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     world_size = 2
 
@@ -37,26 +51,9 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
         where = self.init_method
         return rpc.TensorPipeRpcBackendOptions(init_method=where, **options)
 
-    def _test_transport(
-        self, transports: list[str] | None, channels: list[str] | None
-    ) -> None:
-        self._start(_transports=transports, _channels=channels)
-        for size in (0, 1, 100, 1 << 18):
-            tensor = torch.arange(size)
-            self.assertEqual(self.call(torch.add, tensor, 1), tensor + 1)
-        rpc.shutdown()
-
-    @dist_init(setup_rpc=False)
-    def test_transports_and_channels_of_torchs_choice(self) -> None:
-        self._test_transport(None, None)
-
-    @dist_init(setup_rpc=False)
-    def test_shared_memory_transport(self) -> None:
-        self._test_transport(["shm"], ["basic"])
-
-    @dist_init(setup_rpc=False)
-    def test_socket_transport_with_several_lanes(self) -> None:
-        self._test_transport(["uv"], ["mpt_uv", "basic"])
+    test_transports_and_channels_of_torchs_choice = carries(None, None)
+    test_shared_memory_transport = carries(["shm"], ["basic"])
+    test_socket_transport_with_several_lanes = carries(["uv"], ["mpt_uv", "basic"])
 
     @dist_init(setup_rpc=False)
     def test_unknown_transport_is_refused(self) -> None:
