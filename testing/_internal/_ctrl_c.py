@@ -1,9 +1,6 @@
-"""Ctrl-C while ``python some_test_file.py`` still imports that file. Standard library
-only.
-
-From ``run_tests()`` on, the runner handles interrupts. Most of the time before goes
-into imports, where an interrupt would print a traceback. After :func:`install` it
-prints one word and ends the process with code 130, as in the runner.
+"""Ctrl-C while ``python some_test_file.py`` still imports that file, before the runner
+handles it: prints one word instead of a traceback, and exits with the runner's code.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -14,26 +11,17 @@ import sys
 import threading
 import time
 from types import FrameType, TracebackType
+from typing import Any
 
-__all__ = ["install"]
-
-# The runner's exit code for an interrupted run.
-_INTERRUPTED = 130
-# Seconds in which a repeated Ctrl-C counts as one: another interrupt within the hook
-# below would print two tracebacks.
-_REPEAT_S = 0.5
+_INTERRUPTED = 130  # the runner's exit code
+_REPEAT_S = 0.5  # in which a repeated Ctrl-C counts as one
 
 
 def install() -> None:
     """Handle uncaught interrupts if the program is a script. Idempotent."""
-    main = sys.modules.get("__main__")
-    is_script = (
-        main is not None and main.__spec__ is None and getattr(main, "__file__", None)
-    )
-    if (
-        not is_script
-        or getattr(sys.excepthook, "__name__", "") == "_end_without_traceback"
-    ):
+    main: Any = sys.modules["__main__"]
+    installed = getattr(sys.excepthook, "__name__", "") == "_end_without_traceback"
+    if installed or main.__spec__ or not getattr(main, "__file__", None):
         return
     previous, pid = sys.excepthook, os.getpid()
 

@@ -1,7 +1,5 @@
-"""The base classes and helpers of distributed tests, under upstream's names.
-
-The modules are in ``_distributed``. A name of upstream's ``common_distributed`` that is
-not defined here is torch's own.
+"""The base classes and helpers of distributed tests, under upstream's names, from
+``_distributed``. Other names are torch's own.
 """
 
 from __future__ import annotations
@@ -82,6 +80,5 @@ if message := untested_torch():
 
 
 def __getattr__(name: str) -> Any:
-    # On use, so that importing this module does not require every private name that
-    # upstream's file imports.
+    # On use, because upstream's file imports many private names.
     return upstream_name("common_distributed", name)

@@ -1,6 +1,4 @@
-"""Names that test files need besides the distributed base classes. A name that is not
-defined here is torch's own.
-"""
+"""What test files need besides base classes. Other names are torch's own."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ from torch.testing._internal.common_utils import (
 
 from torch_ext import accelerator
 
-# torch's advice on how to rerun a test fits its own checkout; our runner prints what
-# works here.
+# torch's advice on how to rerun a test fits its own checkout only.
 _upstream.PRINT_REPRO_ON_FAILURE = False
 
 __all__ = [
@@ -49,40 +46,29 @@ def __getattr__(name: str) -> Any:
 
 
 def run_tests(argv: Sequence[str] | None = None) -> None:
-    """Run the tests of the file that is ``__main__``, and exit.
-
-    The exit code is 0 if all passed, 1 if a test failed, 2 for wrong usage or if
-    nothing was selected, 130 if interrupted. Where the file was only imported (in a
-    zygote, in a rank, by another runner) it does nothing.
+    """Run the tests of the file that is ``__main__``, and exit: with 0 if all passed, 1
+    if a test failed, 2 for wrong usage or if nothing was selected, 130 if interrupted.
+    Do nothing where the file was only imported (in a zygote, by another runner).
     """
     main = sys.modules["__main__"]
     if main.__name__ != "__main__" or not getattr(main, "__file__", None):
         return
-    from torch_ext.runner.cli import (
-        main_for_file,
-    )  # on use: a file that is only imported needs no runner
+    from torch_ext.runner.cli import main_for_file  # a zygote needs no runner
 
-    raise SystemExit(
-        main_for_file(
-            str(main.__file__), sys.argv[1:] if argv is None else argv, _load_device
-        )
-    )
+    arguments = sys.argv[1:] if argv is None else argv
+    raise SystemExit(main_for_file(str(main.__file__), arguments, _load_device))
 
 
 def _load_device(requested: str) -> None:
-    """Load the device under test in this process, whose fork becomes the zygote: else
-    every rank would load it.
-    """
+    """Load the device here, before this process is forked, for all ranks."""
     if requested:
         os.environ[accelerator.DEVICE_VARIABLE] = requested
     accelerator.device_type()
 
 
 def set_rng_seed(seed: int | None = None) -> None:
-    """Seed the generators of Python, numpy, torch and the device under test; ``seed``
-    defaults to torch's test seed.
-
-    torch's own function asks every device type, which takes milliseconds in every rank.
+    """Seed the generators of Python, numpy, torch and the device under test, by default
+    as torch does, whose function asks every device type: milliseconds in every rank.
     """
     number = SEED if seed is None else seed
     random.seed(number)
@@ -92,8 +78,7 @@ def set_rng_seed(seed: int | None = None) -> None:
         accelerator.device_module().manual_seed_all(number)
 
 
-# TestCase.setUp seeds through this name in the parent half of every test, while ranks
-# start.
+# TestCase.setUp seeds through this name.
 _upstream.set_rng_seed = set_rng_seed
 
 
@@ -103,13 +88,11 @@ def get_cycles_per_ms() -> float:
     once with the device's events.
 
     Raises:
-        RuntimeError: the device under test cannot sleep. Check
-            ``accelerator.capabilities().device_sleep`` first.
+        RuntimeError: ``accelerator.capabilities().device_sleep`` is false.
     """
     if not accelerator.capabilities().device_sleep:
-        raise RuntimeError(
-            f"{accelerator.device_type()} has no _sleep; sleep on the host instead"
-        )
+        kind = accelerator.device_type()
+        raise RuntimeError(f"{kind} has no _sleep; sleep on the host instead")
     module, cycles = accelerator.device_module(), 1_000_000
     samples = []
     for _ in range(9):  # the first ones include start-up; the median ignores them

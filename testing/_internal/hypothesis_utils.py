@@ -1,6 +1,6 @@
-"""Property-based tests whose examples run on all ranks.
+"""Property-based tests whose examples run on all ranks. Other names are torch's own.
 
-A name of upstream's ``hypothesis_utils`` that is not defined here is torch's own.
+See Note [Examples across ranks] in ``_distributed/examples.py``.
 
 .. code-block:: python
 
@@ -9,12 +9,11 @@ A name of upstream's ``hypothesis_utils`` that is not defined here is torch's ow
         @settings(max_examples=30)
         @given(sizes=st.lists(st.integers(0, 9)))
         def test_sizes(self, sizes): ...
-
-See Note [Examples across ranks] in ``_distributed/examples.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,29 +26,21 @@ __unittest = True
 
 __all__ = ["across_ranks"]
 
-_NOT_COPIED = frozenset({"__wrapped__"})
-
 
 def across_ranks(
     *, example_timeout_s: float = 10.0
 ) -> Callable[[Callable[..., Any]], Callable[[Any], None]]:
-    """Run each example of a ``@given`` method once on all ranks of its test. Put it
-    above ``@given``.
+    """Run each example of a ``@given`` method of :class:`MultiProcessTestCase` and its
+    subclasses once on all ranks of its test. Put it above ``@given``.
 
-    It decorates methods of :class:`MultiProcessTestCase` and its subclasses, such as
-    ``FSDPTest``. An example fails if any rank fails, dies, or does not finish within
+    An example fails if any rank fails, dies, or does not finish within
     ``example_timeout_s``. Hypothesis then shrinks it, and the report shows the minimal
     example, what each rank did with it, and how to run it again.
 
-    All ranks run the same examples in the same order. Each example starts from a fresh
-    seed and ends with a barrier if there is a process group. The same ranks run all
-    examples until one fails; the next example gets fresh ranks. Ranks neither draw
-    examples nor write the database. The test's time limit covers all examples and the
-    shrinking: if it passes before all examples have run, the test fails; shrinking
-    stops before it passes.
-
-    Each example costs a pickle, a message and a barrier; each failure, the start of new
-    ranks (about 50 ms).
+    All ranks run the same examples in the same order, each from a fresh seed and with a
+    barrier at its end. The same ranks run all examples until one fails; the next gets
+    fresh ranks. The test's time limit covers all examples: if it passes before all have
+    run, the test fails; shrinking stops before it passes.
 
     ``@settings``, ``@example``, ``@seed`` and ``@reproduce_failure`` may go above or
     below. The setting ``deadline`` and the explain phase are off. If the environment
@@ -64,10 +55,8 @@ def across_ranks(
 
     def decorator(test: Callable[..., Any]) -> Callable[[Any], None]:
         if not getattr(test, "is_hypothesis_test", False):
-            raise TypeError(
-                f"across_ranks() goes directly above @given(...), got {test!r} "
-                "without it"
-            )
+            what = "across_ranks() goes directly above @given(...)"
+            raise TypeError(f"{what}, got {test!r} without it")
         return _method(test, example_timeout_s)
 
     return decorator
@@ -86,11 +75,8 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
                 setattr(test, name, value)
         ExampleRun(case, test, example_timeout_s).run()
 
-    in_rank.__name__, in_rank.__qualname__ = test.__name__, test.__qualname__
-    in_rank.__module__, in_rank.__doc__ = test.__module__, test.__doc__
-    vars(in_rank).update(
-        {name: value for name, value in vars(test).items() if name not in _NOT_COPIED}
-    )
+    functools.update_wrapper(in_rank, test)
+    del vars(in_rank)["__wrapped__"]  # pytest would ask for the arguments of the body
     set_parent_half(in_rank, parent_half)
     return in_rank
 

@@ -19,7 +19,7 @@ from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import meeting_point
-from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, wait_or_run
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
@@ -37,16 +37,14 @@ __tracebackhide__ = True  # pytest: its frames say nothing that the report of th
 
 
 _UNSET = -2
-# How long the ranks may take to end when the class does, in seconds.
-_END_S = 15.0
+_END_S = 15.0  # for the ranks to end when the class does
 
 
 class MultiProcContinuousTest(RanksTestCase):
     """A test case whose ranks, with their process group, live as long as the class.
 
-    Shared between the tests of a class: processes, process group, and all state that a test leaves in them. Fresh in
-    every test: the instance and the random seed. After a test that fails, or a rank that dies, the next test gets fresh
-    ranks.
+    The tests of a class share processes, process group, and all state that a test leaves in them, but not the instance
+    and the random seed. After a test that fails, or a rank that dies, the next test gets fresh ranks.
 
     Subclasses may set ``world_size`` (by default the number of devices) and ``timeout``, and override ``backend_str``,
     ``device_type`` and ``opts``.
@@ -58,18 +56,16 @@ class MultiProcContinuousTest(RanksTestCase):
     rank: int = _UNSET
     rdvz_file: str | None = None
     timeout: timedelta = timedelta(seconds=120)
-    # Upstream sets this after a failure to skip the rest of the class. Here only subclasses set it.
-    poison_pill: bool = False
+    poison_pill: bool = False  # upstream sets it after a failure, here only subclasses do
 
     pg: ClassVar[c10d.ProcessGroup]
     processes: ClassVar[list[RankProcess]] = []
-    # Upstream's name: its subclasses without ranks set this, and override the methods that start and end ranks.
-    _processes_spawned: ClassVar[bool] = False
+    _processes_spawned: ClassVar[bool] = False  # upstream's: its subclasses without ranks set it
     _world: ClassVar[World | None] = None
 
     @classmethod
     def backend_str(cls) -> str | None:
-        """Return the process group's backend. With None, torch chooses one by the device of each tensor."""
+        """Return the process group's backend. With None, torch chooses by the device of each tensor."""
         return None
 
     @classmethod
@@ -82,10 +78,7 @@ class MultiProcContinuousTest(RanksTestCase):
         """Return options for the process group's backend, or None."""
         return None
 
-    def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
-        return wait_or_run(self, fn, self.MAIN_PROCESS_RANK, lambda case: case._wait_for_ranks())
-
-    join_or_run = _worker_run_main_wait  # upstream's name for it
+    _worker_run_main_wait = RanksTestCase.join_or_run  # upstream's name for it
 
     # The parent half
 
@@ -100,7 +93,12 @@ class MultiProcContinuousTest(RanksTestCase):
         self.addCleanup(self._check_ranks)
         if cls.poison_pill:
             raise unittest.SkipTest(f"an earlier test of {cls.__name__} set poison_pill, which skips the rest")
-        cls._drop_ranks_of_lost_zygote()
+        if cls._world is not None:
+            try:
+                cls._world.pump(0)
+            except ZygoteLostError:  # since the last test
+                provider.forget(cls._world.zygote)
+                cls._drop_ranks()
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
         if cls._world is None:
@@ -108,41 +106,23 @@ class MultiProcContinuousTest(RanksTestCase):
         cls._world.new_round(self.id(), True)
 
     @classmethod
-    def _drop_ranks_of_lost_zygote(cls) -> None:
-        """Forget ranks that died with their zygote since the last test: this test gets fresh ones."""
-        if cls._world is None:
-            return
-        try:
-            cls._world.pump(0)
-        except ZygoteLostError:
-            provider.forget(cls._world.zygote)
-            cls._drop_ranks()
-
-    @classmethod
     def _ensure_processes_spawned(cls) -> None:
-        """Start the ranks if there are none.
-
-        ``setUpClass`` is too early: device-generic classes call it before they are complete.
-        """
+        """Start the ranks if there are none. Device-generic classes call ``setUpClass`` too early for this."""
         if cls._world is not None:
             return
-        cls.world_size = cls._get_world_size(cls._device_type_name())
+        # Existing subclasses define these as class methods, properties or strings.
+        device_type = cls._value_of("device_type")
+        cls.world_size = cls._get_world_size(str(device_type() if callable(device_type) else device_type))
         backend = cls.backend_str() if callable(cls.backend_str) else cls.backend_str
         if backend is not None and ":" not in backend and not c10d.is_backend_available(backend):
             raise unittest.SkipTest(f"this torch has no backend {backend!r}")
         cls._spawn_processes(cls.world_size)
 
     @classmethod
-    def _device_type_name(cls) -> str:
-        # Existing subclasses define ``backend_str`` as a class method, a property or a string.
-        value = cls._value_of("device_type")
-        return str(value() if callable(value) else value)
-
-    @classmethod
     def _value_of(cls, name: str) -> Any:
         found = inspect.getattr_static(cls, name, None)
         if isinstance(found, property) and found.fget is not None:
-            # A new instance, on which __init__ has not run: the property may read others, such as world_size.
+            # The property may read others, such as world_size.
             return found.fget(object.__new__(cls))
         return getattr(cls, name)
 
@@ -168,9 +148,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _end_ranks(cls) -> None:
-        """Ask the ranks to end, wait until they have, and forget them. Raises WorldFailure if a rank did not end as it
-        should, though every test had passed.
-        """
+        """Ask the ranks to end, wait until they have, and forget them. Raises WorldFailure if one does not end well."""
         world = cls._forget_ranks()
         if world is None:
             return
@@ -184,14 +162,14 @@ class MultiProcContinuousTest(RanksTestCase):
                 os.remove(cls.rdvz_file)
 
     def _check_ranks(self) -> None:
-        """Fail if the test ended without waiting for the ranks. Drop them, because they may still run the test."""
+        """Fail if the test ended without waiting for the ranks, which may still run it: drop them."""
         try:
             verdict.check()
         except verdict.UnjudgedRanksError:
             self._drop_ranks()
             raise
 
-    def _wait_for_ranks(self) -> None:
+    def _wait_for_ranks(self, fn: Callable[[], Any]) -> None:
         cls = type(self)
         world = cls._world
         if world is None:
@@ -214,7 +192,7 @@ class MultiProcContinuousTest(RanksTestCase):
 
     @classmethod
     def _drop_ranks(cls) -> None:
-        """Drop the ranks after a failure, because some may wait for the failed one. The next test gets fresh ranks."""
+        """Drop the ranks after a failure, because some may wait for the failed one."""
         world = cls._forget_ranks()
         if world is not None:
             world.close()

@@ -1,7 +1,4 @@
-"""Runs in ranks: receives drawn examples from the parent half, runs each, and reports a receipt for each.
-
-See Note [Examples across ranks] in ``examples.py``.
-"""
+"""Runs in ranks: receives drawn examples from the parent half (see ``examples.py``), runs each, reports a receipt."""
 
 from __future__ import annotations
 
@@ -36,15 +33,13 @@ def serve(case: Any, body: Callable[..., Any]) -> None:
     The first receipt says that this rank is ready, so that earlier failures are not blamed on an example.
 
     Raises:
-        SystemExit: an example failed. The parent half has its receipt, and the peers' connections to this rank close.
+        SystemExit: an example failed.
         TypeError: the ranks of ``case`` are not started for one test.
     """
     rank, examples = world_rank.current(), getattr(case, "parent_pipe", None)
     if rank is None or not isinstance(examples, Connection):
-        raise TypeError(
-            f"across_ranks() needs a test class that starts processes for each test, such as FSDPTest; "
-            f"got {type(case).__name__}"
-        )
+        needed = "across_ranks() needs a test class that starts processes for each test, such as FSDPTest"
+        raise TypeError(f"{needed}; got {type(case).__name__}")
     # Hypothesis runs in another process, so assume() would complain that it is used outside of a test.
     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
     rank.report(receipts.passed())
@@ -69,10 +64,7 @@ def _run(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
 
 
 def _receipt_of_body(case: Any, body: Callable[..., Any], example: bytes) -> Receipt:
-    """Run the body and return a receipt, or raise if it failed.
-
-    A rank that rejects the example, or skips, must go on to the barrier, because its peers do.
-    """
+    """Run the body. Return a receipt if it rejects the example or skips, because its peers go on to the barrier."""
     args, kwargs = pickle.loads(example)
     try:
         with receipts.race_check():

@@ -5,33 +5,36 @@ Note [Examples across ranks]
 Hypothesis runs only in the parent half: it draws, shrinks, and writes the example database. Instead of calling the
 test's body, it sends the drawn arguments to a standing set of ranks, which each report a receipt. Every failure of a
 rank (an exception, a death, a timeout) is raised here as a failure of that example, always from the same line, so that
-Hypothesis shrinks to one minimal example. After a failure the ranks are ended before the next example, because some may
-still wait in a collective that the next example would join. The ranks never draw: ``assume()`` in a body works,
-interactive draws (``st.data()``) do not.
+Hypothesis shrinks to one minimal example. After a failure the ranks are ended, because some may still wait in a
+collective that the next example would join. ``assume()`` in a body works, interactive draws (``st.data()``) do not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import re
+import traceback
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase
-from hypothesis.errors import DidNotReproduce, Flaky
+from hypothesis.errors import DidNotReproduce, Flaky, InvalidArgument
+from hypothesis.vendor.pretty import pretty
 
 from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJECTED
-from torch_ext.testing._internal._distributed.example_report import Example, Failure, report
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict
 from torch_ext.world import provider, settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
 from torch_ext.world.settings import Limits, timeout_of
-from torch_ext.world.verdict import Judgement, WorldFailure, judge
+from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 
 __unittest = True
 
@@ -40,13 +43,50 @@ __tracebackhide__ = True  # pytest: its frames say nothing that the report of th
 # Selects a single example to run; a failure's report gives the value.
 EXAMPLE_VARIABLE = "TORCH_EXT_EXAMPLE"
 
-# Seconds until started ranks are ready for an example, until they have ended after the last one, and until a killed
-# rank is gone.
+# Seconds until ranks are ready for an example, have ended after the last one, and are gone after they were killed.
 _READY_S, _END_S, _KILL_S = 60.0, 30.0, 5.0
-
 
 # A test whose time limit is too short for its examples still has time for this many that hang.
 _MIN_EXAMPLES = 4
+
+# Hypothesis's advice, which contains the example in Hypothesis's encoding.
+_BLOB = re.compile(r"@reproduce_failure\((?:'[^']*'|\"[^\"]*\"), b'([^']*)'\)")
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments that were drawn for one call of a test's body."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def pickled(self) -> bytes:
+        """Return the example as it is sent to all ranks."""
+        try:
+            return pickle.dumps((self.args, dict(self.kwargs)))
+        except Exception as error:
+            raise InvalidArgument(
+                f"the drawn {self.as_call('example')} cannot be sent to the ranks ({type(error).__name__}: {error}). "
+                "Draw a description that can be pickled, and build the object in the test's body."
+            ) from None
+
+    def as_call(self, name: str) -> str:
+        """Write the example as a call of ``name``.
+
+        >>> Example((1,), {"sizes": [0], "flag": True}).as_call("@example")
+        '@example(1, sizes=[0], flag=True)'
+        """
+        drawn = [*map(pretty, self.args), *(f"{key}={pretty(value)}" for key, value in self.kwargs.items())]
+        return f"{name}({', '.join(drawn)})"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An example that failed, with the outcomes of its ranks."""
+
+    example: Example
+    outcomes: tuple[Outcome, ...]
+    took_s: float
 
 
 class _StopEngine(BaseException):
@@ -86,9 +126,7 @@ def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
 
 
 class ExampleRun:
-    """One run of Hypothesis over one test, the function that ``@given`` made, on a case whose ranks are started. Use
-    once. ``example_s`` is the time limit of one example, in seconds.
-    """
+    """One run of Hypothesis over ``test``, the function that ``@given`` made. ``example_s`` limits each example."""
 
     def __init__(self, case: Any, test: Any, example_s: float) -> None:
         self._case = case
@@ -98,8 +136,8 @@ class ExampleRun:
         self._deadline_s = monotonic() + self._limit_s
         self._ready: World | None = None
         self._tried = 0
-        self._failures: dict[bytes, Failure] = {}
-        self._last: Failure | None = None
+        self._failures: dict[bytes, _Failure] = {}
+        self._last: _Failure | None = None
 
     def run(self) -> None:
         """Run the test; return if it passes.
@@ -109,18 +147,15 @@ class ExampleRun:
             unittest.SkipTest: the ranks skipped.
             hypothesis.errors.HypothesisException: Hypothesis cannot run the test.
         """
-        requested = os.environ.get(EXAMPLE_VARIABLE, "")
         try:
-            with self._prepared_test(requested):
+            with self._prepared_test(os.environ.get(EXAMPLE_VARIABLE, "")):
                 self._test(self._case)
         except _StopEngine as stop:
             raise stop.error from None
-        except WorldFailure as failure:
-            raise self._with_report(failure) from None
-        except Flaky as error:
+        except (WorldFailure, Flaky) as error:
             if self._last is None:
                 raise
-            raise self._with_report(error) from None
+            raise self._report(self._last, error) from None
         except DidNotReproduce:
             if self._last is not None or self._tried != 1:
                 raise
@@ -166,14 +201,10 @@ class ExampleRun:
                 hypothesis.reject()
             raise unittest.SkipTest(verdict.summary)
         if verdict.judgement is Judgement.FAILED:
-            self._fail(payload, Failure(example, tuple(outcomes), took_s))
+            self._fail(payload, _Failure(example, tuple(outcomes), took_s))
 
     def _replay_result(self, payload: bytes) -> None:
-        """End the search when the test's time is up: examples that failed fail again, others pass without running.
-
-        Raises:
-            WorldFailure: this example failed before.
-        """
+        """End the search when the test's time is up: examples that failed fail again, others pass without running."""
         if payload in self._failures:
             self._fail(payload, self._failures[payload])
         if not self._failures:
@@ -185,15 +216,24 @@ class ExampleRun:
                 )
             )
 
-    def _fail(self, payload: bytes, found: Failure) -> None:
+    def _fail(self, payload: bytes, found: _Failure) -> None:
         self._failures[payload] = self._last = found
         raise_verdict(found.outcomes, found.took_s)
 
-    def _with_report(self, error: BaseException) -> WorldFailure:
-        if self._last is None:
-            raise AssertionError("a failure was raised that no example caused") from error
-        name = self._test.__name__
-        return WorldFailure(report(self._last, error, name, self._tried, len(self._failures), EXAMPLE_VARIABLE))
+    def _report(self, found: _Failure, error: BaseException) -> WorldFailure:
+        """Report the example ``found``, with the advice in ``error``, which Hypothesis raised at the end."""
+        notes = "\n".join(getattr(error, "__notes__", ())) + "".join(traceback.format_exception_only(error))
+        minimal = _BLOB.search(notes)
+        title = f"The minimal example, of {len(self._failures)} that failed among {self._tried}"
+        call = found.example.as_call(self._test.__name__)
+        shown = f"{title if minimal else 'The example'}, the same on every rank:\n    {call}"
+        if isinstance(error, Flaky):
+            shown += "\nIt failed, but passed when it ran again: it depends on something that Hypothesis does not draw."
+        again = f"To run it again, put this above the test:\n    {found.example.as_call('@example')}"
+        if minimal:
+            again += "\nOr leave the test as it is, and run this example alone with"
+            again += f"\n    {EXAMPLE_VARIABLE}={minimal[1]}"
+        return WorldFailure(WorldReport(found.outcomes, judge(found.outcomes), found.took_s, (shown, again)))
 
     # The ranks
 
@@ -209,28 +249,21 @@ class ExampleRun:
         return outcomes, took_s
 
     def _ranks(self) -> World:
-        """Return ranks that wait for an example; start fresh ones if there are none.
-
-        Raises:
-            _StopEngine: they did not start, or failed before the first example.
-            unittest.SkipTest: they skip the test before the first example.
+        """Return ranks that wait for an example; start fresh ones if there are none. Stop the engine, or skip the test,
+        if they fail or skip before the first example.
         """
         world: World | None = self._case._world
         if world is None or world is not self._ready:
             if self._ready is not None:
-                world = self._restart_ranks()
+                try:
+                    self._case._spawn_processes()
+                except ZygoteLostError as error:
+                    raise _StopEngine(error) from None
+                world = self._case._world
             if world is None:
                 raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
             self._await_ranks(world, Limits(test_s=_READY_S), keep=True)
             self._ready = world
-        return world
-
-    def _restart_ranks(self) -> World:
-        try:
-            self._case._spawn_processes()
-        except ZygoteLostError as error:
-            raise _StopEngine(error) from None
-        world: World = self._case._world
         return world
 
     def _await_ranks(self, world: World, limits: Limits, keep: bool) -> None:
@@ -256,11 +289,7 @@ class ExampleRun:
             pass
 
     def _end_ranks(self) -> None:
-        """Have the ranks finish as after any other test.
-
-        Raises:
-            WorldFailure: they fail to, although all examples passed.
-        """
+        """Have the ranks finish as after any other test; they may fail although all examples passed."""
         try:
             world = self._ranks()
             world.new_round(self._case.id(), NO_MORE)

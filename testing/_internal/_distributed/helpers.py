@@ -35,11 +35,8 @@ def run_subtests(
     *test_args: Any,
     **test_kwargs: Any,
 ) -> None:
-    """Call ``test_fn(*test_args, **test_kwargs, ...)`` once for each combination of the values that ``subtest_config``
-    has for its keyword arguments, all in the same ranks and process group.
-
-    A barrier follows each subtest. All ranks must skip the same ones. A note on the exception names the subtest that
-    raised it.
+    """Call ``test_fn(*test_args, **test_kwargs, ...)`` once for each combination of the values in ``subtest_config``,
+    all in the same ranks, with a barrier after each. A note on an exception names its subtest.
 
     Raises:
         ValueError: there is no combination.
@@ -64,8 +61,7 @@ def run_grid(
     for number, values in enumerate(itertools.product(*axes.values())):
         chosen = dict(zip(axes, values, strict=True))
         name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
-        # Not within case.subTest(), which continues after a failure: the next subtest's collectives would then match
-        # this one's on ranks where it has not failed.
+        # Not within case.subTest(), which continues after a failure: collectives of different subtests would match.
         _reset_dynamo()
         reason = _run_subtest(name, functools.partial(test_fn, *args, **kwargs, **chosen))
         _reset_dynamo()
@@ -88,11 +84,9 @@ def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
 
 
 def _compare_skips(key: str, name: str, reason: str | None) -> None:
-    """Wait for all ranks at the end of a subtest, and compare which ranks skipped it.
+    """Wait for all ranks at the end of a subtest, and raise an AssertionError if only some skipped it.
 
     A rank that skips sets a key in the store before the barrier, so that one look after it shows whether ranks agree.
-
-    Raises an AssertionError if some ranks skipped it and others did not.
     """
     if not c10d.is_initialized():
         c10d.barrier()  # raises the error that says so
@@ -115,7 +109,7 @@ def _compare_skips(key: str, name: str, reason: str | None) -> None:
 
 
 def _reset_dynamo() -> None:
-    # Importing it takes half a second; if it is not loaded, there is nothing to reset.
+    # If it is not loaded, there is nothing to reset.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
@@ -171,10 +165,8 @@ def _debug_level(level: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a TCP port of this machine that no other process is given until the block is left.
-
-    A socket stays bound to it and never listens. The kernel gives no such port to a process that asks for a free one,
-    while a store that names it may bind it, because stores set ``SO_REUSEADDR``.
+    """Yield a TCP port of this machine that no other process is given until the block is left: a socket stays bound to
+    it. A store that names it may bind it, because stores set ``SO_REUSEADDR``.
     """
     with socket.socket() as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -191,9 +183,8 @@ def create_tcp_store(
     jit_class: bool = False,
     use_libuv: bool = True,
 ) -> Any:
-    """Return a TCP store with the arguments of ``dist.TCPStore``, on a free port: its attribute ``port``.
-
-    ``jit_class`` returns the TorchScript class instead. It needs a port number, so one is reserved first.
+    """Return a TCP store with the arguments of ``dist.TCPStore``, on a free port: its attribute ``port``. ``jit_class``
+    returns the TorchScript class instead.
     """
     if jit_class:
         import torch
@@ -207,11 +198,7 @@ def create_tcp_store(
 
 
 def init_multigpu_helper(world_size: int, backend: str) -> dict[int, list[int]]:
-    """Divide the accelerator's devices among the ranks.
-
-    Returns:
-        The device indices of each rank: one if there are enough for all, otherwise an equal share, which may be empty.
-    """
+    """Return the device indices of each rank: one if there are enough, otherwise an equal share, which may be empty."""
     count = accelerator.device_count() if accelerator.is_accelerator() else 0
     share = 1 if world_size <= count else count // world_size
     return {rank: list(range(count))[rank * share : (rank + 1) * share] for rank in range(world_size)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as c10d
@@ -13,23 +12,17 @@ import torch.distributed as c10d
 from torch_ext.world import files, settings
 from torch_ext.world.follow import RankTask
 
-# How long a store operation may wait for a slow rank, in seconds; waits of ranks have their own limits.
-_STORE_S = 300.0
-
 
 def assign_hosts(tasks: Sequence[RankTask], number: int) -> tuple[list[RankTask], c10d.TCPStore]:
-    """Divide ``tasks`` among ``number`` hosts; return them with each rank's settings, and the store they meet at.
-
-    Called in the parent half, which serves the store as long as it holds it.
+    """Divide ``tasks`` among ``number`` hosts; return them with each rank's settings, and the store they meet at, which
+    the parent half serves as long as it holds it.
 
     Raises:
         ValueError: ``tasks`` cannot be divided among the hosts.
     """
     share = settings.ranks_per_host(len(tasks), number)
     address = settings.address()
-    store = c10d.TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S), multi_tenant=False
-    )
+    store = c10d.TCPStore(address, 0, is_master=True, wait_for_workers=False)
     common = settings.interface_variables(address, os.environ)
     folders = [_folder_of(host) for host in range(number)]
     return [

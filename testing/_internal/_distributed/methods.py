@@ -3,9 +3,9 @@
 Note [unittest in ranks]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A rank runs the test method by :meth:`unittest.TestCase.run`, with a result object of ours and without fixtures. So
-sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest, which runs and records all
-of them. The record leaves the replaced method as one exception, since existing overrides of ``_run`` and ``run_test``
-expect the method to raise; :func:`failed_parts` returns the rest of the record.
+sub-tests, skips, expected failures and cleanups mean in a rank what they mean to unittest. The record leaves the
+replaced method as one exception, as existing overrides of ``_run`` and ``run_test`` expect; :func:`failed_parts`
+returns the rest of it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __unittest = "_pytest.unittest" not in sys.modules
 provider.watch_this_process()
 
 _DEFAULT = "runTest"
-# The attribute of a test method that set_parent_half() sets.
-PARENT_HALF = "_torch_ext_parent_half"
+_PARENT_RANK = -1
+PARENT_HALF = "_torch_ext_parent_half"  # the attribute of a test method that set_parent_half() sets
 _PARTS = "_torch_ext_parts"
 _ended_in = 0  # the process in which a test method has run to its end
 
@@ -67,6 +67,18 @@ class RanksTestCase(TestCase):
 
     def join_or_run(self, fn: Callable[[], Any]) -> Any:
         """Return a replacement for test method ``fn``: in a rank it runs ``fn``, in the parent half it waits."""
+
+        @wraps(fn)
+        def wrapper(self: Any, **kwargs: Any) -> None:
+            if self.rank == _PARENT_RANK:
+                _judge(self, fn)
+            else:
+                run_method(self, functools.partial(fn, **kwargs))
+
+        return types.MethodType(wrapper, self)
+
+    def _wait_for_ranks(self, fn: Callable[[], Any]) -> None:
+        """Wait in the parent half until the ranks have run ``fn``; raise WorldFailure or SkipTest unless all passed."""
         raise NotImplementedError
 
     def setUp(self) -> None:
@@ -88,26 +100,15 @@ def count_ranks(case: Any, world_size: Any = None) -> int:
     return operator.index(found)
 
 
-def wait_or_run(case: Any, method: Callable[..., Any], parent_rank: int, wait: Callable[[Any], None]) -> Any:
-    """Return a method of ``case`` that calls ``wait(case)`` in the parent half, and runs ``method`` in a rank."""
-
-    def judge(case: Any) -> None:
-        __tracebackhide__ = True
-        try:
-            wait(case)
-        except WorldFailure as failure:
-            if not may_be_expected(failure.report.outcomes):
-                _disallow_expected_failure(case)
-            raise
-
-    @wraps(method)
-    def wrapper(self: Any, **kwargs: Any) -> None:
-        if self.rank == parent_rank:
-            judge(self)
-        else:
-            run_method(self, functools.partial(method, **kwargs))
-
-    return types.MethodType(wrapper, case)
+def _judge(case: Any, fn: Callable[[], Any]) -> None:
+    __tracebackhide__ = True
+    try:
+        case._wait_for_ranks(fn)
+    except WorldFailure as failure:
+        outcome = getattr(case, "_outcome", None)
+        if outcome is not None and not may_be_expected(failure.report.outcomes):
+            outcome.expecting_failure = False  # a failure even of a test that is expected to fail
+        raise
 
 
 class Failed(NamedTuple):
@@ -157,7 +158,7 @@ class _Result(unittest.TestResult):
             return
         self._failed.append(failed)
         if name and world_rank.current() is not None:
-            # The rank goes on, and may hang in a collective that its peers do not call: only this shows the failure.
+            # The rank goes on, and may hang: only this shows the failure.
             with contextlib.suppress(Exception):  # the test may have closed it
                 print(f"sub-test {name} failed: {wording.read_error(error)[0]}", file=sys.stderr, flush=True)
 
@@ -166,7 +167,7 @@ class _Result(unittest.TestResult):
 
         Raises:
             BaseException: the error of the first part that failed, or of the first that skipped if none failed.
-            AssertionError: unittest did not report how the test ended, for example because its methods were replaced.
+            AssertionError: unittest did not report how the test ended.
         """
         exits = [each for each in self._failed if isinstance(each.error, SystemExit)]
         others = [each for each in self._failed if each not in exits]
@@ -192,8 +193,7 @@ def _reason_of_skip(error: BaseException) -> str:
 
 def failed_parts(error: BaseException) -> Sequence[Failed]:
     """Return what failed or skipped in the run of a test method that raised ``error``."""
-    parts: Sequence[Failed] = vars(error).get(_PARTS, ())
-    return parts
+    return vars(error).get(_PARTS, ())
 
 
 def run_method(case: Any, method: Callable[[], Any]) -> None:
@@ -224,16 +224,6 @@ def body_has_ended() -> bool:
     return _ended_in == os.getpid()
 
 
-def _disallow_expected_failure(case: unittest.TestCase) -> None:
-    """Count the exception that ``case`` is about to raise as a failure even if the test is an expected failure."""
-    outcome = getattr(case, "_outcome", None)
-    if outcome is not None:
-        outcome.expecting_failure = False
-
-
 def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
-    """Have the parent half of ``method`` call ``parent_half(case, method)``; by default it waits for the ranks.
-
-    Decorators that copy attributes, as :func:`functools.wraps` does, preserve this.
-    """
+    """Have the parent half of ``method`` call ``parent_half(case, method)``; by default it waits for the ranks."""
     setattr(method, PARENT_HALF, parent_half)

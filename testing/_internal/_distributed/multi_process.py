@@ -18,7 +18,7 @@ import torch.distributed as c10d
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.testing._internal._distributed import receipts
 from torch_ext.testing._internal._distributed.hosts import assign_hosts, meeting_point
-from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks, wait_or_run
+from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks
 from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
 from torch_ext.world import _os, files, provider, settings, verdict, wording
@@ -42,8 +42,8 @@ _MAX_PIPE_CHARACTERS = 1 << 14
 
 
 def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 1) -> World:
-    """Start the ranks of a test class of ``module`` (the name under which zygotes import the test file) for ``test``,
-    with the start method that the environment selects. A zygote that was lost since the last test is replaced, once.
+    """Start the ranks of ``test`` as the environment selects. ``module`` is the name of its file in zygotes. A zygote
+    that was lost since the last test is replaced, once.
 
     Raises:
         ZygoteLostError: the new zygote was lost too.
@@ -96,15 +96,13 @@ def raise_verdict(
 
 
 def _send_trace(pipe: Connection, trace: str) -> None:
-    """Send a traceback through the pipe, as upstream does, cut to the pipe's capacity: a rank that blocked here would
-    never submit its receipt. Reports take the traceback from the receipt.
-    """
+    """Send a traceback through the pipe, as upstream does, cut to its capacity. Reports take it from the receipt."""
     with contextlib.suppress(OSError):
         pipe.send(trace[-_MAX_PIPE_CHARACTERS:])
 
 
 def _supported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``kwargs`` that the function accepts: existing overrides may be older than some of them."""
+    """Return the ``kwargs`` that the function accepts: existing overrides may lack some."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return dict(kwargs)
@@ -117,10 +115,8 @@ class MultiProcessTestCase(RanksTestCase):
     Call ``self._spawn_processes()`` in ``setUp``. The test method then runs in every rank, on its own instance with its
     ``rank`` and a ``file_name`` (an empty file, for a rendezvous). The instance that called ``setUp`` has rank -1 and
     waits. A test passes only if every rank says so. When a rank fails or dies, its peers have one second to do the same
-    and are then stopped. A test that exceeds its time limit (see ``timeout_of``) fails with the stacks of its ranks.
-
-    Fresh in every test: the processes, their environment, the file. Shared: nothing. With ``hosts = 2`` on the class,
-    its ranks run on two machines (``run_test.py --cluster``), or as if they did: see docs/cluster.md.
+    and are then stopped. A test that exceeds its time limit fails with the stacks of its ranks. With ``hosts = 2`` on
+    the class, its ranks run on two machines (``run_test.py --cluster``), or as if they did: see docs/cluster.md.
     """
 
     MAIN_PROCESS_RANK = -1
@@ -153,11 +149,9 @@ class MultiProcessTestCase(RanksTestCase):
     def _current_test_name(self) -> str:
         return self._testMethodName  # may have dots, so id() does not show where it begins
 
-    def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        """As in the base class. The parent half calls the function set on ``fn`` by :func:`set_parent_half`, if any."""
-        own = getattr(fn, PARENT_HALF, None)
-        wait = (lambda case: own(case, fn)) if own else (lambda case: case._join_processes(fn))
-        return wait_or_run(self, fn, self.MAIN_PROCESS_RANK, wait)
+    def _wait_for_ranks(self, fn: Callable[[], Any]) -> None:
+        parent_half = getattr(fn, PARENT_HALF, type(self)._join_processes)
+        parent_half(self, fn)
 
     # The parent half
 
@@ -178,8 +172,7 @@ class MultiProcessTestCase(RanksTestCase):
         self._end_world()
 
     def _clean_up(self, file_name: str) -> None:
-        # Needed when a subclass's tearDown does not call ours, or setUp raised.
-        self._end_world()
+        self._end_world()  # if a subclass's tearDown does not call ours, or setUp raised
         if os.path.exists(file_name):
             os.remove(file_name)
 
@@ -208,9 +201,8 @@ class MultiProcessTestCase(RanksTestCase):
 
     def _join_processes(self, fn: Any) -> None:
         if self._world is None:
-            raise unittest.SkipTest(
-                "no ranks were started: setUp() of the test class did not call self._spawn_processes()"
-            )
+            why = "setUp() of the test class did not call self._spawn_processes()"
+            raise unittest.SkipTest(f"no ranks were started: {why}")
         limits = Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s())
         expected = self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
         try:
@@ -222,9 +214,8 @@ class MultiProcessTestCase(RanksTestCase):
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
         """Judge the ranks' outcomes; see :func:`raise_verdict`."""
-        raise_verdict(
-            self._outcomes, elapsed_time, self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
-        )
+        expected = self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
+        raise_verdict(self._outcomes, elapsed_time, *expected)
 
     # In a rank
 
@@ -239,7 +230,7 @@ class MultiProcessTestCase(RanksTestCase):
         """Run the test method. A failure is reported to the parent half at once, and sent to ``parent_pipe`` as text.
 
         Raises:
-            SystemExit: the test failed. Put code that must run in any case into a ``finally``.
+            SystemExit: the test failed.
             unittest.SkipTest: the test skipped.
         """
         set_rng_seed()

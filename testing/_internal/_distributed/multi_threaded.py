@@ -13,13 +13,9 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _set_thread_isolation_mode
-from torch_ext.compat.testing import (
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-    separate_threaded_worlds,
-)
+from torch_ext.compat.testing import _install_threaded_pg, _uninstall_threaded_pg, separate_threaded_worlds
 from torch_ext.testing._internal._distributed import rank_threads
-from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks, wait_or_run
+from torch_ext.testing._internal._distributed.methods import RanksTestCase, count_ranks
 from torch_ext.testing._internal._distributed.multi_process import DEFAULT_WORLD_SIZE, raise_verdict
 from torch_ext.testing._internal._distributed.rank_threads import RankThread
 from torch_ext.testing._internal._distributed.skips import required_devices
@@ -60,9 +56,8 @@ class MultiThreadedTestCase(RanksTestCase):
     """A test case whose methods run in ``world_size`` threads of this process.
 
     Call ``self._spawn_threads()`` in ``setUp``. Each thread has its own instance, rank and default process group; all
-    else is shared, including global state and the CPU's random generator. Put per-rank setup in ``perThreadSetUp`` and
-    ``perThreadTearDown``. A rank that fails wakes its peers from their collectives. A rank that hangs fails the test at
-    its time limit, and its thread stays behind, because threads cannot be killed.
+    else is shared. Put per-rank setup in ``perThreadSetUp`` and ``perThreadTearDown``. A rank that fails wakes its
+    peers from their collectives. A rank that hangs fails the test at its time limit, and its thread stays behind.
     """
 
     MAIN_THREAD_RANK = -1
@@ -84,10 +79,8 @@ class MultiThreadedTestCase(RanksTestCase):
     def _current_test_name(self) -> str:
         return self._testMethodName  # may have dots, so id() does not show where it begins
 
-    def join_or_run(self, fn: Callable[[], Any]) -> Any:
-        return wait_or_run(
-            self, fn, self.MAIN_THREAD_RANK, lambda case: case._join_threads(case.threads, fn, timeout_of(case))
-        )
+    def _wait_for_ranks(self, fn: Callable[[], Any]) -> None:
+        self._join_threads(self.threads, fn, timeout_of(self))
 
     def setUp(self) -> None:
         super().setUp()
@@ -120,7 +113,7 @@ class MultiThreadedTestCase(RanksTestCase):
         self = cls(test_name)
         self.rank = rank
         if hasattr(self, "_tls"):
-            # Tolerances that a test overrides are thread-local, so each rank needs its own.
+            # Tolerances that a test overrides are thread-local.
             self._tls = threading.local()
             self._tls.precision = TestCase._precision
             self._tls.rel_tol = TestCase._rel_tol
@@ -153,15 +146,11 @@ class MultiThreadedTestCase(RanksTestCase):
         raise_verdict(outcomes, elapsed_time)
 
     def assertEqualOnRank(self, x: Any, y: Any, msg: Any = None, *, rank: int = 0) -> None:
-        """Compare on one rank only.
-
-        All threads share the CPU's random generator, so random values on the other ranks differ from run to run.
-        """
+        """Compare on one rank only: threads share the CPU's random generator, so others differ from run to run."""
         if self.rank == rank:
             self.assertEqual(x, y, msg)
 
     def assertNotEqualOnRank(self, x: Any, y: Any, msg: Any = None, *, rank: int = 0) -> None:
-        """The opposite of :meth:`assertEqualOnRank`."""
         if self.rank == rank:
             self.assertNotEqual(x, y, msg)
 
@@ -171,10 +160,6 @@ def spawn_threads_and_init_comms(
 ) -> Callable[..., Any]:
     """Run a test method in ``world_size`` threads, each with a rank and a default process group. Use it with or without
     arguments. A rank that has not ended after ``timeout`` seconds fails the test.
-
-    Raises (from the decorated method):
-        WorldFailure: a rank failed; the message gives the outcome of each.
-        unittest.SkipTest: all ranks skipped.
     """
     if func is None:
         return functools.partial(spawn_threads_and_init_comms, timeout=timeout, world_size=world_size)

@@ -8,9 +8,8 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import process_time  # bound now, because a body may replace the clock
-from typing import Any
 
 from torch_ext import accelerator
 from torch_ext.compat.testing import ThreadedWorld, prepare_for_threads
@@ -29,7 +28,7 @@ __unittest = True
 
 _STARTER = "_torch_ext_rank"
 
-_current_world: ThreadedWorld | None = None
+_current: _Shared | None = None
 
 _ENDING_OF = {RankStatus.PASSED: Ending.PASSED, RankStatus.FAILED: Ending.FAILED, RankStatus.SKIPPED: Ending.SKIPPED}
 
@@ -55,7 +54,7 @@ class _Escapes:
 
     def _record(self, thread: threading.Thread | None, text: str, error: BaseException) -> None:
         starter: RankThread | None = getattr(thread, _STARTER, None)
-        if starter is not None and starter.escapes is not self:
+        if starter is not None and starter.shared.escapes is not self:
             return  # started by an earlier test
         escape = UnfinishedWorkError(f"{text}: {type(error).__name__}: {error}")
         escape.__cause__ = error
@@ -68,53 +67,49 @@ class _Escapes:
         return self._errors
 
 
+@dataclass(eq=False)
+class _Shared:
+    """What the ranks of one test share."""
+
+    world: ThreadedWorld
+    check: accelerator.RaceCheckOfThreads | None
+    escapes: _Escapes
+
+
 class RankThread(threading.Thread):
-    """One rank. Its thread holds the receipt, so that a receipt of an earlier test is never mistaken for it.
+    """One rank, which holds its receipt. A daemon: one that hangs does not keep the process alive."""
 
-    A daemon, so that a rank that hangs does not keep the process alive.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        target: Callable[[int], object],
-        world: ThreadedWorld,
-        check: accelerator.RaceCheckOfThreads | None = None,
-    ) -> None:
+    def __init__(self, rank: int, target: Callable[[int], object], shared: _Shared) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.rank = rank
-        self.world = world
+        self.shared = shared
         self.receipt: Receipt | None = None
-        self.check = check
-        self.escapes: _Escapes | None = None
         self._run_as = target
         self._recursion_limit = sys.getrecursionlimit()
 
     def run(self) -> None:
-        with self.check.rank(self.rank) if self.check else nullcontext():
+        check = self.shared.check
+        with check.rank(self.rank) if check else nullcontext():
             try:
                 self._run_as(self.rank)
             except BaseException as error:
                 hand_in(error)
             finally:
-                # The limit is shared by all threads, and would carry over to later tests.
+                # All threads share the limit, also of later tests.
                 sys.setrecursionlimit(max(sys.getrecursionlimit(), self._recursion_limit))
 
 
 def hand_in(error: BaseException | None) -> None:
-    """Hand in the receipt of this thread's rank, unless it has handed one in. ``error`` is the exception of its body;
-    None if the body ran to its end, which only the caller can know.
-    """
+    """Hand in the receipt of this thread's rank, unless it has one. ``error`` is None if the body ran to its end."""
     thread = threading.current_thread()
     if not isinstance(thread, RankThread) or thread.receipt is not None:
         return
     try:
-        if error is None and thread.check:
-            thread.check.raise_races()
+        if error is None and thread.shared.check:
+            thread.shared.check.raise_races()
     except Exception as races:
         error = races
-    # An exit with an unknown code fails like an exception, because there is no process to end. The exit may be torch's
-    # own, which ends the ranks that wait for a failed one.
+    # An exit with an unknown code, such as torch's for ranks that wait for a failed one, fails like an exception.
     receipt = receipts.receipt_of(error) or receipts.failure_of(error) if error is not None else receipts.passed()
     thread.receipt = replace(receipt, time_s=monotonic())
 
@@ -122,7 +117,7 @@ def hand_in(error: BaseException | None) -> None:
 def world_of(thread: threading.Thread) -> ThreadedWorld | None:
     """Return the world of a rank, or of a thread that a rank has started; None if it is neither."""
     rank = thread if isinstance(thread, RankThread) else getattr(thread, _STARTER, None)
-    return rank.world if isinstance(rank, RankThread) else None
+    return rank.shared.world if isinstance(rank, RankThread) else None
 
 
 def end_world() -> None:
@@ -134,23 +129,21 @@ def end_world() -> None:
 
 def is_of_this_test() -> bool:
     """Whether this thread is a rank of the running test, not one left behind by an earlier test."""
-    return world_of(threading.current_thread()) is _current_world
+    return _current is not None and world_of(threading.current_thread()) is _current.world
 
 
 def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
     """Start a thread for each rank; each calls ``target`` with its rank."""
     prepare_for_threads()
-    # A mesh sets its thread's device only if the process has used no device yet, which would depend on thread order.
+    # A mesh sets its thread's device only if the process has used no device yet.
     accelerator.initialize()
     check = receipts.race_check_of_threads()
-    global _current_world
-    _current_world = world = ThreadedWorld(wording.place_here)
-    threads = [RankThread(rank, target, world, check) for rank in range(world_size)]
     operations.test_began()
-    escapes = _Escapes()
+    global _current
+    _current = shared = _Shared(ThreadedWorld(wording.place_here), check, _Escapes())
+    threads = [RankThread(rank, target, shared) for rank in range(world_size)]
     verdict.record_started(threads[0] if threads else None, len(threads))
     for thread in threads:
-        thread.escapes = escapes
         thread.start()
     return threads
 
@@ -158,31 +151,26 @@ def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
 def wait(threads: Sequence[RankThread], timeout_s: float) -> list[Outcome]:
     """Wait until all ranks have ended, hang provably (see Note [Provable hangs]) or are out of time.
 
-    An exception that ended a thread fails the rank that started the thread. A race that no rank was charged with fails
-    the first rank that has passed.
+    An exception that ended a thread fails the rank that started it; a race without a rank the first that passed.
     """
     verdict.record_judged(threads[0] if threads else None)
+    tests = {thread.shared for thread in threads}
     try:
         outcomes = _wait(threads, timeout_s)
     finally:
-        for world in _values(threads, "world"):
-            world.end()  # ranks that have not ended join no further collectives
-        escaped = [each for collector in _values(threads, "escapes") for each in collector.end()]
+        for test in tests:
+            test.world.end()  # ranks that have not ended join no further collectives
+        escaped = [each for test in tests for each in test.escapes.end()]
     for rank, error in escaped:
         _blame(outcomes, error, rank)
-    for races in filter(None, (check.end() for check in _values(threads, "check"))):
-        _blame(outcomes, races)
+    for test in tests:
+        if test.check and (races := test.check.end()):
+            _blame(outcomes, races)
     return outcomes
 
 
-def _values(threads: Sequence[RankThread], name: str) -> set[Any]:
-    return {found for thread in threads if (found := getattr(thread, name, None)) is not None}
-
-
 def _blame(outcomes: Sequence[Outcome], error: BaseException, rank: int | None = None) -> None:
-    """Fail ``rank`` because of ``error``, unless the rank has failed anyway. With None, fail the first rank that passed
-    or failed as expected.
-    """
+    """Fail ``rank`` because of ``error``; with None, the first rank that passed or failed as expected."""
     for outcome in outcomes:
         is_ok = outcome.ok or (outcome.receipt is not None and outcome.receipt.is_expected)
         if is_ok and rank in (None, outcome.rank):

@@ -39,9 +39,8 @@ def skipped(reason: str) -> Receipt:
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
-    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip.
-
-    Races found by the body's check by then are part of the receipt, and turn a skip into a failure.
+    """Return the receipt for ``error``; None for a ``SystemExit`` whose code means neither pass nor skip. Races of the
+    body are part of it, and turn a skip into a failure.
     """
     reason = skip_reason(error.code) if isinstance(error, SystemExit) else ""
     if isinstance(error, SystemExit) and not reason:
@@ -65,7 +64,7 @@ def failure_of(error: BaseException, with_races: BaseException | None = None) ->
 
 
 def _traces(first: str, found: Sequence[Failed]) -> str:
-    """Return the traceback of each part that failed, where there are several below the name of the sub-test."""
+    """Return the traceback of each part that failed, below the name of its sub-test."""
     traces = [first, *(wording.read_error(each.error)[1] for each in found[1:])]
     return "\n".join(
         f"Sub-test {each.part.sub_test}:\n{trace}" if each.part.sub_test else trace
@@ -74,9 +73,7 @@ def _traces(first: str, found: Sequence[Failed]) -> str:
 
 
 def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
-    """Return ``receipt`` of a rank that ends now. For an expected failure, include the exceptions of the class and
-    module cleanups, which would otherwise fail nothing.
-    """
+    """Return ``receipt`` of a rank that ends now. An expected failure includes what class and module cleanups raise."""
     if not receipt.is_expected:
         return receipt
     for error in run_class_cleanups(cls):
@@ -86,9 +83,7 @@ def after_expected_failure(receipt: Receipt, cls: Any) -> Receipt:
 
 
 def race_check() -> AbstractContextManager[None]:
-    """Return a context for the body of this rank's test or example: a race between streams of the device fails the
-    rank; see ``accelerator.race_check``. Rank 0 reports known races that the test did not meet.
-    """
+    """Return ``accelerator.race_check`` for the body of a test or example. Rank 0 reports known races not met."""
     rank = world_rank.current()
     if rank is None:
         return accelerator.race_check("", wording.announce)
@@ -96,7 +91,7 @@ def race_check() -> AbstractContextManager[None]:
 
 
 def race_check_of_threads() -> accelerator.RaceCheckOfThreads | None:
-    """Begin the check of a test whose ranks are threads; return None if the device has no checker."""
+    """Likewise, of a test whose ranks are threads; return None if the device has no checker."""
     rank = world_rank.current()
     return accelerator.race_check_of_threads(wording.announce if rank is None else rank.notify)
 
@@ -112,10 +107,8 @@ def next_order(orders: Connection) -> Any:
 
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
-    """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended.
-
-    If ``run`` returns before a test method has run to its end, the rank fails, even if ``run`` swallowed the failure.
-    One check for races covers all of ``run``.
+    """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended. The rank
+    fails if no test method has run to its end, even if ``run`` swallowed the failure. A check for races covers ``run``.
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
@@ -152,8 +145,7 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
 
 
 def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
-    """The body of a rank of ``cls`` that needs so many devices: call ``cls._run`` and the class and module cleanups
-    that it registers, and submit a receipt.
+    """The body of a rank of ``cls``: call ``cls._run`` and the cleanups that it registers, and submit a receipt.
 
     Raises:
         SystemExit: the test failed or skipped, or as :func:`run_test` says.

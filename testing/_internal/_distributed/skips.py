@@ -40,7 +40,7 @@ def _too_few_devices(exit_code: int, needed: int) -> TestSkip:
 
 
 class _SkipTable(dict[str, TestSkip]):
-    """Upstream has an exit code for each number of devices up to 8. Larger numbers get the code for any reason."""
+    """Upstream has exit codes for up to 8 devices. Larger numbers get the code for any reason."""
 
     def __missing__(self, name: str) -> TestSkip:
         count = name.removeprefix("multi-gpu-")
@@ -49,7 +49,7 @@ class _SkipTable(dict[str, TestSkip]):
         return _too_few_devices(_ANY_REASON, int(count))
 
 
-# The exit codes are upstream's: test classes elsewhere call sys.exit() with them.
+# The exit codes are upstream's.
 TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
     {
         "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),
@@ -88,22 +88,38 @@ def at_least_x_gpu(x: int) -> bool:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[_Test], _Test]:
-    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices. The simulated one offers
-    as many as the test needs. ``allow_cpu`` runs it on ``cpu`` too: set it unless the body needs device memory apart
-    from the host's.
+    """Skip a test, in its ranks, unless the accelerator under test has at least ``x`` devices. The simulated one has as
+    many as the test needs. ``allow_cpu`` runs it on ``cpu`` too, which has no memory apart from the host's.
     """
 
-    def decorator(function: _Test) -> _Test:
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if at_least_x_gpu(x) or (allow_cpu and not accelerator.is_accelerator()):
-                return function(*args, **kwargs)
-            return _skip(args, f"multi-gpu-{x}")
+    def reason() -> str:
+        enough = at_least_x_gpu(x) or (allow_cpu and not accelerator.is_accelerator())
+        return "" if enough else f"multi-gpu-{x}"
 
+    def decorator(function: _Test) -> _Test:
+        wrapper = _skip_if(reason, function)
         wrapper._required_devices = x  # type: ignore[attr-defined]
-        return wrapper  # type: ignore[return-value]
+        return wrapper
 
     return decorator
+
+
+def _skip_if(reason: Callable[[], str], function: _Test) -> _Test:
+    """Skip ``function``, in its ranks, if ``reason`` returns a name of ``TEST_SKIPS``: through the test class's own
+    handler if it has one, else as :func:`skip_rank` does.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        name = reason()
+        if not name:
+            return function(*args, **kwargs)
+        handler = getattr(args[0], "_handle_test_skip", None) if args else None
+        if handler is None:
+            skip_rank(name)
+        return handler(TEST_SKIPS[name].message)
+
+    return wrapper  # type: ignore[return-value]
 
 
 def required_devices(cls: type, test_name: str = "") -> int:
@@ -117,32 +133,18 @@ def required_devices(cls: type, test_name: str = "") -> int:
 def skip_if_no_gpu(func: _Test) -> _Test:
     """Skip a test, in its ranks, unless there is a device for each. Reads ``WORLD_SIZE`` from the environment."""
 
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def reason() -> str:
         if not accelerator.is_accelerator():
-            return _skip(args, "no_cuda")
+            return "no_cuda"
         world_size = int(os.environ["WORLD_SIZE"])
-        if not at_least_x_gpu(world_size):
-            return _skip(args, f"multi-gpu-{world_size}")
-        return func(*args, **kwargs)
+        return "" if at_least_x_gpu(world_size) else f"multi-gpu-{world_size}"
 
-    return wrapper  # type: ignore[return-value]
-
-
-def _skip(args: Sequence[Any], name: str) -> None:
-    """Skip through the test class's own handler if it has one, else as :func:`skip_rank` does."""
-    handler = getattr(args[0], "_handle_test_skip", None) if args else None
-    if handler is None:
-        skip_rank(name)
-    handler(TEST_SKIPS[name].message)
+    return _skip_if(reason, func)
 
 
 def skip_rank(name: str) -> NoReturn:
-    """Skip the test in this rank, for the reason that ``TEST_SKIPS`` has under ``name``.
-
-    Raises:
-        SystemExit: with the exit code that stands for the reason.
-        unittest.SkipTest: no exit code stands for this reason alone.
+    """Skip the test in this rank, for the reason that ``TEST_SKIPS`` has under ``name``: by its exit code, or by a
+    ``unittest.SkipTest`` if other reasons have it too.
     """
     skip = TEST_SKIPS[name]
     if skip.exit_code == _ANY_REASON:
@@ -151,10 +153,7 @@ def skip_rank(name: str) -> NoReturn:
 
 
 def requires_world_size(n: int) -> Callable[[_Test], _Test]:
-    """Run this test with ``n`` ranks. Skip it if the accelerator under test has fewer devices.
-
-    The simulated accelerator and ``cpu`` offer any number of ranks.
-    """
+    """Run this test with ``n`` ranks. Skip it if an accelerator that is not simulated has fewer devices."""
 
     def decorator(function: _Test) -> _Test:
         function._required_world_size = n  # type: ignore[attr-defined]
@@ -162,9 +161,8 @@ def requires_world_size(n: int) -> Callable[[_Test], _Test]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if accelerator.is_accelerator() and not at_least_x_gpu(n):
-                raise unittest.SkipTest(
-                    f"requires {n} devices, found {accelerator.device_count()} of {accelerator.device_type()}"
-                )
+                found = f"{accelerator.device_count()} of {accelerator.device_type()}"
+                raise unittest.SkipTest(f"requires {n} devices, found {found}")
             return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
@@ -192,10 +190,8 @@ def requires_nccl() -> Callable[[_Test], _Test]:
 
 
 def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:
-    """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is.
-
-    The backend of the device under test counts wherever an accelerator's does, so that a new accelerator needs no entry
-    here nor in any list.
+    """Skip unless one of ``backends`` is available; by default, unless an accelerator's own backend is. The backend of
+    the device under test counts wherever an accelerator's does.
     """
     wanted = list(backends or ACCELERATOR_DIST_BACKENDS)
     if accelerator.is_accelerator() and not set(ACCELERATOR_DIST_BACKENDS).isdisjoint(wanted):

@@ -1,6 +1,4 @@
-"""Base classes of FSDP and DDP tests: ranks are processes, threads, or processes that
-serve all tests of a class.
-"""
+"""Base classes of FSDP and DDP tests."""
 
 from __future__ import annotations
 
@@ -75,11 +73,8 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
-    """Ranks are threads of one process over the threaded process group. Each test has
-    its own default group.
-
-    Ranks start at no cost, but they share what threads share: module globals, the
-    host's random generator, the current device.
+    """Ranks are threads, which share module globals, the host's random generator and
+    the current device. Each test has its own default group.
     """
 
     @property
@@ -106,7 +101,6 @@ class FSDPTestMixin(TrainingMixin):
         init_method: Any
         run_test: Callable[[str, Any], None]
 
-    # Continuous cases replace it with a number when they start ranks.
     @property
     def world_size(self) -> int:
         return device.default_world_size()
@@ -117,9 +111,7 @@ class FSDPTestMixin(TrainingMixin):
     ) -> None:
         """Run ``test_name`` as ``rank``: join the group, take the rank's device, seed,
         run, leave the group. With ``fake_pg=True`` the group does not communicate.
-
-        Barriers before and after the test keep a rank that skips at once from closing
-        the store while a slower one still joins.
+        Barriers keep a rank that skips from closing the store while others still join.
         """
         self: Any = cls(test_name)
         self.rank, self.file_name = rank, file_name
@@ -134,17 +126,12 @@ class FSDPTestMixin(TrainingMixin):
         dist.destroy_process_group()
 
     def _join_group(self, *, fake: bool) -> None:
-        meeting_point = (
-            {"store": FakeStore()} if fake else {"init_method": self.init_method}
-        )
-        backend = "fake" if fake else device.distributed_backend()
+        backend, where = device.distributed_backend(), {"init_method": self.init_method}
+        if fake:
+            backend, where = "fake", {"store": FakeStore()}
+        size = int(self.world_size)
         try:
-            dist.init_process_group(
-                backend,
-                world_size=int(self.world_size),
-                rank=self.rank,
-                **meeting_point,
-            )
+            dist.init_process_group(backend, world_size=size, rank=self.rank, **where)
         except RuntimeError as error:
             # torch says so if it was built without the backend
             if "recompile" in str(error):
@@ -163,9 +150,7 @@ class FSDPTestMixin(TrainingMixin):
 
 
 class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # upstream renames an argument of _run
-    """Ranks are processes, fresh for each test. They have joined the default group when
-    the test's body starts.
-    """
+    """Ranks are processes, fresh for each test, which have joined the default group."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -195,11 +180,8 @@ class FSDPTest(FSDPTestMixin, MultiProcessTestCase):  # type: ignore[misc]  # up
 
 
 class FSDPTestContinuous(FSDPTestMixin, MultiProcContinuousTest):
-    """Ranks are processes that serve all tests of the class. This is faster, but only
-    the first test has fresh ones.
-
-    Every test starts and ends with a barrier, so that a leftover collective of one test
-    cannot match one of the next.
+    """Ranks are processes that serve all tests of the class. Every test starts and ends
+    with a barrier, so that no collective of one test matches one of the next.
     """
 
     @classmethod
@@ -246,7 +228,7 @@ class DDPTest(FSDPTest):
 
     def counts(self, body: Callable[[], object]) -> tuple[int, int]:
         """Return how many all-reduces and broadcasts of floating-point tensors ``body``
-        calls. DDP's integers, by which ranks agree on buckets, do not count.
+        calls, without DDP's integers, by which ranks agree on buckets.
         """
         with CollectiveLog() as log:
             body()
@@ -271,6 +253,5 @@ class DDPTest(FSDPTest):
     ) -> None:
         """Check bit by bit that ``ddp`` has the gradients ``expected``."""
         for name, gradient in expected.items():
-            found = ddp.module.get_parameter(name).grad
-            message = f"{label}: gradient of {name}"
-            self.assertEqual(found, gradient, message, atol=0, rtol=0)
+            found, what = ddp.module.get_parameter(name).grad, f"gradient of {name}"
+            self.assertEqual(found, gradient, f"{label}: {what}", atol=0, rtol=0)

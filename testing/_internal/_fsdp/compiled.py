@@ -1,6 +1,4 @@
-"""Runs an FSDP2 test twice: eagerly, and with the computation of each module
-compiled.
-"""
+"""Runs an FSDP2 test eagerly, and with each module's computation compiled."""
 
 from __future__ import annotations
 
@@ -26,10 +24,6 @@ def compiled_fsdp_test(
 
     The test must call ``fully_shard`` as a global of its module. That global and the
     compiler's settings are restored afterwards, even if the test raises.
-
-    Inductor generates C++ for the host and the simulated accelerator, and needs Triton
-    for GPUs. Accelerators that it does not support compile with ``aot_eager``, which
-    runs the same graphs, forward and backward, op by op.
     """
 
     def decorator(func: Callable[..., Any]) -> Callable[..., None]:
@@ -72,7 +66,9 @@ def _shard_and_compile(
 
 
 def compile_backend() -> str:
-    """Return the backend that serves the device under test."""
+    """Return ``inductor`` if it supports the device under test (GPUs need Triton), else
+    ``aot_eager``, which runs the same graphs op by op.
+    """
     kind = device.get_devtype().type
     if not device.is_accelerator():
         supported = True

@@ -1,9 +1,7 @@
-"""The device under test: its type, each rank's own device, meshes over the world, and
-delays.
+"""The device under test, each rank's own device, meshes over the world, and delays.
 
-``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are attributes of
-``common_fsdp``. They are read there on each use, so a test file that assigns one
-changes it for all that follows.
+``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are read from
+``common_fsdp`` on each use, because test files may assign them there.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ __all__ = [
     "world_mesh",
 ]
 
-FRONT_DOOR = "torch_ext.testing._internal.common_fsdp"
-
 # The value of each name until a test file assigns it.
 DEFAULTS = {
     "DEVICE_TYPE": accelerator.device_type,
@@ -39,7 +35,7 @@ DEFAULTS = {
 
 
 def _front_door() -> ModuleType:
-    return importlib.import_module(FRONT_DOOR)
+    return importlib.import_module("torch_ext.testing._internal.common_fsdp")
 
 
 def device_type() -> str:
@@ -82,23 +78,17 @@ def default_world_size() -> int:
 
 
 def with_compute_device(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 requires where no
-    accelerator is in use.
-
-    On an accelerator FSDP finds the device itself; a ``device_id`` would move
-    parameters that a test keeps on the host.
+    """Return ``fsdp_kwargs`` with the ``device_id`` that FSDP1 requires on the host. On
+    an accelerator it would move parameters that a test keeps on the host.
     """
-    return (
-        fsdp_kwargs if is_accelerator() else {"device_id": get_devtype(), **fsdp_kwargs}
-    )
+    own = {} if is_accelerator() else {"device_id": get_devtype()}
+    return own | fsdp_kwargs
 
 
 @functools.cache
 def world_mesh(*sizes: int) -> DeviceMesh:
-    """Return the mesh of shape ``sizes`` over the world. Its last dimension is
-    ``shard``; one before it, ``replicate``.
-
-    Cached for the life of the rank. The first call for each shape is collective.
+    """Return the mesh of shape ``sizes``, 1D or 2D, over the world, with dimensions
+    ``replicate`` and ``shard``. The rank's first call for each shape is collective.
     """
     names = ("replicate", "shard")[-len(sizes) :]
     return init_device_mesh(get_devtype().type, sizes, mesh_dim_names=names)
@@ -111,12 +101,11 @@ def first_ranks_mesh(size: int) -> DeviceMesh:
 
 
 def delay(milliseconds: float) -> None:
-    """Delay the work that follows by about ``milliseconds``; zero or less does nothing.
+    """Delay the work that follows by about ``milliseconds``, if more than 0.
 
-    A device that can sleep does so on its current stream while the host goes on. On a
-    GPU this makes it likelier that a missing wait shows; on ``sim`` values never depend
-    on it, and ``check_races`` finds the wait. Otherwise the host sleeps, which only
-    shifts the ranks' operations against each other.
+    A device that can sleep does so on its current stream, which makes it likelier that
+    a missing wait shows. Otherwise the host sleeps, which only shifts the ranks'
+    operations against each other.
     """
     if milliseconds <= 0:
         return

@@ -7,16 +7,16 @@ from __future__ import annotations
 import functools
 import io
 import unittest
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from torch_ext.testing._internal._fsdp.device import get_devtype, rank_device
+from torch_ext.testing._internal._fsdp.device import rank_device, world_mesh
 from torch_ext.testing._internal._fsdp.extension_hooks import (
     ContractError,
     HookCheck,
@@ -34,9 +34,9 @@ else:
 __all__ = ["ContractError", "FSDPExtensionContract"]
 
 _STEPS = 10
-# For tests that vary only the layout: enough to find a weight that is not updated.
-_FEW_STEPS = 3
+_FEW_STEPS = 3  # enough to find a weight that is not updated
 _BATCH = 2  # rows of input on each rank
+_FULL_PRECISION = MixedPrecisionPolicy()
 
 _Tolerances = tuple[float | None, float | None]  # rtol and atol
 
@@ -54,10 +54,7 @@ class FSDPExtensionContract(_FSDPTest):
     Define :meth:`make_tensor`, or :meth:`swap_weights` if wrapping each weight is not
     enough. If your subclass rounds, adjust the tolerances. Before training, the hooks
     of every weight are called as FSDP calls them, so that a mistake is an error with a
-    name instead of a hang. Each test has fresh processes: four on ``cpu`` and on the
-    simulated accelerator. All tests together take a few seconds.
-
-    ``EXTENSIONS.md`` says what you may set.
+    name instead of a hang. ``EXTENSIONS.md`` says what you may set.
     """
 
     dim: int = 8
@@ -78,18 +75,17 @@ class FSDPExtensionContract(_FSDPTest):
         )
 
     def swap_weights(self, model: nn.Module) -> None:
-        """Replace the weights of ``model`` by tensors of your subclass. Override it to
-        swap modules. Names of parameters must not change.
+        """Replace the weights of ``model`` by tensors of your subclass, or its modules.
+        Names of parameters must not change.
         """
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(
-                    module, name, nn.Parameter(self.make_tensor(parameter.detach()))
-                )
+                weight = self.make_tensor(parameter.detach())
+                setattr(module, name, nn.Parameter(weight))
 
     def values(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the plain tensors that are compared in place of ``tensor``. Override
-        it if unsharded tensors and shards have different inner tensors.
+        """Return the plain tensors to compare in place of ``tensor``. Override it if
+        unsharded tensors and shards have different inner tensors.
         """
         return inner_tensors(tensor)
 
@@ -97,30 +93,24 @@ class FSDPExtensionContract(_FSDPTest):
     def test_hooks(self) -> None:
         """Each hook takes and returns what FSDP expects, in both precisions."""
         for dim in self._dims():
-            for policy in (MixedPrecisionPolicy(), self._mixed_precision()):
+            for policy in (_FULL_PRECISION, self._mixed_precision()):
                 self._check_parity(dim, steps=0, mp_policy=policy)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_training_parity(self) -> None:
         """Ten steps equal unsharded training on the data of all ranks."""
-        self.run_subtests(
-            {"reshard_after_forward": [True, False]}, self._check_parity, dim=self.dim
-        )
+        config = {"reshard_after_forward": [True, False]}
+        self.run_subtests(config, self._check_parity, dim=self.dim)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_uneven_shards(self) -> None:
         """Three such steps with padded and empty shards."""
         if self.uneven_dim is None:
-            raise unittest.SkipTest(
-                f"{type(self).__name__} sets uneven_dim = None: its subclass shards "
-                "only evenly"
-            )
-        self.run_subtests(
-            {"reshard_after_forward": [True, False]},
-            self._check_parity,
-            dim=self.uneven_dim,
-            steps=_FEW_STEPS,
-        )
+            why = "sets uneven_dim = None: its subclass shards only evenly"
+            raise unittest.SkipTest(f"{type(self).__name__} {why}")
+        config = {"reshard_after_forward": [True, False]}
+        few = {"dim": self.uneven_dim, "steps": _FEW_STEPS}
+        self.run_subtests(config, self._check_parity, **few)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_mixed_precision(self) -> None:
@@ -134,17 +124,13 @@ class FSDPExtensionContract(_FSDPTest):
                     lambda module, _: seen.append(next(module.parameters()).dtype)
                 )
         model(self._inputs(self.dim, step=0)[self.rank])
-        self.assertEqual(
-            set(seen), {self.param_dtype}, "types of unsharded weights in forward"
-        )
+        what = "types of unsharded weights in forward"
+        self.assertEqual(set(seen), {self.param_dtype}, what)
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
     def test_hsdp_mesh(self) -> None:
         """Over a 2D mesh, hooks get only its shard dimension."""
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh(
-            get_devtype().type, shape, mesh_dim_names=("replicate", "shard")
-        )
+        mesh = world_mesh(2, dist.get_world_size() // 2)
         for dim in self._dims():
             self._check_parity(dim, steps=_FEW_STEPS, mesh=mesh)
 
@@ -156,11 +142,11 @@ class FSDPExtensionContract(_FSDPTest):
         self._check_devices(model, "meta", "before sharding")
         fully_shard_children(model).to_empty(device=self._device)
         self._check_devices(model, self._device.type, "after to_empty()")
-        reference, policy = self._whole(self.dim), MixedPrecisionPolicy()
+        reference = self._whole(self.dim)
         for each in (model, reference):
             for index, parameter in enumerate(each.parameters()):
                 nn.init.constant_(parameter, (index + 1) / (4 * parameter.size(1)))
-        self._train_both(model, reference, self.dim, _FEW_STEPS, policy)
+        self._train_both(model, reference, self.dim, _FEW_STEPS, _FULL_PRECISION)
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_save_and_load(self) -> None:
@@ -172,25 +158,17 @@ class FSDPExtensionContract(_FSDPTest):
             file.seek(0)
             restored = fully_shard_children(self._whole(dim, seed=1))
             restored.load_state_dict(torch.load(file, weights_only=False))
-            when = "after loading a state dict"
-            complaint = (
-                f"{when} is not what was saved. What torch.save() pickles must restore "
-                "every inner tensor"
-            )
-            for (name, loaded), saved in zip(
-                restored.named_parameters(), trained.parameters(), strict=True
-            ):
-                mine, theirs = (_local(each, name, when) for each in (loaded, saved))
-                why = f"{name} {complaint}"
-                self._compare(mine, theirs, why, (0.0, 0.0), check_dtype=True)
+            when, exact = "after loading a state dict", (0.0, 0.0)
+            for name, loaded in restored.named_parameters():
+                mine = _local(loaded, name, when)
+                saved = _local(trained.get_parameter(name), name, when)
+                complaint = f"{name} {when} is not what was saved. What torch.save() "
+                complaint += "pickles must restore every inner tensor"
+                self._compare(exact, mine, saved, complaint, check_dtype=True)
             for step in range(2):
                 inputs = self._inputs(dim, step)[self.rank]
-                what, got, wanted = (
-                    f"the output {when}",
-                    restored(inputs),
-                    trained(inputs),
-                )
-                self._check_close(got, wanted, what, (0.0, 0.0))
+                got, wanted = restored(inputs), trained(inputs)
+                self._check_close(exact, got, wanted, f"the output {when}")
 
     # Not part of the interface from here on.
 
@@ -207,9 +185,7 @@ class FSDPExtensionContract(_FSDPTest):
         return self.rtol, self.atol
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        return MixedPrecisionPolicy(
-            param_dtype=self.param_dtype, reduce_dtype=torch.float32
-        )
+        return MixedPrecisionPolicy(self.param_dtype, reduce_dtype=torch.float32)
 
     def _whole(self, dim: int, seed: int = 0) -> nn.Module:
         """Return blocks with weights of the subclass, the same on all ranks."""
@@ -226,37 +202,17 @@ class FSDPExtensionContract(_FSDPTest):
         require_hooks(model.named_parameters())
         return model
 
-    def _check_hooks(
-        self, model: nn.Module, reference: nn.Module, policy: MixedPrecisionPolicy
-    ) -> None:
-        compare = functools.partial(
-            self._compare, tolerances=self._tolerances(policy), check_dtype=True
-        )
-        for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                name = f"{prefix}.{name}"
-                HookCheck(
-                    name=name,
-                    local=_local(parameter, name, "after sharding"),
-                    whole=reference.get_parameter(name).detach(),
-                    module=module,
-                    mesh=_shard_mesh(parameter),
-                    policy=policy,
-                    compare=compare,
-                ).run()
-
     def _check_parity(
         self,
         dim: int,
         *,
         steps: int = _STEPS,
-        mp_policy: MixedPrecisionPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
         **options: Any,
     ) -> nn.Module:
         """Check the hooks of a model, train it, and return it."""
-        policy = mp_policy or MixedPrecisionPolicy()
-        model = fully_shard_children(self._whole(dim), mp_policy=policy, **options)
-        self._train_both(model, self._whole(dim), dim, steps, policy)
+        model = fully_shard_children(self._whole(dim), mp_policy=mp_policy, **options)
+        self._train_both(model, self._whole(dim), dim, steps, mp_policy)
         return model
 
     def _train_both(
@@ -267,8 +223,11 @@ class FSDPExtensionContract(_FSDPTest):
         steps: int,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self._check_hooks(model, reference, policy)
         tolerances = self._tolerances(policy)
+        compare = functools.partial(self._compare, tolerances, check_dtype=True)
+        for name, shard, whole, mesh in _shards(model, reference, "after sharding"):
+            module = model.get_submodule(name.rpartition(".")[0])
+            HookCheck(name, shard, whole, module, mesh, policy, compare).run()
         optimizers = [
             torch.optim.SGD(each.parameters(), lr=self.learning_rate, momentum=0.9)
             for each in (model, reference)
@@ -277,16 +236,15 @@ class FSDPExtensionContract(_FSDPTest):
             inputs = self._inputs(dim, step)
             whole_output = reference(torch.cat(inputs))
             output = model(inputs[self.rank])
-            # Means over the rows of each rank average to the mean over all rows, as
-            # FSDP averages gradients.
+            # FSDP averages the means over each rank's rows to the mean over all rows.
             for each in (whole_output, output):
                 each.square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
             mine = whole_output.narrow(0, self.rank * _BATCH, _BATCH)
-            self._check_close(output, mine, f"the output of step {step}", tolerances)
-            self._check_weights(model, reference, f"after step {step}", tolerances)
+            self._check_close(tolerances, output, mine, f"the output of step {step}")
+            self._check_weights(tolerances, model, reference, f"after step {step}")
 
     def _inputs(self, dim: int, step: int) -> list[torch.Tensor]:
         """Return every rank's input of ``step``, ``(_BATCH, dim)`` each."""
@@ -306,44 +264,38 @@ class FSDPExtensionContract(_FSDPTest):
                 )
 
     def _check_weights(
-        self,
-        model: nn.Module,
-        reference: nn.Module,
-        when: str,
-        tolerances: _Tolerances,
+        self, tolerances: _Tolerances, model: nn.Module, reference: nn.Module, when: str
     ) -> None:
-        for name, parameter in model.named_parameters():
-            shard = _local(parameter, name, when)
-            whole = reference.get_parameter(name).detach()
-            expected = _chunk(whole, _shard_mesh(parameter))
+        for name, shard, whole, mesh in _shards(model, reference, when):
+            expected = _chunk(whole, mesh)
             if (shard.shape, shard.dtype) != (expected.shape, expected.dtype):
                 raise ContractError(
                     f"{name} {when}: this rank's shard is {shard.dtype} "
                     f"{tuple(shard.shape)}, expected "
                     f"{expected.dtype} {tuple(expected.shape)}. {_LOST}"
                 )
-            self._check_close(shard, expected, f"{name} {when}", tolerances)
+            self._check_close(tolerances, shard, expected, f"{name} {when}")
 
     def _check_close(
         self,
+        tolerances: _Tolerances,
         got: torch.Tensor,
         expected: torch.Tensor,
         what: str,
-        tolerances: _Tolerances,
     ) -> None:
         complaint = (
             f"{what} is off by more than rtol={tolerances[0]}, atol={tolerances[1]}. "
             "If rounding causes this, raise rtol and atol. A stale value of an "
             "earlier step, kept by a hook or not copied to out, has the same effect"
         )
-        self._compare(got, expected, complaint, tolerances, check_dtype=False)
+        self._compare(tolerances, got, expected, complaint, check_dtype=False)
 
     def _compare(
         self,
+        tolerances: _Tolerances,
         got: torch.Tensor,
         expected: torch.Tensor,
         complaint: str,
-        tolerances: _Tolerances,
         check_dtype: bool,
     ) -> None:
         """Compare the :meth:`values` of two tensors.
@@ -387,7 +339,15 @@ def _local(parameter: Any, name: str, when: str) -> torch.Tensor:
     try:
         require_hooks([(name, shard)])
     except ContractError as error:
-        raise ContractError(
-            f"{name} has lost its subclass {when}. {_LOST} ({error})"
-        ) from None
+        lost = f"{name} has lost its subclass {when}. {_LOST} ({error})"
+        raise ContractError(lost) from None
     return shard
+
+
+def _shards(
+    model: nn.Module, reference: nn.Module, when: str
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, DeviceMesh]]:
+    """Yield each name with this rank's shard, the whole weight, and the mesh."""
+    for name, parameter in model.named_parameters():
+        whole = reference.get_parameter(name).detach()
+        yield name, _local(parameter, name, when), whole, _shard_mesh(parameter)

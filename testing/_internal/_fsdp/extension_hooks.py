@@ -3,15 +3,13 @@ return. Also: the inner tensors of a tensor subclass.
 
 Note [What FSDP2 does with the hooks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Unsharding calls ``fsdp_pre_all_gather`` of the local shard. FSDP flattens each tensor
-that it returns and all-gathers it over the shard mesh. The first time,
-``fsdp_post_all_gather`` builds the unsharded tensor from the gathered tensors, and
-returns it with any other tensors to free on reshard. FSDP views the result in the size
-of the unsharded weight. Resharding frees the gathered and these other tensors. Each
-later time their memory is allocated again without its contents, the all-gather fills
-the gathered tensors, and ``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd
-must not see these writes, because the weight may be saved for a backward that is still
-to come.
+Unsharding flattens each tensor that ``fsdp_pre_all_gather`` of the local shard returns
+and all-gathers it over the shard mesh. The first time, ``fsdp_post_all_gather`` returns
+the unsharded tensor, which FSDP views in the size of the weight, and any other tensors
+to free. Resharding frees these and the gathered tensors. Each later time their memory
+is allocated again without its contents, the all-gather fills the gathered tensors, and
+``fsdp_post_all_gather(out=...)`` must fill the rest. Autograd must not see these
+writes, because the weight may be saved for a backward that is still to come.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ _EMPTY = {
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors that ``tensor`` consists of, detached, including those
-    of nested subclasses.
+    """Return the plain tensors in ``tensor``, and in its nested subclasses, detached.
 
     Raises:
         ContractError: a subclass has no ``__tensor_flatten__``.
@@ -58,10 +55,9 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         raise ContractError(
-            f"{type(tensor).__name__} has no __tensor_flatten__, so its values "
-            "cannot be read. Define "
-            "__tensor_flatten__ and __tensor_unflatten__, or override values(tensor) "
-            "in the test class."
+            f"{type(tensor).__name__} has no __tensor_flatten__, so its values cannot "
+            "be read. Define __tensor_flatten__ and __tensor_unflatten__, or override "
+            "values(tensor) in the test class."
         )
     names, _ = flatten()
     return [each for name in names for each in inner_tensors(getattr(tensor, name))]
@@ -121,8 +117,7 @@ class HookCheck:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Unshard the weight, reshard it, and unshard it again. Collective over the
-        default group.
+        """Unshard the weight, reshard it, and unshard it again. Collective.
 
         Raises:
             ContractError: a hook fails a check on this rank.
@@ -135,8 +130,7 @@ class HookCheck:
         ]
         self._gather(inputs, outputs)
         unsharded, also_freed = self._first_post(outputs, metadata)
-        # See Note [What FSDP2 does with the hooks]: freed memory is allocated again
-        # without its contents.
+        # Freed memory is allocated again without its contents.
         for tensor in (*outputs, *also_freed):
             scribble(tensor)
         inputs, metadata = self._call_pre()
@@ -183,10 +177,8 @@ class HookCheck:
 
     def _call_pre(self) -> tuple[Sequence[torch.Tensor], Any]:
         count, signature = self._arguments_of_pre, _SIGNATURES[PRE]
-        problem = (
-            f"takes {count} arguments, expected 1 (mesh) or 5. Define {signature}."
-        )
-        self._require(count in (1, 5), PRE, problem)
+        problem = f"takes {count} arguments, expected 1 (mesh) or 5. Define "
+        self._require(count in (1, 5), PRE, f"{problem}{signature}.")
         stride = torch.empty(self.whole.shape, device="meta").stride()
         args = (self.mesh, self.whole.size(), stride, self.module, self.policy)
         with ScribbledEmpty():
@@ -241,8 +233,7 @@ class HookCheck:
     def _call_post(
         self, outputs: Sequence[torch.Tensor], metadata: Any, **out: torch.Tensor
     ) -> Any:
-        # FSDP calls this hook during forward, with autograd on, and the other hook with
-        # autograd off.
+        # FSDP calls this hook with autograd on, and the other with autograd off.
         return self._call(POST, tuple(outputs), metadata, self._dtype, **out)
 
     def _first_post(
@@ -313,9 +304,8 @@ class HookCheck:
         problem += "in the order of ranks. Check the order of all_gather_outputs, the "
         problem += "use of metadata, that padding is at the end of each shard and that "
         problem += "nothing reads it"
-        same = self.whole.dtype == self._dtype
-        whole = self.whole if same else self.whole.to(self._dtype)
-        self.compare(unsharded, whole.detach(), str(self._error(POST, problem)))
+        whole = self.whole.to(self._dtype).detach()
+        self.compare(unsharded, whole, str(self._error(POST, problem)))
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> set[int]:

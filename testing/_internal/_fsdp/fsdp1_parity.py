@@ -1,6 +1,4 @@
-"""FSDP1 against DDP: both train the same model on the same inputs, and the results are
-compared.
-"""
+"""FSDP1 against DDP: both train the same model on the same inputs."""
 
 from __future__ import annotations
 
@@ -69,17 +67,16 @@ class TrainingMixin(SubtestMixin):
         use_pure_fp16: bool = False,
         sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Train ``model`` by SGD with momentum and return the last loss, detached, with
-        the scale that its backward used.
+        """Train ``model``, which wraps an :class:`FSDPTestModel`, by SGD with momentum.
+        Return the last loss, detached, with the scale that its backward used.
 
         Checks the type of each loss, and that FSDP is idle at the end. With offloading,
-        the parameters of an FSDP model must be on the host after backward, and after
-        forward if the strategy reshards there.
+        FSDP's parameters must be on the host after backward, and after forward if the
+        strategy reshards there.
 
-        ``model`` wraps an :class:`FSDPTestModel`, its ``module``. ``fsdp_cpu_offload``
-        and ``mixed_precision`` are those of an FSDP model's constructor; the inputs of
-        other models are cast to ``mixed_precision.param_dtype``. With ``save_model``,
-        each step ends by saving the state, zeroing the model and loading the state.
+        ``fsdp_cpu_offload`` and ``mixed_precision`` are those of an FSDP model's
+        constructor; other models' inputs are cast to ``mixed_precision.param_dtype``.
+        With ``save_model``, each step saves the state, zeroes the model and loads it.
 
         Raises:
             ValueError: ``num_steps`` is below 1.
@@ -88,9 +85,8 @@ class TrainingMixin(SubtestMixin):
             raise ValueError(f"got num_steps={num_steps}, expected at least 1")
         is_fsdp, compute = isinstance(model, FSDP), device.get_devtype()
         mixed_type = mixed_precision.param_dtype if mixed_precision else None
-        # Under mixed precision FSDP casts its inputs itself; other wrappers do not.
+        # FSDP casts its inputs itself.
         input_type = None if is_fsdp else mixed_type
-        # Autocast computes losses in float32 too.
         loss_type = (is_fsdp and mixed_type) or torch.float32
         if use_pure_fp16:
             input_type = loss_type = torch.float16
@@ -99,15 +95,13 @@ class TrainingMixin(SubtestMixin):
         reshards = strategy not in private.NO_RESHARD_AFTER_FORWARD_STRATEGIES
         test_model: Any = model.module
         loss_device = next(model.parameters()).device
-        # With momentum, each step depends on all gradients so far. Adam would hide a
-        # wrong scale.
+        # Adam would hide a wrong scale.
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         options = {"device": compute.type, **(sharded_grad_scaler_kwargs or {})}
         scaler = ShardedGradScaler(enabled=enable_sharded_grad_scaler, **options)
         for _ in range(num_steps):
             optimizer.zero_grad()
             with torch.amp.autocast(compute.type, dtype=mixed_type, enabled=autocast):
-                # Inputs are on the compute device even if parameters are offloaded.
                 inputs = _cast(test_model.get_input(compute), input_type)
                 output = model(*inputs)
                 if offloads and reshards:
@@ -147,28 +141,23 @@ class TrainingMixin(SubtestMixin):
         sharded_grad_scaler_kwargs: dict[str, Any] | None = None,
         **fsdp_kwargs: Any,
     ) -> None:
-        """Check that FSDP trains like a reference, which is DDP unless you give
-        ``ref_init_fn``.
+        """Check that FSDP trains like a reference: DDP, or what ``ref_init_fn`` makes,
+        with an attribute ``module``, of the plain model on the device.
 
         Compares the last loss and, in full precision, all parameters. Offloaded
         parameters must be on the host before and after training. FSDP must refuse
         offloading with ``DEVICE_AFTER``.
 
         Both sides build ``model_class`` deterministically, with ``init_kwargs``. A root
-        that ``fsdp_init_mode`` does not wrap is wrapped here. ``device_init_mode`` is
-        the FSDP model's; the reference is built on the device. ``ref_init_fn`` wraps
-        the plain model into one with an attribute ``module``. Options without another
-        meaning in :meth:`_train_for_several_steps` are for FSDP's constructor.
+        that ``fsdp_init_mode`` does not wrap is wrapped here. Options that
+        :meth:`_train_for_several_steps` lacks are for FSDP's constructor.
 
         Raises:
             AssertionError: FSDP differs.
             ValueError: the mode is ``NO_FSDP``, or building the FSDP model failed.
         """
         if fsdp_init_mode == FSDPInitMode.NO_FSDP:
-            raise ValueError(
-                "got FSDPInitMode.NO_FSDP, expected a mode that wraps: there is no "
-                "FSDP model to compare"
-            )
+            raise ValueError("got FSDPInitMode.NO_FSDP, expected a mode that wraps")
         fsdp_kwargs |= {
             "cpu_offload": cpu_offload,
             "backward_prefetch": backward_prefetch,
@@ -192,9 +181,7 @@ class TrainingMixin(SubtestMixin):
         reference = (ref_init_fn or _ddp)(plain)
         if use_pure_fp16:
             reference.half()
-        autocast = (
-            mixed_precision is not None and mixed_precision.param_dtype is not None
-        )
+        autocast = bool(mixed_precision and mixed_precision.param_dtype)
         expected = train(reference, autocast=autocast)
 
         modes = fsdp_init_mode, device_init_mode
@@ -204,10 +191,8 @@ class TrainingMixin(SubtestMixin):
         if device_init_mode == DEVICEInitMode.DEVICE_AFTER:
             sharded.to(device.device_type())
             if _offloads(cpu_offload):
-                refusal = (
-                    "An FSDP-managed module with parameter CPU offloading enabled has "
-                    f"parameters on {device.device_type()}"
-                )
+                refusal = "An FSDP-managed module with parameter CPU offloading "
+                refusal += f"enabled has parameters on {device.device_type()}"
                 with self.assertRaisesRegex(RuntimeError, refusal):
                     train(sharded, autocast=False, save_model=save_model)
                 return
@@ -217,19 +202,15 @@ class TrainingMixin(SubtestMixin):
         if _offloads(cpu_offload):
             self._check_on_host(sharded)
             loss = loss.to(device.device_type())
-        # Collective, so it must come before anything that may fail on one rank only.
+        # Collective, so before what may fail on one rank only.
         full = get_full_params(sharded)
         # Under mixed precision only the reference has a float32 loss.
         torch.testing.assert_close(loss, expected, check_dtype=False)
-        # In half precision the two optimizers round differently, so only the losses are
-        # compared.
+        # In half precision the two optimizers round differently.
         if mixed_precision is None and not use_pure_fp16:
-            self.assertEqual(
-                full,
-                list(reference.parameters()),
-                exact_device=True,
-                msg=lambda text: f"FSDP did not match the reference: {text}",
-            )
+            wanted = list(reference.parameters())
+            message = "FSDP did not match the reference: {}".format
+            self.assertEqual(full, wanted, exact_device=True, msg=message)
 
     def _fsdp_model(
         self,
@@ -239,13 +220,11 @@ class TrainingMixin(SubtestMixin):
         init_kwargs: dict[str, Any],
     ) -> FSDP:
         try:
-            model = model_class.init(
-                self.process_group, *modes, dict(fsdp_kwargs), **init_kwargs
-            )
+            group = self.process_group
+            model = model_class.init(group, *modes, dict(fsdp_kwargs), **init_kwargs)
         except Exception as error:
-            raise ValueError(
-                f"{model_class.__name__}.init with {fsdp_kwargs} raised: {error}"
-            ) from error
+            what = f"{model_class.__name__}.init with {fsdp_kwargs}"
+            raise ValueError(f"{what} raised: {error}") from error
         if isinstance(model, FSDP):
             return model
         # The reference reduces all gradients, so FSDP must manage every parameter.

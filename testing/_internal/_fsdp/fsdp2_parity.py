@@ -1,7 +1,5 @@
-"""FSDP2 against an unsharded replica: compares shards, gradients and training steps.
-
-The replica averages its gradients by plain all-reduces of this module, so that the
-reference depends on neither DDP nor FSDP.
+"""FSDP2 against an unsharded replica, which averages its gradients by plain all-reduces
+and so depends on neither DDP nor FSDP.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ __all__ = [
     "sequential_mlps",
 ]
 
-_LEARNING_RATE = 0.05
-
 
 def reduce_scatter_with_assert(
     cls: Any,
@@ -38,22 +34,17 @@ def reduce_scatter_with_assert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``assert_fn`` on the output tensor of a reduce-scatter, then run the
-    reduce-scatter and return its result.
+    """Call ``assert_fn`` on the output tensor of a reduce-scatter, whose values are not
+    yet written, then run the reduce-scatter and return its result.
 
     Bind the first three arguments with :func:`functools.partial`, and pass the partial
-    to ``patch_reduce_scatter``. ``assert_fn`` sees the output before it is written:
-    shape, type and device are valid, values are not.
+    to ``patch_reduce_scatter``.
 
     Raises:
-        AssertionError: the call has no output argument. Errors of ``assert_fn`` are
-            passed on.
+        AssertionError: the call has no output argument, or ``assert_fn`` raised.
     """
     if not args and "output" not in kwargs:
-        raise AssertionError(
-            f"a reduce-scatter was called without an output: got args {args} and "
-            f"kwargs {kwargs}"
-        )
+        raise AssertionError(f"a reduce-scatter without an output: got kwargs {kwargs}")
     assert_fn(args[0] if args else kwargs["output"])
     return orig_reduce_scatter(*args, **kwargs)
 
@@ -65,18 +56,14 @@ def check_sharded_parity(
     prefixes_to_ignore: tuple[str, ...] = (),
 ) -> None:
     """Check that ``sharded_module`` holds the shards of ``replicated_module``: names,
-    values, gradients, placements.
-
-    Not collective: each rank shards its own replicated tensors, with the placements of
-    the sharded parameters.
+    values, gradients, placements. Not collective: each rank shards its own tensors.
 
     ``cls`` is the test case. ``prefixes_to_ignore`` are substrings to remove from the
     sharded names, such as wrappers'.
 
     Raises:
         AssertionError: anything differs; or a parameter is sharded twice along
-            dimension 0, for which the order of shards in FSDP and in
-            ``distribute_tensor`` differs.
+            dimension 0, where FSDP's order is not that of ``distribute_tensor``.
     """
     replicated = list(replicated_module.named_parameters())
     sharded = list(sharded_module.named_parameters())
@@ -85,7 +72,7 @@ def check_sharded_parity(
         [_without(name, prefixes_to_ignore) for name, _ in sharded],
     )
     for (name, whole), (_, parameter) in zip(replicated, sharded, strict=True):
-        part = _check_is_dtensor(cls, parameter, name)
+        part = _check_is_dtensor(parameter, name)
         _check_shard(cls, whole.detach(), part, part, name)
         _check_gradient(cls, whole, part, name)
 
@@ -98,27 +85,22 @@ def _without(name: str, prefixes: tuple[str, ...]) -> str:
 
 def _check_gradient(cls: Any, whole: torch.Tensor, part: DTensor, name: str) -> None:
     if whole.grad is None:
-        cls.assertIsNone(
-            part.grad, f"{name}: only the sharded parameter has a gradient"
-        )
+        what = f"{name}: only the sharded parameter has a gradient"
+        cls.assertIsNone(part.grad, what)
         return
-    cls.assertIsNotNone(
-        part.grad, f"{name}: only the replicated parameter has a gradient"
-    )
-    gradient = _check_is_dtensor(cls, part.grad, f"{name}.grad")
-    cls.assertEqual(
-        tuple(gradient.placements), tuple(part.placements), f"placements of {name}.grad"
-    )
+    what = f"{name}: only the replicated parameter has a gradient"
+    cls.assertIsNotNone(part.grad, what)
+    gradient = _check_is_dtensor(part.grad, f"{name}.grad")
+    found, wanted = tuple(gradient.placements), tuple(part.placements)
+    cls.assertEqual(found, wanted, f"placements of {name}.grad")
     cls.assertEqual(gradient.device_mesh, part.device_mesh, f"mesh of {name}.grad")
     _check_shard(cls, whole.grad, gradient, part, f"{name}.grad")
 
 
-def _check_is_dtensor(cls: Any, tensor: object, name: str) -> DTensor:
+def _check_is_dtensor(tensor: object, name: str) -> DTensor:
     if not isinstance(tensor, DTensor):
-        raise AssertionError(
-            f"{name} is a {type(tensor).__name__}, not a DTensor: its module is "
-            "unsharded"
-        )
+        why = "not a DTensor: its module is unsharded"
+        raise AssertionError(f"{name} is a {type(tensor).__name__}, {why}")
     return tensor
 
 
@@ -128,23 +110,18 @@ def _check_shard(
     if tuple(layout.placements) == (Shard(0), Shard(0)):
         raise AssertionError(
             f"{name}: placements (Shard(0), Shard(0)) have another order of shards "
-            "than in distribute_tensor, "
-            "so the two cannot be compared. Compare full_tensor() instead."
+            "than in distribute_tensor. Compare full_tensor() instead."
         )
-    expected = distribute_tensor(
-        whole, layout.device_mesh, layout.placements, src_data_rank=None
-    )
+    mesh, placements = layout.device_mesh, layout.placements
+    expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     cls.assertEqual(part.shape, whole.shape, f"shape of {name}")
     found, wanted = _comparable(part.to_local(), expected.to_local())
     cls.assertEqual(found, wanted, msg=lambda text: f"{name}: {text}")
 
 
 def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return the inner tensors of each, because comparing a subclass is slow and may
-    ignore some of them.
-
-    A plain tensor, such as a gradient that FSDP has reduced, is compared with every
-    inner tensor of a subclass.
+    """Return the inner tensors of each, since comparing a subclass may ignore some. A
+    plain tensor, such as a reduced gradient, is compared with all of a subclass.
     """
     parts = [
         inner_tensors(each) if hasattr(each, "__tensor_flatten__") else [each]
@@ -158,29 +135,22 @@ def effective_reduce_dtype(
     policy: MixedPrecisionPolicy, original: torch.dtype = torch.float32
 ) -> torch.dtype:
     """Return the type in which FSDP2 reduces gradients of parameters of type
-    ``original`` under ``policy``.
-
-    Without ``policy.reduce_dtype`` it is the type of the computation, or since torch
-    2.15 the type of the parameters; see the documentation of ``MixedPrecisionPolicy``.
+    ``original``: without ``policy.reduce_dtype`` that of the computation, or since
+    torch 2.15 of the parameters.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
-    # torch.__version__ is a TorchVersion, which compares as one.
     follows_parameters = torch.__version__ >= "2.15"
     return original if follows_parameters else policy.param_dtype or original
 
 
 def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
-    """Return a sequence of up to three MLPs, the same on every rank. Shapes: ``(*,
-    width)`` in and out.
-
-    With the default width no first dimension is divisible by 4, so on four ranks FSDP2
-    pads every parameter.
+    """Return up to three MLPs, the same on every rank: ``(*, width)`` in and out. With
+    the default width FSDP2 pads every parameter on four ranks.
     """
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(MLP(width, dim_multiplier=multiplier) for multiplier in (2, 3, 2)[:count])
-    )
+    multipliers = (2, 3, 2)[:count]
+    return nn.Sequential(*(MLP(width, dim_multiplier=each) for each in multipliers))
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -205,20 +175,16 @@ def check_train_parity(
     check that parameters change.
 
     Collective. ``reference`` is a copy of ``sharded`` from before ``fully_shard``, and
-    ``inputs`` has this rank's input of each step. ``check`` compares gradients and
-    parameters after each backward and at the end, by default with
-    :func:`check_sharded_parity`. ``loss_of`` computes the loss from a model and its
-    input, by default the sum of the squared output. ``tolerance`` is for losses.
+    ``inputs`` has this rank's input of each step. ``check`` (default:
+    :func:`check_sharded_parity`) compares gradients and parameters after each backward
+    and at the end. ``loss_of`` computes the loss from a model and its input (default:
+    the sum of the squared output). ``tolerance`` is for losses.
     """
     models = (reference, sharded)
     compare = check or functools.partial(check_sharded_parity, cls)
     # Not foreach, so that parameters on different meshes may share an optimizer.
-    optimizers = [
-        torch.optim.SGD(
-            model.parameters(), lr=_LEARNING_RATE, momentum=0.9, foreach=False
-        )
-        for model in models
-    ]
+    options: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "foreach": False}
+    optimizers = [torch.optim.SGD(model.parameters(), **options) for model in models]
     before = [parameter.detach().clone() for parameter in reference.parameters()]
     for step, rows in enumerate(inputs):
         losses = [
@@ -234,6 +200,5 @@ def check_train_parity(
             optimizer.step()
             optimizer.zero_grad()
     compare(reference, sharded)
-    cls.assertNotEqual(
-        before, [parameter.detach() for parameter in reference.parameters()]
-    )
+    after = [parameter.detach() for parameter in reference.parameters()]
+    cls.assertNotEqual(before, after)

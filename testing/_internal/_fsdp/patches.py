@@ -2,19 +2,12 @@
 
 Note [Patches and threads]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks may be processes, which each have the patched name to themselves, or threads,
-which share it. In both cases:
-
-- No rank runs its body before every rank has set its replacement (a barrier after
-  setting).
-- The name is not restored while a thread is in its body (a barrier before leaving).
-- The last thread to leave restores what the first thread found. If every thread
-  restored what it found itself, one could leave another thread's replacement in
-  place.
-
-Threads share one replacement, the one that was set last. A body that raises leaves
-without the barrier, because a peer may never arrive; the name is restored when the last
-thread has left.
+Ranks may be threads, which share the patched name and the replacement set last. A
+barrier after setting keeps a rank from running its body before every rank has set its
+replacement. A barrier before leaving keeps the name from being restored while a thread
+is in its body; a body that raises leaves without it, because a peer may never arrive.
+The last thread to leave restores what the first thread found: if each restored what it
+found, one could leave another's replacement in place.
 """
 
 from __future__ import annotations
@@ -47,11 +40,9 @@ _Patch = AbstractContextManager[None]
 
 @dataclass
 class _Level:
-    """One depth of nested contexts over a name: what the first thread found, and how
-    many threads are inside.
-    """
+    """One depth of nested contexts over a name."""
 
-    before: Any
+    before: Any  # what the first thread found
     threads_inside: int = 0
 
 
@@ -85,15 +76,13 @@ def _leave(owner: Any, name: str) -> None:
         levels = _levels[key]
         _state.depths[key] -= 1
         levels[_state.depths[key]].threads_inside -= 1
-        # A thread that raised may leave an outer level while another is still in an
-        # inner one.
+        # A thread that raised may leave an outer level before another an inner one.
         while levels and not levels[-1].threads_inside:
             _write(owner, name, levels.pop().before)
 
 
 def _read(owner: Any, name: str) -> Any:
-    # Without binding, so that a static method is restored as one. Configuration modules
-    # compute their attributes.
+    # Without binding, so that a static method is restored as one, unless computed.
     entries = owner if isinstance(owner, dict) else vars(owner)
     return entries[name] if name in entries else getattr(owner, name)
 
@@ -108,10 +97,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
 @contextmanager
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Keep ``replacement`` as attribute ``name`` of a module or class, or as entry of a
-    dictionary, while all ranks of the default group run their bodies.
-
-    Collective: all ranks must enter, and all must leave or raise. See Note [Patches and
-        threads].
+    dictionary, while all ranks of the default group run their bodies. Collective. See
+    Note [Patches and threads].
     """
     _enter(owner, name, replacement)
     try:
@@ -163,8 +150,6 @@ def patch_post_backward(new_post_backward: Callable[..., Any]) -> _Patch:
 
 
 def patch_register_post_backward_hook_backward(new_backward: Any) -> _Patch:
-    """Replace the backward of the autograd function that runs the post-backward of an
-    FSDP2 group.
-    """
+    """Replace the backward of the autograd function that runs post-backward."""
     function = param_group.RegisterPostBackwardFunction
     return patched(function, "backward", new_backward)

@@ -29,14 +29,10 @@ def _assert_module_states(
     assert_fn: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> None:
     """Call ``assert_fn(tensor on rank 0, tensor on another rank)`` for each parameter
-    and buffer of ``model``.
-
-    Every rank gathers all tensors and compares all ranks, so all ranks fail with the
-    same error.
+    and buffer of ``model``. Every rank compares all ranks, so all fail alike.
 
     Raises:
-        AssertionError: ranks have different names of parameters or buffers. Errors of
-            ``assert_fn`` are passed on.
+        AssertionError: ranks have different names, or ``assert_fn`` raised.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     own = {name: tensor.detach().cpu() for name, tensor in named}
@@ -45,11 +41,11 @@ def _assert_module_states(
     first, *others = gathered
     for rank, other in enumerate(others, start=1):
         if [*other] != [*first]:
+            missing, extra = first.keys() - other.keys(), other.keys() - first.keys()
             raise AssertionError(
                 f"rank {rank} has other module states than rank 0: missing "
-                f"{sorted(first.keys() - other.keys())}, "
-                f"unexpected {sorted(other.keys() - first.keys())}. Build the same "
-                "model on every rank."
+                f"{sorted(missing)}, unexpected {sorted(extra)}. Build the same model "
+                "on every rank."
             )
         for name, expected in first.items():
             assert_fn(expected, other[name])
@@ -79,11 +75,8 @@ def _get_state_dict(
 def _broadcast_state_dict(
     rank: int, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Return rank 0's ``state_dict`` on every rank, with tensors on the device under
-    test. Collective.
-
-    Tensors are sent through host memory, because other ranks may be unable to open rank
-    0's device. The argument is ignored on other ranks.
+    """Return rank 0's ``state_dict`` on every rank, on the device under test, through
+    host memory, because others may be unable to open rank 0's device. Collective.
     """
     shared: list[Any] = [None]
     if rank == 0 and state_dict is not None:

@@ -1,10 +1,10 @@
-"""Logs collectives, and a training step as lines of text: its collectives, named by
-FSDP unit, and the compute of the units.
+"""Logs collectives, and a training step as lines of text: collectives by FSDP unit, and
+the compute of the units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,13 +45,9 @@ class CollectiveLog(TorchDispatchMode):
         """Note a collective that is about to run."""
         self.calls.append(call)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(  # type: ignore[no-untyped-def]
+        self, func, types, args=(), kwargs=None
+    ):
         namespace, _, op = func._schema.name.partition("::")
         if namespace == "c10d" and op in _COLLECTIVES:
             name, tensors_of = _COLLECTIVES[op]
@@ -62,12 +58,11 @@ class CollectiveLog(TorchDispatchMode):
 
 
 class ThreeUnits(nn.Module):
-    """Linear layers ``first``, ``second`` and ``last`` in sequence. Shard the first two
-    each on their own.
+    """Linear layers ``first``, ``second`` and ``last`` in sequence: ``(*, 4)`` to ``(*,
+    20)``. Shard the first two each on their own.
 
     Their sizes (16, 48 and 240 elements) identify them, and so do half sizes. Their
     rows are divisible by 2 and 4.
-    Shapes: ``(*, 4)`` to ``(*, 20)``.
     """
 
     UNITS = ("first", "second", "last")
@@ -84,20 +79,21 @@ class ThreeUnits(nn.Module):
 
 
 class StepLog(CollectiveLog):
-    """Logs a step of a :class:`ThreeUnits` model, which you may shard before or after.
+    """Logs a step of a :class:`ThreeUnits` model, which you may shard before or after:
+    the forward and backward of its units, and collectives.
 
-    Compute is logged when the forward or backward of a unit runs. A collective is named
-    after the unit whose elements it moves: all of them, or half after a reduction over
-    two shards. Otherwise the log shows the number of elements.
+    A collective is named after the unit whose elements it moves: all of them, or half
+    after a reduction over two shards. Otherwise the log shows the number of elements.
     """
 
     def __init__(self, model: ThreeUnits) -> None:
         super().__init__()
         self.lines: list[str] = []
         self.dtypes: dict[str, torch.dtype] = {}
-        units = {name: getattr(model, name) for name in model.UNITS}
-        self._units = {unit.weight.numel(): name for name, unit in units.items()}
-        for name, unit in units.items():
+        self._units: dict[int, str] = {}
+        for name in model.UNITS:
+            unit = getattr(model, name)
+            self._units[unit.weight.numel()] = name
             unit.register_forward_hook(self._forward_hook(name))
 
     def _forward_hook(self, name: str) -> Callable[..., None]:
@@ -109,10 +105,9 @@ class StepLog(CollectiveLog):
         return note
 
     def note(self, call: Collective) -> None:
-        numel, units = call.numel, self._units
-        unit = units.get(numel, str(numel))
-        if 2 * numel in units:
-            unit = f"shard of {units[2 * numel]}"
+        unit = self._units.get(call.numel, str(call.numel))
+        if 2 * call.numel in self._units:
+            unit = f"shard of {self._units[2 * call.numel]}"
         self.lines.append(f"{call.name} {unit}")
         self.dtypes[call.name] = call.dtype
 

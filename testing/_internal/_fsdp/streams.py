@@ -1,8 +1,6 @@
-"""The order of work on streams: races, and which work may overlap. The streams' clocks
-answer, so no result depends on time.
-
-Only the simulated accelerator has such clocks. Elsewhere :func:`check_races` checks
-nothing, and :class:`WatchedUnits` skips.
+"""The order of work on streams: races, and which work may overlap. The clocks of the
+simulated accelerator's streams answer, so no result depends on time. Elsewhere
+:func:`check_races` checks nothing, and :class:`WatchedUnits` skips.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch.nn as nn
 from torch_ext.testing._internal._fsdp.device import get_devtype, is_accelerator
 from torch_ext.testing._internal._fsdp.step_log import (
     Collective,
-    CollectiveLog,
+    StepLog,
     ThreeUnits,
 )
 
@@ -40,24 +38,20 @@ def _race_checker() -> Any:
 
 def check_races() -> AbstractContextManager[None]:
     """Return a context that raises at its end if streams raced in its body, with the
-    wait that was missing.
-
-    Does nothing on a device without a checker.
+    wait that was missing. Does nothing on a device without a checker.
     """
     checker = _race_checker()
     return nullcontext() if checker is None else checker.check()
 
 
-class WatchedUnits(CollectiveLog):
+class WatchedUnits(StepLog):
     """A sharded :class:`ThreeUnits` that marks when each unit is computed, gathered,
     reduced and all-reduced, and finds marked moments that may overlap, because no wait
     orders their streams.
 
-    A moment is called ``"0 forward: gather second"``, with the number of the step. Both
-    FSDPs gather the unit ``last``, which is the root's, first.
-
-    Each mark writes its cell on the current stream and reads those of earlier marks
-    there. A read that races with a write shows two moments that nothing orders.
+    A moment is called ``"0 forward: gather second"``, with the number of the step. Each
+    mark writes its cell on the current stream and reads those of earlier marks there. A
+    read that races with a write shows two moments that nothing orders.
 
     Args:
         device: where the model is made.
@@ -71,18 +65,13 @@ class WatchedUnits(CollectiveLog):
     def __init__(
         self, device: torch.device, shard: Callable[[ThreeUnits], nn.Module]
     ) -> None:
-        super().__init__()
         units = ThreeUnits().to(device)
+        super().__init__(units)
         self.names: list[str] = []
         self.phase = ""
         self._overlapping: set[tuple[str, str]] = set()
         self._cells = torch.zeros(_MAX_MARKS, device=device)
         self._rows = torch.ones(2, 4, device=device)
-        self._units = {
-            getattr(units, name).weight.numel(): name for name in units.UNITS
-        }
-        for name, unit in units.named_children():
-            unit.register_forward_hook(self._note_compute(name))
         self.model = shard(units)
 
     def mark(self, event: str) -> None:
@@ -107,7 +96,7 @@ class WatchedUnits(CollectiveLog):
         unit = self._units.get(call.numel) or self._units[2 * call.numel]
         self.mark(f"{_NAMES.get(call.name, call.name)} {unit}")
 
-    def _note_compute(self, name: str) -> Callable[..., None]:
+    def _forward_hook(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             self.mark(f"computed {name}")
             if output.requires_grad:
@@ -117,17 +106,12 @@ class WatchedUnits(CollectiveLog):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the steps of the body. A race of the body itself is an error, as with
-        :func:`check_races`.
-
-        Raises:
-            unittest.SkipTest: the device has no race checker.
+        """Watch the steps of the body; skip on a device without a race checker. A race
+        of the body itself is an error, as with :func:`check_races`.
         """
         if _race_checker() is None:
-            raise unittest.SkipTest(
-                "needs the race checker of the simulated accelerator"
-            )
-
+            why = "needs the race checker of the simulated accelerator"
+            raise unittest.SkipTest(why)
         torch.accelerator.synchronize()
         with check_races(), self:
             yield
@@ -156,17 +140,14 @@ class WatchedUnits(CollectiveLog):
             AssertionError: two moments relate otherwise; the message shows both lines.
             ValueError: a line states no relation, or a moment that was not marked.
         """
-        case.assertMultiLineEqual(
-            relations, "\n".join(map(self._actual_relation, relations.splitlines()))
-        )
+        actual = map(self._actual_relation, relations.splitlines())
+        case.assertMultiLineEqual(relations, "\n".join(actual))
 
     def _actual_relation(self, line: str) -> str:
         match = _RELATION.fullmatch(line)
         if match is None:
-            raise ValueError(
-                f"Got {line!r}, expected 'A overlaps B', 'A comes before B' or 'A "
-                "issued after B'."
-            )
+            expected = "'A overlaps B', 'A comes before B' or 'A issued after B'"
+            raise ValueError(f"Got {line!r}, expected {expected}.")
         first, second = match.groups()
         relation = "comes before"
         if self.names.index(first) > self.names.index(second):

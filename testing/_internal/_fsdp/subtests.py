@@ -1,6 +1,4 @@
-"""Subtests: a test that runs once for each point of a grid. Points that skip are
-counted and reported.
-"""
+"""Subtests: a test that runs once for each point of a grid. Points may skip."""
 
 from __future__ import annotations
 
@@ -26,28 +24,16 @@ __all__ = ["skip_parameter_offload", "skip_without_accelerator", "subtest_name"]
 
 
 def skip_without_accelerator(reason: str) -> None:
-    """Skip the running subtest, or the test if it has none, where the device under test
-    is the host.
-
-    Raises:
-        unittest.SkipTest: there is no accelerator. Inside ``run_subtests`` this skips
-        the running subtest only.
-    """
+    """Skip the running subtest, or the test if it has none, on the host."""
     if not device.is_accelerator():
         raise unittest.SkipTest(reason)
 
 
 def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:
-    """Skip the running subtest if ``cpu_offload`` offloads parameters and there is no
-    accelerator.
-
-    Raises:
-        unittest.SkipTest: as in :func:`skip_without_accelerator`.
-    """
+    """Likewise, if ``cpu_offload`` offloads parameters."""
     if cpu_offload is not None and cpu_offload.offload_params:
-        skip_without_accelerator(
-            "CPUOffload(offload_params=True) needs an accelerator to offload from"
-        )
+        why = "CPUOffload(offload_params=True) needs an accelerator to offload from"
+        skip_without_accelerator(why)
 
 
 class SubtestMixin(_TestCase):
@@ -66,11 +52,8 @@ class SubtestMixin(_TestCase):
         """Run ``test_fn`` once for each combination of values in ``subtest_config``,
         all in the same ranks.
 
-        A combination that skips does not stop the rest. All ranks must skip the same
-        ones. The test run prints their number with the reasons.
-
-        Raises:
-            unittest.SkipTest: every combination skipped.
+        All ranks must skip the same ones, whose number the run prints with the reasons.
+        The test skips if all combinations do.
         """
         number = math.prod(map(len, subtest_config.values()))
         reasons = run_grid(self, subtest_config, test_fn, *test_args, **test_kwargs)
@@ -88,8 +71,7 @@ class SubtestMixin(_TestCase):
 
 
 def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
-    """Join the names that ``test_name_mapping`` gives to ``str`` of each argument;
-    ``None`` is named ``none``.
+    """Join the names that ``test_name_mapping`` gives to ``str`` of each argument.
 
     >>> subtest_name({"True": "offload", "False": "on_device"}, True, None)
     'offload_none'

@@ -1,4 +1,4 @@
-"""Conformance tests of c10d backends, to run on a backend of yours.
+"""Conformance tests of c10d backends, to run on yours.
 
     class TestMyBackend(BackendConformance, DistributedTestBase):
         device_type = "mydevice"
@@ -221,25 +221,25 @@ class BackendConformance:
         self._check(out[:, 0], expected, sent, received)
 
     def _lists_of_unequal_sizes(self) -> None:
-        outs = [self._full(0.0, rank) for rank in range(self.world_size)]
-        dist.all_gather(outs, self._full(float(self.rank), self.rank))
+        outs = [self._full(0, rank) for rank in range(self.world_size)]
+        dist.all_gather(outs, self._full(self.rank, self.rank))
         for rank, out in enumerate(outs):
-            self._check(out, torch.full((rank,), float(rank)), "all_gather", rank)
-        out = self._full(0.0, self.rank)
+            self._check(out, rank, "all_gather", rank)
+        out = self._full(0, self.rank)
         dist.reduce_scatter(out, [torch.ones_like(each) for each in outs])
-        expected = torch.full((self.rank,), float(self.world_size))
-        self._check(out, expected, "reduce_scatter")
+        self._check(out, self.world_size, "reduce_scatter")
 
     def _dense_tensors_in_another_order_than_row_major(self) -> None:
         rows = self._rows(torch.float32, 12)
         mine = self._to_device(rows[self.rank]).view(3, 4).t()
+        expected = _reduced(rows, OPS.SUM).view(3, 4).t()
         dist.all_reduce(mine)
-        self._check(mine, _reduced(rows, OPS.SUM).view(3, 4).t(), "all_reduce")
+        self._check(mine, expected, "all_reduce")
         dist.broadcast(mine, 0)
-        self._check(mine, _reduced(rows, OPS.SUM).view(3, 4).t(), "broadcast")
+        self._check(mine, expected, "broadcast")
 
     def _parts_of_a_larger_tensor(self) -> None:
-        whole = self._full(7.0, 9)
+        whole = self._full(7, 9)
         part = whole[3:6]
         part.fill_(self.rank)
         dist.all_reduce(part)
@@ -259,77 +259,77 @@ class BackendConformance:
 
     def _messages_in_order(self) -> None:
         if self.rank == 0:
-            sends = [dist.isend(self._full(float(i)), 1) for i in range(6)]
+            sends = [dist.isend(self._full(i), 1) for i in range(6)]
             for work in map(_started, sends):
                 work.wait()
         elif self.rank == 1:
-            outs = [self._full(-1.0) for _ in range(6)]
+            outs = [self._full(-1) for _ in range(6)]
             for work in [_started(dist.irecv(out, 0)) for out in outs][::-1]:
                 work.wait()
             for i, out in enumerate(outs):
-                self._check(out, torch.full((3,), float(i)), i)
+                self._check(out, i, i)
 
     def _messages_by_tag(self) -> None:
         if self.rank == 0:
-            sends = [dist.isend(self._full(float(i)), 1, tag=i % 2) for i in range(6)]
+            sends = [dist.isend(self._full(i), 1, tag=i % 2) for i in range(6)]
             for work in map(_started, sends):
                 work.wait()
         elif self.rank == 1:
             for i in (1, 3, 0, 5, 2, 4):
-                out = self._full(-1.0)
+                out = self._full(-1)
                 dist.recv(out, 0, tag=i % 2)
-                self._check(out, torch.full((3,), float(i)), i)
+                self._check(out, i, i)
 
     def _recv_from_any_rank(self) -> None:
         if self.rank == 0:
             seen = set()
             for _ in range(1, self.world_size):
-                out = self._full(-1.0)
+                out = self._full(-1)
                 source = dist.recv(out, tag=9)
-                self._check(out, torch.full((3,), float(source)), source)
+                self._check(out, source, source)
                 seen.add(source)
             if seen != set(range(1, self.world_size)):
                 raise AssertionError(f"messages came from {seen}")
         else:
-            dist.send(self._full(float(self.rank)), 0, tag=9)
+            dist.send(self._full(self.rank), 0, tag=9)
 
     def _batch_isend_irecv(self) -> None:
         after, before = self._neighbours
-        sent, out = self._full(float(self.rank)), self._full(-1.0)
+        sent, out = self._full(self.rank), self._full(-1)
         ops = dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, out, before)
         for work in dist.batch_isend_irecv([*ops]):
             work.wait()
-        self._check(out, torch.full((3,), float(before)))
+        self._check(out, before)
 
     def _groups_of_some_ranks(self) -> None:
         firsts = range(self.world_size - 1)
         pairs = [dist.new_group([first, first + 1]) for first in firsts]
         for first, pair in enumerate(pairs):
-            x = self._full(float(self.rank))
+            x = self._full(self.rank)
             if self.rank in (first, first + 1):
                 dist.all_reduce(x, group=pair)
-                self._check(x, torch.full((3,), 2.0 * first + 1), first)
+                self._check(x, 2 * first + 1, first)
 
     def _asynchronous_order(self) -> None:
-        tensors = [self._full(float(i)) for i in range(20)]
+        tensors = [self._full(i) for i in range(20)]
         works = [_started(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
         for work in reversed(works):
             work.wait()
         for i, tensor in enumerate(tensors):
-            self._check(tensor, torch.full((3,), float(i * self.world_size)), i)
+            self._check(tensor, i * self.world_size, i)
 
     def _futures(self) -> None:
-        work = _started(dist.all_reduce(self._full(1.0), async_op=True))
+        work = _started(dist.all_reduce(self._full(1), async_op=True))
         doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
         self._check(doubled, torch.full((3,), 2.0 * self.world_size))
 
     def _coalescing(self) -> None:
-        tensors = [self._full(float(i)) for i in range(3)]
+        tensors = [self._full(i) for i in range(3)]
         with _coalescing_manager(device=torch.device(self.device_type)):
             for tensor in tensors:
                 dist.all_reduce(tensor)
         for i, tensor in enumerate(tensors):
-            self._check(tensor, torch.full((3,), float(i * self.world_size)), i)
+            self._check(tensor, i * self.world_size, i)
 
     def _barrier(self) -> None:
         store = _get_default_store()
@@ -350,7 +350,7 @@ class BackendConformance:
 
     def _disagreement_is_named(self) -> None:
         try:
-            dist.all_reduce(self._full(1.0, 3 + self.rank % 2))
+            dist.all_reduce(self._full(1, 3 + self.rank % 2))
         except RuntimeError as error:
             message = str(error)
         else:
@@ -358,33 +358,31 @@ class BackendConformance:
         for part in ("all_reduce", "3", "4", f"rank {self.rank}"):
             if part not in message:
                 raise AssertionError(f"expected {part!r} in: {message}")
-        x = self._full(1.0)
+        x = self._full(1)
         dist.all_reduce(x)
-        self._check(x, torch.full((3,), float(self.world_size)), "after a disagreement")
+        self._check(x, self.world_size, "after a disagreement")
 
     # Helpers.
 
     def _hold_to(self, *features: str) -> None:
         """Start the group and check each of the named features."""
         if unknown := {*self.lacks, *self.avoids} - FEATURES.keys():
-            raise ValueError(
-                f"{type(self).__name__} names unknown features: {sorted(unknown)}"
-            )
+            name = type(self).__name__
+            raise ValueError(f"{name} names unknown features: {sorted(unknown)}")
         self.start_group()
         for name in features:
-            check = getattr(self, f"_{re.sub('[^a-z]', '_', name)}")
             if name in self.avoids:
                 continue
-            if name not in self.lacks:
-                check()
-                continue
             try:
-                check()
+                getattr(self, f"_{re.sub('[^a-z]', '_', name)}")()
             except Exception:
+                if name not in self.lacks:
+                    raise
                 continue
-            raise AssertionError(
-                f"{name} works; take it off `lacks`, which says: {self.lacks[name]}"
-            )
+            if why := self.lacks.get(name):
+                raise AssertionError(
+                    f"{name} works; take it off `lacks`, which says: {why}"
+                )
 
     def _cases(
         self, parts: int = 1
@@ -412,7 +410,7 @@ class BackendConformance:
         return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
 
     def _full(self, value: float, numel: int = 3) -> torch.Tensor:
-        return torch.full((numel,), value, device=self.device_type)
+        return torch.full((numel,), float(value), device=self.device_type)
 
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return all ranks' values, 1 to 3, so that no product overflows."""
@@ -425,7 +423,11 @@ class BackendConformance:
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((numel,), 7, dtype=dtype, device=self.device_type)
 
-    def _check(self, got: torch.Tensor, expected: torch.Tensor, *where: object) -> None:
+    def _check(
+        self, got: torch.Tensor, expected: torch.Tensor | float, *where: object
+    ) -> None:
+        if not isinstance(expected, torch.Tensor):
+            expected = torch.full(got.shape, float(expected), device="cpu")
         if not torch.equal(got.cpu(), expected.to("cpu", got.dtype)):
             raise AssertionError(f"{where}: got {got.cpu()}, expected {expected}")
 

@@ -6,12 +6,9 @@ The topology of :class:`DdpUnderDistAutogradTest`::
     master (rank 5)  --train_batch-->  trainers (ranks 0-3, DDP among them)
     trainers         --RemoteEM, RemoteNet-->  remote worker (rank 4)
 
-Trainers train ``fc1`` and ``fc2`` together with the two remote layers. Weights and
-inputs are small integers and halves, so every gradient is exact in float32 and is
-compared exactly with :func:`expected_gradients`, which uses neither RPC nor DDP.
-
-Module-level functions and classes here are found by name on other workers: renaming one
-renames an RPC target.
+Weights and inputs are small integers and halves, so gradients are exact in float32 and
+are compared exactly with :func:`expected_gradients`, which uses neither RPC nor DDP.
+Other workers find module-level functions and classes by name.
 """
 
 from __future__ import annotations
@@ -63,19 +60,14 @@ class DdpMode(enum.Enum):
 
 
 def init_logger() -> logging.Logger:
-    """Return this module's logger, writing to stderr: warnings, or everything if the
-    variable ``debug`` is set.
-    """
+    """Return this module's logger: of warnings, or everything if ``debug`` is set."""
     logger = logging.getLogger(__name__)
     logger.setLevel(logging.DEBUG if "debug" in os.environ else logging.WARNING)
     logger.propagate = False
     if not logger.handlers:
+        line = "%(asctime)s %(processName)s/%(threadName)s %(levelname)s: %(message)s"
         handler = logging.StreamHandler()
-        handler.setFormatter(
-            logging.Formatter(
-                "%(asctime)s %(processName)s/%(threadName)s %(levelname)s: %(message)s"
-            )
-        )
+        handler.setFormatter(logging.Formatter(line))
         logger.addHandler(handler)
     return logger
 
@@ -92,10 +84,8 @@ class FeatureSet(NamedTuple):
 
     def split(self, size: int) -> list[FeatureSet]:
         """Return the examples in batches of ``size``."""
-        return [
-            FeatureSet(*parts)
-            for parts in zip(*(torch.split(field, size) for field in self), strict=True)
-        ]
+        fields = (torch.split(field, size) for field in self)
+        return [FeatureSet(*parts) for parts in zip(*fields, strict=True)]
 
 
 def _call_method(
@@ -113,34 +103,25 @@ def _remote_method(
 def _remote_method_async(
     method: Callable[..., _T], rref: rpc.RRef[Any], *args: Any, **kwargs: Any
 ) -> torch.futures.Future[_T]:
-    return rpc.rpc_async(
-        rref.owner(), _call_method, args=(method, rref, *args), kwargs=kwargs
-    )
+    args = (method, rref, *args)
+    return rpc.rpc_async(rref.owner(), _call_method, args=args, kwargs=kwargs)
 
 
 class RemoteEM(nn.Module):
-    """An embedding on the remote worker, all weights 0.5: (n,) rows to (n,
-    embedding_dim).
-    """
+    """An embedding with weights of 0.5: (n,) rows to (n, embedding_dim)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__()
-        self.em = nn.EmbeddingBag(
-            num_embeddings,
-            embedding_dim,
-            _weight=torch.full((num_embeddings, embedding_dim), 0.5),
-        )
+        self.em = nn.EmbeddingBag(num_embeddings, embedding_dim)
+        nn.init.constant_(self.em.weight, 0.5)
 
     def forward(self, input: Tensor) -> Tensor:
         gLogger.debug("embedding of %s", input)
-        bags: Tensor = self.em(input, offsets=torch.arange(len(input)))
-        return bags
+        return self.em(input, offsets=torch.arange(len(input)))
 
 
 def getLinear(d_in: int, d_out: int) -> nn.Linear:
-    """Return a linear layer without bias; its weights are 1, except the first, which is
-    -1.
-    """
+    """Return a linear layer without bias: a first weight of -1, and all others 1."""
     layer = nn.Linear(d_in, d_out, bias=False)
     nn.init.ones_(layer.weight)
     with torch.no_grad():
@@ -149,7 +130,7 @@ def getLinear(d_in: int, d_out: int) -> nn.Linear:
 
 
 class RemoteNet(nn.Module):
-    """A linear layer and a ReLU on the remote worker: (n, d_in) to (n, d_out)."""
+    """A linear layer and a ReLU: (n, d_in) to (n, d_out)."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__()
@@ -158,13 +139,13 @@ class RemoteNet(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         gLogger.debug("dense layer of %s", input)
-        return torch.as_tensor(self.relu(self.fc(input)))
+        return self.relu(self.fc(input))
 
 
 class HybridModel(nn.Module):
-    """``fc2(RemoteNet(fc1(dense) ++ RemoteEM(sparse)))``, where ``fc1`` and ``fc2`` are
-    local. DDP replicates ``fc2`` over ``process_group_for_ddp``, if given, and averages
-    ``ddp_params``; ``non_ddp_params`` are the other local parameters.
+    """``fc2(RemoteNet(fc1(dense) ++ RemoteEM(sparse)))``. DDP replicates ``fc2`` over
+    ``process_group_for_ddp``, if given, and averages ``ddp_params``, which
+    ``non_ddp_params`` completes to all local parameters.
     """
 
     def __init__(
@@ -183,24 +164,20 @@ class HybridModel(nn.Module):
         self.ddp_params: tuple[nn.Parameter, ...] = ()
         if process_group_for_ddp is not None:
             self.non_ddp_params, self.ddp_params = first, second
-            self.fc2 = DistributedDataParallel(
-                self.fc2, process_group=process_group_for_ddp
-            )
+            group = process_group_for_ddp
+            self.fc2 = DistributedDataParallel(self.fc2, process_group=group)
 
     def forward(self, input: FeatureSet) -> Tensor:
-        sparse = _remote_method(
-            RemoteEM.forward, self.remote_em_rref, input.sparse_features
-        )
+        embed, rows = self.remote_em_rref, input.sparse_features
+        sparse = _remote_method(RemoteEM.forward, embed, rows)
         joined = torch.cat((self.fc1(input.dense_features), sparse), dim=1)
-        return torch.as_tensor(
-            self.fc2(_remote_method(RemoteNet.forward, self.remote_net_rref, joined))
-        )
+        hidden = _remote_method(RemoteNet.forward, self.remote_net_rref, joined)
+        return self.fc2(hidden)
 
 
 class Trainer:
-    """Trains a :class:`HybridModel`. It lives on a trainer, and the master calls its
-    methods. Unless ``ddp_mode`` is ``NONE``, every rank of the world creates the
-    trainers' group.
+    """Trains a :class:`HybridModel` when the master calls. Unless ``ddp_mode`` is
+    ``NONE``, every rank of the world creates the trainers' group.
     """
 
     def __init__(
@@ -213,30 +190,22 @@ class Trainer:
         self.rank = rank
         self.remote_rrefs = (remote_em_rref, remote_net_rref)
         self.remote_grads: list[Tensor] = []
-        self.trainer_group = (
-            None if ddp_mode is DdpMode.NONE else dist.new_group(TRAINER_RANKS)
-        )
-        model = HybridModel(
-            *self.remote_rrefs,
-            self.trainer_group if ddp_mode is DdpMode.INSIDE else None,
-        )
+        self.trainer_group = create_trainer_group(ddp_mode)
+        inner_group = self.trainer_group if ddp_mode is DdpMode.INSIDE else None
+        model = HybridModel(*self.remote_rrefs, inner_group)
         self.hybrid_module: nn.Module = model
         self.ddp_params, self.non_ddp_params = model.ddp_params, model.non_ddp_params
         if ddp_mode is DdpMode.OUTSIDE:
             self.ddp_params, self.non_ddp_params = model.non_ddp_params, ()
-            self.hybrid_module = DistributedDataParallel(
-                model, process_group=self.trainer_group
-            )
+            group = self.trainer_group
+            self.hybrid_module = DistributedDataParallel(model, process_group=group)
 
     def destroy_pg(self) -> None:
-        """Destroy the module and the trainers' group, if there is one. The trainer
-        cannot be used afterwards.
-        """
+        """Destroy the module and the trainers' group, if there is one, for good."""
         # The module first: see Note [DDP dies before its group].
         del self.hybrid_module, self.ddp_params, self.non_ddp_params
         if self.trainer_group is not None:
             dist.destroy_process_group(self.trainer_group)
-            self.trainer_group = None
 
     def train_batch(
         self,
@@ -244,8 +213,7 @@ class Trainer:
         trainer_has_less_inputs: bool,
         simulate_uneven_inputs: bool,
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the gradients of the last backward of ``ddp_params`` and of
-        ``non_ddp_params``.
+        """Return the last gradients of ``ddp_params`` and of ``non_ddp_params``.
 
         With uneven inputs a batch is two steps under DDP's ``join``, and a trainer with
         less inputs stops after the first.
@@ -253,9 +221,8 @@ class Trainer:
         join: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         batches = [mini_batch]
         if simulate_uneven_inputs:
-            if not isinstance(self.hybrid_module, DistributedDataParallel):
-                raise ValueError("uneven inputs need DdpMode.OUTSIDE")
-            join = self.hybrid_module.join()
+            ddp: Any = self.hybrid_module
+            join = ddp.join()
             batches = split_unevenly(mini_batch, trainer_has_less_inputs)
         grads: dict[Tensor, Tensor] = {}
         with join:
@@ -270,8 +237,7 @@ class Trainer:
             loss = weighted_sum(self.hybrid_module(batch), batch)
             dist_autograd.backward(context_id, [loss])
             grads = dist_autograd.get_gradients(context_id)
-            # Read the gradients before the context ends, which drops them on every
-            # worker that took part.
+            # Before the context ends, which drops them on every worker.
             self.remote_grads = [
                 grad
                 for rref in self.remote_rrefs
@@ -281,10 +247,13 @@ class Trainer:
         return grads
 
     def get_remote_grads(self) -> list[Tensor]:
-        """Return this trainer's gradients of the remote layers' parameters, from its
-        last backward.
-        """
+        """Return the last backward's gradients of the remote layers."""
         return self.remote_grads
+
+
+def create_trainer_group(ddp_mode: DdpMode) -> dist.ProcessGroup | None:
+    """Create the trainers' group if DDP is used. Every rank of the world calls this."""
+    return None if ddp_mode is DdpMode.NONE else dist.new_group(TRAINER_RANKS)
 
 
 def _gradients_of(module: nn.Module, context_id: int) -> list[Tensor]:
@@ -298,18 +267,14 @@ def weighted_sum(output: Tensor, batch: FeatureSet) -> Tensor:
 
 
 def split_unevenly(batch: FeatureSet, has_less: bool) -> list[FeatureSet]:
-    """Return a trainer's micro-batches of two examples each: all of them, or the first
-    half.
-    """
+    """Return a trainer's micro-batches of two examples: all, or the first half."""
     batches = batch.split(2)
     return batches[: len(batches) // 2] if has_less else batches
 
 
 def get_training_examples() -> list[FeatureSet]:
-    """Return one batch of 4 examples per trainer.
-
-    Another trainer has each example with the opposite value, so gradients averaged over
-    all trainers are zero.
+    """Return one batch of 4 examples per trainer. Each example is also there with the
+    opposite value, so gradients averaged over all trainers are zero.
     """
     rows = [
         (value, (x * value, y * value), z)
@@ -323,9 +288,7 @@ def get_training_examples() -> list[FeatureSet]:
 
 
 class ExpectedGradients(NamedTuple):
-    """Gradients of one batch in an all-local model, in the order of each module's
-    parameters.
-    """
+    """Gradients of one batch in an all-local model."""
 
     fc1: Tensor
     fc2: Tensor
@@ -333,59 +296,40 @@ class ExpectedGradients(NamedTuple):
 
 
 def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
-    """Return the hybrid model's gradients for ``batch``, computed by plain autograd in
-    one process.
-    """
+    """Return the hybrid model's gradients for ``batch``, by plain local autograd."""
     fc1, fc2 = getLinear(D_DENSE, D_DENSE), getLinear(D_HID, D_OUT)
     em, net = RemoteEM(NUM_EM_ROW, D_SPARSE), RemoteNet(D_DENSE + D_SPARSE, D_HID)
-    hidden = net(
-        torch.cat((fc1(batch.dense_features), em(batch.sparse_features)), dim=1)
-    )
-    remote = [*em.parameters(), *net.parameters()]
-    first, second, *rest = torch.autograd.grad(
-        weighted_sum(fc2(hidden), batch), [fc1.weight, fc2.weight, *remote]
-    )
+    features = (fc1(batch.dense_features), em(batch.sparse_features))
+    loss = weighted_sum(fc2(net(torch.cat(features, dim=1))), batch)
+    layers = (fc1, fc2, em, net)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    first, second, *rest = torch.autograd.grad(loss, parameters)
     return ExpectedGradients(first, second, rest)
 
 
 def averaged_gradients(grads: Sequence[ExpectedGradients]) -> ExpectedGradients:
-    """Average the local layers' gradients as DDP does. A trainer that is missing from
-    ``grads`` counts as zero.
-    """
-
-    def mean(parts: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(parts)).sum(dim=0) / NUM_TRAINERS
-
-    return ExpectedGradients(
-        mean([g.fc1 for g in grads]), mean([g.fc2 for g in grads]), []
-    )
+    """Average the local layers' gradients as DDP does: a missing trainer's are zero."""
+    layers = [*zip(*grads, strict=True)][:2]
+    first, second = (torch.stack(each).sum(dim=0) / NUM_TRAINERS for each in layers)
+    return ExpectedGradients(first, second, [])
 
 
-# A condition alone is not enough: a notification is lost if the master signals before a
-# worker starts to wait.
+# A condition would lose a notification that comes before a worker waits.
 shutdown_signal = threading.Event()
 
 
 def set_shutdown_signal() -> None:
-    """Let this worker's :func:`wait_for_shutdown_signal` return, even if it is called
-    later.
-    """
+    """Let :func:`wait_for_shutdown_signal` return, even if it is called later."""
     shutdown_signal.set()
 
 
 def wait_for_shutdown_signal(
     timeout_s: float = rpc.constants.DEFAULT_RPC_TIMEOUT_SEC,
 ) -> None:
-    """Wait for the signal and clear it for the next test in this process.
-
-    Raises:
-        TimeoutError: no signal within ``timeout_s``; the master failed or forgot this
-            worker.
-    """
+    """Wait for the signal and clear it for the next test in this process."""
     if not shutdown_signal.wait(timeout_s):
-        raise TimeoutError(
-            f"no shutdown signal from {worker_name(MASTER_RANK)} within {timeout_s:g} s"
-        )
+        master = worker_name(MASTER_RANK)
+        raise TimeoutError(f"no shutdown signal from {master} within {timeout_s:g} s")
     shutdown_signal.clear()
 
 
@@ -402,7 +346,7 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 
     def _remote_worker_process(self, ddp_mode: DdpMode) -> None:
         with self._process_group():
-            self._create_trainer_group(ddp_mode)
+            create_trainer_group(ddp_mode)
             wait_for_shutdown_signal()
 
     def _trainer_process(self, rank: int) -> None:
@@ -420,19 +364,10 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     @contextlib.contextmanager
     def _process_group(self) -> Iterator[None]:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master may be connected before its peers have left init_process_group,
-        # and a trainer that is still in it would find no default group when the master
-        # calls.
+        # The master must not call a trainer that is still in init_process_group.
         dist.barrier()
         yield
         dist.destroy_process_group()
-
-    def _create_trainer_group(self, ddp_mode: DdpMode) -> None:
-        """Take part in ``new_group``, which every rank of the world calls. Trainers do
-        so in :class:`Trainer`.
-        """
-        if ddp_mode is not DdpMode.NONE:
-            dist.new_group(TRAINER_RANKS)
 
     def do_test_on_master(
         self,
@@ -441,21 +376,15 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         remote_em_rref: rpc.RRef[RemoteEM],
         remote_net_rref: rpc.RRef[RemoteNet],
     ) -> None:
-        """Create the trainers, train three rounds, compare each round's gradients, and
-        end the other workers.
-        """
+        """Train three rounds, compare each round's gradients, end the other workers."""
+        args = (remote_em_rref, remote_net_rref, ddp_mode)
         trainers = [
-            rpc.remote(
-                self.trainer_name(rank),
-                Trainer,
-                args=(remote_em_rref, remote_net_rref, ddp_mode, rank),
-            )
+            rpc.remote(self.trainer_name(rank), Trainer, args=(*args, rank))
             for rank in TRAINER_RANKS
         ]
-        self._create_trainer_group(ddp_mode)
+        create_trainer_group(ddp_mode)
         examples = get_training_examples()
-        # Gradients that cancel do not tell an average from zeros, so the last round
-        # weighs trainers unequally.
+        # Gradients that cancel do not tell an average from zeros.
         unequal = [
             batch._replace(values=batch.values * (rank + 1))
             for rank, batch in enumerate(examples)
@@ -496,13 +425,12 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
                 DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
                 DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
             }[ddp_mode]
-            got = (
-                *future.wait(),
-                _remote_method(Trainer.get_remote_grads, trainers[rank]),
-            )
-            names = ("layers under DDP", "local layers", "remote layers")
-            for name, grads, wanted in zip(
-                names, got, (ddp, non_ddp, own.remote), strict=True
+            under_ddp, local = future.wait()
+            remote = _remote_method(Trainer.get_remote_grads, trainers[rank])
+            for name, grads, wanted in (
+                ("layers under DDP", under_ddp, ddp),
+                ("local layers", local, non_ddp),
+                ("remote layers", remote, own.remote),
             ):
                 message = f"{name}, trainer {rank}"
                 self.assertEqual(list(grads), wanted, message, rtol=0, atol=0)
@@ -548,11 +476,9 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
 # Note [DDP dies before its group]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A DDP module that outlives ``destroy_process_group`` holds the group's last reference.
-# Its destructor then joins the group's threads with the GIL held, and a thread that is
-# dropping a finished collective's Python objects waits for the GIL: the process hangs,
-# about once in forty runs (torch 2.13, gloo). Groups destroyed by
-# ``destroy_process_group`` itself release the GIL. So modules go out of scope, or are
-# dropped, first.
+# Its destructor joins the group's threads with the GIL held, and one that is dropping a
+# finished collective's Python objects waits for the GIL: a hang in one of forty runs
+# (torch 2.13, gloo). So modules go out of scope, or are dropped, first.
 
 
 class CommonDdpComparisonTest(RpcAgentTestFixture):
@@ -570,11 +496,9 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
 
     @contextlib.contextmanager
     def _trainers(self, backend: str = "gloo") -> Iterator[None]:
-        """Initialise the process group for the body, and seed each trainer by its rank.
-
-        With equal seeds all gradients would be equal, with or without an average. The
-        body is one call, so that its locals are gone when it returns: see Note [DDP
-        dies before its group].
+        """Initialise the process group for the body, and seed each trainer by its rank:
+        equal gradients would not show a missing average. The body is one call, so that
+        its locals are gone afterwards: see Note [DDP dies before its group].
         """
         initialize_pg(self.pg_init_method, self.rank, self.world_size, backend)
         torch.manual_seed(self.rank)
@@ -584,8 +508,8 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _compare_local_and_remote(
         self, owner: str, device: torch.device, widths: Sequence[int]
     ) -> None:
-        """Compare layers of these widths, of which every other one is on ``owner`` and
-        those after them are replicated on ``device``, with the same layers all here.
+        """Compare layers of these widths, on ``owner`` and replicated on ``device`` in
+        turn, with the same layers all here.
         """
         remotes, here, replicated = [], [], []
         for at in range(0, len(widths) - 1, 2):
@@ -620,9 +544,7 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
     def _mean_over_trainers(
         self, losses: Sequence[Tensor | None], parameters: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the gradients that DDP should give for the trainers' losses; None
-        marks a trainer without input.
-        """
+        """Return DDP's gradients for the trainers' losses (None: no input)."""
         totals = [torch.zeros_like(parameter) for parameter in parameters]
         for loss in losses:
             if loss is not None:
@@ -633,29 +555,21 @@ class CommonDdpComparisonTest(RpcAgentTestFixture):
 
 
 def _inputs_of(rank: int, *, uneven: bool) -> list[Tensor]:
-    """Return the batches of trainer ``rank``, (3, 2) each: one, or three on even ranks
-    if inputs are uneven.
-    """
+    """Return batches, (3, 2) each: one, or three on even ranks if uneven."""
     seeded = torch.Generator().manual_seed(rank)
     count = 3 if uneven and rank % 2 == 0 else 1
     return [torch.rand((3, 2), generator=seeded) for _ in range(count)]
 
 
 def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rows, (10,), and the offsets, (2,), of the embedding bags of trainer
-    ``rank``.
-    """
-    return torch.randint(
-        10, (10,), generator=torch.Generator().manual_seed(rank)
-    ), torch.tensor([0, 4])
+    """Return the rows, (10,), and the offsets, (2,), of trainer ``rank``'s bags."""
+    seeded = torch.Generator().manual_seed(rank)
+    return torch.randint(10, (10,), generator=seeded), torch.tensor([0, 4])
 
 
 class DdpComparisonTest(CommonDdpComparisonTest):
-    """DDP gives the trainers' mean gradients, within a distributed autograd context and
-    without.
-
-    Each process computes the mean from all trainers' inputs, which follow from their
-    seeds.
+    """DDP gives the trainers' mean gradients, which each process computes from all
+    trainers' seeds, within a distributed autograd context and without.
     """
 
     def _run_test_ddp_comparision(self, simulate_uneven_inputs: bool = False) -> None:
@@ -734,10 +648,7 @@ class DdpComparisonTest(CommonDdpComparisonTest):
 
 class CudaDdpComparisonTest(CommonDdpComparisonTest):
     """Layers alternate between the remote host and the trainer's own accelerator, of
-    whatever type.
-
-    The name is upstream's. Only host tensors cross RPC, because agents carry device
-    memory only for the device types that they were built for.
+    any type. Only host tensors cross RPC, as not all devices' memory can.
     """
 
     @skip_if_lt_x_gpu(NUM_TRAINERS, allow_cpu=True)

@@ -1,9 +1,6 @@
-"""Combines RPC suites with agents: :func:`generate_tests` makes a test class for each
-pair.
-
-A suite is written against :class:`RpcAgentTestFixture` and knows no agent; an agent's
-fixture knows no suite. The test file of an agent calls :func:`generate_tests` with the
-agent's fixture and the suites that apply to it.
+"""Combines RPC suites with agents: the test file of an agent calls
+:func:`generate_tests` with the agent's fixture and the suites that apply to it. A suite
+is written against :class:`RpcAgentTestFixture` and knows no agent.
 """
 
 from __future__ import annotations
@@ -15,81 +12,53 @@ from unittest import mock
 
 from torch_ext.testing._internal._distributed.helpers import reserved_port
 from torch_ext.testing._internal.common_distributed import MultiProcessTestCase
-from torch_ext.testing._internal.distributed.ddp_under_dist_autograd_test import (
-    CudaDdpComparisonTest,
-    DdpComparisonTest,
-    DdpUnderDistAutogradTest,
-)
-from torch_ext.testing._internal.distributed.nn.api.remote_module_test import (
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-)
-from torch_ext.testing._internal.distributed.rpc.async_execution_test import (
-    AsyncExecutionTest,
-)
-from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
-    CudaDistAutogradTest,
-    DistAutogradTest,
-)
-from torch_ext.testing._internal.distributed.rpc.dist_optimizer_test import (
-    DistOptimizerTest,
-)
-from torch_ext.testing._internal.distributed.rpc.faulty_agent_rpc_test import (
-    FaultyAgentDistAutogradTest,
-    FaultyAgentRpcTest,
-)
-from torch_ext.testing._internal.distributed.rpc.profiler_test import ProfilerTest
-from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
-    RpcAgentTestFixture,
-)
-from torch_ext.testing._internal.distributed.rpc.rpc_call_test import RpcCallTest
-from torch_ext.testing._internal.distributed.rpc.rpc_lifecycle_test import (
-    RpcLifecycleTest,
-)
-from torch_ext.testing._internal.distributed.rpc.rref_test import RRefTest
-from torch_ext.testing._internal.distributed.rpc.tensorpipe_agent_test import (
-    TensorPipeAgentRpcTest,
+from torch_ext.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
+from torch_ext.testing._internal.distributed.nn.api import remote_module_test
+from torch_ext.testing._internal.distributed.rpc import (
+    async_execution_test,
+    dist_autograd_test,
+    dist_optimizer_test,
+    faulty_agent_rpc_test,
+    profiler_test,
+    rpc_agent_test_fixture,
+    rpc_call_test,
+    rpc_lifecycle_test,
+    rref_test,
+    tensorpipe_agent_test,
 )
 
-__all__ = [
-    "FAULTY_AGENT_TESTS",
-    "GENERIC_CUDA_TESTS",
-    "GENERIC_TESTS",
-    "TENSORPIPE_CUDA_TESTS",
-    "TENSORPIPE_TESTS",
-    "SpawnHelper",
-    "generate_tests",
-]
-
-# Suites for every agent but the faulty one. They use only options and attributes that
-# all agents have.
+# Suites for every agent but the faulty one, which has its own.
 GENERIC_TESTS: list[type] = [
-    RpcCallTest,
-    AsyncExecutionTest,
-    RpcLifecycleTest,
-    RRefTest,
-    DistAutogradTest,
-    DistOptimizerTest,
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-    ProfilerTest,
-    DdpUnderDistAutogradTest,
-    DdpComparisonTest,
+    rpc_call_test.RpcCallTest,
+    async_execution_test.AsyncExecutionTest,
+    rpc_lifecycle_test.RpcLifecycleTest,
+    rref_test.RRefTest,
+    dist_autograd_test.DistAutogradTest,
+    dist_optimizer_test.DistOptimizerTest,
+    remote_module_test.RemoteModuleTest,
+    remote_module_test.ThreeWorkersRemoteModuleTest,
+    profiler_test.ProfilerTest,
+    ddp.DdpUnderDistAutogradTest,
+    ddp.DdpComparisonTest,
 ]
 
-# Suites like these that need an accelerator of any type.
-GENERIC_CUDA_TESTS: list[type] = [CudaDistAutogradTest, CudaDdpComparisonTest]
+# Likewise, on an accelerator of any type.
+GENERIC_CUDA_TESTS: list[type] = [
+    dist_autograd_test.CudaDistAutogradTest,
+    ddp.CudaDdpComparisonTest,
+]
 
-# Suites of TensorPipe's own features.
-TENSORPIPE_TESTS: list[type] = [TensorPipeAgentRpcTest]
+TENSORPIPE_TESTS: list[type] = [tensorpipe_agent_test.TensorPipeAgentRpcTest]
 TENSORPIPE_CUDA_TESTS: list[type] = []
 
-# Suites of lost and late messages, the only ones for the faulty agent.
-FAULTY_AGENT_TESTS: list[type] = [FaultyAgentRpcTest, FaultyAgentDistAutogradTest]
+FAULTY_AGENT_TESTS: list[type] = [
+    faulty_agent_rpc_test.FaultyAgentRpcTest,
+    faulty_agent_rpc_test.FaultyAgentDistAutogradTest,
+]
 
 
 class SpawnHelper(MultiProcessTestCase):
-    """Starts the ranks of each test. With ``RPC_INIT_WITH_TCP=1`` it also chooses the
+    """Starts the ranks of each test, and with ``RPC_INIT_WITH_TCP=1`` chooses the
     address of their rendezvous.
     """
 
@@ -105,16 +74,11 @@ class SpawnHelper(MultiProcessTestCase):
 
 
 def generate_tests(
-    prefix: str,
-    mixin: type,
-    tests: Sequence[type],
-    module_name: str,
+    prefix: str, mixin: type, tests: Sequence[type], module_name: str
 ) -> dict[str, type]:
-    """Return a test class for each suite, by name, that runs the suite over the agent
-    whose fixture is ``mixin``. Its name is ``prefix`` and the suite's.
-
-    ``module_name`` is ``__name__`` of the calling module, where ranks find the classes
-    by name. Add the result to its globals.
+    """Return a test class for each suite over the agent whose fixture is ``mixin``, by
+    its name: ``prefix`` and the suite's. Add them to the globals of ``module_name``,
+    the calling module, where ranks find them.
 
     Raises:
         TypeError: ``mixin`` leaves part of the fixture undefined, or a suite is not a
@@ -129,19 +93,12 @@ def generate_tests(
         )
     generated: dict[str, type] = {}
     for suite in tests:
-        if not issubclass(suite, RpcAgentTestFixture):
-            raise TypeError(
-                f"got {suite.__name__}, expected a suite derived from "
-                "RpcAgentTestFixture"
-            )
+        if not issubclass(suite, rpc_agent_test_fixture.RpcAgentTestFixture):
+            expected = "expected a suite derived from RpcAgentTestFixture"
+            raise TypeError(f"got {suite.__name__}, {expected}")
         name = prefix + suite.__name__
         if name in generated:
-            raise ValueError(
-                f"two suites are called {suite.__name__}; rename one of them"
-            )
-        generated[name] = type(
-            name,
-            (suite, mixin, SpawnHelper),
-            {"__module__": module_name, "__doc__": suite.__doc__},
-        )
+            raise ValueError(f"two suites are called {suite.__name__}; rename one")
+        members = {"__module__": module_name, "__doc__": suite.__doc__}
+        generated[name] = type(name, (suite, mixin, SpawnHelper), members)
     return generated

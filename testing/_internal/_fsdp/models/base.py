@@ -1,6 +1,4 @@
-"""The interface of FSDP1 test models, the modes in which they are built, and helpers
-that build them.
-"""
+"""The interface of FSDP1 test models, and how they are built."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
@@ -32,20 +29,15 @@ __all__ = [
 
 
 class FSDPInitMode(Enum):
-    """Which modules of a test model are wrapped with FSDP.
-
-    ``NO_FSDP`` wraps none. ``RECURSIVE`` wraps submodules, and the root if the model's
-    ``init`` says so.
-    """
+    """Which modules of a test model are wrapped with FSDP."""
 
     NO_FSDP = auto()
-    RECURSIVE = auto()
+    RECURSIVE = auto()  # submodules, and the root if the model's ``init`` says so
 
 
 class DEVICEInitMode(Enum):
-    """When a test model moves to the device: before FSDP wraps it, after, or never.
-
-    Names that start with ``CUDA_`` are older names of the same members.
+    """When a test model moves to the device: before FSDP wraps it, after, or never. Old
+    names start with ``CUDA_``.
     """
 
     DEVICE_BEFORE = auto()
@@ -60,27 +52,19 @@ CUDAInitMode = DEVICEInitMode
 
 
 class FSDPTestModel(nn.Module, ABC):
-    """A model with its own input, loss and backward, so that one training loop serves
-    all models.
-    """
+    """A model with its own input, loss and backward, for one loop to train them all."""
 
     @abstractmethod
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the positional inputs of one step on ``device``. They may differ by
-        rank, but not by call.
-        """
+        """Return the inputs of a step. They may differ by rank, but not by call."""
 
     @abstractmethod
     def get_loss(self, input: Any, output: Any) -> torch.Tensor:
-        """Return the scalar loss of ``output``, which ``forward`` computed from
-        ``input``.
-        """
+        """Return the scalar loss of ``output``, computed from ``input``."""
 
     @abstractmethod
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run the backward pass, and any gradient reduction that the wrapper does not
-        do.
-        """
+        """Run the backward pass, and reductions that the wrapper does not do."""
 
     @staticmethod
     @abstractmethod
@@ -98,9 +82,9 @@ _maybe_cuda = _move_to_device
 def _maybe_wrap_fsdp(
     model: nn.Module, wrap_fsdp: bool, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    return (
-        FSDP(model, *args, **device.with_compute_device(kwargs)) if wrap_fsdp else model
-    )
+    if not wrap_fsdp:
+        return model
+    return FSDP(model, *args, **device.with_compute_device(kwargs))
 
 
 def init_by_mode(
@@ -127,9 +111,7 @@ def init_by_mode(
 
 
 def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
-    """Apply ``fully_shard`` to each child of ``model`` and then to ``model``, and
-    return it.
-    """
+    """Apply ``fully_shard`` to the children of ``model``, then to it. Return it."""
     for child in model.children():
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -137,9 +119,7 @@ def fully_shard_children(model: nn.Module, **options: Any) -> nn.Module:
 
 
 class DummyProcessGroup:
-    """A process group of ``size`` ranks, as seen from ``rank``, that does not
-    communicate.
-    """
+    """A process group of ``size`` ranks, seen from ``rank``, without communication."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -170,7 +150,7 @@ class _DoneWork:
 
 
 class DummyDDP(nn.Module):
-    """Has DDP's structure (the model is ``module``) without its gradient reduction."""
+    """DDP's structure (the model is ``module``) without its gradient reduction."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -178,8 +158,3 @@ class DummyDDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-
-# A model's group: one process group, or for hybrid sharding (shard group, replicate
-# group).
-Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]

@@ -1,6 +1,4 @@
-"""A chain of three small layers, its rows, and the part of it that each rank holds,
-computed without FSDP.
-"""
+"""A chain of three small layers, and the part of it that each rank holds."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ import torch.nn as nn
 __all__ = ["Chain", "own_slices", "shards_of"]
 
 ROWS_PER_RANK = 2
-# 16 bytes, in elements of four bytes.
-_ALIGNED_TO = 4
+_ALIGNED_TO = 4  # elements, as FSDP1 aligns original parameters of float32
 
 
 class Chain(nn.Module):
@@ -36,26 +33,19 @@ class Chain(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layers = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)]
-        # Each is moved before the next is wrapped, so that a wrapper may look at its
-        # device.
+        # Moved before it is wrapped, because a wrapper may look at its device.
         self.a, self.b, self.c = (
             wrap(layer if device is None else layer.to(device)) for layer in layers
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        return output
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
     @staticmethod
     def rows(
         device: torch.device, world_size: int, rank: int | None = None, step: int = 0
     ) -> torch.Tensor:
-        """Return the rows of ``rank`` in a step, or those of all ranks. Shape: ``(2,
-        3)`` or ``(2 * world_size, 3)``.
-
-        The mean over all ranks of a loss that is a mean over rows is the loss of all
-        rows.
-        """
+        """Return the rows of ``rank`` in a step, ``(2, 3)``, or those of all ranks."""
         generator = torch.Generator().manual_seed(100 + step)
         rows = torch.randn(ROWS_PER_RANK * world_size, 3, generator=generator)
         own = rows if rank is None else rows.split(ROWS_PER_RANK)[rank]
@@ -65,11 +55,7 @@ class Chain(nn.Module):
 def own_slices(
     numels: Mapping[str, int], rank: int, world_size: int
 ) -> dict[str, slice]:
-    """Return which elements of each parameter ``rank`` holds if all are sharded as one;
-    an empty slice for none.
-
-    Each begins at a multiple of four elements, as FSDP1 aligns original parameters of
-    four bytes an element.
+    """Return which elements of each parameter ``rank`` holds if all are sharded as one.
 
     >>> own_slices({"a": 3, "b": 4}, 0, 2)
     {'a': slice(0, 3, None), 'b': slice(0, 0, None)}
@@ -91,9 +77,7 @@ def own_slices(
 def shards_of(
     tensors: Mapping[str, torch.Tensor], rank: int, world_size: int
 ) -> dict[str, torch.Tensor]:
-    """Return the elements of each tensor that ``rank`` holds if all are sharded as one,
-    flat.
-    """
+    """Return the elements of each tensor that :func:`own_slices` gives, flat."""
     numels = {name: tensor.numel() for name, tensor in tensors.items()}
     slices = own_slices(numels, rank, world_size)
     return {n: tensor.detach().flatten()[slices[n]] for n, tensor in tensors.items()}

@@ -1,6 +1,4 @@
-"""Models for FSDP2 tests: an MLP, a stack of MLPs for tensor parallelism, and a pair of
-linear layers.
-"""
+"""Models for FSDP2 tests."""
 
 from __future__ import annotations
 
@@ -27,10 +25,8 @@ __all__ = ["MLP", "DoubleLinear", "MLPStack"]
 
 class MLP(nn.Module):
     """Two linear layers of widths ``dim`` and ``dim_multiplier * dim``, each followed
-    by ReLU.
-
-    Shapes: ``(*, dim)`` in and out. With ``with_buffer`` a random buffer of shape
-        ``(dim,)`` is added to the output.
+    by ReLU: ``(*, dim)`` in and out. With ``with_buffer`` a random buffer ``(dim,)`` is
+    added to the output.
     """
 
     buffer: torch.Tensor | None
@@ -58,19 +54,15 @@ class MLP(nn.Module):
         return output if self.buffer is None else output + self.buffer
 
     def reset_parameters(self) -> None:
-        """Initialize the buffer. The meta-device flow calls this on each module that
-        owns tensors directly.
-        """
+        """Initialize the buffer, as the meta-device flow asks its owner to."""
         if self.buffer is not None:
             nn.init.normal_(self.buffer)
 
 
 class MLPStack(nn.Sequential):
-    """Three MLPs with hidden widths of 3, 4 and 3 times ``mlp_dim``; 3 is not divisible
-    by the size of an even mesh.
-
-    With ``with_seq_parallel``, a layer norm without bias follows, on activations
-    sharded along the sequence.
+    """Three MLPs with hidden widths of 3, 4 and 3 times ``mlp_dim``, some uneven. With
+    ``with_seq_parallel``, a layer norm without bias follows, on activations sharded
+    along the sequence.
     """
 
     def __init__(self, mlp_dim: int, *, with_seq_parallel: bool = False) -> None:
@@ -89,13 +81,12 @@ class MLPStack(nn.Sequential):
         use_activation_checkpointing: bool,
         **fsdp_kwargs: Any,
     ) -> MLPStack:
-        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh``, in
-        place, and return the stack.
+        """Apply tensor parallelism over ``tp_mesh``, then FSDP2 over ``dp_mesh`` to
+        each MLP and the root, in place, and return the stack.
 
         Inner activations stay DTensors, because a local tensor does not know its uneven
         global width. The last MLP returns a plain tensor; with sequence parallelism it
-        shards dimension 1 for the norm that follows. Each MLP and the root become FSDP
-        modules. With activation checkpointing, each MLP is checkpointed.
+        shards dimension 1 for the norm. Activation checkpointing wraps each MLP.
         """
         parallelize_module(self, tp_mesh, self._tensor_parallel_plan())
         for mlp in self:
@@ -120,10 +111,8 @@ class MLPStack(nn.Sequential):
 
 
 class DoubleLinear(nn.Module):
-    """Two parallel linear layers with two outputs. With ``use_second_linear=False`` one
-    output, and an unused layer.
-
-    Shapes: ``(*, dim)`` in and out.
+    """Two parallel linear layers with two outputs, ``(*, dim)`` in and out. With
+    ``use_second_linear=False`` one output, and an unused layer.
     """
 
     def __init__(self, dim: int, use_second_linear: bool = True) -> None:

@@ -1,6 +1,4 @@
-"""Linear layers with FSDP at several depths: of several sizes, with delays, with an
-expert on each rank, with a module that wrapping skips.
-"""
+"""Linear layers with FSDP at several depths, with delays, experts, skipped modules."""
 
 from __future__ import annotations
 
@@ -45,11 +43,11 @@ _Make = Callable[..., nn.Module]
 
 
 class NestedWrappedModule(FSDPTestModel):
-    """Five linear layers. The inner ones are wrapped with FSDP, one of them twice; the
-    first and the last are not.
+    """Five linear layers, ``(4, 8)`` in and out. The inner ones are wrapped with FSDP,
+    one of them twice.
 
-    Shapes: ``(4, 8)`` in and out. The input differs by rank. The loss is the sum of the
-        output. With ``deterministic`` all instances have the same weights.
+    The input differs by rank. The loss is the sum of the output. With ``deterministic``
+    all instances have the same weights.
     """
 
     def __init__(
@@ -79,8 +77,8 @@ class NestedWrappedModule(FSDPTestModel):
     def _layers(
         self, linear: _Make, wrapped: _Make, deterministic: bool
     ) -> nn.Sequential:
-        """Return the layers, made by ``linear`` and, in sequence, wrapped by
-        ``wrapped``; with ``alone=True`` over a group of this rank only.
+        """Return layers of ``linear``, wrapped by ``wrapped``; with ``alone=True`` over
+        a group of this rank only.
         """
         return nn.Sequential(
             linear(8, 4),
@@ -111,22 +109,15 @@ class NestedWrappedModule(FSDPTestModel):
         fsdp_kwargs: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> nn.Module:
-        """Return the model. Each class decides which modules ``RECURSIVE`` wraps; most
-        leave the root to the caller.
-        """
+        """Return the model. Most classes leave the root to the caller to wrap."""
         build = functools.partial(
-            cls,
-            group,
-            device_init_mode=device_init_mode,
-            deterministic=deterministic,
+            cls, group, device_init_mode=device_init_mode, deterministic=deterministic
         )
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 
 
 class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
-    """The same layers. ``RECURSIVE`` wraps every module, the root included, over the
-    default group.
-    """
+    """The same layers, every module and the root wrapped over the default group."""
 
     @classmethod
     def init(
@@ -138,19 +129,16 @@ class AlwaysWrapNestedWrappedModule(NestedWrappedModule):
         deterministic: bool = False,
     ) -> nn.Module:
         plain = NestedWrappedModule(group, False, device_init_mode, deterministic)
-        build = functools.partial(
-            _maybe_wrap_fsdp, plain, auto_wrap_policy=always_wrap_policy
-        )
+        policy = always_wrap_policy
+        build = functools.partial(_maybe_wrap_fsdp, plain, auto_wrap_policy=policy)
         return init_by_mode(build, fsdp_init_mode, device_init_mode, fsdp_kwargs)
 
 
 class NonUniformReqGradNWM(NestedWrappedModule):
-    """The same layers, with the last two in one FSDP module, and only the last layer's
-    parameters trainable.
+    """The same layers, the last two in one FSDP module, only the last one trainable.
 
     With ``use_orig_params=True`` all trainable elements are then on one rank and other
     ranks have no gradient, which gradient scaling must not take for an overflow.
-    Without ``use_orig_params`` the flat parameter is frozen as a whole.
     """
 
     # With or without an FSDP module in between.
@@ -195,10 +183,8 @@ class ModuleWithDelay(FSDPTestModel):
     """Wraps a test model and delays it after its loss, before each reduce-scatter of
     its gradients, or both.
 
-    On a GPU a delay widens the window in which a missing wait shows: of the optimizer
-    for the reduction, or of the reduction for a gradient. It proves nothing. On
-    ``sim``, run under ``check_races``, which finds each missing wait with or without a
-    delay.
+    On a GPU a delay widens the window in which a missing wait shows. On ``sim``, run
+    under ``check_races``, which finds each missing wait with or without a delay.
     """
 
     def __init__(
@@ -236,9 +222,7 @@ class ModuleWithDelay(FSDPTestModel):
         delay_before_reduction_ms: int,
         **model_kwargs: Any,
     ) -> ModuleWithDelay:
-        """Return ``module_class.init(*model_args, **model_kwargs)`` with the two
-        delays, in milliseconds.
-        """
+        """Return ``module_class.init(*model_args, **model_kwargs)`` with the delays."""
         module = module_class.init(*model_args, **model_kwargs)
         return ModuleWithDelay(module, delay_after_loss_ms, delay_before_reduction_ms)
 
@@ -256,9 +240,6 @@ class NestedWrappedModuleWithDelay(ModuleWithDelay):
         delay_after_loss_ms: int = 0,
         delay_before_reduction_ms: int = 0,
     ) -> ModuleWithDelay:
-        """Return the model with delays in milliseconds.
-        :meth:`NestedWrappedModule.init` says what is wrapped.
-        """
         nested = NestedWrappedModule.init(
             group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic
         )
@@ -270,13 +251,8 @@ class MixtureOfExperts(NestedWrappedModule):
 
     The expert's parameters have an attribute ``expert`` and are sharded over a group of
     this rank only; their gradients are never reduced. With ``deterministic``, experts
-    differ by rank and all other weights are the same.
-
-    Args:
-        delay_before_free_ms: delay before FSDP frees the expert's parameters in
-            forward, in milliseconds. On a GPU this widens the window in which a reshard
-            that does not wait frees parameters in use; ``check_races`` finds it
-            without.
+    differ by rank and all other weights are the same. ``delay_before_free_ms`` delays
+    FSDP before it frees the expert's parameters in forward.
     """
 
     def __init__(
@@ -317,9 +293,7 @@ class MixtureOfExperts(NestedWrappedModule):
             return self.module(x)
 
     def run_backward(self, loss: torch.Tensor) -> None:
-        """Run backward, and average the shared gradients over the group if FSDP does
-        not.
-        """
+        """Run backward; average shared gradients over the group if FSDP does not."""
         super().run_backward(loss)
         if self.wrap_fsdp:
             return
@@ -338,9 +312,6 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool = False,
         delay_before_free_ms: int = 0,
     ) -> nn.Module:
-        """Return the model. ``RECURSIVE`` wraps the shared layer and the expert, but
-        not the root.
-        """
         build = functools.partial(
             cls,
             group,
@@ -380,9 +351,7 @@ class NestedLinear(nn.Module):
 
 class SkipModel(nn.Module):
     """A plain layer, a skipped module, and a wrapped one, whose layer is wrapped too if
-    ``double_nest``.
-
-    Shapes: ``(*, 10)`` in and out.
+    ``double_nest``: ``(*, 10)`` in and out.
     """
 
     def __init__(self, double_nest: bool) -> None:

@@ -16,7 +16,6 @@ from torch_ext.testing._internal._fsdp.models.base import (
     DEVICEInitMode,
     FSDPInitMode,
     FSDPTestModel,
-    Group,
     _maybe_wrap_fsdp,
     _move_to_device,
     init_by_mode,
@@ -32,13 +31,11 @@ _HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, HYBRID_SHARD_ZERO2})
 
 class TransformerWithSharedParams(FSDPTestModel):
     """Sequence to sequence over a vocabulary of 23, with a float and an integer buffer
-    and an optional batch norm.
+    and an optional batch norm: source ``(6, 2)`` and target ``(4, 2)`` token ids, time
+    before batch, to output ``(4, 2, 23)``.
 
     With ``deterministic``, all instances have the same weights and are in evaluation
     mode, which turns dropout and batch statistics off.
-
-    Shapes: source ``(6, 2)`` and target ``(4, 2)`` token ids, time before batch; output
-        ``(4, 2, 23)``.
     """
 
     vocab_bias: torch.Tensor  # 1D, _WIDTH
@@ -73,7 +70,7 @@ class TransformerWithSharedParams(FSDPTestModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        # Callers then draw the same numbers in every step, but others on each rank.
+        # Callers then draw the same numbers in every step.
         torch.manual_seed(1 + self.rank)
         source, target = (
             torch.arange(steps * self.bs, device=device)
@@ -88,10 +85,8 @@ class TransformerWithSharedParams(FSDPTestModel):
         return self.output_proj(self.transformer(source, target))
 
     def get_loss(self, input: Any, output: torch.Tensor) -> torch.Tensor:
-        target_ids = input[1]
-        return F.cross_entropy(
-            output.flatten(0, 1), target_ids.flatten(), reduction="sum"
-        )
+        targets = input[1].flatten()
+        return F.cross_entropy(output.flatten(0, 1), targets, reduction="sum")
 
     def run_backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -102,7 +97,7 @@ class TransformerWithSharedParams(FSDPTestModel):
 
     @staticmethod
     def init(
-        group: Group,
+        group: Any,
         fsdp_init_mode: FSDPInitMode,
         device_init_mode: DEVICEInitMode,
         fsdp_kwargs: dict[str, Any] | None = None,
@@ -110,13 +105,10 @@ class TransformerWithSharedParams(FSDPTestModel):
         add_bn: bool = True,
     ) -> nn.Module | FSDP:
         """Return a transformer. ``RECURSIVE`` wraps its encoder and decoder layers and
-        the root, unless ``fsdp_kwargs`` has another ``auto_wrap_policy``.
-
-        For hybrid sharding ``group`` may be a pair, whose first group is the model's.
-        ``add_bn`` adds a batch norm after the target embeddings.
+        the root, unless ``fsdp_kwargs`` has another ``auto_wrap_policy``. For hybrid
+        sharding ``group`` may be a pair, whose first group is the model's.
         """
         own_group = group[0] if isinstance(group, tuple) else group
-
         # Without a group, FSDP creates the two groups of these strategies itself.
         strategy = (fsdp_kwargs or {}).get("sharding_strategy")
         derives = strategy in _HYBRID and not isinstance(group, tuple)

@@ -1,8 +1,5 @@
-"""Random models for property-based tests: trees of small linear layers with odd sizes,
-and a task to train them on.
-
-In float64, so that a sharded and an unsharded run differ only by the order of
-summation.
+"""Random models for property-based tests: trees of small linear layers, in float64, so
+that a sharded and an unsharded run differ only by the order of summation.
 """
 
 from __future__ import annotations
@@ -24,9 +21,7 @@ _DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Describes a linear layer with ``width`` outputs. If ``wrapped``, it is sharded on
-    its own.
-    """
+    """Describes a linear layer. If ``wrapped``, it is sharded on its own."""
 
     width: int
     bias: bool = True
@@ -35,9 +30,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Describes layers and blocks in sequence, each followed by tanh. If ``wrapped``,
-    they are sharded as one.
-    """
+    """Describes parts in sequence, each followed by tanh. ``wrapped`` as above."""
 
     parts: tuple[LayerSpec | BlockSpec, ...]
     wrapped: bool = False
@@ -49,25 +42,20 @@ _Parts = st.SearchStrategy[LayerSpec | BlockSpec]
 def module_trees(
     max_width: int = 6, max_layers: int = 6
 ) -> st.SearchStrategy[BlockSpec]:
-    """Return a Hypothesis strategy for descriptions of models; :func:`build_tree`
-    builds them.
+    """Return a Hypothesis strategy for what :func:`build_tree` builds.
 
     Widths start at 1, so over a few ranks shards are uneven and many are empty.
     Examples shrink towards a block with a single layer of width 1.
     """
-    layer = st.builds(
-        LayerSpec,
-        width=st.integers(1, max_width),
-        bias=st.booleans(),
-        wrapped=st.booleans(),
-    )
+    widths, flags = st.integers(1, max_width), st.booleans()
+    layer = st.builds(LayerSpec, width=widths, bias=flags, wrapped=flags)
 
     def some(parts: _Parts) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
         return st.lists(parts, min_size=1, max_size=3).map(tuple)
 
     parts: _Parts = st.recursive(
         layer,
-        lambda inner: st.builds(BlockSpec, parts=some(inner), wrapped=st.booleans()),
+        lambda inner: st.builds(BlockSpec, parts=some(inner), wrapped=flags),
         max_leaves=max_layers,
     )
     return st.builds(BlockSpec, parts=some(parts))
@@ -80,8 +68,8 @@ def build_tree(
     seed: int = 0,
     dtype: torch.dtype = _DTYPE,
 ) -> nn.Module:
-    """Return the model that ``tree`` describes, on ``device``. The same seed gives the
-    same weights. ``wrap`` wraps the root and each ``wrapped`` part, innermost first.
+    """Return the model that ``tree`` describes, with the weights of ``seed``. ``wrap``
+    wraps the root and each ``wrapped`` part, innermost first.
     """
     torch.manual_seed(seed)
     make = functools.partial(nn.Linear, dtype=dtype)
@@ -115,14 +103,10 @@ def train_tree(
     accumulate: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> torch.Tensor:
     """Train by Adam on ``rows`` of each step's batch of 8 and return the losses, one
-    for each step.
-
-    If ranks have equal numbers of rows, averaged gradients are those of the whole
-    batch. If ``accumulate`` is given, every other step only accumulates gradients,
+    for each step. With ``accumulate``, every other step only accumulates gradients,
     inside that context.
     """
-    # A wrong scale of gradients changes Adam's steps only through eps, so the default
-    # would hide it.
+    # The default eps would hide a wrong scale of gradients.
     optim = torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-3)
     losses = []
     for step in range(steps):

@@ -7,26 +7,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import rpc
 
+from torch_ext.compat import dist_autograd
 from torch_ext.testing._internal.dist_utils import worker_name
-
-__all__ = [
-    "Accumulator",
-    "UnrebuildableError",
-    "add_to_rref",
-    "arrivals",
-    "identity",
-    "my_name",
-    "note_arrival",
-    "open_gate",
-    "pass_gate",
-    "raise_unrebuildable",
-    "raise_value_error",
-    "relay",
-    "scaled",
-]
 
 
 def my_name() -> str:
@@ -42,14 +27,38 @@ def scaled(tensor: Tensor, *, by: float = 1.0) -> Tensor:
     return tensor * by
 
 
+@torch.jit.script
+def scripted_double(tensor: Tensor) -> Tensor:
+    return tensor + tensor
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
+
+
+def gradients_of(rref: rpc.RRef[Any], context_id: int) -> list[Tensor]:
+    """Return the gradients of the tensor, or of the module's parameters, that this
+    worker owns.
+    """
+    value, grads = rref.local_value(), dist_autograd.get_gradients(context_id)
+    leaves = value.parameters() if isinstance(value, nn.Module) else [value]
+    return [grads[leaf] for leaf in leaves]
+
+
+def knows_context(context_id: int) -> bool:
+    try:
+        dist_autograd.retrieve_context(context_id)
+    except RuntimeError:
+        return False
+    return True
+
+
 def raise_value_error(message: str) -> NoReturn:
     raise ValueError(message)
 
 
 class UnrebuildableError(Exception):
-    """Cannot be rebuilt from its message alone, which is what torch tries on the
-    caller's side.
-    """
+    """Cannot be rebuilt from its message alone, as torch tries on the caller's side."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{code}: {reason}")
@@ -92,20 +101,14 @@ class Accumulator:
     def value(self) -> Tensor:
         return self.total
 
-    def value_behind_gate(self, timeout_s: float = 60.0) -> Tensor:
-        """Return the value once :func:`open_gate` has run on this worker; see
-        :func:`pass_gate`.
-        """
-        value: Tensor = pass_gate(self.total, timeout_s)
-        return value
+    def value_behind_gate(self, timeout_s: float = 60.0) -> Any:
+        return pass_gate(self.total, timeout_s)
 
     @classmethod
     def starting_at(cls, start: float) -> Accumulator:
         return cls(start)
 
-    @staticmethod
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return a * b
+    product = staticmethod(multiply)
 
     def __getstate__(self) -> Tensor:
         return self.total

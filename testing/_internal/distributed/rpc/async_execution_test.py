@@ -1,11 +1,9 @@
-"""``rpc.functions.async_execution``: a callee that returns a future frees its thread
-until the future completes.
-"""
+"""``rpc.functions.async_execution``: a callee that returns a future frees a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +16,8 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def async_execution(function: _Function) -> _Function:
-    """torch's decorator, with annotations."""
-    marked: _Function = rpc.functions.async_execution(function)
-    return marked
+# torch's decorator, with annotations.
+async_execution: Callable[[Any], Any] = rpc.functions.async_execution
 
 
 @async_execution
@@ -75,10 +68,7 @@ def no_future() -> int:
 
 
 class Methods:
-    @staticmethod
-    @async_execution
-    def of_no_one(to: str, a: Tensor, b: Tensor) -> Future[Tensor]:
-        return rpc.rpc_async(to, torch.add, args=(a, b))
+    of_no_one = staticmethod(add_elsewhere)
 
     @classmethod
     @async_execution
@@ -110,9 +100,7 @@ def release_all() -> None:
 
 
 class AsyncExecutionTest(RpcAgentTestFixture):
-    """Every worker calls the next one, which passes the work on to the one
-    after that.
-    """
+    """Every worker calls the next one, which passes the work on to the next."""
 
     world_size = 3
 
@@ -145,9 +133,8 @@ class AsyncExecutionTest(RpcAgentTestFixture):
     def test_errors_before_and_after_the_future(self) -> None:
         before, after = "raised before there was a future", self.peer(2)
         self.check_call_raises(ValueError, before, raise_at_once)
-        self.check_call_raises(
-            Exception, f"raised after {after}", promise_that_fails, after
-        )
+        why = f"raised after {after}"
+        self.check_call_raises(Exception, why, promise_that_fails, after)
 
     @dist_init
     def test_function_that_returns_no_future_is_an_error(self) -> None:
@@ -156,12 +143,9 @@ class AsyncExecutionTest(RpcAgentTestFixture):
 
     @dist_init
     def test_waiting_calls_hold_no_thread_of_the_callee(self) -> None:
-        # Three times as many calls wait as the callee has threads, and it still answers
-        # others.
         count = 3 * rpc.constants.DEFAULT_NUM_WORKER_THREADS
         futures = [rpc.rpc_async(self.peer(), wait_for_release) for _ in range(count)]
-        # A call is answered only while a thread is free. Each answer is the number
-        # of calls that have arrived.
+        # A call is answered only while a thread is free.
         while self.call(count_waiting) < count:
             pass
         self.assertFalse(any(future.done() for future in futures))

@@ -1,6 +1,4 @@
-"""``DistributedOptimizer``: each worker's own optimizer steps the parameters that the
-worker owns.
-"""
+"""``DistributedOptimizer``: each worker's own optimizer steps its parameters."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 
 
 class DistOptimizerTest(RpcAgentTestFixture):
-    """Trains two layers on two other workers, and the same two layers in this process
-    as the reference.
-    """
+    """Trains two layers on two other workers, and here the same two as reference."""
 
     world_size = 3
 

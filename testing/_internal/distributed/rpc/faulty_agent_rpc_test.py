@@ -1,14 +1,11 @@
-"""Calls, RRefs and contexts when messages are lost or late. Runs over the faulty agent
-only.
-"""
+"""Calls, RRefs and contexts when the faulty agent loses or delays messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import rpc
 
 from torch_ext.compat import dist_autograd
@@ -21,8 +18,6 @@ from torch_ext.testing._internal.dist_utils import (
 )
 from torch_ext.testing._internal.distributed.rpc import _remote_functions as remote
 from torch_ext.testing._internal.distributed.rpc.dist_autograd_test import (
-    knows_context,
-    multiply,
     wait_until_forgotten,
 )
 from torch_ext.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import (
@@ -34,24 +29,22 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 
-@torch.jit.script
-def scripted_double(tensor: Tensor) -> Tensor:
-    return tensor + tensor
+class Call(NamedTuple):
+    """A function with arguments for which it returns ``ANSWER``."""
+
+    kind: str  # of its messages
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
 
 
-# A call of each kind of function. Each kind has its own message type.
-OPERATOR, SCRIPTED, PYTHON = (
-    (torch.add, (torch.ones(2), 1)),
-    (scripted_double, (torch.ones(2),)),
-    (remote.scaled, (torch.full((2,), 2.0),)),
-)
+OPERATOR = Call("SCRIPT", torch.add, (torch.ones(2), 1))
+SCRIPTED = Call("SCRIPT", remote.scripted_double, (torch.ones(2),))
+PYTHON = Call("PYTHON", remote.scaled, (torch.full((2,), 2.0),))
 ANSWER = torch.full((2,), 2.0)
 
 # Longer than any time limit that a test sets, yet short enough to wait for.
 DELAY_S = 0.4
 LIMIT_S = 0.05
-
-_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def lost(message: str) -> Callable[..., Any]:
@@ -60,6 +53,75 @@ def lost(message: str) -> Callable[..., Any]:
 
 def late(message: str) -> Callable[..., Any]:
     return dist_init(faulty_messages=[], messages_to_delay={message: DELAY_S})
+
+
+def lost_creation(call: Call, to: int = 1) -> Callable[..., Any]:
+    """Return the test of a remote value whose creation is lost."""
+
+    @lost(f"{call.kind}_REMOTE_CALL")
+    def test(self: RpcAgentTestFixture) -> None:
+        if self.rank != 0:
+            return
+        rref = rpc.remote(worker_name(to), call.function, args=call.args)
+        wait_until_pending_futures_and_users_flushed()
+        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
+            rref.to_here()
+        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
+            rpc.rpc_async(worker_name(to), remote.add_to_rref, args=(rref, 1))
+
+    return test
+
+
+def late_creation(call: Call, to: int = 1) -> Callable[..., Any]:
+    """Return the test of a remote value whose creation exceeds its time limit."""
+
+    @late(f"{call.kind}_REMOTE_CALL")
+    def test(self: RpcAgentTestFixture) -> None:
+        if self.rank == 0:
+            worker, function, args = worker_name(to), call.function, call.args
+            rref = rpc.remote(worker, function, args=args, timeout=LIMIT_S)
+            check_creation_late(self, rref, to)
+
+    return test
+
+
+def check_creation_late(
+    case: RpcAgentTestFixture, rref: rpc.RRef[Any], to: int, owners: int = 1
+) -> None:
+    with times_out(case):
+        rref._get_future().wait()
+    wait_until_pending_futures_and_users_flushed()
+    with case.assertRaisesRegex(RuntimeError, "RRef creation"):
+        rref.to_here()
+    if to != case.rank:
+        # The creation still arrives; leaving before that would fail on the owner.
+        wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
+
+
+def late_call(call: Call) -> Callable[..., Any]:
+    """Return the test of a call that exceeds its time limit, or the default one."""
+
+    @late(f"{call.kind}_CALL")
+    def test(self: RpcAgentTestFixture) -> None:
+        _, function, args = call
+        for limit in ({"timeout": LIMIT_S}, {}):
+            if not limit:
+                private.set_rpc_timeout(LIMIT_S)
+            with times_out(self):
+                rpc.rpc_sync(self.peer(), function, args=args, **limit)
+            with times_out(self):
+                rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
+        # No limit at all, although the default is too short.
+        unlimited = rpc.rpc_sync(self.peer(), function, args=args, timeout=0)
+        private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
+        by_default = self.call(function, *args)
+        self.assertEqual((unlimited, by_default), (ANSWER, ANSWER))
+
+    return test
+
+
+def times_out(case: RpcAgentTestFixture) -> Any:
+    return case.assertRaisesRegex(RuntimeError, case.get_timeout_error_regex())
 
 
 class FaultyAgentRpcTest(RpcAgentTestFixture):
@@ -89,10 +151,9 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     @dist_init(faulty_messages=[], messages_to_delay={})
     def test_no_faults(self) -> None:
         options: Any = self.rpc_backend_options
-        self.assertEqual(
-            (list(options.messages_to_fail), dict(options.messages_to_delay)), ([], {})
-        )
-        for function, args in (OPERATOR, SCRIPTED, PYTHON):
+        self.assertEqual(list(options.messages_to_fail), [])
+        self.assertEqual(dict(options.messages_to_delay), {})
+        for _, function, args in (OPERATOR, SCRIPTED, PYTHON):
             self.assertEqual(self.call(function, *args), ANSWER)
 
     # Lost messages that torch resends.
@@ -101,9 +162,8 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
     def test_lost_rref_messages_are_sent_again(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
         chained = rpc.remote(self.peer(2), remote.add_to_rref, args=(rref, 3))
-        self.assertEqual(
-            (rref.to_here(), chained.to_here()), (ANSWER, torch.full((2,), 5.0))
-        )
+        got = (rref.to_here(), chained.to_here())
+        self.assertEqual(got, (ANSWER, torch.full((2,), 5.0)))
         private.delete_unforked_rrefs()
 
     @lost("RREF_USER_DELETE")
@@ -118,81 +178,28 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
 
     # Lost messages that torch does not resend.
 
-    def _test_creation_lost(self, call: _Call, to: int) -> None:
-        if self.rank != 0:
-            return
-        function, args = call
-        rref = rpc.remote(worker_name(to), function, args=args)
-        wait_until_pending_futures_and_users_flushed()
-        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
-            rref.to_here()
-        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
-            rpc.rpc_async(worker_name(to), remote.add_to_rref, args=(rref, 1))
-
-    @lost("SCRIPT_REMOTE_CALL")
-    def test_lost_creation_by_an_operator(self) -> None:
-        self._test_creation_lost(OPERATOR, 1)
-
-    @lost("PYTHON_REMOTE_CALL")
-    def test_lost_creation_by_a_python_function(self) -> None:
-        self._test_creation_lost(PYTHON, 1)
-
-    @lost("SCRIPT_REMOTE_CALL")
-    def test_lost_creation_by_an_operator_on_this_worker(self) -> None:
-        self._test_creation_lost(OPERATOR, 0)
-
-    @lost("PYTHON_REMOTE_CALL")
-    def test_lost_creation_by_a_python_function_on_this_worker(self) -> None:
-        self._test_creation_lost(PYTHON, 0)
+    test_lost_creation_by_an_operator = lost_creation(OPERATOR)
+    test_lost_creation_by_a_python_function = lost_creation(PYTHON)
+    test_lost_creation_by_an_operator_on_this_worker = lost_creation(OPERATOR, to=0)
+    test_lost_creation_by_a_python_function_on_this_worker = lost_creation(PYTHON, to=0)
 
     # Not PYTHON_CALL, which shutdown needs as well.
     @lost("SCRIPT_CALL")
     def test_lost_call_is_an_error_and_not_a_hang(self) -> None:
-        function, args = OPERATOR
         # The agent's message quotes the dropped payload raw, which Python cannot always
         # decode.
         with self.assertRaises((RuntimeError, UnicodeDecodeError)):
-            self.call(function, *args)
+            self.call(OPERATOR.function, *OPERATOR.args)
 
     # Late messages.
 
-    def _times_out(self) -> Any:
-        return self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex())
-
-    def _test_creation_late(self, call: _Call, to: int) -> None:
-        if self.rank == 0:
-            function, args = call
-            rref = rpc.remote(worker_name(to), function, args=args, timeout=LIMIT_S)
-            self._check_creation_late(rref, to)
-
-    def _check_creation_late(
-        self, rref: rpc.RRef[Any], to: int, owners: int = 1
-    ) -> None:
-        with self._times_out():
-            rref._get_future().wait()
-        wait_until_pending_futures_and_users_flushed()
-        with self.assertRaisesRegex(RuntimeError, "RRef creation"):
-            rref.to_here()
-        if to != self.rank:
-            # The creation itself still arrives; leaving before that would fail on the
-            # owner.
-            wait_until_owners_and_forks_on_rank(owners, owners, rank=to)
-
-    @late("SCRIPT_REMOTE_CALL")
-    def test_late_creation_by_an_operator(self) -> None:
-        self._test_creation_late(OPERATOR, 1)
-
-    @late("SCRIPT_REMOTE_CALL")
-    def test_late_creation_by_a_scripted_function(self) -> None:
-        self._test_creation_late(SCRIPTED, 1)
-
-    @late("PYTHON_REMOTE_CALL")
-    def test_late_creation_by_a_python_function(self) -> None:
-        self._test_creation_late(PYTHON, 1)
-
-    @late("PYTHON_REMOTE_CALL")
-    def test_late_creation_on_this_worker(self) -> None:
-        self._test_creation_late(PYTHON, 0)
+    test_late_creation_by_an_operator = late_creation(OPERATOR)
+    test_late_creation_by_a_scripted_function = late_creation(SCRIPTED)
+    test_late_creation_by_a_python_function = late_creation(PYTHON)
+    test_late_creation_on_this_worker = late_creation(PYTHON, to=0)
+    test_late_call_of_an_operator = late_call(OPERATOR)
+    test_late_call_of_a_scripted_function = late_call(SCRIPTED)
+    test_late_call_of_a_python_function = late_call(PYTHON)
 
     @late("PYTHON_REMOTE_CALL")
     def test_late_creation_through_a_proxy(self) -> None:
@@ -200,47 +207,18 @@ class FaultyAgentRpcTest(RpcAgentTestFixture):
             rref = rpc.remote(worker_name(1), remote.Accumulator, args=(2,))
             self.assertEqual(rref.rpc_sync().value(), torch.tensor(2.0))
             value = rref.remote(timeout=LIMIT_S).value()
-            self._check_creation_late(value, to=1, owners=2)
+            check_creation_late(self, value, to=1, owners=2)
 
     @late("SCRIPT_RREF_FETCH_CALL")
     def test_late_fetch_can_be_tried_again(self) -> None:
         rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
-        with self._times_out():
+        with times_out(self):
             rref.to_here(timeout=LIMIT_S)
         self.assertEqual(rref.to_here(), ANSWER)
 
-    def _test_call_late(self, call: _Call) -> None:
-        function, args = call
-        for limit in ({"timeout": LIMIT_S}, {}):
-            if not limit:
-                private.set_rpc_timeout(LIMIT_S)
-            with self._times_out():
-                rpc.rpc_sync(self.peer(), function, args=args, **limit)
-            with self._times_out():
-                rpc.rpc_async(self.peer(), function, args=args, **limit).wait()
-        # No limit at all, although the default is too short.
-        unlimited = rpc.rpc_sync(self.peer(), function, args=args, timeout=0)
-        private.set_rpc_timeout(rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
-        by_default = self.call(function, *args)
-        self.assertEqual((unlimited, by_default), (ANSWER, ANSWER))
-
-    @late("SCRIPT_CALL")
-    def test_late_call_of_an_operator(self) -> None:
-        self._test_call_late(OPERATOR)
-
-    @late("SCRIPT_CALL")
-    def test_late_call_of_a_scripted_function(self) -> None:
-        self._test_call_late(SCRIPTED)
-
-    @late("PYTHON_CALL")
-    def test_late_call_of_a_python_function(self) -> None:
-        self._test_call_late(PYTHON)
-
 
 class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
-    """Contexts end on every worker although the messages that end them are lost at
-    first.
-    """
+    """Contexts end on every worker although the first messages about it are lost."""
 
     world_size = 3
 
@@ -250,6 +228,6 @@ class FaultyAgentDistAutogradTest(RpcAgentTestFixture):
         others = [self.peer(1), self.peer(2)]
         with dist_autograd.context() as context_id:
             for other in others:
-                rpc.rpc_sync(other, multiply, args=(a, b))
-                self.assertTrue(rpc.rpc_sync(other, knows_context, args=(context_id,)))
+                self.call(remote.multiply, a, b, to=other)
+                self.assertTrue(self.call(remote.knows_context, context_id, to=other))
         wait_until_forgotten(others, context_id)

@@ -1,6 +1,4 @@
-"""The faulty TensorPipe agent, which drops and delays chosen types of message, for
-``generate_tests``.
-"""
+"""The faulty TensorPipe agent, which drops and delays chosen types of message."""
 
 from __future__ import annotations
 
@@ -15,12 +13,6 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
-
-__all__ = [
-    "FaultyRpcAgentTestFixture",
-    "default_messages_to_delay",
-    "retryable_message_types",
-]
 
 # torch resends exactly these when a send fails, so only these may be dropped without an
 # error for the user: three of the RRef protocol, one of distributed autograd.
@@ -38,14 +30,10 @@ _DROPS_PER_MESSAGE = 3
 
 class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
     """RPC over TensorPipe that drops the first sends of some message types and delays
-    others.
-
-    A suite names the types for each test: ``@dist_init(faulty_messages=[...],
-    messages_to_delay={...})``.
+    others, which ``dist_init`` names for each test.
 
     Runs alone: this agent takes every transport there is, and each rank's shared-memory
-    transport keeps a core busy. Its options, unlike the other agent's, cannot leave
-    that out.
+    transport keeps a core busy. Its options cannot leave that out.
     """
 
     alone = True
@@ -57,15 +45,14 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        # Importing it registers the agent and replaces BackendType, so this happens
-        # only where a test needs it.
+        # The import registers the agent and replaces BackendType.
         from torch_ext.compat.rpc import faulty_agent_module  # noqa: F401
 
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
 
     @property
     def rpc_backend_options(self) -> RpcBackendOptions:
-        options: RpcBackendOptions = rpc.backend_registry.construct_rpc_backend_options(
+        return rpc.backend_registry.construct_rpc_backend_options(
             self.rpc_backend,
             init_method=self.init_method,
             num_worker_threads=8,
@@ -73,7 +60,6 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
             messages_to_fail=self.messages_to_fail,
             messages_to_delay=self.messages_to_delay,
         )
-        return options
 
     def setup_fault_injection(
         self,

@@ -1,9 +1,5 @@
 """The profiler's record of calls: the caller's side, with the names of both workers,
-and the callee's, sent back.
-
-Only the profiler of ``torch.autograd.profiler_legacy`` includes the work of other
-workers in the caller's profile. With the default one (Kineto), torch warns that the
-callee is left out.
+and the callee's, which only ``torch.autograd.profiler_legacy`` includes.
 """
 
 from __future__ import annotations
@@ -113,7 +109,6 @@ class ProfilerTest(RpcAgentTestFixture):
             with profiler.profile() as profile:
                 dist_autograd.backward(context_id, [product.sum()])
             for name in ("backward", "RecvRpcBackward", "SendRpcBackward"):
-                get_function_event(
-                    profile.function_events, f"torch::distributed::autograd::{name}"
-                )
+                name = f"torch::distributed::autograd::{name}"
+                get_function_event(profile.function_events, name)
             self.assertEqual(dist_autograd.get_gradients(context_id)[a], two)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:
     _MixedInLater = ABC
 
-__all__ = ["CALL_MODES", "RpcAgentTestFixture"]
-
 # How to obtain the result here, for each way to call.
 CALL_MODES: dict[str, Callable[[Any], Any]] = {
     "rpc_sync": lambda result: result,
@@ -33,9 +31,7 @@ CALL_MODES: dict[str, Callable[[Any], Any]] = {
 
 
 class RpcAgentTestFixture(_MixedInLater):
-    """Base class of RPC suites and of agents' fixtures. ``generate_tests`` combines one
-    of each with a test case.
-    """
+    """Base class of RPC suites and of agents' fixtures."""
 
     world_size = 4
 
@@ -54,15 +50,11 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     def pg_init_method(self) -> str:
-        """The rendezvous of a process group: another file, since agents and groups both
-        store keys in their own.
-        """
+        """The rendezvous of a process group, which needs another file than agents."""
         return f"{self.file_init_method}_pg"
 
     def peer(self, distance: int = 1) -> str:
-        """Return the name of the worker ``distance`` places after this one,
-        in a ring.
-        """
+        """Return the name of the worker ``distance`` places after this, in a ring."""
         return dist_utils.worker_name((self.rank + distance) % self.world_size)
 
     @property
@@ -83,8 +75,8 @@ class RpcAgentTestFixture(_MixedInLater):
         mode: str = "rpc_sync",
         **kwargs: Any,
     ) -> Any:
-        """Call ``function`` on the worker ``to``, by default the next one, in one of
-        :data:`CALL_MODES`, and return its result here.
+        """Call ``function`` on worker ``to`` (default: the next) and return its result
+        here.
         """
         to = self.peer() if to is None else to
         result = getattr(rpc, mode)(to, function, args=args, kwargs=kwargs or None)
@@ -98,9 +90,7 @@ class RpcAgentTestFixture(_MixedInLater):
         to: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Check the result of a call in each of ``CALL_MODES``, by default to the next
-        worker.
-        """
+        """Check the result of :meth:`call` in each of ``CALL_MODES``."""
         for mode in CALL_MODES:
             with self.subTest(f"{mode}: {function} to {to}"):
                 got = self.call(function, *args, to=to, mode=mode, **kwargs)
@@ -114,9 +104,7 @@ class RpcAgentTestFixture(_MixedInLater):
         *args: Any,
         to: Any = None,
     ) -> list[str]:
-        """Check the error of a call in each of ``CALL_MODES``, and return the whole
-        messages.
-        """
+        """Check the error of :meth:`call` in each mode; return the whole messages."""
         messages = []
         for mode in CALL_MODES:
             with self.subTest(mode), self.assertRaisesRegex(error, message) as caught:
@@ -129,24 +117,12 @@ class RpcAgentTestFixture(_MixedInLater):
         faulty_messages: Sequence[str] | None,
         messages_to_delay: dict[str, float] | None,
     ) -> None:
-        """Receive the faults given to ``dist_init``, before the options are read. Other
-        agents ignore them.
-        """
+        """Receive the faults given to ``dist_init``, before the options are read."""
 
     def start_agent(self, name: str | None = None, **options: Any) -> None:
-        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``.
-        ``options`` are attributes to set on the fixture's ``rpc_backend_options``.
-        """
-        backend_options = self.rpc_backend_options
-        for key, value in options.items():
-            setattr(backend_options, key, value)
-        rpc.init_rpc(
-            dist_utils.worker_name(self.rank) if name is None else name,
-            backend=self.rpc_backend,
-            rank=self.rank,
-            world_size=self.world_size,
-            rpc_backend_options=backend_options,
-        )
+        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``."""
+        name = name or dist_utils.worker_name(self.rank)
+        dist_utils.start_worker(self, name, **options)
 
     def get_shutdown_error_regex(self) -> str:
         """Return a pattern for the errors of calls to a worker that has shut down."""

@@ -1,6 +1,4 @@
-"""RRefs: creation, ownership, proxies, passing references on, failure, and the end of
-the owned value.
-"""
+"""RRefs: creation, ownership, proxies, passing on, failure, the end of the value."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 LIMIT_S = 0.05
-# How long a test waits at most for a call to be given up: longer than any machine
-# needs.
+# Longer than any machine needs to give a call up.
 GATE_S = 10.0
 
 
@@ -52,14 +49,7 @@ def forward_chain(
     if hops == 0:
         return rref
     after = worker_name((rpc.get_worker_info().id + 1) % world_size)
-    forwarded: rpc.RRef[Tensor] = rpc.rpc_sync(
-        after, forward_chain, args=(rref, hops - 1, world_size)
-    )
-    return forwarded
-
-
-def fetch_kept() -> Any:
-    return _kept[0].to_here()
+    return rpc.rpc_sync(after, forward_chain, args=(rref, hops - 1, world_size))
 
 
 _kept: list[Any] = []
@@ -69,8 +59,8 @@ def keep(rref: rpc.RRef[Any]) -> None:
     _kept.append(rref)
 
 
-def drop_kept() -> None:
-    _kept.clear()
+def fetch_and_drop_kept() -> Any:
+    return _kept.pop().to_here()
 
 
 class RRefTest(RpcAgentTestFixture):
@@ -81,28 +71,18 @@ class RRefTest(RpcAgentTestFixture):
     # Creation and ownership.
 
     @dist_init
-    def test_remote_value_comes_here_as_often_as_asked(self) -> None:
-        rref = rpc.remote(self.peer(), torch.add, args=(torch.ones(2), 1))
-        for _ in range(2):
-            self.assertEqual(rref.to_here(), torch.full((2,), 2.0))
-
-    @dist_init
     def test_owner_and_user_know_who_owns(self) -> None:
         rref = rpc.remote(self.peer(), remote.Accumulator)
         self.assertEqual(rref.owner(), rpc.get_worker_info(self.peer()))
         self.assertEqual(rref.owner_name(), self.peer())
         self.assertFalse(rref.is_owner())
+        rref.to_here()
+        wait_until_pending_futures_and_users_flushed()
+        self.assertTrue(rref.confirmed_by_owner())
         local = rpc.RRef(torch.ones(1))
         self.assertTrue(local.is_owner())
         self.assertTrue(local.confirmed_by_owner())
         self.assertEqual(local.owner(), rpc.get_worker_info())
-
-    @dist_init
-    def test_owner_confirms_the_user(self) -> None:
-        rref = rpc.remote(self.peer(), remote.Accumulator)
-        rref.to_here()
-        wait_until_pending_futures_and_users_flushed()
-        self.assertTrue(rref.confirmed_by_owner())
 
     @dist_init
     def test_local_value_is_the_object_itself_on_the_owner_only(self) -> None:
@@ -126,9 +106,8 @@ class RRefTest(RpcAgentTestFixture):
         made_here = f"created_on={self.rank}"
         unique = rf"GloballyUniqueId\({made_here}, local_id=\d+\)"
         self.assertRegex(str(owner), rf"^OwnerRRef\({unique}\)$")
-        self.assertRegex(
-            str(user), rf"^UserRRef\(RRefId = .*{made_here}.*ForkId = .*\)$"
-        )
+        ids = rf"RRefId = .*{made_here}.*ForkId = .*"
+        self.assertRegex(str(user), rf"^UserRRef\({ids}\)$")
 
     @dist_init
     def test_type_hint_is_for_interfaces_only(self) -> None:
@@ -188,8 +167,8 @@ class RRefTest(RpcAgentTestFixture):
     def _proxy_calls(
         self, rref: rpc.RRef[Any], method: str, *args: Any, **limit: float
     ) -> dict[str, Any]:
-        """Return, for each kind of proxy, a function that calls ``method`` and, except
-        for ``remote``, waits for its result.
+        """Return, for each kind of proxy, a function that calls ``method`` and, but for
+        ``remote``, waits for its result.
         """
         return {
             "rpc_sync": lambda: getattr(rref.rpc_sync(**limit), method)(*args),
@@ -199,19 +178,15 @@ class RRefTest(RpcAgentTestFixture):
 
     def _check_time_limit(self, calls: dict[str, Any]) -> None:
         for kind, call in calls.items():
-            with (
-                self.subTest(proxy=kind),
-                self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()),
-            ):
+            why = self.get_timeout_error_regex()
+            with self.subTest(kind), self.assertRaisesRegex(RuntimeError, why):
                 call()
 
     @dist_init
     def test_time_limit_of_a_proxys_call(self) -> None:
-        """A call gives up after the proxy's limit, or after the default one. A limit of
-        zero is none.
+        """The proxy's limit holds, else the default one. A limit of zero is none.
 
-        ``FaultyAgentRpcTest`` covers ``remote``: here a value without a waiter would
-        leak.
+        ``FaultyAgentRpcTest`` covers ``remote``, whose value would leak here.
         """
         rref = rpc.remote(self.peer(), remote.Accumulator, args=(5,))
         # Makes the type known.
@@ -231,14 +206,12 @@ class RRefTest(RpcAgentTestFixture):
 
     @dist_init
     def test_time_limit_of_a_proxy_holds_while_the_object_is_created(self) -> None:
-        """The type of the object, which a proxy asks for first, comes under its limit
-        too.
-        """
-        args, kinds = (remote.Accumulator(5), GATE_S), [*CALL_MODES]
-        rrefs = [rpc.remote(self.peer(), remote.pass_gate, args=args) for _ in kinds]
-        calls = [self._proxy_calls(rref, "value", timeout=LIMIT_S) for rref in rrefs]
-        for kind, by_kind in zip(kinds, calls, strict=True):
-            self._check_time_limit({kind: by_kind[kind]})
+        """A proxy asks for the type of the object first."""
+        args, rrefs = (remote.Accumulator(5), GATE_S), []
+        for kind in CALL_MODES:
+            rrefs.append(rpc.remote(self.peer(), remote.pass_gate, args=args))
+            calls = self._proxy_calls(rrefs[-1], "value", timeout=LIMIT_S)
+            self._check_time_limit({kind: calls[kind]})
         self.call(remote.open_gate)
         # Proxies of these references stay broken, since torch keeps the first answer to
         # what their type is: docs/findings/proxy_after_its_time_limit.md.
@@ -310,26 +283,7 @@ class RRefTest(RpcAgentTestFixture):
         with self.assertRaisesRegex(ValueError, "no value"):
             self.call(remote.add_to_rref, rref, 1, to=self.peer(2))
 
-    @dist_init
-    def test_time_limit_of_to_here(self) -> None:
-        rref = rpc.remote(self.peer(), remote.pass_gate, args=(1,))
-        with self.assertRaisesRegex(RuntimeError, self.get_timeout_error_regex()):
-            rref.to_here(timeout=0.05)
-        self.call(remote.open_gate)
-        # The reference survives a wait that gave up.
-        self.assertEqual(rref.to_here(), 1)
-
     # The end of the owned value.
-
-    @dist_init
-    def test_owner_forgets_a_value_that_nobody_refers_to(self) -> None:
-        if self.rank != 0:
-            return
-        rref = rpc.remote(worker_name(1), torch.ones, args=([1],))
-        rref.to_here()
-        wait_until_owners_and_forks_on_rank(1, 1, rank=1)
-        del rref
-        wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
     @dist_init
     def test_value_lives_as_long_as_any_user(self) -> None:
@@ -340,8 +294,8 @@ class RRefTest(RpcAgentTestFixture):
         wait_until_owners_and_forks_on_rank(1, 2, rank=1)
         del rref
         wait_until_owners_and_forks_on_rank(1, 1, rank=1)
-        self.assertEqual(rpc.rpc_sync(worker_name(2), fetch_kept), torch.ones(1))
-        rpc.rpc_sync(worker_name(2), drop_kept)
+        fetched = rpc.rpc_sync(worker_name(2), fetch_and_drop_kept)
+        self.assertEqual(fetched, torch.ones(1))
         wait_until_owners_and_forks_on_rank(0, 0, rank=1)
 
     @dist_init
@@ -351,9 +305,7 @@ class RRefTest(RpcAgentTestFixture):
         self.assertEqual(rref.to_here(), torch.ones(1))
 
     def _leave_a_reference_behind(self) -> None:
-        """Shut down while another worker still uses a value of this one; a graceful
-        shutdown would release it.
-        """
+        """Shut down with a reference that a graceful shutdown would release."""
         self.start_agent()
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()

@@ -21,43 +21,39 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 )
 
 
+def carries(transports: list[str] | None, channels: list[str] | None) -> Any:
+    """Return the test of tensors that travel over these."""
+
+    @dist_init(setup_rpc=False)
+    def test(self: Any) -> None:
+        self._start(_transports=transports, _channels=channels)
+        for size in (0, 1, 100, 1 << 18):
+            tensor = torch.arange(size)
+            self.assertEqual(self.call(torch.add, tensor, 1), tensor + 1)
+        rpc.shutdown()
+
+    return test
+
+
 class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     world_size = 2
 
     def _start(self, **options: Any) -> None:
-        """Start with the fixture's rendezvous and these options. Torch infers the
-        backend from them.
-        """
+        """Start with these options, from which torch infers the backend."""
         rpc.init_rpc(
             worker_name(self.rank),
             rank=self.rank,
             world_size=self.world_size,
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                init_method=self.init_method, **options
-            ),
+            rpc_backend_options=self._options(**options),
         )
 
-    def _test_transport(
-        self, transports: list[str] | None, channels: list[str] | None
-    ) -> None:
-        self._start(_transports=transports, _channels=channels)
-        for size in (0, 1, 100, 1 << 18):
-            tensor = torch.arange(size)
-            got = self.call(torch.add, tensor, 1)
-            self.assertEqual(got, tensor + 1)
-        rpc.shutdown()
+    def _options(self, **options: Any) -> rpc.TensorPipeRpcBackendOptions:
+        where = self.init_method
+        return rpc.TensorPipeRpcBackendOptions(init_method=where, **options)
 
-    @dist_init(setup_rpc=False)
-    def test_transports_and_channels_of_torchs_choice(self) -> None:
-        self._test_transport(None, None)
-
-    @dist_init(setup_rpc=False)
-    def test_shared_memory_transport(self) -> None:
-        self._test_transport(["shm"], ["basic"])
-
-    @dist_init(setup_rpc=False)
-    def test_socket_transport_with_several_lanes(self) -> None:
-        self._test_transport(["uv"], ["mpt_uv", "basic"])
+    test_transports_and_channels_of_torchs_choice = carries(None, None)
+    test_shared_memory_transport = carries(["shm"], ["basic"])
+    test_socket_transport_with_several_lanes = carries(["uv"], ["mpt_uv", "basic"])
 
     @dist_init(setup_rpc=False)
     def test_unknown_transport_is_refused(self) -> None:
@@ -76,14 +72,9 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_time_limit_is_seconds(self) -> None:
         for bad in (timedelta(seconds=10), "10"):
             with self.assertRaises(TypeError):
-                rpc.TensorPipeRpcBackendOptions(
-                    rpc_timeout=bad,  # type: ignore[arg-type]
-                    init_method=self.init_method,
-                )
+                self._options(rpc_timeout=bad)
         with self.assertRaisesRegex(RuntimeError, "non-negative"):
-            rpc.TensorPipeRpcBackendOptions(
-                rpc_timeout=-1, init_method=self.init_method
-            )
+            self._options(rpc_timeout=-1)
 
     @dist_init(setup_rpc=False)
     def test_device_map_to_a_device_that_is_not_there_is_refused(self) -> None:
@@ -108,10 +99,8 @@ class TensorPipeAgentRpcTest(RpcAgentTestFixture):
     def test_debug_info_counts_calls_in_flight(self) -> None:
         for _ in range(3):
             self.call(remote.my_name)
-        poll_until(
-            lambda: self._active_calls() == 0,
-            "answered calls are still counted as active",
-        )
+        why = "answered calls are still counted as active"
+        poll_until(lambda: self._active_calls() == 0, why)
         waiting = rpc.rpc_async(self.peer(), remote.pass_gate, args=(1,))
         self.assertEqual(self._active_calls(), 1)
         self.call(remote.open_gate)

@@ -1,4 +1,4 @@
-"""The TensorPipe agent, for ``generate_tests``."""
+"""The TensorPipe agent."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 if TYPE_CHECKING:
     from torch_ext.compat.rpc import RpcBackendOptions
 
-__all__ = ["TensorPipeRpcAgentTestFixture"]
-
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
-    """RPC over TensorPipe's socket transport, which starts fastest and sleeps while it
-    is idle.
-
-    With six workers on two cores it takes half the time and a third of the processor
-    time of all transports together, because the shared-memory transport polls.
+    """RPC over TensorPipe's socket transport, which takes a third of the processor time
+    of all transports together, because the shared-memory transport polls.
     ``TensorPipeAgentRpcTest`` covers the other transports.
     """
 

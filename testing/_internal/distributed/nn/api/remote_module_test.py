@@ -39,20 +39,11 @@ class Fails(nn.Module):
 def forward_of(module: RemoteModule, x: Tensor) -> Tensor:
     # Not ``module(x)``: a module that RPC rebuilds on another worker lacks the hooks
     # that a call looks up.
-    return torch.as_tensor(module.forward(x))
+    return module.forward(x)
 
 
 def attributes_of(module: RemoteModule) -> set[str]:
     return set(vars(module))
-
-
-def not_a_module() -> int:
-    return 3
-
-
-def gradients_of(rref: rpc.RRef[nn.Module], context_id: int) -> list[Tensor]:
-    grads = dist_autograd.get_gradients(context_id)
-    return [grads[parameter] for parameter in rref.local_value().parameters()]
 
 
 class RemoteModuleTest(RpcAgentTestFixture):
@@ -107,7 +98,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
     def test_non_module_is_refused_by_the_owner(self) -> None:
         why = "returns an instance of <class nn.Module>"
         with self.assertRaisesRegex(ValueError, why) as caught:
-            RemoteModule(self.peer(), not_a_module)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
+            RemoteModule(self.peer(), int)(torch.ones(1))  # type: ignore[arg-type] # the mistake under test
         self.assertIn(self.peer(), str(caught.exception))
 
     @dist_init
@@ -136,7 +127,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
             dist_autograd.backward(context_id, [module(x).sum()])
             own = dist_autograd.get_gradients(context_id)[x]
             self.assertEqual(own, torch.full((2,), 2.0))
-            grads = self.call(gradients_of, module.get_module_rref(), context_id)
+            grads = self.call(remote.gradients_of, module.get_module_rref(), context_id)
         self.assertEqual(grads, [torch.tensor(5.0), torch.tensor(2.0)])
 
     @dist_init
@@ -182,7 +173,7 @@ class RemoteModuleTest(RpcAgentTestFixture):
 
 
 class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
-    """A module on one worker, made by a second, used by a third."""
+    """A module on one worker, made by another, used by a third."""
 
     world_size = 3
 
@@ -210,5 +201,4 @@ class ThreeWorkersRemoteModuleTest(RpcAgentTestFixture):
 
 
 def module_of(module: RemoteModule) -> nn.Module:
-    local: nn.Module = module.get_module_rref().local_value()
-    return local
+    return module.get_module_rref().local_value()
