@@ -1,7 +1,5 @@
 #include "alias.h"
 
-#include <c10/core/CPUAllocator.h>
-
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"

@@ -7,8 +7,6 @@
 // strides of resized outputs, and reallocated storages. `adopt` relabels results that the kernel allocated.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include "device.h"
 #include "std.h"
 

@@ -1,11 +1,5 @@
 #include "allocator.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/core/AllocatorConfig.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/Stream.h>
-#include <c10/util/Exception.h>
-
 #include "block_pool.h"
 #include "blocks.h"
 #include "device.h"

@@ -22,8 +22,6 @@
 //                             allocations count. GPUs sum half precision in float without a copy.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-
 #include "block_pool.h"
 #include "device.h"
 #include "std.h"

@@ -1,6 +1,4 @@
 // A pool for tests, which compare it with CUDA's: it belongs to no device, and the test says when streams are busy.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "block_pool.h"

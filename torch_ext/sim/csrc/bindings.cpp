@@ -1,7 +1,6 @@
 // The native module. Loading it registers the device and starts nothing: see device.h.
 #include "bindings.h"
 
-#include <c10/core/StorageImpl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 

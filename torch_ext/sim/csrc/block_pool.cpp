@@ -1,8 +1,5 @@
 #include "block_pool.h"
 
-#include <c10/core/AllocatorConfig.h>
-#include <c10/util/Exception.h>
-
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"

@@ -29,9 +29,6 @@
 // report does not depend on peers. A correct program has no such memory, and gets CUDA's blocks.
 #pragma once
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Stream.h>
-
 #include "blocks.h"
 #include "std.h"
 #include "stream.h"

@@ -1,8 +1,6 @@
 #include "blocks.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
+#include "device.h"
 #include "machine_memory.h"
 #include "std.h"
 

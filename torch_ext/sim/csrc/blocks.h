@@ -19,8 +19,6 @@
 // behind the segment's memory, with an entry for each 512 bytes, to the block that starts there. Readers take no lock.
 #pragma once
 
-#include <c10/core/Stream.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {

@@ -4,14 +4,10 @@
 // zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
 #include "checks.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include "device.h"
 #include "memory_history.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {

@@ -8,13 +8,7 @@
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <c10/core/Allocator.h>
-
 #include "device.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {

@@ -1,8 +1,5 @@
 #include "device.h"
 
-#include <c10/util/Exception.h>
-#include <pthread.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {

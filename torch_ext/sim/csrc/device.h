@@ -16,7 +16,7 @@
 // cuda_as_sim/visible.py hides a value from before the program began, because it was meant for GPUs.
 #pragma once
 
-#include <c10/core/Device.h>
+#include "std.h"
 
 // See Note [Two personalities] in build.py.
 #ifdef SIM_IS_CUDA

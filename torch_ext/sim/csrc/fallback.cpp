@@ -1,9 +1,4 @@
 // The fallback: runs the host kernel of any operator on aliases of its device tensors.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"
@@ -12,7 +7,6 @@
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
-#include "refusals.h"
 #include "replaced_kernels.h"
 #include "std.h"
 

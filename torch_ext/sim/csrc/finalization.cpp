@@ -16,11 +16,9 @@
 #include "bindings.h"
 
 #include <ATen/Functions.h>
-#include <Python.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <unistd.h>
 
 #include "device.h"
 #include "std.h"

@@ -1,10 +1,5 @@
 #include "generator.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include "device.h"
 #include "graph.h"
 #include "std.h"

@@ -11,18 +11,16 @@
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
+#include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
@@ -33,17 +31,14 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/ScopeExit.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"
+#include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {

@@ -1,11 +1,5 @@
 #include "graph.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/functional.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "alias.h"
@@ -13,6 +7,7 @@
 #include "bindings.h"
 #include "block_pool.h"
 #include "blocks.h"
+#include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel_observer.h"

@@ -22,8 +22,6 @@
 #pragma once
 
 #include <ATen/core/GraphImplInterface.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include "blocks.h"
 #include "generator.h"

@@ -1,7 +1,5 @@
 #include "host_tensors.h"
 
-#include <ATen/core/functional.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 

@@ -12,7 +12,6 @@
 //   float8                   as float32             same          convert back
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "std.h"

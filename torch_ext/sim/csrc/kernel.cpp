@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#include <c10/util/Exception.h>
-
 #include "alias.h"
 #include "allocator.h"
 #include "checks.h"

@@ -18,7 +18,6 @@
 //     return kernel.result(at::convolution(on_host(input), on_host(weight), ...));
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include "allocator.h"

@@ -10,9 +10,6 @@
 // observer gets it back when a stream or the host has waited for it. Recording an event again makes a new moment.
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
-#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
 #include "std.h"

@@ -7,15 +7,7 @@
 // Nested tensors of torch.nested's strided layout. Torch's host kernels for nested tensors call operators on their
 // buffers, on any device: so they serve here unchanged. Python code makes those of the jagged layout.
 #include <ATen/NestedTensorImpl.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/_nested_view_from_buffer.h>
-#include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "checks.h"

@@ -1,10 +1,5 @@
 #include "machine_memory.h"
 
-#include <c10/util/Exception.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {

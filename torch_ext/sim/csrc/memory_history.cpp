@@ -1,10 +1,6 @@
 #include "memory_history.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/util/ApproximateClock.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <pybind11/pybind11.h>
 
 #include "allocator.h"
 #include "bindings.h"

@@ -3,7 +3,6 @@
 // that allocated it, as a number (see `tag_of`).
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include "allocator.h"

@@ -1,21 +1,18 @@
 // Operators that make, view, resize and copy device memory. They cannot use the fallback, because they return the
 // device tensor's own storage, or move data between devices. And `Hooks`, which torch's device-neutral code calls on an
 // accelerator.
-#include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/ExpandUtils.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"

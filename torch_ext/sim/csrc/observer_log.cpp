@@ -1,7 +1,7 @@
 // An observer that logs every call, for tests and for inspecting a program. `torch.sim` does not use it.
-#include <pybind11/stl.h>
 
 #include "bindings.h"
+#include "device.h"
 #include "kernel_observer.h"
 #include "std.h"
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 
+#include "bindings.h"
 #include "device.h"
 #include "std.h"
 

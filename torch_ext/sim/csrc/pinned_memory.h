@@ -1,10 +1,6 @@
 // Pinned host memory: see pinned_memory.cpp. Safe to call from any thread.
 #pragma once
 
-#include <c10/core/Allocator.h>
-
-#include <pybind11/pybind11.h>
-
 #include "device.h"
 #include "std.h"
 

@@ -6,8 +6,6 @@
 // operator that launched them, by the correlation number of each operator on each thread.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include "device.h"
 #include "std.h"
 

@@ -1,8 +1,4 @@
-#include "refusals.h"
-
-#include <ATen/Context.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
+#include "checks.h"
 
 #include "std.h"
 

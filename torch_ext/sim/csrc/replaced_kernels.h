@@ -8,15 +8,8 @@
 // own kernels come after them.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <c10/util/Exception.h>
-
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -18,8 +18,6 @@
 // Torch's header is empty without it.
 #define USE_TENSORPIPE
 
-#include <c10/core/StreamGuard.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/propagate_gradients_req.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>

@@ -10,7 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -21,6 +20,7 @@
 #include "host_tensors.h"
 #include "kernel.h"
 #include "kernel_observer.h"
+#include "memory_history.h"
 #include "std.h"
 #include "stream.h"
 #include "transport/transport.h"

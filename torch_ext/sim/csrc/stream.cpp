@@ -1,10 +1,10 @@
 #include "stream.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "allocator.h"
+#include "bindings.h"
 #include "device.h"
 #include "gpu_trace.h"
 #include "graph.h"

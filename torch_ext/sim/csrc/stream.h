@@ -20,8 +20,6 @@
 //     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
 
-#include <c10/core/Stream.h>
-
 #include "device.h"
 #include "kernel_observer.h"
 #include "std.h"

@@ -1,12 +1,7 @@
 #include "work.h"
 
-#include <ATen/core/functional.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/stack.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/util/ApproximateClock.h>
-#include <c10/util/Exception.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "allocator.h"

@@ -34,9 +34,6 @@
 // entries when the recorder is read.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "profiler.h"
