@@ -57,7 +57,6 @@ class AllocatorTrace {
   void give_back(uint64_t address) { pool_.give_back(held_.extract(address).mapped()); }
   void add_user(uint64_t address, c10::StreamId stream) { pool_.add_user(held_.at(address), stream_of(0, stream)); }
 
-  // Every statistic, in the order of torch's struct.
   std::vector<int64_t> stats() {
     std::vector<int64_t> numbers;
     const auto add = [&](const c10::CachingAllocator::Stat& stat) {

@@ -2,8 +2,8 @@
 // statistics, fragmentation and out-of-memory errors are those of a GPU for the same sequence of calls.
 //
 //   request        rounded up to 512 bytes; pool of small requests up to 1 MiB, of large ones above, for each stream
-//   choice         the smallest idle block of the stream that suffices; of equal ones the one in the oldest segment,
-//                  whose addresses are the lowest where a driver hands out rising ones; then the one in front
+//   choice         the smallest idle block of the stream that suffices; of equal ones the one in the oldest segment
+//                  (the lowest addresses, where a driver hands out rising ones); then the one in front
 //   split          if at least 512 bytes remain of a small block, or more than 1 MiB of a large one
 //   new segment    2 MiB for small requests, 20 MiB for those below 10 MiB, else rounded up to 2 MiB
 //   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
@@ -12,21 +12,21 @@
 // no effect, as on platforms where CUDA lacks it.
 //
 // Note [Pools of graphs]
-// A capture allocates from the pool of its graph, or of several. Its segments stay until the last of the graphs is
-// gone, since their replays use the memory of blocks that are free by then, and serve no other request. In a capture, a
-// block with users stays in use until the end: their work is not done, and no clock tells when it will be.
+// A capture allocates from the pool of its graph, or of several. Its segments serve no other request, and stay until
+// the last of the graphs is gone: replays use the memory of blocks that are free by then. In a capture, a block with
+// users stays in use until the end, since no clock tells when their work will be done.
 //
 // Note [Pools by stream]
-// A segment belongs to the stream that was current at its making, and serves its requests only: work on one stream is
-// in order, so the new owner of a block waits for nothing. Other streams that use the block must be named
-// (`record_stream`); then the block becomes idle at the first request after their work from before the free is over. A
-// program that omits this has its memory overwritten, as on a GPU.
+// A segment serves only the stream that was current at its making: work on one stream is in order, so the new owner of
+// a block waits for nothing. Other streams that use the block must be named (`record_stream`); then the block becomes
+// idle at the first request after their earlier work is over. A program that omits this has its memory overwritten, as
+// on a GPU.
 //
 // Note [Dangerous blocks]
-// The race checker knows the memory on which a stream could race with an earlier owner's work. While it runs, the
-// allocator hands out such memory first, from the first such byte of a block on, so any later request that fits shows
-// an unsafe free. It does so even while a collective holds up the streams that were named for the block, so that the
-// report does not depend on peers. A correct program has no such memory, and gets CUDA's blocks.
+// The race checker knows the memory on which a stream could race with an earlier owner's work. The allocator hands out
+// such memory first, from the first such byte of a block on, so any later request that fits shows an unsafe free: even
+// while a collective holds up the streams named for the block, so that the report does not depend on peers. A correct
+// program has no such memory, and gets CUDA's blocks.
 #pragma once
 
 #include "blocks.h"

@@ -8,11 +8,11 @@
 // of two neighbours at most one is idle.
 //
 // Note [Pages on demand]
-// The host gives a segment addresses, and pages only where they are written. A fresh block is taken from the front of
-// an idle one, so the bytes of an idle block that may have pages are a prefix of it (`backed`). Only those count as
-// memory of the machine: a rank with a few small tensors reserves 2 MiB for each stream, as with CUDA, and uses some
-// KiB. `drop_pages` gives the pages of an idle block back and leaves its addresses, so the blocks of a program do not
-// depend on what the machine has left.
+// The host gives a segment addresses, and pages only where they are written. A fresh block is the front of an idle one,
+// so the bytes of an idle block that may have pages are a prefix of it (`backed`). Only those count as memory of the
+// machine: a rank with a few small tensors reserves 2 MiB for each stream, as with CUDA, and uses some KiB.
+// `drop_pages` gives the pages of an idle block back and leaves its addresses, so a program's blocks do not depend on
+// what the machine has left.
 //
 // Note [The block at an address]
 // Kernels and observers have addresses only. A table of all address ranges of 2 MiB leads to the segment, and a table

@@ -1,6 +1,6 @@
 // Note [Strict devices]
-// Since device memory is host memory, a kernel would mix host tensors with device tensors, and hide the bugs that tests
-// look for. So every operator that reaches the fallback checks its devices first, with the exceptions of GPUs: a
+// Since device memory is host memory, a kernel would mix host and device tensors, and hide the bugs that tests look
+// for. So every operator that reaches the fallback checks its devices first, with the exceptions of GPUs: a
 // zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
 #include "checks.h"
 

@@ -1,9 +1,8 @@
 // Note [Bounds]
 // A storage can lose memory while tensors still refer to it: FSDP frees parameters by `untyped_storage().resize_(0)`.
-// As on a GPU, a program may read the metadata of such a tensor and make views of it, and no kernel may read or write
-// it: a GPU ends the program with an illegal memory access, and the host would read on past the storage. So every
-// kernel's tensors are checked before it runs, and the error names the place that freed the memory. Stricter than GPUs
-// in one case: a tensor passed as `out=` that would be resized is checked as well.
+// As on a GPU, a program may make views of such a tensor, and no kernel may use it: a GPU ends the program with an
+// illegal memory access, and the host would read on past the storage. So every kernel's tensors are checked before it
+// runs, `out=` tensors that would be resized too, and the error names the place that freed the memory.
 //
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once

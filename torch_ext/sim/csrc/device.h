@@ -10,10 +10,10 @@
 // use of a device freezes the device count and marks the process, so that its forks raise (see is_in_bad_fork).
 //
 // Note [Visible devices]
-// A program that runs with CUDA meaning the device may set CUDA_VISIBLE_DEVICES before the first use of a device. The
-// process then numbers the devices that the value names from 0. Only comparisons between ranks and device identifiers
-// use the numbers that all processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set:
-// cuda_as_sim/visible.py hides a value from before the program began, because it was meant for GPUs.
+// A program for which CUDA means the device may set CUDA_VISIBLE_DEVICES before the first use. The process then numbers
+// the devices that the value names from 0; comparisons between ranks and device identifiers use the numbers that all
+// processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set: cuda_as_sim/visible.py hides
+// a value from before the program began, because it was meant for GPUs.
 #pragma once
 
 #include "std.h"

@@ -3,9 +3,8 @@
 // Note [Threads at exit]
 // Before Python 3.14, Python ends a thread that requests the GIL after finalization has begun by pthread_exit. That
 // unwinds its stack, and the first destructor on the way calls std::terminate. Autograd's device threads run into this
-// in a correct program: `backward()` returns when the last gradient is computed, while the device thread has yet to
-// drop the graph task, which holds a Python context (`_engine_run_backward` of
-// torch/autograd/graph.py stores it). See https://github.com/pytorch/pytorch/issues/190489 and
+// in a correct program: `backward()` returns when the last gradient is computed, before the device thread drops the
+// graph task, which holds a Python context. See https://github.com/pytorch/pytorch/issues/190489 and
 // docs/findings/abort_at_exit.md.
 //
 // `before_finalization`, a Python exit function, does two things:

@@ -167,8 +167,8 @@ Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
 }
 
 // Weight, bias and running statistics in the types that the host kernel accepts with `input`: the input's type, or all
-// in float. GPUs accept statistics in float with parameters of half precision, and the other way round. Weights of a
-// type that GPUs refuse too stay unchanged, for the kernel to refuse.
+// in float. GPUs also accept statistics in float with parameters of half precision, and the other way round. The kernel
+// refuses weights of a type that GPUs refuse.
 class HostTypes {
  public:
   HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
@@ -238,7 +238,7 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return given(bias) ? gates + *bias : gates;
 }
 
-// workspace: the activated gates input, forget, cell, output side by side, (N, 4 * H)
+// workspace: the gates input, forget, cell, output side by side before they are activated, (N, 4 * H)
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
@@ -278,7 +278,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   return {grad_gates, grad_c * forget, grad_bias};
 }
 
-// workspace: reset, update, new, hx and the hidden part of new before it is reset, side by side, (N, 5 * H)
+// workspace: reset and update before they are activated, the input's part of new, hx and the hidden part of new, side
+// by side, (N, 5 * H)
 std::tuple<Tensor, Tensor> gru_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
@@ -388,9 +389,9 @@ bool no_ctc_loss_of_tensors(
 
 // --- fused attention: query is (B, H, S, D), key and value are (B, G, T, D), where G divides H ---
 //
-// The host's fused kernel has no dropout and no gradient of a bias, and needs as many heads of keys as of queries. So
-// heads of keys are repeated, and calls with the other two go by the formula, with P in the host's memory. M is 0 or
-// 1 / (1 - p), for dropout.
+// The host's fused kernel needs as many heads of keys as of queries, so heads of keys are repeated. It has no dropout
+// and no gradient of a bias: such calls go by the formula, with P in the host's memory. M is 0 or 1 / (1 - p), for
+// dropout.
 //
 //   P = softmax(scale * Q K^T + bias)       O = (P * M) V                dV = (P * M)^T dO
 //   dP = (dO V^T) * M                       dS = P * (dP - sum(dP * P))   dQ = scale * dS K, dK = scale * dS^T Q

@@ -1,19 +1,18 @@
 // Graphs: work that is captured once, and replayed at the same addresses.
 //
 // Note [Captures]
-// While a stream is in a capture, its kernels and collectives become steps of a graph. The sizes and addresses of a
-// kernel's results are known only once it has run, so a capture runs kernels, and undoes them at its end: memory from
-// before the capture gets its bytes back, and that of the graph is filled with 0xff (NaN), since a GPU's would hold
-// garbage. Collectives do not run. So a program sees what CUDA shows: no work is done before the first replay.
+// While a stream is in a capture, its kernels and collectives become steps of a graph. Sizes and addresses of results
+// are known only once a kernel has run, so a capture runs kernels, and undoes them at its end: memory from before the
+// capture gets its bytes back, the graph's is filled with 0xff (NaN), since a GPU's would hold garbage. Collectives do
+// not run. So a program sees what CUDA shows: no work is done before the first replay.
 //
-// A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again and
-// copies each new result to where the result of the capture was. Its temporary memory is the host's, so that a replay
-// allocates nothing on the device.
+// A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again, with
+// temporary memory of the host, and copies each new result to where the result of the capture was.
 //
 // Note [Streams of a capture]
-// A capture has the stream on which it began, and every stream that has waited for an event of it. Other streams run as
-// ever. A replay puts the first on the stream that is current then, and each of the others on a branch, a stream that
-// no program has; events become steps as well. So the race check sees the order within the graph, and no more.
+// A capture has the stream on which it began, and every stream that has waited for an event of it. A replay puts the
+// first on the stream that is current then, and each of the others on a branch, a stream that no program has. Events
+// become steps as well, so the race check sees the order within the graph, and no more.
 //
 // Note [Calls that a capture forbids]
 // Host waits and queries that meet a capture raise and invalidate it, with CUDA's words and numbers: on its streams
@@ -142,7 +141,7 @@ void check_host_wait(const Event& event);
 // True in a replay: temporary memory is the host's.
 extern constinit thread_local bool is_replaying;
 
-// Copies of a call's arguments or results that own no device memory. Tensors that share a storage still do.
+// Copies of tensors that own no device memory. Tensors that share a storage still do.
 class Kept {
  public:
   at::Tensor operator()(const at::Tensor& tensor);

@@ -11,7 +11,7 @@
 //   - reports to observers (kernel_observer.h) and the profiler (profiler.h).
 //
 // An operator that is composed of other operators on device tensors is no kernel: those operators are. It checks its
-// devices with `same_device`. Views, factories and queries of sizes touch no memory and need no Kernel.
+// devices with `common_device`. Views, factories and queries of sizes touch no memory and need no Kernel.
 //
 //     Kernel kernel("aten::convolution");
 //     kernel.reads(input).reads(weight).launch();

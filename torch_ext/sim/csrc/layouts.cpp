@@ -1,11 +1,9 @@
-// Sparse tensors: their parts are dense device tensors, and all computations with them run on copies on the host.
+// Sparse tensors, whose parts are dense device tensors. Operators that make one, take it apart or change its size are
+// torch's own code, which serves any device. All others copy their tensors to the host, run the host's kernel, and copy
+// results and written arguments back. So do kernels that make sparse tensors of dense ones, listed by name.
 //
-// Operators that make a sparse tensor, take it apart or change its size are torch's own code, which serves any device.
-// All other calls copy their tensors to the host, run the host's kernel, and copy results and written arguments back.
-// Kernels that make sparse tensors of dense ones, listed by name, do the same.
-//
-// Nested tensors of torch.nested's strided layout. Torch's host kernels for nested tensors call operators on their
-// buffers, on any device: so they serve here unchanged. Python code makes those of the jagged layout.
+// Nested tensors of the strided layout. Torch's host kernels for them call operators on their buffers, on any device,
+// so they serve here unchanged. Python code makes those of the jagged layout.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/_nested_view_from_buffer.h>
 
@@ -149,9 +147,8 @@ void run_code_of_host(torch::Library& m, Names names) {
 }
 
 // Registers run_code_of_host for `parts`, and run_on_copies for the other operators that have a host kernel for this
-// layout and also a composition of other operators for any device. Such a composition, which does not know the layout,
-// takes precedence over a fallback: it returned a sum that was not summed, and made all results in the layout of the
-// first argument.
+// layout and a composition of other operators for any device. The composition would take precedence over a fallback,
+// and does not know the layout: it returned a sum that was not summed.
 template <c10::DispatchKey host>
 void run_layout(torch::Library& m, Names parts) {
   run_code_of_host<host>(m, parts);

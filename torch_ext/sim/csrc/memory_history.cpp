@@ -76,6 +76,7 @@ struct History {
   std::deque<MemoryEvent> events;
 };
 
+// Here as in other files, objects made by `new` for a reference are never freed: threads may outlive static objects.
 History& history = *new History();
 
 std::atomic<bool> recording{false};

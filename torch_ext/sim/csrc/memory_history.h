@@ -1,6 +1,6 @@
 // Call stacks, and the origin of device memory: stacks of live blocks, a trace of allocations and frees, and the
-// message when a device runs out of memory. Recording is off by default; without it, every block still keeps the kernel
-// that allocated it, as a number (see `tag_of`).
+// message when a device runs out of memory. Recording is off by default; without it, every block still keeps the name
+// of the kernel that allocated it.
 #pragma once
 
 #include <torch/csrc/profiler/combined_traceback.h>

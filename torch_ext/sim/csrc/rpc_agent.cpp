@@ -7,11 +7,10 @@
 //
 // Both copies end before the message proceeds, so it holds the results of all work launched before the call. As with
 // TensorPipe's own agent, the sender picks a tensor's destination: by its device map for a request, by the reverse of
-// the caller's map for a response. TensorPipe's agent never sees the maps, but has the devices: it gives each request
-// separate streams on them, and futures wait for those.
+// the caller's map for a response. TensorPipe's agent never sees the maps, but gives each request separate streams on
+// the devices, and futures wait for those.
 //
-// Requests to workers that the map names carry a trailer, and so do responses to such requests: only those workers
-// surely have this agent.
+// Only requests to workers that the map names, which surely have this agent, carry a trailer, and their responses.
 #include "bindings.h"
 
 #ifdef SIM_HAS_RPC

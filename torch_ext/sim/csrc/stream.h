@@ -1,17 +1,17 @@
 // Streams and events.
 //
 // Note [Streams of an eager device]
-// A kernel ends before the call that launches it returns, so a stream has no queue. It has a horizon: the time until
-// which it counts as busy. `sleep` advances the horizon of the current stream and returns; recording an event copies
-// the horizon; a stream that waits for an event advances its horizon to the event's. Queries and host waits compare
-// horizons with the clock. So order, overlap and timing look as on hardware, and values are those of program order.
+// A kernel ends before its launch returns, so a stream has no queue but a horizon: the time until which it counts as
+// busy. `sleep` advances the horizon of the current stream; recording an event copies it; a stream that waits for an
+// event advances its own to the event's; queries and host waits compare it with the clock. So order, overlap and timing
+// look as on hardware, and values are those of program order.
 //
 // Note [What a stream waits for]
 // Operations of a process group run on the lane of their group, until all its ranks take part. A stream that waits for
 // an operation lists it; so does an event recorded on the stream afterwards, and a stream that waits for that event.
-// The host continues. It blocks, without the GIL, where the result is due: at the next kernel on such a stream (Note
-// [Kernels] in kernel.h), and in waits for the stream, event or device. The thread that blocks does this rank's part of
-// the operation. A failed operation raises there, once for each stream or event that waits for it.
+// The host blocks, without the GIL, where the result is due: at the next kernel on such a stream, and in waits for the
+// stream, event or device. The thread that blocks does this rank's part of the operation. A failed operation raises
+// there, once for each stream or event that waits for it.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
