@@ -138,8 +138,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("stream_with_handle", [](DeviceIndex device, uintptr_t handle) {
     return stream_with_handle(checked_index(device), handle);
   });
-  m.def("set_sync_debug", [](int mode) { set_sync_debug(static_cast<SyncDebug>(mode)); });
-  m.def("sync_debug", [] { return static_cast<int>(sync_debug()); });
+  m.def("set_sync_debug", [](int mode) { sync_debug = static_cast<SyncDebug>(mode); });
+  m.def("sync_debug", [] { return static_cast<int>(sync_debug.load()); });
   m.def("sleep", &sleep);
   m.def("run_generated", &run_generated);
   m.def("shared_host_storage", &shared_host_storage);

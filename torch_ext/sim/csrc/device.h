@@ -42,6 +42,10 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
+inline uintptr_t address_of(const void* object) {
+  return reinterpret_cast<uintptr_t>(object);
+}
+
 // How many devices are simulated: TORCH_EXT_SIM_DEVICES if it is set (0 if that is not a number from 1 to kMaxDevices),
 // otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count_of_all() noexcept;

@@ -44,11 +44,10 @@ struct Visit final : torch::autograd::Node {
 
 // A separate thread, because a graph task copies the caller's Python state. In anomaly mode nodes hold some too.
 void visit_device_threads() {
-  const auto device = [](size_t index) { return c10::Device(kSim, static_cast<c10::DeviceIndex>(index)); };
   auto* visits = new torch::autograd::edge_list(); // never freed
   variable_list inputs;
-  for (size_t index = 0; index < static_cast<size_t>(device_count()); ++index) {
-    inputs.push_back(at::empty({0}, at::TensorOptions().device(device(index))));
+  for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+    inputs.push_back(at::empty({0}, at::TensorOptions().device(c10::Device(kSim, index))));
     visits->emplace_back(c10::make_intrusive<Visit>(inputs.back()), 0);
   }
   Engine::get_default_engine().execute(

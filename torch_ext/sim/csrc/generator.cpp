@@ -34,14 +34,6 @@ void GeneratorImpl::set_offset(uint64_t offset) {
   state_->offset = offset;
 }
 
-uint64_t GeneratorImpl::get_offset() const {
-  return state_->offset;
-}
-
-uint64_t GeneratorImpl::current_seed() const {
-  return state_->seed;
-}
-
 uint64_t GeneratorImpl::seed() {
   set_current_seed(c10::detail::getNonDeterministicRandom());
   return state_->seed;

@@ -827,7 +827,7 @@ class SimCCL final : public Launcher {
 
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
-  set_settle(settle_collectives);
+  settle_others = settle_collectives;
   m.def("operations_launched_on_devices", [] { return operations_on_devices.load(); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")

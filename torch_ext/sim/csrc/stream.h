@@ -48,11 +48,6 @@ uintptr_t handle_of(c10::Stream stream);
 // The id of the stream whose native handle is `handle`; none if it is no stream of the device.
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle);
 
-// The stream of a branch of a graph; there are kStreamsPerClass.
-inline c10::Stream branch_stream(c10::DeviceIndex device, c10::StreamId branch) {
-  return stream_of(device, kFirstBranch + branch % kStreamsPerClass);
-}
-
 // Work outside of streams that streams wait for. Call it on any thread, without the GIL.
 class Elsewhere {
  public:
@@ -84,8 +79,8 @@ int64_t busy_until(c10::Stream stream);
 Elsewheres pending_of(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
 
-// `settle` runs, without the GIL, in a wait for a whole device: it finishes work besides kernels. Set once.
-void set_settle(void (*settle)());
+// Finishes work besides kernels in a wait for a whole device. Set once.
+extern void (*settle_others)();
 
 // Keeps the current stream of the current device busy for `nanoseconds` more. Returns at once.
 void sleep(int64_t nanoseconds);
@@ -119,11 +114,8 @@ class AtEnd {
 bool is_idle(c10::Stream stream);
 bool is_done(const Event& event);
 
-void install_guard();
-
 enum class SyncDebug : uint8_t { kOff, kWarn, kError };
-void set_sync_debug(SyncDebug mode) noexcept;
-SyncDebug sync_debug() noexcept;
+extern std::atomic<SyncDebug> sync_debug;
 
 // Warns or raises RuntimeError before the host blocks, where a program asks for it (torch.sim.set_sync_debug_mode). As
 // with CUDA: for host reads such as `item()` and `nonzero()`, for copies between host and device that are not
