@@ -38,9 +38,6 @@ void count_result(const void* data);
 // The allocator of aliases: a kernel that grows one gets memory of its device.
 c10::Allocator* alias_allocator();
 
-// Returns the memory at `data`, which came from `allocate_on`, to its pool. A DataPtr does so by itself.
-void free_on_device(void* data);
-
 // Keeps the block at `data`, freed or not, from being handed out again before `operation` is over.
 void keep_until_over(const void* data, const std::shared_ptr<Elsewhere>& operation);
 

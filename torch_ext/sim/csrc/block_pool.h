@@ -52,7 +52,7 @@ struct BlockFacts {
   const void* data;
   size_t size;
   size_t requested;
-  uint32_t tag;
+  const std::string* kernel; // null: none
   Block::State state;
 };
 struct SegmentFacts {
@@ -64,7 +64,19 @@ struct SegmentFacts {
   std::vector<BlockFacts> blocks;
 };
 
-// Bytes of a pool. Every change reports the first two to the profiler.
+// Visits every statistic, in the order of torch's struct.
+template <typename Stats, typename Visit>
+void for_each_stat(Stats& stats, Visit visit) {
+  for (auto* array :
+       {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
+        &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
+    std::ranges::for_each(*array, visit);
+  }
+  visit(stats.oversize_allocations);
+  visit(stats.oversize_segments);
+}
+
+// Bytes of a pool.
 struct Amounts {
   size_t allocated;
   size_t reserved;
@@ -85,9 +97,9 @@ class BlockPool {
 
   // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount. With `is_scratch`, it
   // counts in statistics after `count_result` only.
-  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream, MempoolId mempool = {}, bool is_scratch = false);
-  Amounts count_result(Block* block);
-  Amounts give_back(Block* block);
+  Block* take(size_t nbytes, c10::Stream stream, MempoolId mempool = {}, bool is_scratch = false);
+  void count_result(Block* block);
+  void give_back(Block* block);
 
   // Records that `stream`, besides the home, uses the block, which must be live.
   void add_user(Block* block, c10::Stream stream);
@@ -104,10 +116,10 @@ class BlockPool {
   // Fills the live blocks that a capture has allocated.
   void fill_blocks_of(uint64_t capture, int byte);
 
-  void set_limit(size_t nbytes);
+  void set_limit(size_t nbytes) { limit_ = nbytes; }
   // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
-  void set_fraction(double fraction);
-  double fraction();
+  void set_fraction(double fraction) { fraction_ = fraction; }
+  double fraction() const { return fraction_; }
   Amounts amounts();
   std::vector<SegmentFacts> segments();
   c10::CachingDeviceAllocator::DeviceStats stats();
@@ -132,19 +144,15 @@ class BlockPool {
   };
   struct ByFit {
     using is_transparent = void;
-    static auto key(const Block* block) {
-      return std::tuple(
-          block->segment->mempool, block->segment->home, block->size, block->segment->serial, block->start);
+    using Key = std::tuple<MempoolId, c10::StreamId, size_t, uint64_t, const char*>;
+    static Key key(const Block* block) {
+      const auto& segment = *block->segment;
+      return {segment.mempool, segment.home, block->size, segment.serial, block->start};
     }
-    bool operator()(const Block* one, const Block* other) const { return key(one) < key(other); }
-    bool operator()(const Block* block, Fit fit) const {
-      return key_of(block) < std::tuple(fit.mempool, fit.home, fit.size);
-    }
-    bool operator()(Fit fit, const Block* block) const {
-      return std::tuple(fit.mempool, fit.home, fit.size) < key_of(block);
-    }
-    static std::tuple<MempoolId, c10::StreamId, size_t> key_of(const Block* block) {
-      return {block->segment->mempool, block->segment->home, block->size};
+    static Key key(Fit fit) { return {fit.mempool, fit.home, fit.size, 0, nullptr}; }
+    template <typename One, typename Other>
+    bool operator()(One one, Other other) const {
+      return key(one) < key(other);
     }
   };
   struct Idle {
@@ -179,12 +187,13 @@ class BlockPool {
   void release_cached();
   bool release(Block* block);
   bool is_captured(MempoolId mempool) const;
+  bool is_dangerous(const Block* block) const;
   bool collects_garbage() const; // CUDA does so for a fraction only
 
   const c10::DeviceIndex device_;
-  std::mutex mutex_;
-  size_t limit_;
-  double fraction_ = 1;
+  std::atomic<size_t> limit_;
+  std::atomic<double> fraction_ = 1;
+  std::mutex mutex_; // guards what follows
   Idle small_;
   Idle large_;
   size_t dangerous_ = 0; // idle blocks that are

@@ -61,13 +61,13 @@ struct Block {
   std::vector<c10::Stream> users{}; // streams named since its allocation
   // Operations that use it and that nothing waits for. Not owned: their destructors would need the pool's lock.
   std::vector<std::weak_ptr<Elsewhere>> pending{};
-  uint64_t capture = 0;      // the capture that allocated it; 0: none
-  uint32_t tag = 0;          // of the kernel that allocated it: see memory_history.h
-  size_t backed = 0;         // bytes from its start that may have pages
-  int64_t idle_since = 0;    // the number of searches in its pool by then
-  bool is_poisoned = false;  // all of its bytes, since its last free
-  bool is_scratch = false;   // a kernel's, and no result so far: see Note [Scratch memory] in allocator.h
-  bool is_dangerous = false; // see Note [Dangerous blocks] in block_pool.h
+  uint64_t capture = 0;                // the capture that allocated it; 0: none
+  const std::string* kernel = nullptr; // the name of the one that allocated it, if any
+  size_t backed = 0;                   // bytes from its start that may have pages
+  int64_t idle_since = 0;              // the number of searches in its pool by then
+  bool is_poisoned = false;            // all of its bytes, since its last free
+  bool is_scratch = false;             // a kernel's, and no result so far: see Note [Scratch memory] in allocator.h
+  bool is_dangerous = false;           // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }
 };

@@ -19,8 +19,5 @@ std::optional<PinnedBlock> pinned_block_at(const void* pointer);
 
 // The number of blocks made so far. Cheap.
 uint64_t pinned_blocks_made();
-void install_pinned_allocator();
-
-void bind_pinned_memory(pybind11::module_& m);
 
 } // namespace torch_ext::sim
