@@ -12,9 +12,6 @@
 
 namespace torch_ext::sim {
 
-// An alias of `tensor`, which lives on a sim device, for kernels that only read or write its elements.
-at::Tensor host_alias(const at::Tensor& tensor);
-
 // An alias of `tensor` for an operation that may end after its storage is freed. Does not keep the storage alive: its
 // bytes stay mapped, but may get another owner.
 at::Tensor unowned_host_alias(const at::Tensor& tensor);

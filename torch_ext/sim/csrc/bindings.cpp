@@ -98,7 +98,7 @@ py::object storage_over(const py::handle& host_storage, c10::DeviceIndex index) 
 
 py::object new_storage(size_t nbytes, c10::DeviceIndex index) {
   ensure_initialized();
-  CurrentDevice current(checked_index(index));
+  const c10::DeviceGuard current(c10::Device(kSim, checked_index(index)));
   return to_python(
       c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), nbytes, device_allocator(), /*resizable=*/true));

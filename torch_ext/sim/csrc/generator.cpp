@@ -109,8 +109,8 @@ at::Generator host_generator(const std::optional<at::Generator>& given, c10::Dev
       "' generator device but found '", source.device(), "'.");
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* impl = static_cast<GeneratorImpl*>(source.unsafeGetGeneratorImpl());
-  if (auto* recording = Recording::current()) {
-    recording->check_generator(impl->state());
+  if (auto* recording = Recording::current) {
+    recording->capture.check_generator(impl->state());
   }
   return at::detail::createCPUGenerator(impl->draw(count));
 }

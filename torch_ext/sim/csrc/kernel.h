@@ -33,13 +33,6 @@ inline bool given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-inline at::Tensor value_or_none(const OptionalTensor& tensor) {
-  return tensor.value_or(at::Tensor());
-}
-
-// The sim device of all defined tensors in `tensors`. Raises RuntimeError if they are on several.
-c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);
-
 class Kernel {
  public:
   // name: as the operator is called; must outlive the object.
@@ -94,7 +87,6 @@ class Kernel {
   Kernel& use(const at::Tensor& tensor, bool write);
   Kernel& use(const void* data, size_t bytes, bool write);
   c10::SmallVector<Access, 8> accesses() const;
-  void account_to(Observer& to) const noexcept;
 
   std::string_view name_;
   std::optional<c10::Device> device_;

@@ -19,36 +19,7 @@ namespace {
 
 // A copy of `tensor` on `device`, of any layout; `tensor` itself if it is not on `from`.
 at::Tensor moved(const at::Tensor& tensor, c10::DeviceType from, c10::Device device) {
-  if (!tensor.defined() || tensor.device().type() != from) {
-    return tensor;
-  }
-  const auto options = tensor.options().device(device);
-  if (tensor.layout() == c10::kSparse) {
-    return at::_sparse_coo_tensor_unsafe(
-        tensor._indices().to(device), tensor._values().to(device), tensor.sizes(), options, tensor.is_coalesced());
-  }
-  if (tensor.layout() == c10::kStrided) {
-    return tensor.to(device);
-  }
-  const bool by_row = tensor.layout() == c10::kSparseCsr || tensor.layout() == c10::kSparseBsr;
-  const auto compressed = by_row ? tensor.crow_indices() : tensor.ccol_indices();
-  const auto plain = by_row ? tensor.col_indices() : tensor.row_indices();
-  return at::_sparse_compressed_tensor_unsafe(
-      compressed.to(device), plain.to(device), tensor.values().to(device), tensor.sizes(), options);
-}
-
-// Replaces every tensor in `value`, lists included.
-template <typename Replace>
-void replace_tensors(c10::IValue& value, Replace replace) {
-  if (value.isTensor()) {
-    value = replace(value.toTensor());
-  } else if (value.isTensorList()) {
-    c10::List<at::Tensor> replaced;
-    for (const auto& tensor : value.toTensorVector()) {
-      replaced.push_back(replace(tensor));
-    }
-    value = std::move(replaced);
-  }
+  return tensor.defined() && tensor.device().type() == from ? tensor.to(device) : tensor;
 }
 
 c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
@@ -133,7 +104,7 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // of a new tensor on the current device.
 template <c10::DispatchKey host>
 void run_code_of_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const CurrentDevice guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())).index());
+  const c10::DeviceGuard guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())));
   op.redispatchBoxed(c10::DispatchKeySet(host), stack);
 }
 
@@ -228,7 +199,7 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "' is not implemented for nested tensors of the strided layout, neither on the device " SIM_NAME
       " nor on the host. Make ",
       "them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
-  if (std::find(kDirect.begin(), kDirect.end(), name.name) != kDirect.end()) {
+  if (std::ranges::count(kDirect, name.name) > 0) {
     run_direct(op, stack);
   } else {
     op.redispatchBoxed(c10::DispatchKeySet(kNestedOnHost), stack);
