@@ -86,10 +86,12 @@ class Running final : public Elsewhere {
       c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
       std::vector<at::Tensor> held);
 
-  // Call both before other threads know the operation. The hook is called once, on success or failure.
-  void set_hook(CompletionHook hook) { hook_ = std::move(hook); }
-  void set_record(ProgressPtr record) { record_ = std::move(record); }
-  void set_timed(bool timed) { is_timed_ = timed; }
+  // Call it before other threads know the operation. The hook is called once, on success or failure.
+  void report_to(CompletionHook hook, ProgressPtr record, bool timed);
+
+  c10d::OpType kind() const { return kind_; }
+  int rank() const { return rank_; }
+  uint64_t sequence() const { return sequence_; }
 
   bool advance() override;
   void finish() override { finish(kNoTimeout); }
@@ -132,7 +134,7 @@ class Running final : public Elsewhere {
   const int rank_;
   const uint64_t sequence_;
   const std::vector<TransferPtr> transfers_;
-  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  const int64_t started_ = stream_clock();
   const c10::DeviceIndex device_; // -1 without tensors
   const int64_t launched_by_ = current_correlation();
   CompletionHook hook_;
@@ -168,8 +170,8 @@ class SimWork : public c10d::Work {
   // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: for `wait`.
   // point: its end in a capture, which has not run it.
   SimWork(
-      c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
-      c10::DeviceIndex device, Moment moment, bool blocks_host, std::shared_ptr<CapturePoint> point = nullptr);
+      RunningPtr running, std::vector<at::Tensor> outputs, c10::DeviceIndex device, Moment moment, bool blocks_host,
+      std::shared_ptr<CapturePoint> point = nullptr);
   ~SimWork() override;
 
   bool isCompleted() override;
@@ -181,14 +183,13 @@ class SimWork : public c10d::Work {
   void abort() override;
   FuturePtr getFuture() override;
   float getDuration() const override { return running_->duration(); }
-  uint64_t getSequencenumber() const override { return sequence_; }
+  uint64_t getSequencenumber() const override { return running_->sequence(); }
 
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
   const Event& end() const { return end_; }
 
  private:
-  bool gathers_alike();
   FuturePtr make_future();
 
   const RunningPtr running_;
@@ -196,7 +197,6 @@ class SimWork : public c10d::Work {
   const c10::DeviceIndex device_;
   const Event end_;
   const bool blocks_host_;
-  const uint64_t sequence_;
   std::mutex mutex_;
   FuturePtr future_; // guarded by mutex_; made on first use
 };
