@@ -71,15 +71,4 @@ void ensure_initialized();
 bool is_initialized() noexcept;
 bool is_in_bad_fork() noexcept;
 
-// Makes `index` current in this thread for the lifetime of the object.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) { set_current_device(index); }
-  ~CurrentDevice() { set_current_device(previous_); }
-  C10_DISABLE_COPY_AND_ASSIGN(CurrentDevice);
-
- private:
-  c10::DeviceIndex previous_;
-};
-
 } // namespace torch_ext::sim
