@@ -58,9 +58,9 @@ def _install() -> None:
         _set(torch.cuda.jiterator, **{name: lambda *args, **kwargs: table.Refused("jiterator")})
     _set(
         Stream,
-        cuda_stream=property(_stream_handle),
-        _as_parameter_=property(lambda self: ctypes.c_void_p(_stream_handle(self))),
-        __cuda_stream__=lambda self: (0, _stream_handle(self)),
+        cuda_stream=property(lambda self: self.native_handle),
+        _as_parameter_=property(lambda self: ctypes.c_void_p(self.native_handle)),
+        __cuda_stream__=lambda self: (0, self.native_handle),
     )
     _complete_events()
     _set(torch.autograd.profiler.emit_nvtx, __enter__=_begin_marks, __exit__=_end_marks)
@@ -97,11 +97,6 @@ def _replace_names(module: ModuleType, dotted: str) -> None:
 def _is_built() -> bool:
     """True for programs, which want the device; False for torch's own modules, which would call CUDA code next."""
     return not sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
-
-
-def _stream_handle(self: Any) -> int:
-    """The stream as a number, which programs pass to libraries: 0 for a default stream, as on CUDA."""
-    return int(self.native_handle) if self.stream_id else 0
 
 
 def _complete_events() -> None:

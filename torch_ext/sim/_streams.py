@@ -43,7 +43,7 @@ class ExternalStream(Stream):
 
     def __new__(cls, stream_ptr: int, device: Device = None) -> ExternalStream:
         index = index_of(device)
-        stream_id = _native.stream_with_handle(index, stream_ptr) if stream_ptr else 0
+        stream_id = _native.stream_with_handle(index, stream_ptr)
         if stream_id is None:
             raise ValueError(f"{stream_ptr:#x} is the handle of no stream of {NAME}:{index}.")
         made: ExternalStream = super().__new__(cls, stream_id=stream_id, device_index=index, device_type=_DEVICE_TYPE)  # type: ignore[assignment]

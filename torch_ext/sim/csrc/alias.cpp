@@ -1,7 +1,5 @@
 #include "alias.h"
 
-#include <c10/core/CPUAllocator.h>
-
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"
@@ -47,16 +45,11 @@ at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const 
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
-  const auto* source = like.unsafeGetTensorImpl();
-  if (source->is_wrapped_number()) {
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
     impl->set_wrapped_number(true);
   }
-  if (like.is_conj()) {
-    impl->_set_conj(true);
-  }
-  if (like.is_neg()) {
-    impl->_set_neg(true);
-  }
+  impl->_set_conj(like.is_conj());
+  impl->_set_neg(like.is_neg());
   return made;
 }
 
@@ -80,10 +73,6 @@ bool same_layout(const at::Tensor& one, const at::Tensor& other) {
 
 } // namespace
 
-at::Tensor host_alias(const at::Tensor& tensor) {
-  return make_tensor(alias_storage(tensor.storage()), c10::DispatchKey::CPU, tensor);
-}
-
 at::Tensor unowned_host_alias(const at::Tensor& tensor) {
   const auto& storage = tensor.storage();
   const auto bytes = make_storage(borrow_unowned(storage, kHost), storage.nbytes(), c10::GetCPUAllocator());
@@ -95,7 +84,8 @@ c10::Storage unowned_storage(const c10::Storage& storage) {
 }
 
 at::Tensor on_host(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.device().type() == kSim ? host_alias(tensor) : tensor;
+  const bool on_device = tensor.defined() && tensor.device().type() == kSim;
+  return on_device ? make_tensor(alias_storage(tensor.storage()), c10::DispatchKey::CPU, tensor) : tensor;
 }
 
 at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device) {
@@ -154,12 +144,8 @@ void AliasSet::publish(c10::DeviceIndex device) {
           pair.host.sizes(), pair.host.strides(), pair.host.storage_offset());
     }
     // Some kernels set the conjugate bit of an output (`linalg.lu_solve`).
-    if (pair.host.is_conj() != pair.device.is_conj()) {
-      pair.device.unsafeGetTensorImpl()->_set_conj(pair.host.is_conj());
-    }
-    if (pair.host.is_neg() != pair.device.is_neg()) {
-      pair.device.unsafeGetTensorImpl()->_set_neg(pair.host.is_neg());
-    }
+    pair.device.unsafeGetTensorImpl()->_set_conj(pair.host.is_conj());
+    pair.device.unsafeGetTensorImpl()->_set_neg(pair.host.is_neg());
   }
 }
 

@@ -1,21 +1,16 @@
 // Makes host tensors over device memory, and device tensors over host memory.
 //
 // Note [Aliasing]
-// An alias is a host tensor whose storage points at a device storage's bytes and keeps that storage alive; nothing is
-// copied. Tensors that share a device storage share one alias storage, so that overlap checks and in-place kernels work
-// as on the host. After the kernel, `AliasSet::publish` carries its changes over to the device tensors: sizes and
-// strides of resized outputs, and reallocated storages. `adopt` relabels results that the kernel allocated.
+// An alias is a host tensor whose storage points at a device storage's bytes and keeps that storage alive. Tensors that
+// share a device storage share one alias storage, so that overlap checks and in-place kernels work as on the host.
+// After the kernel, `AliasSet::publish` carries its changes over to the device tensors: sizes and strides of resized
+// outputs, and reallocated storages. `adopt` relabels results that the kernel allocated.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include "device.h"
 #include "std.h"
 
 namespace torch_ext::sim {
-
-// An alias of `tensor`, which lives on a sim device, for kernels that only read or write its elements.
-at::Tensor host_alias(const at::Tensor& tensor);
 
 // An alias of `tensor` for an operation that may end after its storage is freed. Does not keep the storage alive: its
 // bytes stay mapped, but may get another owner.
@@ -24,7 +19,7 @@ at::Tensor unowned_host_alias(const at::Tensor& tensor);
 // The bytes of a device storage as another one, which keeps them mapped as that of `unowned_host_alias` does.
 c10::Storage unowned_storage(const c10::Storage& storage);
 
-// `tensor` itself when it lives on the host, its alias otherwise.
+// `tensor` itself when it lives on the host; otherwise an alias, for kernels that only read or write its elements.
 at::Tensor on_host(const at::Tensor& tensor);
 
 // Returns a device tensor over the memory of `host`: moves the memory if nothing else holds it, else shares it.

@@ -1,11 +1,5 @@
 #include "allocator.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/core/AllocatorConfig.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/Stream.h>
-#include <c10/util/Exception.h>
-
 #include "block_pool.h"
 #include "blocks.h"
 #include "device.h"
@@ -49,10 +43,12 @@ Pools& pools() {
   return *all;
 }
 
-// Takes addresses and sizes, not the block: once the block is back in its pool, another thread may own it.
-void report(void* data, int64_t change, const Amounts& totals, c10::DeviceIndex device) {
-  if (c10::memoryProfilingEnabled()) {
-    c10::reportMemoryUsageToProfiler(data, change, totals.allocated, totals.reserved, c10::Device(kSim, device));
+// Takes addresses and sizes, not the block: once the block is back in its pool, another thread may own it. Ignores
+// scratch memory, of size 0.
+void report(void* data, int64_t change, BlockPool& pool) {
+  if (change != 0 && c10::memoryProfilingEnabled()) {
+    const auto totals = pool.amounts();
+    c10::reportMemoryUsageToProfiler(data, change, totals.allocated, totals.reserved, c10::Device(kSim, pool.device()));
   }
 }
 
@@ -71,30 +67,43 @@ void note(MemoryEvent::Kind kind, const Block& block) {
   }
 }
 
-void report_allocation(const Block& block, const Amounts& totals) {
-  report(block.start, static_cast<int64_t>(block.size), totals, block.segment->pool->device());
+void report_allocation(const Block& block) {
+  report(block.start, static_cast<int64_t>(block.size), *block.segment->pool);
   note(MemoryEvent::Kind::kAllocate, block);
-  trace([&](const auto& to) { to.trace_gpu_memory_allocation(kSim, traced(block.start)); });
+  trace([&](const auto& to) { to.trace_gpu_memory_allocation(kSim, address_of(block.start)); });
 }
 
-class HostOverride : public c10::Allocator {
+// Returns the memory at `data`, which came from `allocate_on`, to its pool.
+void free_on_device(void* data) {
+  Block* block = block_at(data);
+  BlockPool& pool = *block->segment->pool;
+  notify([&](Observer& to) { to.freed(data, pool.device()); });
+  note(MemoryEvent::Kind::kFree, *block);
+  fill_with_poison(*block);
+  const auto size = static_cast<int64_t>(block->is_scratch ? 0 : block->size);
+  if (size != 0) {
+    trace([&](const auto& to) { to.trace_gpu_memory_deallocation(kSim, address_of(data)); });
+  }
+  pool.give_back(block);
+  report(data, -size, pool);
+}
+
+class HostOverride final : public c10::Allocator {
  public:
   static inline c10::Allocator* host = nullptr; // torch's own
 
-  c10::DataPtr allocate(size_t nbytes) override {
-    return take(nbytes, running_kernel.device < 0 ? Allocations::kScratch : running_kernel.allocations);
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
+  explicit HostOverride(bool for_aliases) : for_aliases_(for_aliases) {}
 
- protected:
-  static c10::DataPtr take(size_t nbytes, Allocations allocations) {
-    if (allocations == Allocations::kScratch || is_replaying) {
+  c10::DataPtr allocate(size_t nbytes) override {
+    const auto allocations = for_aliases_ ? Allocations::kCounted : running_kernel.allocations;
+    if (running_kernel.device < 0 || allocations == Allocations::kScratch || is_replaying) {
       return host->allocate(nbytes);
     }
     const bool may_be_scratch = allocations == Allocations::kMayBeResults;
     return allocate_on(running_kernel.device, nbytes, c10::Device(c10::DeviceType::CPU), may_be_scratch);
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &delete_raw; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
  private:
   // Raw memory may be freed outside the scope of its allocation (libraries keep scratch space), so look the pointer up
@@ -106,6 +115,8 @@ class HostOverride : public c10::Allocator {
       host->raw_deleter()(data);
     }
   }
+
+  const bool for_aliases_; // which a kernel grows
 };
 
 class Allocator final : public c10::DeviceAllocator {
@@ -144,13 +155,6 @@ class Allocator final : public c10::DeviceAllocator {
   }
 };
 
-class AliasAllocator final : public HostOverride {
- public:
-  c10::DataPtr allocate(size_t nbytes) override {
-    return take(nbytes, running_kernel.device < 0 ? Allocations::kScratch : Allocations::kCounted);
-  }
-};
-
 } // namespace
 
 constinit thread_local RunningKernel running_kernel;
@@ -173,17 +177,16 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   const auto stream = current_stream(pool.device());
   const auto capture = is_capturing() ? capture_of(stream) : nullptr;
   const bool is_captured = capture != nullptr && capture->origin().device_index() == pool.device();
-  const auto [block, totals] =
-      pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{}, may_be_scratch);
+  Block* const block = pool.take(nbytes, stream, is_captured ? capture->mempool() : MempoolId{}, may_be_scratch);
   block->capture = is_captured ? capture->serial() : 0;
   if (!block->is_poisoned) {
     fill_with_poison(*block);
   }
   block->is_poisoned = false;
-  block->tag = tag_of(running_kernel.name);
+  block->kernel = lasting_name(running_kernel.name);
   char* const data = block->start;
   if (!may_be_scratch) {
-    report_allocation(*block, totals);
+    report_allocation(*block);
   }
   notify([&](Observer& to) { to.allocated(data, block->size, stream); });
   return {data, data, &free_on_device, owner};
@@ -192,23 +195,8 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
 void count_result(const void* data) {
   Block* block = block_at(data);
   if (block != nullptr && block->is_scratch) {
-    report_allocation(*block, block->segment->pool->count_result(block));
-  }
-}
-
-void free_on_device(void* data) {
-  Block* block = block_at(data);
-  BlockPool& pool = *block->segment->pool;
-  notify([&](Observer& to) { to.freed(data, pool.device()); });
-  note(MemoryEvent::Kind::kFree, *block);
-  fill_with_poison(*block);
-  const auto size = static_cast<int64_t>(block->is_scratch ? 0 : block->size);
-  if (size != 0) {
-    trace([&](const auto& to) { to.trace_gpu_memory_deallocation(kSim, traced(data)); });
-  }
-  const Amounts totals = pool.give_back(block);
-  if (size != 0) {
-    report(data, -size, totals, pool.device());
+    block->segment->pool->count_result(block);
+    report_allocation(*block);
   }
 }
 
@@ -237,7 +225,7 @@ void set_poison(PoisonFor whom, bool enabled) {
 }
 
 c10::Allocator* alias_allocator() {
-  static auto* allocator = new AliasAllocator();
+  static auto* allocator = new HostOverride(/*for_aliases=*/true);
   return allocator;
 }
 
@@ -260,7 +248,7 @@ void install_allocator() {
        "per_process_memory_fraction", "throw_on_cudamalloc_oom", "pinned_free_catch_all"});
   c10::SetAllocator(kSim, device_allocator(), kPriority);
   HostOverride::host = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(new HostOverride(), kPriority);
+  c10::SetCPUAllocator(new HostOverride(/*for_aliases=*/false), kPriority);
 }
 
 } // namespace torch_ext::sim

@@ -5,24 +5,20 @@
 // All functions are safe to call from any thread.
 //
 // Note [Results in the arena]
-// A host kernel that works for a device allocates results and temporaries with torch's host allocator. Our override of
-// that allocator serves them from the device's pool inside a KernelScope that makes results; the fallback then relabels
-// results as device memory without a copy. The scope is per thread, so worker threads of a kernel's parallel region
-// allocate on the host.
+// A host kernel allocates results and temporaries with torch's host allocator. Our override of that allocator serves
+// them from the device's pool inside a KernelScope that makes results; the fallback then relabels results as device
+// memory without a copy. The scope is per thread, so worker threads of a kernel's parallel region allocate on the host.
 //
 // Note [Scratch memory]
-// A device's fused kernel needs no temporaries where the host's kernel does: it converts types as it reads. So the
-// temporaries of a host kernel count against the host:
+// A device's kernel converts types as it reads. So the temporaries of a host kernel count against the host:
 //
 //   results exist already     All allocations come from the host. Most operators run this way: torch makes the result
 //                             on the device, then calls the `out=` form.
 //   kernel makes results      Allocations come from the device's pool, as results must. A block counts in statistics
-//                             once its tensor turns out to be a result, so a temporary never does.
+//                             once its tensor turns out to be a result.
 //   input is converted first  `sum`, `cumsum` and others with an argument `dtype` make that copy on GPUs too. All
 //                             allocations count. GPUs sum half precision in float without a copy.
 #pragma once
-
-#include <c10/core/CachingDeviceAllocator.h>
 
 #include "block_pool.h"
 #include "device.h"
@@ -41,9 +37,6 @@ void count_result(const void* data);
 
 // The allocator of aliases: a kernel that grows one gets memory of its device.
 c10::Allocator* alias_allocator();
-
-// Returns the memory at `data`, which came from `allocate_on`, to its pool. A DataPtr does so by itself.
-void free_on_device(void* data);
 
 // Keeps the block at `data`, freed or not, from being handed out again before `operation` is over.
 void keep_until_over(const void* data, const std::shared_ptr<Elsewhere>& operation);

@@ -1,6 +1,4 @@
 // A pool for tests, which compare it with CUDA's: it belongs to no device, and the test says when streams are busy.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "block_pool.h"
@@ -47,8 +45,8 @@ class AllocatorTrace {
   // The block's address, and its segment's number and its place there; None without memory.
   std::optional<std::tuple<uint64_t, size_t, size_t>> take(size_t nbytes, c10::StreamId stream) {
     try {
-      Block* block = pool_.take(nbytes, stream_of(0, stream)).first;
-      const auto address = reinterpret_cast<uint64_t>(block->start);
+      Block* block = pool_.take(nbytes, stream_of(0, stream));
+      const auto address = address_of(block->start);
       held_[address] = block;
       const auto segment = segments_.try_emplace(block->segment->serial, segments_.size()).first->second;
       return std::tuple(address, segment, static_cast<size_t>(block->start - block->segment->start));
@@ -59,20 +57,12 @@ class AllocatorTrace {
   void give_back(uint64_t address) { pool_.give_back(held_.extract(address).mapped()); }
   void add_user(uint64_t address, c10::StreamId stream) { pool_.add_user(held_.at(address), stream_of(0, stream)); }
 
-  // Every statistic, in the order of torch's struct.
   std::vector<int64_t> stats() {
     std::vector<int64_t> numbers;
-    const auto add = [&](const c10::CachingAllocator::Stat& stat) {
-      numbers.insert(numbers.end(), {stat.current, stat.peak, stat.allocated, stat.freed});
-    };
     const auto stats = pool_.stats();
-    for (const auto* array :
-         {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
-          &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
-      std::ranges::for_each(*array, add);
-    }
-    add(stats.oversize_allocations);
-    add(stats.oversize_segments);
+    for_each_stat(stats, [&](const c10::CachingAllocator::Stat& stat) {
+      numbers.insert(numbers.end(), {stat.current, stat.peak, stat.allocated, stat.freed});
+    });
     numbers.insert(
         numbers.end(),
         {stats.num_alloc_retries, stats.num_ooms, stats.num_sync_all_streams, stats.num_device_alloc,

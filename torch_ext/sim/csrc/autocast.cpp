@@ -2,7 +2,6 @@
 // of torch registers CUDA's.
 #ifndef SIM_IS_CUDA
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 #include "std.h"
 

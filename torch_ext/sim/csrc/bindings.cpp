@@ -1,7 +1,6 @@
 // The native module. Loading it registers the device and starts nothing: see device.h.
 #include "bindings.h"
 
-#include <c10/core/StorageImpl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -99,7 +98,7 @@ py::object storage_over(const py::handle& host_storage, c10::DeviceIndex index) 
 
 py::object new_storage(size_t nbytes, c10::DeviceIndex index) {
   ensure_initialized();
-  CurrentDevice current(checked_index(index));
+  const c10::DeviceGuard current(c10::Device(kSim, checked_index(index)));
   return to_python(
       c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), nbytes, device_allocator(), /*resizable=*/true));
@@ -139,8 +138,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("stream_with_handle", [](DeviceIndex device, uintptr_t handle) {
     return stream_with_handle(checked_index(device), handle);
   });
-  m.def("set_sync_debug", [](int mode) { set_sync_debug(static_cast<SyncDebug>(mode)); });
-  m.def("sync_debug", [] { return static_cast<int>(sync_debug()); });
+  m.def("set_sync_debug", [](int mode) { sync_debug = static_cast<SyncDebug>(mode); });
+  m.def("sync_debug", [] { return static_cast<int>(sync_debug.load()); });
   m.def("sleep", &sleep);
   m.def("run_generated", &run_generated);
   m.def("shared_host_storage", &shared_host_storage);

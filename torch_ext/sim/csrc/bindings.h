@@ -1,9 +1,6 @@
 // The parts of the native module, file by file: each function is called once, when the library loads.
 #pragma once
 
-#include <c10/core/StorageImpl.h>
-#include <pybind11/pybind11.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {

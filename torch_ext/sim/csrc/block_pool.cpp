@@ -1,8 +1,5 @@
 #include "block_pool.h"
 
-#include <c10/core/AllocatorConfig.h>
-#include <c10/util/Exception.h>
-
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"
@@ -72,17 +69,6 @@ size_t total(const StatArray& stats) {
   return static_cast<size_t>(stats[static_cast<size_t>(StatType::AGGREGATE)].current);
 }
 
-template <typename Reset>
-void for_each_stat(DeviceStats& stats, Reset reset) {
-  for (StatArray* array :
-       {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
-        &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
-    std::ranges::for_each(*array, reset);
-  }
-  reset(stats.oversize_allocations);
-  reset(stats.oversize_segments);
-}
-
 bool is_over(const std::weak_ptr<Elsewhere>& operation) {
   const auto one = operation.lock();
   return one == nullptr || one->over_at() != 0;
@@ -102,7 +88,7 @@ void set_danger(FirstDanger ask) {
   danger = ask;
 }
 
-std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, bool is_scratch) {
+Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, bool is_scratch) {
   advance_users();
   const Fit fit{mempool, stream.id(), round_up(nbytes)};
   const bool is_small = fit.size <= kSmallSize;
@@ -119,7 +105,7 @@ std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, Me
     }
     if (back(block, fit.size)) {
       hand_out(block, fit.size, nbytes, is_scratch);
-      return {block, totals()};
+      return block;
     }
     insert(block);
     whose = Short::kMachine;
@@ -135,14 +121,13 @@ std::pair<Block*, Amounts> BlockPool::take(size_t nbytes, c10::Stream stream, Me
   raise_out_of_memory(*this, nbytes, whose);
 }
 
-Amounts BlockPool::count_result(Block* block) {
+void BlockPool::count_result(Block* block) {
   std::lock_guard<std::mutex> lock(mutex_);
   block->is_scratch = false;
   count(block);
-  return totals();
 }
 
-Amounts BlockPool::give_back(Block* block) {
+void BlockPool::give_back(Block* block) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!block->is_scratch) {
     change(stats_.allocation, block->segment->is_small, -1);
@@ -154,7 +139,7 @@ Amounts BlockPool::give_back(Block* block) {
   InUse use{block, 0, std::exchange(block->pending, {})};
   if (block->users.empty() && !use.is_held_up()) {
     settle(block);
-    return totals();
+    return;
   }
   for (const auto& user : std::exchange(block->users, {})) {
     use.until = std::max(use.until, end_of(user));
@@ -163,7 +148,6 @@ Amounts BlockPool::give_back(Block* block) {
   }
   block->state = Block::State::kInUse;
   in_use_.push_back(std::move(use));
-  return totals();
 }
 
 void BlockPool::add_user(Block* block, c10::Stream stream) {
@@ -218,6 +202,11 @@ bool BlockPool::is_captured(MempoolId mempool) const {
   return found != graphs_.end() && found->second.captures > 0;
 }
 
+bool BlockPool::is_dangerous(const Block* block) const {
+  const auto ask = danger.load();
+  return ask != nullptr && ask(block->start, block->size, stream_of(device_, block->segment->home)).has_value();
+}
+
 void BlockPool::fill_blocks_of(uint64_t capture, int byte) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [serial, segment] : segments_) {
@@ -227,21 +216,6 @@ void BlockPool::fill_blocks_of(uint64_t capture, int byte) {
       }
     }
   }
-}
-
-void BlockPool::set_limit(size_t nbytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  limit_ = nbytes;
-}
-
-void BlockPool::set_fraction(double fraction) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  fraction_ = fraction;
-}
-
-double BlockPool::fraction() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return fraction_;
 }
 
 Amounts BlockPool::amounts() {
@@ -255,7 +229,7 @@ std::vector<SegmentFacts> BlockPool::segments() {
   for (const auto& [serial, segment] : segments_) {
     auto& facts = all.emplace_back(segment->start, segment->size, segment->home, segment->is_small, segment->mempool);
     for (const Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
-      facts.blocks.emplace_back(block->start, block->size, block->requested, block->tag, block->state.load());
+      facts.blocks.emplace_back(block->start, block->size, block->requested, block->kernel, block->state.load());
     }
   }
   return all;
@@ -292,8 +266,9 @@ void BlockPool::sleep_until(int64_t moment) const {
 }
 
 Amounts BlockPool::totals() const {
-  const auto allowed = fraction_ < 1 ? static_cast<size_t>(fraction_ * static_cast<double>(limit_)) : limit_;
-  return {total(stats_.allocated_bytes), total(stats_.reserved_bytes), limit_, allowed};
+  const size_t limit = limit_;
+  const auto allowed = fraction_ < 1 ? static_cast<size_t>(fraction_ * static_cast<double>(limit)) : limit;
+  return {total(stats_.allocated_bytes), total(stats_.reserved_bytes), limit, allowed};
 }
 
 bool BlockPool::collects_garbage() const {
@@ -427,9 +402,7 @@ void BlockPool::settle(Block* block) {
     change(stats_.active_bytes, is_small, -static_cast<int64_t>(block->size));
     change(stats_.requested_bytes, is_small, -static_cast<int64_t>(block->requested));
   }
-  const auto ask = danger.load();
-  block->is_dangerous =
-      ask != nullptr && ask(block->start, block->size, stream_of(device_, block->segment->home)).has_value();
+  block->is_dangerous = is_dangerous(block);
   block->requested = 0;
   int64_t blocks = 0;
   int64_t bytes = 0;
@@ -507,13 +480,9 @@ void BlockPool::poll() {
     return;
   }
   const int64_t moment = now();
-  const auto ask = danger.load();
   const auto over = std::stable_partition(in_use_.begin(), in_use_.end(), [&](const InUse& each) {
-    const auto is_dangerous = [&] {
-      const auto home = stream_of(device_, each.block->segment->home);
-      return ask != nullptr && ask(each.block->start, each.block->size, home).has_value();
-    };
-    return is_captured(each.block->segment->mempool) || each.until > moment || (each.is_held_up() && !is_dangerous());
+    return is_captured(each.block->segment->mempool) || each.until > moment ||
+        (each.is_held_up() && !is_dangerous(each.block));
   });
   const std::vector<InUse> done(over, in_use_.end());
   in_use_.erase(over, in_use_.end());

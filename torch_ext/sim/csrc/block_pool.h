@@ -2,8 +2,8 @@
 // statistics, fragmentation and out-of-memory errors are those of a GPU for the same sequence of calls.
 //
 //   request        rounded up to 512 bytes; pool of small requests up to 1 MiB, of large ones above, for each stream
-//   choice         the smallest idle block of the stream that suffices; of equal ones the one in the oldest segment,
-//                  whose addresses are the lowest where a driver hands out rising ones; then the one in front
+//   choice         the smallest idle block of the stream that suffices; of equal ones the one in the oldest segment
+//                  (the lowest addresses, where a driver hands out rising ones); then the one in front
 //   split          if at least 512 bytes remain of a small block, or more than 1 MiB of a large one
 //   new segment    2 MiB for small requests, 20 MiB for those below 10 MiB, else rounded up to 2 MiB
 //   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
@@ -12,25 +12,22 @@
 // no effect, as on platforms where CUDA lacks it.
 //
 // Note [Pools of graphs]
-// A capture allocates from the pool of its graph, or of several. Its segments stay until the last of the graphs is
-// gone, since their replays use the memory of blocks that are free by then, and serve no other request. In a capture, a
-// block with users stays in use until the end: their work is not done, and no clock tells when it will be.
+// A capture allocates from the pool of its graph, or of several. Its segments serve no other request, and stay until
+// the last of the graphs is gone: replays use the memory of blocks that are free by then. In a capture, a block with
+// users stays in use until the end, since no clock tells when their work will be done.
 //
 // Note [Pools by stream]
-// A segment belongs to the stream that was current at its making, and serves its requests only: work on one stream is
-// in order, so the new owner of a block waits for nothing. Other streams that use the block must be named
-// (`record_stream`); then the block becomes idle at the first request after their work from before the free is over. A
-// program that omits this has its memory overwritten, as on a GPU.
+// A segment serves only the stream that was current at its making: work on one stream is in order, so the new owner of
+// a block waits for nothing. Other streams that use the block must be named (`record_stream`); then the block becomes
+// idle at the first request after their earlier work is over. A program that omits this has its memory overwritten, as
+// on a GPU.
 //
 // Note [Dangerous blocks]
-// The race checker knows the memory on which a stream could race with an earlier owner's work. While it runs, the
-// allocator hands out such memory first, from the first such byte of a block on, so any later request that fits shows
-// an unsafe free. It does so even while a collective holds up the streams that were named for the block, so that the
-// report does not depend on peers. A correct program has no such memory, and gets CUDA's blocks.
+// The race checker knows the memory on which a stream could race with an earlier owner's work. The allocator hands out
+// such memory first, from the first such byte of a block on, so any later request that fits shows an unsafe free: even
+// while a collective holds up the streams named for the block, so that the report does not depend on peers. A correct
+// program has no such memory, and gets CUDA's blocks.
 #pragma once
-
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Stream.h>
 
 #include "blocks.h"
 #include "std.h"
@@ -55,7 +52,7 @@ struct BlockFacts {
   const void* data;
   size_t size;
   size_t requested;
-  uint32_t tag;
+  const std::string* kernel; // null: none
   Block::State state;
 };
 struct SegmentFacts {
@@ -67,7 +64,19 @@ struct SegmentFacts {
   std::vector<BlockFacts> blocks;
 };
 
-// Bytes of a pool. Every change reports the first two to the profiler.
+// Visits every statistic, in the order of torch's struct.
+template <typename Stats, typename Visit>
+void for_each_stat(Stats& stats, Visit visit) {
+  for (auto* array :
+       {&stats.allocation, &stats.segment, &stats.active, &stats.inactive_split, &stats.allocated_bytes,
+        &stats.reserved_bytes, &stats.active_bytes, &stats.inactive_split_bytes, &stats.requested_bytes}) {
+    std::ranges::for_each(*array, visit);
+  }
+  visit(stats.oversize_allocations);
+  visit(stats.oversize_segments);
+}
+
+// Bytes of a pool.
 struct Amounts {
   size_t allocated;
   size_t reserved;
@@ -88,9 +97,9 @@ class BlockPool {
 
   // A block of at least `nbytes` for `stream`. Raises OutOfMemoryError past the allowed amount. With `is_scratch`, it
   // counts in statistics after `count_result` only.
-  std::pair<Block*, Amounts> take(size_t nbytes, c10::Stream stream, MempoolId mempool = {}, bool is_scratch = false);
-  Amounts count_result(Block* block);
-  Amounts give_back(Block* block);
+  Block* take(size_t nbytes, c10::Stream stream, MempoolId mempool = {}, bool is_scratch = false);
+  void count_result(Block* block);
+  void give_back(Block* block);
 
   // Records that `stream`, besides the home, uses the block, which must be live.
   void add_user(Block* block, c10::Stream stream);
@@ -107,10 +116,10 @@ class BlockPool {
   // Fills the live blocks that a capture has allocated.
   void fill_blocks_of(uint64_t capture, int byte);
 
-  void set_limit(size_t nbytes);
+  void set_limit(size_t nbytes) { limit_ = nbytes; }
   // Allows a part of the limit, 0 to 1, as torch.cuda.set_per_process_memory_fraction does.
-  void set_fraction(double fraction);
-  double fraction();
+  void set_fraction(double fraction) { fraction_ = fraction; }
+  double fraction() const { return fraction_; }
   Amounts amounts();
   std::vector<SegmentFacts> segments();
   c10::CachingDeviceAllocator::DeviceStats stats();
@@ -135,19 +144,15 @@ class BlockPool {
   };
   struct ByFit {
     using is_transparent = void;
-    static auto key(const Block* block) {
-      return std::tuple(
-          block->segment->mempool, block->segment->home, block->size, block->segment->serial, block->start);
+    using Key = std::tuple<MempoolId, c10::StreamId, size_t, uint64_t, const char*>;
+    static Key key(const Block* block) {
+      const auto& segment = *block->segment;
+      return {segment.mempool, segment.home, block->size, segment.serial, block->start};
     }
-    bool operator()(const Block* one, const Block* other) const { return key(one) < key(other); }
-    bool operator()(const Block* block, Fit fit) const {
-      return key_of(block) < std::tuple(fit.mempool, fit.home, fit.size);
-    }
-    bool operator()(Fit fit, const Block* block) const {
-      return std::tuple(fit.mempool, fit.home, fit.size) < key_of(block);
-    }
-    static std::tuple<MempoolId, c10::StreamId, size_t> key_of(const Block* block) {
-      return {block->segment->mempool, block->segment->home, block->size};
+    static Key key(Fit fit) { return {fit.mempool, fit.home, fit.size, 0, nullptr}; }
+    template <typename One, typename Other>
+    bool operator()(One one, Other other) const {
+      return key(one) < key(other);
     }
   };
   struct Idle {
@@ -182,12 +187,13 @@ class BlockPool {
   void release_cached();
   bool release(Block* block);
   bool is_captured(MempoolId mempool) const;
+  bool is_dangerous(const Block* block) const;
   bool collects_garbage() const; // CUDA does so for a fraction only
 
   const c10::DeviceIndex device_;
-  std::mutex mutex_;
-  size_t limit_;
-  double fraction_ = 1;
+  std::atomic<size_t> limit_;
+  std::atomic<double> fraction_ = 1;
+  std::mutex mutex_; // guards what follows
   Idle small_;
   Idle large_;
   size_t dangerous_ = 0; // idle blocks that are

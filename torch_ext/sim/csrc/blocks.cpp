@@ -1,8 +1,6 @@
 #include "blocks.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
+#include "device.h"
 #include "machine_memory.h"
 #include "std.h"
 
@@ -23,24 +21,20 @@ constinit std::array<std::atomic<Leaf*>, size_t{1} << (kAddressBits - kLeafBits)
 
 std::atomic<uint64_t> next_serial{1};
 
-uintptr_t number_of(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer);
-}
-
 size_t round_to(size_t nbytes, size_t unit) {
   return (nbytes + unit - 1) / unit * unit;
 }
 
 std::atomic<DeviceSegment*>& place_of(const char* address) {
   static auto* mutex = new std::mutex();
-  auto& entry = places.at(number_of(address) >> kLeafBits);
+  auto& entry = places.at(address_of(address) >> kLeafBits);
   if (entry.load() == nullptr) {
     std::lock_guard<std::mutex> lock(*mutex);
     if (entry.load() == nullptr) {
       entry = new Leaf();
     }
   }
-  return (*entry.load())[(number_of(address) >> kPlaceBits) % kLeafPlaces];
+  return (*entry.load())[(address_of(address) >> kPlaceBits) % kLeafPlaces];
 }
 
 void enter(const DeviceSegment& segment, DeviceSegment* entry) {
@@ -56,7 +50,7 @@ char* map_places(size_t nbytes) {
     return nullptr;
   }
   auto* const first = static_cast<char*>(mapped);
-  char* start = first + (round_to(number_of(first), kPlaceBytes) - number_of(first));
+  char* start = first + (round_to(address_of(first), kPlaceBytes) - address_of(first));
   if (start > first) {
     munmap(first, static_cast<size_t>(start - first));
   }
@@ -149,8 +143,8 @@ void drop_pages(Block* block) {
     return;
   }
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const size_t begin = round_to(number_of(block->start), page) - number_of(block->segment->start);
-  const size_t end = (number_of(block->start) + block->backed) / page * page - number_of(block->segment->start);
+  const size_t begin = round_to(address_of(block->start), page) - address_of(block->segment->start);
+  const size_t end = (address_of(block->start) + block->backed) / page * page - address_of(block->segment->start);
   if (begin < end) {
     madvise(block->segment->start + begin, end - begin, MADV_DONTNEED);
   }
@@ -160,7 +154,7 @@ void drop_pages(Block* block) {
 }
 
 DeviceSegment* segment_at(const void* pointer) {
-  const uintptr_t address = number_of(pointer);
+  const uintptr_t address = address_of(pointer);
   if (address >> kAddressBits != 0) {
     return nullptr;
   }

@@ -8,18 +8,16 @@
 // of two neighbours at most one is idle.
 //
 // Note [Pages on demand]
-// The host gives a segment addresses, and pages only where they are written. A fresh block is taken from the front of
-// an idle one, so the bytes of an idle block that may have pages are a prefix of it (`backed`). Only those count as
-// memory of the machine: a rank with a few small tensors reserves 2 MiB for each stream, as with CUDA, and uses some
-// KiB. `drop_pages` gives the pages of an idle block back and leaves its addresses, so the blocks of a program do not
-// depend on what the machine has left.
+// The host gives a segment addresses, and pages only where they are written. A fresh block is the front of an idle one,
+// so the bytes of an idle block that may have pages are a prefix of it (`backed`). Only those count as memory of the
+// machine: a rank with a few small tensors reserves 2 MiB for each stream, as with CUDA, and uses some KiB.
+// `drop_pages` gives the pages of an idle block back and leaves its addresses, so a program's blocks do not depend on
+// what the machine has left.
 //
 // Note [The block at an address]
 // Kernels and observers have addresses only. A table of all address ranges of 2 MiB leads to the segment, and a table
 // behind the segment's memory, with an entry for each 512 bytes, to the block that starts there. Readers take no lock.
 #pragma once
-
-#include <c10/core/Stream.h>
 
 #include "std.h"
 
@@ -63,13 +61,13 @@ struct Block {
   std::vector<c10::Stream> users{}; // streams named since its allocation
   // Operations that use it and that nothing waits for. Not owned: their destructors would need the pool's lock.
   std::vector<std::weak_ptr<Elsewhere>> pending{};
-  uint64_t capture = 0;      // the capture that allocated it; 0: none
-  uint32_t tag = 0;          // of the kernel that allocated it: see memory_history.h
-  size_t backed = 0;         // bytes from its start that may have pages
-  int64_t idle_since = 0;    // the number of searches in its pool by then
-  bool is_poisoned = false;  // all of its bytes, since its last free
-  bool is_scratch = false;   // a kernel's, and no result so far: see Note [Scratch memory] in allocator.h
-  bool is_dangerous = false; // see Note [Dangerous blocks] in block_pool.h
+  uint64_t capture = 0;                // the capture that allocated it; 0: none
+  const std::string* kernel = nullptr; // the name of the one that allocated it, if any
+  size_t backed = 0;                   // bytes from its start that may have pages
+  int64_t idle_since = 0;              // the number of searches in its pool by then
+  bool is_poisoned = false;            // all of its bytes, since its last free
+  bool is_scratch = false;             // a kernel's, and no result so far: see Note [Scratch memory] in allocator.h
+  bool is_dangerous = false;           // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }
 };

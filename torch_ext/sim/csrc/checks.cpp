@@ -1,17 +1,13 @@
 // Note [Strict devices]
-// Since device memory is host memory, a kernel would mix host tensors with device tensors, and hide the bugs that tests
-// look for. So every operator that reaches the fallback checks its devices first, with the exceptions of GPUs: a
+// Since device memory is host memory, a kernel would mix host and device tensors, and hide the bugs that tests look
+// for. So every operator that reaches the fallback checks its devices first, with the exceptions of GPUs: a
 // zero-dimensional host tensor may be read (it is a number), and index tensors may live on the host.
 #include "checks.h"
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/enum_tag.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include "device.h"
 #include "memory_history.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -40,10 +36,6 @@ constexpr std::array<std::string_view, 8> kHostIndexOperators{
     "aten::index_put", "aten::_index_put_impl_",   "aten::_unsafe_index_put",
     "aten::_ctc_loss", "aten::_ctc_loss_backward",
 };
-
-bool takes_host_indices(const std::string& name) {
-  return std::find(kHostIndexOperators.begin(), kHostIndexOperators.end(), name) != kHostIndexOperators.end();
-}
 
 // Operators whose CUDA kernel reads on the host whether it has failed, or values; others do so by an operator that
 // their kernels for CUDA and sim call alike. See the notes on synchronization in the documentation of torch.linalg.
@@ -85,7 +77,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   facts.name = schema.operator_name().name;
   facts.refusals = refusals_of(facts.name);
-  facts.host_indices = takes_host_indices(facts.name);
+  facts.host_indices = std::ranges::count(kHostIndexOperators, facts.name) > 0;
   facts.is_indexing = facts.host_indices && facts.name.find("index") != std::string::npos;
   facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));
   const auto& arguments = schema.arguments();
@@ -117,54 +109,11 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   return facts;
 }
 
-class DeviceCheck {
- public:
-  DeviceCheck(const OperatorFacts& facts, const c10::FunctionSchema& schema) : facts_(facts), schema_(schema) {}
-
-  void see(const at::Tensor& tensor, size_t position, bool in_list) {
-    if (!tensor.defined()) {
-      return;
-    }
-    if (!facts_.is_view) {
-      check_bounds(facts_.name, tensor, schema_.arguments()[position].name());
-    }
-    const auto device = tensor.device();
-    if (device.type() == kSim) {
-      if (common_ < 0) {
-        common_ = device.index();
-      } else if (common_ != device.index()) {
-        refuse(c10::Device(kSim, common_), device, position);
-      }
-    } else if (!may_stay(tensor, position, in_list) && !foreign_.has_value()) {
-      foreign_ = {device, position};
-    }
-  }
-
-  c10::DeviceIndex verdict() const {
-    if (common_ >= 0 && foreign_.has_value()) {
-      refuse(c10::Device(kSim, common_), foreign_->first, foreign_->second);
-    }
-    return common_;
-  }
-
- private:
-  bool may_stay(const at::Tensor& tensor, size_t position, bool in_list) const {
-    if (tensor.device().type() != c10::DeviceType::CPU || facts_.written[position]) {
-      return false;
-    }
-    return tensor.dim() == 0 || (facts_.host_indices && (in_list || facts_.name != "aten::index"));
-  }
-
-  [[noreturn]] void refuse(c10::Device first, c10::Device second, size_t position) const {
-    const auto& argument = schema_.arguments()[position].name();
-    refuse_devices(first, second, c10::str("argument ", argument, " of ", facts_.name));
-  }
-
-  const OperatorFacts& facts_;
-  const c10::FunctionSchema& schema_;
-  int common_ = -1;
-  std::optional<std::pair<c10::Device, size_t>> foreign_;
-};
+// Whether `tensor` may be on the host.
+bool may_stay(const OperatorFacts& facts, const at::Tensor& tensor, size_t position, bool in_list) {
+  return tensor.is_cpu() && !facts.written[position] &&
+      (tensor.dim() == 0 || (facts.host_indices && (in_list || facts.name != "aten::index")));
+}
 
 } // namespace
 
@@ -217,28 +166,50 @@ const OperatorFacts& facts_of(const c10::OperatorHandle& op) {
 
 c10::DeviceIndex common_device(
     const OperatorFacts& facts, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
-  DeviceCheck check(facts, schema);
-  int named = -1;
+  std::optional<c10::Device> common;
+  std::optional<std::pair<c10::Device, size_t>> foreign;
+  std::optional<c10::DeviceIndex> named;
   bool has_tensor = false;
+  const auto refuse = [&](c10::Device other, size_t position) {
+    const auto& argument = schema.arguments()[position].name();
+    refuse_devices(*common, other, c10::str("argument ", argument, " of ", facts.name));
+  };
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& value = arguments[i];
     for_each_tensor(value, [&](const at::Tensor& tensor) {
-      check.see(tensor, i, /*in_list=*/!value.isTensor());
       has_tensor = true;
+      if (!tensor.defined()) {
+        return;
+      }
+      if (!facts.is_view) {
+        check_bounds(facts.name, tensor, schema.arguments()[i].name());
+      }
+      const auto device = tensor.device();
+      if (device.type() != kSim) {
+        if (!foreign.has_value() && !may_stay(facts, tensor, i, /*in_list=*/!value.isTensor())) {
+          foreign = {device, i};
+        }
+      } else if (!common.has_value()) {
+        common = device;
+      } else if (device != *common) {
+        refuse(device, i);
+      }
     });
     if (value.isDevice() && value.toDevice().type() == kSim) {
       named = checked_index(value.toDevice());
     }
   }
-  const int found = check.verdict();
-  if (found >= 0) {
-    return static_cast<c10::DeviceIndex>(found);
+  if (common.has_value()) {
+    if (foreign.has_value()) {
+      refuse(foreign->first, foreign->second);
+    }
+    return common->index();
   }
   // Without tensors, only the device's generator leads the dispatcher here.
   TORCH_CHECK(
       !has_tensor || facts.generator < 0,
       "Expected a 'cpu' device type for generator but found '" SIM_NAME "'"); // as host kernels say
-  return named >= 0 ? static_cast<c10::DeviceIndex>(named) : current_device();
+  return named.value_or(current_device());
 }
 
 // As on GPUs, an indexing operator waits only for a mask, whose true elements the host counts, and for host indices,

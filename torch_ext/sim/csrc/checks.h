@@ -1,35 +1,24 @@
 // Note [Bounds]
 // A storage can lose memory while tensors still refer to it: FSDP frees parameters by `untyped_storage().resize_(0)`.
-// As on a GPU, a program may read the metadata of such a tensor and make views of it, and no kernel may read or write
-// it: a GPU ends the program with an illegal memory access, and the host would read on past the storage. So every
-// kernel's tensors are checked before it runs, and the error names the place that freed the memory. Stricter than GPUs
-// in one case: a tensor passed as `out=` that would be resized is checked as well.
+// As on a GPU, a program may make views of such a tensor, and no kernel may use it: a GPU ends the program with an
+// illegal memory access, and the host would read on past the storage. So every kernel's tensors are checked before it
+// runs, `out=` tensors that would be resized too, and the error names the place that freed the memory.
 //
 // Device checks, as strict as those of a GPU: see Note [Strict devices] in checks.cpp.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <c10/core/Allocator.h>
-
 #include "device.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
 
 // Bytes from the start of the storage to the end of `tensor`'s last element. `tensor` must have elements.
 inline size_t reach_of(const at::Tensor& tensor) {
-  int64_t last = tensor.storage_offset();
+  const size_t offset = static_cast<size_t>(tensor.storage_offset()), itemsize = tensor.dtype().itemsize();
   if (tensor.is_contiguous()) {
-    last += tensor.numel() - 1;
-  } else {
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    }
+    return (offset + static_cast<size_t>(tensor.numel())) * itemsize;
   }
-  return static_cast<size_t>(last + 1) * tensor.dtype().itemsize();
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), itemsize, offset);
 }
 
 // True for tensors without elements or without their own storage.
@@ -44,6 +33,22 @@ inline void check_bounds(std::string_view kernel, const at::Tensor& tensor, std:
     refuse_bounds(kernel, tensor, argument);
   }
 }
+
+// Calls that CUDA refuses and the host's kernels accept: element types that CUDA's kernel lacks, such as integers in
+// products of matrices, operators without one, and, under torch.use_deterministic_algorithms, kernels whose result
+// depends on the order of threads. See refusals.cpp.
+struct Refusal;
+using Refusals = std::span<const Refusal>;
+
+// The refusals of an operator by its name ("aten::mm"); empty if CUDA accepts all of its calls.
+Refusals refusals_of(const std::string& name);
+
+// Raises NotImplementedError for an element type or a missing kernel, and RuntimeError (or warns) for a kernel that is
+// not deterministic, in CUDA's words.
+void check_refusals(Refusals refusals, c10::ArrayRef<c10::IValue> arguments);
+
+// Raises NotImplementedError if `type` is an integer. kernel: as CUDA's message names it.
+void refuse_integers(const char* kernel, at::ScalarType type);
 
 // The place in the program that shrank `storage`: " freed by resize_(0) at" and lines. Empty if nothing shrank it.
 std::string why_too_small(const c10::Storage& storage);
@@ -62,6 +67,28 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
         visit(element.toTensor());
       }
     }
+  }
+}
+
+// Replaces every tensor in an argument or a result, lists included.
+template <typename Replace>
+void replace_tensors(c10::IValue& value, Replace&& replace) {
+  if (value.isTensor()) {
+    value = replace(std::move(value).toTensor());
+  } else if (value.isTensorList()) {
+    auto tensors = value.toTensorVector();
+    value = c10::IValue(); // so that nothing else holds the tensors
+    c10::List<at::Tensor> replaced;
+    for (auto& tensor : tensors) {
+      replaced.push_back(replace(std::move(tensor)));
+    }
+    value = std::move(replaced);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> replaced;
+    for (auto& tensor : value.toOptionalTensorVector()) {
+      replaced.push_back(tensor.has_value() ? std::make_optional(replace(std::move(*tensor))) : std::nullopt);
+    }
+    value = std::move(replaced);
   }
 }
 

@@ -1,8 +1,5 @@
 #include "device.h"
 
-#include <c10/util/Exception.h>
-#include <pthread.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -17,10 +14,9 @@ constexpr const char* kVisibleOutside = "TORCH_EXT_SIM_VISIBLE_OUTSIDE";
 thread_local c10::DeviceIndex current = 0;
 std::atomic<bool> initialized{false};
 std::atomic<bool> bad_fork{false};
-std::atomic<int> frozen_count{-1};
-std::atomic<int> requested_count{kDefaultCount};
+std::atomic<c10::DeviceIndex> requested_count{kDefaultCount};
 
-int count_from_environment() noexcept {
+c10::DeviceIndex count_from_environment() noexcept {
   const char* text = std::getenv(kCountVariable);
   if (text == nullptr || *text == '\0') {
     return requested_count;
@@ -28,13 +24,13 @@ int count_from_environment() noexcept {
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
   const bool usable = *end == '\0' && value >= 1 && value <= kMaxDevices;
-  return usable ? static_cast<int>(value) : 0;
+  return usable ? static_cast<c10::DeviceIndex>(value) : c10::DeviceIndex(0);
 }
 
 // See Note [Visible devices].
 struct Devices {
-  int all = 0;
-  int visible = 0;
+  c10::DeviceIndex all = 0;
+  c10::DeviceIndex visible = 0;
   std::array<c10::DeviceIndex, kMaxDevices> among_all{}; // number of each visible device
 };
 
@@ -79,7 +75,11 @@ Devices devices_from_environment() noexcept {
   return devices;
 }
 
-Devices frozen; // valid once frozen_count is set
+Devices frozen; // valid once `initialized` is set
+
+Devices devices() noexcept {
+  return initialized.load(std::memory_order_acquire) ? frozen : devices_from_environment();
+}
 
 void mark_child() noexcept {
   bad_fork = initialized.load();
@@ -96,43 +96,38 @@ void initialize_slow() {
   if (initialized) {
     return;
   }
-  const Devices devices = devices_from_environment();
+  frozen = devices_from_environment();
   TORCH_CHECK_VALUE(
-      devices.all > 0, kCountVariable, "=", std::getenv(kCountVariable),
+      frozen.all > 0, kCountVariable, "=", std::getenv(kCountVariable),
       ": expected a whole number of devices from 1 to ", static_cast<int>(kMaxDevices), ".");
   TORCH_CHECK(
-      devices.visible > 0, SIM_TITLE " error: no device is visible: the program set ", kVisible, "='",
-      std::getenv(kVisible), "', which names none of the ", devices.all, " devices 0 to ", devices.all - 1, ".");
+      frozen.visible > 0, SIM_TITLE " error: no device is visible: the program set ", kVisible, "='",
+      std::getenv(kVisible), "', which names none of the ", static_cast<int>(frozen.all), " devices 0 to ",
+      frozen.all - 1, ".");
   pthread_atfork(nullptr, nullptr, mark_child);
-  frozen = devices;
-  frozen_count = devices.visible;
   initialized = true;
 }
 
 } // namespace
 
 c10::DeviceIndex device_count() noexcept {
-  const int known = frozen_count.load(std::memory_order_relaxed);
-  return static_cast<c10::DeviceIndex>(known >= 0 ? known : devices_from_environment().visible);
+  return devices().visible;
 }
 
 c10::DeviceIndex device_count_of_all() noexcept {
-  const bool is_known = frozen_count.load(std::memory_order_acquire) >= 0;
-  return static_cast<c10::DeviceIndex>(is_known ? frozen.all : count_from_environment());
+  return devices().all;
 }
 
 c10::DeviceIndex index_among_all(c10::DeviceIndex index) noexcept {
-  const bool is_known = frozen_count.load(std::memory_order_acquire) >= 0;
-  const auto slot = static_cast<size_t>(index);
-  return is_known ? frozen.among_all[slot] : devices_from_environment().among_all[slot];
+  return devices().among_all[static_cast<size_t>(index)];
 }
 
 void request_devices(int count) {
   TORCH_CHECK_VALUE(
       count >= 1 && count <= kMaxDevices, "request_devices(): expected a number of devices from 1 to ",
       static_cast<int>(kMaxDevices), ", got ", count, ".");
-  int known = requested_count;
-  while (known < count && !requested_count.compare_exchange_weak(known, count)) {
+  auto known = requested_count.load();
+  while (known < count && !requested_count.compare_exchange_weak(known, static_cast<c10::DeviceIndex>(count))) {
   }
 }
 

@@ -10,13 +10,13 @@
 // use of a device freezes the device count and marks the process, so that its forks raise (see is_in_bad_fork).
 //
 // Note [Visible devices]
-// A program that runs with CUDA meaning the device may set CUDA_VISIBLE_DEVICES before the first use of a device. The
-// process then numbers the devices that the value names from 0. Only comparisons between ranks and device identifiers
-// use the numbers that all processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set:
-// cuda_as_sim/visible.py hides a value from before the program began, because it was meant for GPUs.
+// A program for which CUDA means the device may set CUDA_VISIBLE_DEVICES before the first use. The process then numbers
+// the devices that the value names from 0; comparisons between ranks and device identifiers use the numbers that all
+// processes of a job share. The choice counts where TORCH_EXT_SIM_VISIBLE_OUTSIDE is set: cuda_as_sim/visible.py hides
+// a value from before the program began, because it was meant for GPUs.
 #pragma once
 
-#include <c10/core/Device.h>
+#include "std.h"
 
 // See Note [Two personalities] in build.py.
 #ifdef SIM_IS_CUDA
@@ -42,6 +42,10 @@ namespace torch_ext::sim {
 constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
 constexpr c10::DeviceIndex kMaxDevices = 64;
 
+inline uintptr_t address_of(const void* object) {
+  return reinterpret_cast<uintptr_t>(object);
+}
+
 // How many devices are simulated: TORCH_EXT_SIM_DEVICES if it is set (0 if that is not a number from 1 to kMaxDevices),
 // otherwise as many as were requested, and at least 4.
 c10::DeviceIndex device_count_of_all() noexcept;
@@ -66,16 +70,5 @@ c10::DeviceIndex checked_index(c10::Device device);
 void ensure_initialized();
 bool is_initialized() noexcept;
 bool is_in_bad_fork() noexcept;
-
-// Makes `index` current in this thread for the lifetime of the object.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(c10::DeviceIndex index) noexcept : previous_(current_device()) { set_current_device(index); }
-  ~CurrentDevice() { set_current_device(previous_); }
-  C10_DISABLE_COPY_AND_ASSIGN(CurrentDevice);
-
- private:
-  c10::DeviceIndex previous_;
-};
 
 } // namespace torch_ext::sim

@@ -1,9 +1,4 @@
 // The fallback: runs the host kernel of any operator on aliases of its device tensors.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"
@@ -12,7 +7,6 @@
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
-#include "refusals.h"
 #include "replaced_kernels.h"
 #include "std.h"
 
@@ -23,70 +17,6 @@ bool on_sim(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kSim;
 }
 
-// Replaces the device tensors of one call by aliases, and its results by device tensors.
-class Call {
- public:
-  explicit Call(c10::DeviceIndex device) : device_(device) {}
-
-  void to_host(c10::IValue& value) {
-    if (value.isTensor()) {
-      if (on_sim(value.toTensor())) {
-        value = alias(value.toTensor());
-      }
-    } else if (value.isTensorList()) {
-      auto tensors = value.toTensorVector();
-      std::transform(tensors.begin(), tensors.end(), tensors.begin(), [this](auto& t) { return alias_if_sim(t); });
-      value = c10::List<at::Tensor>(tensors);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> aliased;
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        aliased.push_back(tensor.has_value() ? std::make_optional(alias_if_sim(*tensor)) : std::nullopt);
-      }
-      value = std::move(aliased);
-    } else if (value.isDevice() && value.toDevice().type() == kSim) {
-      value = c10::Device(c10::DeviceType::CPU);
-    }
-  }
-
-  void draw_from_device(const OperatorFacts& facts, c10::IValue& generator) {
-    if (facts.generator >= 0) {
-      std::optional<at::Generator> given;
-      if (generator.isGenerator()) {
-        given = generator.toGenerator();
-      }
-      generator = host_generator(given, device_, static_cast<uint64_t>(std::max<int64_t>(largest_, 1)));
-    }
-  }
-
-  void to_device(c10::IValue& value) {
-    if (value.isTensor()) {
-      at::Tensor host = std::move(value).toTensor();
-      value = aliases_.result(std::move(host), device_);
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> results;
-      auto hosts = std::move(value).toTensorVector();
-      value = c10::IValue();
-      for (auto& host : hosts) {
-        results.push_back(aliases_.result(std::move(host), device_));
-      }
-      value = std::move(results);
-    }
-  }
-
-  void publish() { aliases_.publish(device_); }
-
- private:
-  at::Tensor alias(const at::Tensor& tensor) {
-    largest_ = std::max(largest_, tensor.numel());
-    return aliases_.alias(tensor);
-  }
-  at::Tensor alias_if_sim(const at::Tensor& tensor) { return on_sim(tensor) ? alias(tensor) : tensor; }
-
-  c10::DeviceIndex device_;
-  AliasSet aliases_;
-  int64_t largest_ = 0;
-};
-
 void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, "The operator '", toString(op.operator_name()), "' is not implemented for the device " SIM_NAME ":",
@@ -94,12 +24,12 @@ void refuse_missing(const c10::OperatorHandle& op, c10::DeviceIndex device) {
       "or register a kernel for " C10_STRINGIZE(SIM_KEY) ".");
 }
 
-bool is_sparse(const c10::IValue& value) {
-  bool found = false;
+void refuse_if_sparse(const c10::OperatorHandle& op, const c10::IValue& value) {
   for_each_tensor(value, [&](const at::Tensor& tensor) {
-    found = found || (tensor.defined() && tensor.layout() != c10::kStrided);
+    if (tensor.defined() && tensor.layout() != c10::kStrided) {
+      refuse_sparse(op);
+    }
   });
-  return found;
 }
 
 // Skips host tensors (numbers and indices): the host has read them when the call returns.
@@ -144,7 +74,6 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     refuse_missing(op, device);
   }
   check_refusals(facts.refusals, arguments);
-  Call call(device);
   Kernel kernel(facts.name);
   kernel.on(device);
   if (host_waits(facts, arguments)) {
@@ -155,27 +84,34 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   } else if (kernel.is_watched()) {
     account(kernel, facts, arguments);
   }
+  AliasSet aliases;
+  int64_t largest = 1;
   const size_t first = stack->size() - count;
   for (size_t i = 0; i < count; ++i) {
-    if (is_sparse((*stack)[first + i])) {
-      refuse_sparse(op);
+    auto& value = (*stack)[first + i];
+    refuse_if_sparse(op, value);
+    replace_tensors(value, [&](at::Tensor&& tensor) {
+      largest = on_sim(tensor) ? std::max(largest, tensor.numel()) : largest;
+      return on_sim(tensor) ? aliases.alias(tensor) : std::move(tensor);
+    });
+    if (value.isDevice() && value.toDevice().type() == kSim) {
+      value = c10::Device(c10::DeviceType::CPU);
     }
-    call.to_host((*stack)[first + i]);
   }
   if (facts.generator >= 0) {
-    call.draw_from_device(facts, (*stack)[first + facts.generator]);
+    auto& generator = (*stack)[first + facts.generator];
+    generator = host_generator(generator.toOptional<at::Generator>(), device, static_cast<uint64_t>(largest));
   }
   kernel.allocates(allocations_of(facts, arguments)).launch();
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }
-  call.publish();
+  aliases.publish(device);
   for (size_t i = 0; i < schema.returns().size(); ++i) {
-    if (is_sparse((*stack)[stack->size() - 1 - i])) {
-      refuse_sparse(op);
-    }
-    call.to_device((*stack)[stack->size() - 1 - i]);
+    auto& value = (*stack)[stack->size() - 1 - i];
+    refuse_if_sparse(op, value);
+    replace_tensors(value, [&](at::Tensor&& host) { return aliases.result(std::move(host), device); });
   }
   if (kernel.is_watched() && !facts.is_view) {
     account_results(kernel, facts, torch::jit::last(*stack, schema.returns().size()));
@@ -187,15 +123,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     run_now(op, stack);
     return;
   }
-  auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
-  const auto device = common_device(facts_of(op), op.schema(), arguments);
-  const auto run = [op](torch::jit::Stack values) {
-    run_now(op, &values);
-    return values;
-  };
-  for (auto& result : run_kernels(device, run, arguments)) {
-    stack->push_back(std::move(result));
-  }
+  const size_t count = op.schema().arguments().size();
+  const auto device = common_device(facts_of(op), op.schema(), torch::jit::last(*stack, count));
+  run_kernels(device, count, stack, [op](torch::jit::Stack* values) { run_now(op, values); });
 }
 
 } // namespace

@@ -3,9 +3,8 @@
 // Note [Threads at exit]
 // Before Python 3.14, Python ends a thread that requests the GIL after finalization has begun by pthread_exit. That
 // unwinds its stack, and the first destructor on the way calls std::terminate. Autograd's device threads run into this
-// in a correct program: `backward()` returns when the last gradient is computed, while the device thread has yet to
-// drop the graph task, which holds a Python context (`_engine_run_backward` of
-// torch/autograd/graph.py stores it). See https://github.com/pytorch/pytorch/issues/190489 and
+// in a correct program: `backward()` returns when the last gradient is computed, before the device thread drops the
+// graph task, which holds a Python context. See https://github.com/pytorch/pytorch/issues/190489 and
 // docs/findings/abort_at_exit.md.
 //
 // `before_finalization`, a Python exit function, does two things:
@@ -16,11 +15,9 @@
 #include "bindings.h"
 
 #include <ATen/Functions.h>
-#include <Python.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
-#include <unistd.h>
 
 #include "device.h"
 #include "std.h"
@@ -47,11 +44,10 @@ struct Visit final : torch::autograd::Node {
 
 // A separate thread, because a graph task copies the caller's Python state. In anomaly mode nodes hold some too.
 void visit_device_threads() {
-  const auto device = [](size_t index) { return c10::Device(kSim, static_cast<c10::DeviceIndex>(index)); };
   auto* visits = new torch::autograd::edge_list(); // never freed
   variable_list inputs;
-  for (size_t index = 0; index < static_cast<size_t>(device_count()); ++index) {
-    inputs.push_back(at::empty({0}, at::TensorOptions().device(device(index))));
+  for (c10::DeviceIndex index = 0; index < device_count(); ++index) {
+    inputs.push_back(at::empty({0}, at::TensorOptions().device(c10::Device(kSim, index))));
     visits->emplace_back(c10::make_intrusive<Visit>(inputs.back()), 0);
   }
   Engine::get_default_engine().execute(

@@ -1,10 +1,5 @@
 #include "generator.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include "device.h"
 #include "graph.h"
 #include "std.h"
@@ -37,14 +32,6 @@ void GeneratorImpl::set_current_seed(uint64_t seed) {
 void GeneratorImpl::set_offset(uint64_t offset) {
   TORCH_CHECK(offset % kOffsetStep == 0, "offset must be a multiple of 4, but got ", offset, ".");
   state_->offset = offset;
-}
-
-uint64_t GeneratorImpl::get_offset() const {
-  return state_->offset;
-}
-
-uint64_t GeneratorImpl::current_seed() const {
-  return state_->seed;
 }
 
 uint64_t GeneratorImpl::seed() {
@@ -122,8 +109,8 @@ at::Generator host_generator(const std::optional<at::Generator>& given, c10::Dev
       "' generator device but found '", source.device(), "'.");
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* impl = static_cast<GeneratorImpl*>(source.unsafeGetGeneratorImpl());
-  if (auto* recording = Recording::current()) {
-    recording->check_generator(impl->state());
+  if (auto* recording = Recording::current) {
+    recording->capture.check_generator(impl->state());
   }
   return at::detail::createCPUGenerator(impl->draw(count));
 }

@@ -1,28 +1,18 @@
-// Batch norm. Its synchronised form exists on GPUs only, without a host kernel: it is composed of other operators on
-// device tensors. The host kernel of the plain form accepts fewer combinations of types than GPUs do.
-//
-// The fused cells of recurrent layers. They exist on GPUs only, without a host kernel: they are composed of other
-// operators on device tensors. Gates are (N, G * H) with G = 4 for LSTM and 3 for GRU.
-//
-// Dropout. The host kernel accepts no generator, so it would draw from the host's.
-//
-// Convolution and fused attention. Torch sends both to operators that exist to be overridden by a device.
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
-#include <ATen/ExpandUtils.h>
+// Kernels that the host lacks. Synchronised batch norm and the fused cells of recurrent layers are composed of other
+// operators on device tensors; gates are (N, G * H) with G = 4 for LSTM and 3 for GRU. The host's dropout would draw
+// from the host's generator, and its batch norm accepts fewer combinations of types than GPUs do. Torch sends
+// convolution and fused attention to operators that exist to be overridden by a device.
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
+#include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
@@ -33,17 +23,14 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/ScopeExit.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"
+#include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
-#include "refusals.h"
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -84,7 +71,6 @@ std::tuple<Tensor, Tensor> batch_norm_stats(const Tensor& input, double eps) {
 Tensor normalize(
     const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& mean,
     const Tensor& invstd, double /*eps*/) {
-  same_device("aten::batch_norm_elemt", {input, value_or_none(weight), value_or_none(bias), mean, invstd});
   Tensor scaled = (input - per_channel(mean, input)) * per_channel(invstd, input);
   if (given(weight)) {
     scaled = scaled * per_channel(*weight, input);
@@ -112,9 +98,6 @@ void move_towards(const OptionalTensor& running, const Tensor& value, double mom
 std::tuple<Tensor, Tensor> gather_stats_with_counts(
     const Tensor& input, const Tensor& mean, const Tensor& invstd, const OptionalTensor& running_mean,
     const OptionalTensor& running_var, double momentum, double eps, const Tensor& counts) {
-  same_device(
-      "aten::batch_norm_gather_stats_with_counts",
-      {input, mean, invstd, counts, value_or_none(running_mean), value_or_none(running_var)});
   const Tensor weights = counts.to(mean.scalar_type()).view({-1, 1});
   const Tensor total = weights.sum();
   const Tensor variances = invstd.pow(-2) - eps;
@@ -136,7 +119,6 @@ std::tuple<Tensor, Tensor> gather_stats(
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const OptionalTensor& weight, bool input_g, bool weight_g, bool bias_g) {
-  same_device("aten::batch_norm_backward_reduce", {grad_output, input, mean, invstd, value_or_none(weight)});
   const auto dims = all_but_channel(input);
   const Tensor grad = grad_output.to(accumulate_type(input));
   const Tensor sum_dy = grad.sum(dims);
@@ -151,9 +133,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 Tensor batch_norm_backward_elemt(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     const OptionalTensor& weight, const Tensor& sum_dy, const Tensor& sum_dy_xmu, const Tensor& counts) {
-  same_device(
-      "aten::batch_norm_backward_elemt",
-      {grad_output, input, mean, invstd, value_or_none(weight), sum_dy, sum_dy_xmu, counts});
   const Tensor total = counts.sum().to(mean.scalar_type());
   const Tensor slope = invstd.pow(2) * sum_dy_xmu / total;
   const Tensor centred = input - per_channel(mean, input);
@@ -172,8 +151,8 @@ Tensor cast(const OptionalTensor& tensor, c10::ScalarType type) {
 }
 
 // Weight, bias and running statistics in the types that the host kernel accepts with `input`: the input's type, or all
-// in float. GPUs accept statistics in float with parameters of half precision, and the other way round. Weights of a
-// type that GPUs refuse too stay unchanged, for the kernel to refuse.
+// in float. GPUs also accept statistics in float with parameters of half precision, and the other way round. The kernel
+// refuses weights of a type that GPUs refuse.
 class HostTypes {
  public:
   HostTypes(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running) {
@@ -243,20 +222,14 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return given(bias) ? gates + *bias : gates;
 }
 
-// workspace: the activated gates input, forget, cell, output side by side, (N, 4 * H)
+// workspace: the gates input, forget, cell, output side by side before they are activated, (N, 4 * H)
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  same_device(
-      "aten::_thnn_fused_lstm_cell",
-      {input_gates, hidden_gates, cx, value_or_none(input_bias), value_or_none(hidden_bias)});
-  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
-  const Tensor in = gates[0].sigmoid();
-  const Tensor forget = gates[1].sigmoid();
-  const Tensor cell = gates[2].tanh();
-  const Tensor out = gates[3].sigmoid();
-  Tensor cy = forget * cx + in * cell;
-  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+  Tensor workspace = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  const auto gates = workspace.chunk(4, 1);
+  Tensor cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, workspace};
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
@@ -265,52 +238,38 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   if (!given(grad_hy) && !given(grad_cy)) {
     return {};
   }
-  same_device(
-      "aten::_thnn_fused_lstm_cell_backward_impl", {value_or_none(grad_hy), value_or_none(grad_cy), cx, cy, workspace});
-  const auto gates = workspace.chunk(4, 1);
-  const Tensor &in = gates[0], &forget = gates[1], &cell = gates[2], &out = gates[3];
-  const Tensor squashed = cy.tanh();
-  const Tensor grad_h = given(grad_hy) ? *grad_hy : at::zeros_like(cy);
-  Tensor grad_c = grad_h * out * (1 - squashed * squashed);
-  if (given(grad_cy)) {
-    grad_c = grad_c + *grad_cy;
-  }
-  Tensor grad_gates = at::cat(
-      {grad_c * cell * in * (1 - in), grad_c * cx * forget * (1 - forget), grad_c * in * (1 - cell * cell),
-       grad_h * squashed * out * (1 - out)},
-      1);
-  Tensor grad_bias = has_bias ? grad_gates.sum(0) : Tensor();
-  return {grad_gates, grad_c * forget, grad_bias};
+  const auto grads = at::_thnn_differentiable_lstm_cell_backward(
+      grad_hy, grad_cy, workspace, at::zeros_like(workspace), /*input_bias=*/{}, /*hidden_bias=*/{}, cx, cy);
+  const Tensor& of_gates = std::get<0>(grads);
+  return {of_gates, std::get<2>(grads), has_bias ? of_gates.sum(0) : Tensor()};
 }
 
-// workspace: reset, update, new, hx and the hidden part of new before it is reset, side by side, (N, 5 * H)
+// workspace: reset and update before they are activated, the input's part of new, hx and the hidden part of new, side
+// by side, (N, 5 * H)
 std::tuple<Tensor, Tensor> gru_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  same_device(
-      "aten::_thnn_fused_gru_cell",
-      {input_gates, hidden_gates, hx, value_or_none(input_bias), value_or_none(hidden_bias)});
   const auto from_input = with_bias(input_gates, input_bias).chunk(3, 1);
   const auto from_hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
-  const Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
-  const Tensor update = (from_input[1] + from_hidden[1]).sigmoid();
-  const Tensor fresh = (from_input[2] + reset * from_hidden[2]).tanh();
-  return {fresh + update * (hx - fresh), at::cat({reset, update, fresh, hx, from_hidden[2]}, 1)};
+  const Tensor reset = from_input[0] + from_hidden[0];
+  const Tensor update = from_input[1] + from_hidden[1];
+  const Tensor fresh = (from_input[2] + reset.sigmoid() * from_hidden[2]).tanh();
+  return {fresh + update.sigmoid() * (hx - fresh), at::cat({reset, update, from_input[2], hx, from_hidden[2]}, 1)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
     const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
-  same_device("aten::_thnn_fused_gru_cell_backward", {grad_hy, workspace});
   const auto parts = workspace.chunk(5, 1);
-  const Tensor &reset = parts[0], &update = parts[1], &fresh = parts[2], &hx = parts[3], &hidden = parts[4];
-  const Tensor grad_fresh = grad_hy * (1 - update) * (1 - fresh * fresh);
-  const Tensor grad_update = grad_hy * (hx - fresh) * update * (1 - update);
-  const Tensor grad_reset = grad_fresh * hidden * reset * (1 - reset);
-  Tensor grad_input = at::cat({grad_reset, grad_update, grad_fresh}, 1);
-  Tensor grad_hidden = at::cat({grad_reset, grad_update, grad_fresh * reset}, 1);
-  Tensor grad_input_bias = has_bias ? grad_input.sum(0) : Tensor();
-  Tensor grad_hidden_bias = has_bias ? grad_hidden.sum(0) : Tensor();
-  return {grad_input, grad_hidden, grad_hy * update, grad_input_bias, grad_hidden_bias};
+  const Tensor none = at::zeros_like(parts[0]);
+  auto [grad_input, grad_hidden, grad_hx, grad_input_bias, grad_hidden_bias] =
+      at::_thnn_differentiable_gru_cell_backward(
+          grad_hy, at::cat({parts[0], parts[1], parts[2]}, 1), at::cat({none, none, parts[4]}, 1), parts[3],
+          /*input_bias=*/{}, /*hidden_bias=*/{});
+  if (has_bias) {
+    grad_input_bias = grad_input.sum(0);
+    grad_hidden_bias = grad_hidden.sum(0);
+  }
+  return {grad_input, grad_hidden, grad_hx, grad_input_bias, grad_hidden_bias};
 }
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
@@ -378,24 +337,17 @@ ConvolutionGrads convolution_backward_with_sizes(
       grad_output, input, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask);
 }
 
-bool no_ctc_loss(
-    const at::Tensor& /*log_probs*/, const at::Tensor& /*targets*/, c10::IntArrayRef /*input_lengths*/,
-    c10::IntArrayRef /*target_lengths*/, int64_t /*blank*/) {
-  return false;
-}
-
-bool no_ctc_loss_of_tensors(
-    const at::Tensor& /*log_probs*/, const at::Tensor& /*targets*/, const at::Tensor& /*input_lengths*/,
-    const at::Tensor& /*target_lengths*/, int64_t /*blank*/) {
-  return false;
+void answer_no(const c10::OperatorHandle& op, Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  stack->emplace_back(false);
 }
 #endif
 
 // --- fused attention: query is (B, H, S, D), key and value are (B, G, T, D), where G divides H ---
 //
-// The host's fused kernel has no dropout and no gradient of a bias, and needs as many heads of keys as of queries. So
-// heads of keys are repeated, and calls with the other two go by the formula, with P in the host's memory. M is 0 or
-// 1 / (1 - p), for dropout.
+// The host's fused kernel needs as many heads of keys as of queries, so heads of keys are repeated. It has no dropout
+// and no gradient of a bias: such calls go by the formula, with P in the host's memory. M is 0 or 1 / (1 - p), for
+// dropout.
 //
 //   P = softmax(scale * Q K^T + bias)       O = (P * M) V                dV = (P * M)^T dO
 //   dP = (dO V^T) * M                       dS = P * (dP - sum(dP * P))   dQ = scale * dS K, dK = scale * dS^T Q
@@ -573,40 +525,52 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
       grad_bias};
 }
 
+// The kernel of an operator that is composed of others.
+template <auto function>
+void composed(const c10::OperatorHandle& op, Stack* stack) {
+  common_device(facts_of(op), op.schema(), torch::jit::last(*stack, op.schema().arguments().size()));
+  call_boxed<function>(op, stack);
+}
+
+template <c10::KernelFunction::BoxedKernelFunction* function>
+torch::CppFunction boxed() {
+  return torch::CppFunction::makeFromBoxedFunction<function>();
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("batch_norm_stats", TORCH_FN(batch_norm_stats));
-  m.impl("batch_norm_elemt", TORCH_FN(normalize));
-  m.impl("batch_norm_elemt.out", TORCH_FN(normalize_out));
-  m.impl("batch_norm_gather_stats", TORCH_FN(gather_stats));
-  m.impl("batch_norm_gather_stats_with_counts", TORCH_FN(gather_stats_with_counts));
-  m.impl("batch_norm_backward_reduce", TORCH_FN(batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_elemt", TORCH_FN(batch_norm_backward_elemt));
-  m.impl("native_batch_norm", TORCH_FN(Captured<&native_batch_norm>::call));
-  m.impl("native_batch_norm_backward", TORCH_FN(Captured<&native_batch_norm_backward>::call));
-  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
-  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
-  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
-  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
+  m.impl("batch_norm_elemt", boxed<&composed<&normalize>>());
+  m.impl("batch_norm_elemt.out", boxed<&composed<&normalize_out>>());
+  m.impl("batch_norm_gather_stats", boxed<&composed<&gather_stats>>());
+  m.impl("batch_norm_gather_stats_with_counts", boxed<&composed<&gather_stats_with_counts>>());
+  m.impl("batch_norm_backward_reduce", boxed<&composed<&batch_norm_backward_reduce>>());
+  m.impl("batch_norm_backward_elemt", boxed<&composed<&batch_norm_backward_elemt>>());
+  m.impl("native_batch_norm", boxed<&captured<&native_batch_norm>>());
+  m.impl("native_batch_norm_backward", boxed<&captured<&native_batch_norm_backward>>());
+  m.impl("_thnn_fused_lstm_cell", boxed<&composed<&lstm_cell>>());
+  m.impl("_thnn_fused_lstm_cell_backward_impl", boxed<&composed<&lstm_cell_backward>>());
+  m.impl("_thnn_fused_gru_cell", boxed<&composed<&gru_cell>>());
+  m.impl("_thnn_fused_gru_cell_backward", boxed<&composed<&gru_cell_backward>>());
   m.impl("native_dropout", TORCH_FN(native_dropout));
 #ifdef SIM_IS_CUDA
-  m.impl("convolution", TORCH_FN(Captured<&convolution>::call));
-  m.impl("convolution_backward", TORCH_FN(Captured<&convolution_backward_with_sizes>::call));
+  m.impl("convolution", boxed<&captured<&convolution>>());
+  m.impl("convolution_backward", boxed<&captured<&convolution_backward_with_sizes>>());
   // Torch queries cuDNN's and MIOpen's own CTC loss on CUDA only.
-  for (const std::string name : {"_use_cudnn_ctc_loss", "_use_miopen_ctc_loss"}) {
-    m.impl(name.c_str(), TORCH_FN(no_ctc_loss));
-    m.impl((name + ".Tensor").c_str(), TORCH_FN(no_ctc_loss_of_tensors));
+  for (const char* name :
+       {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"}) {
+    m.impl(name, boxed<&answer_no>());
   }
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 #else
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose_attention);
-  m.impl("convolution_overrideable", TORCH_FN(Captured<&convolution>::call));
-  m.impl("convolution_backward_overrideable", TORCH_FN(Captured<&convolution_backward>::call));
+  m.impl("convolution_overrideable", boxed<&captured<&convolution>>());
+  m.impl("convolution_backward_overrideable", boxed<&captured<&convolution_backward>>());
 #endif
   m.impl("_fused_sdp_choice", TORCH_FN(choose_attention));
-  m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(Captured<&attention>::call));
-  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(Captured<&attention_backward>::call));
+  m.impl("_scaled_dot_product_fused_attention_overrideable", boxed<&captured<&attention>>());
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", boxed<&captured<&attention_backward>>());
 }
 
 } // namespace torch_ext::sim

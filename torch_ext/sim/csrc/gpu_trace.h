@@ -19,9 +19,4 @@ void trace(Fire fire) {
   }
 }
 
-// The address of an object that stands for an event or a block.
-inline uintptr_t traced(const void* object) {
-  return reinterpret_cast<uintptr_t>(object);
-}
-
 } // namespace torch_ext::sim

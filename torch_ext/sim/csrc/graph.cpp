@@ -1,11 +1,5 @@
 #include "graph.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/functional.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "alias.h"
@@ -13,6 +7,7 @@
 #include "bindings.h"
 #include "block_pool.h"
 #include "blocks.h"
+#include "checks.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel_observer.h"
@@ -87,7 +82,6 @@ struct Captures {
 Captures& captures = *new Captures(); // never freed: threads may outlive static objects
 
 std::atomic<uint64_t> next_serial{1};
-thread_local Recording* current_recording = nullptr;
 
 void merge(StepCounts& counts, const StepCounts& others) {
   for (const auto& [key, count] : others) {
@@ -294,76 +288,69 @@ at::Tensor Kept::operator()(const at::Tensor& tensor) {
   return view_of(known->second, tensor);
 }
 
-c10::IValue Kept::operator()(const c10::IValue& value) {
-  if (value.isTensor()) {
-    return (*this)(value.toTensor());
-  }
-  if (value.isTensorList()) {
-    return c10::List<at::Tensor>((*this)(value.toTensorVector()));
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> kept;
-    for (const auto& tensor : value.toOptionalTensorVector()) {
-      kept.push_back((*this)(tensor));
-    }
-    return kept;
-  }
-  return value;
-}
-
-void store(const at::Tensor& again, const at::Tensor& first) {
-  if (first.defined() && first.numel() > 0 && first.const_data_ptr() != again.const_data_ptr()) {
-    on_host(first).copy_(on_host(again));
-  }
-}
-
-void store(const c10::IValue& again, const c10::IValue& first) {
-  if (first.isTensor()) {
-    store(again.toTensor(), first.toTensor());
-  } else if (first.isTensorList()) {
-    const auto results = again.toTensorVector(), places = first.toTensorVector();
-    for (size_t i = 0; i < places.size(); ++i) {
-      store(results[i], places[i]);
-    }
-  }
-}
-
-Recording::Recording(CapturePtr capture, c10::Stream stream)
-    : capture_(std::move(capture)), step_{"", stream, nullptr, /*is_kernel=*/true} {
-  step_.stack = current_call_stack();
-  current_recording = this;
-}
-
-Recording::~Recording() {
-  current_recording = nullptr;
-}
-
-Recording* Recording::current() noexcept {
-  return current_recording;
-}
-
 void Recording::begins(c10::ArrayRef<Access> accesses) {
   for (const auto& access : accesses) {
     if (access.write) {
-      capture_->save(access);
+      capture.save(access);
     }
   }
 }
 
 void Recording::used(std::string_view name, c10::ArrayRef<Access> accesses) {
-  if (step_.name.empty()) {
-    step_.name = name;
+  if (step.name.empty()) {
+    step.name = name;
   }
   for (const auto& access : accesses) {
-    step_.accesses.emplace_back(access);
+    step.accesses.emplace_back(access);
   }
 }
 
-void Recording::keep(std::function<void()> run) {
-  if (!step_.name.empty()) { // else it has touched no memory
-    step_.run = [run = std::move(run)](Slots&) { run(); };
-    capture_->add(std::move(step_));
+namespace {
+
+Stack kept_by(Kept& keep, Stack values) {
+  for (auto& value : values) {
+    replace_tensors(value, keep);
   }
+  return values;
+}
+
+// Copies what a replay computed to where the capture had its result.
+void store(const c10::IValue& again, const c10::IValue& first) {
+  std::vector<at::Tensor> results;
+  for_each_tensor(again, [&](const at::Tensor& tensor) { results.push_back(tensor); });
+  auto result = results.begin();
+  for_each_tensor(first, [&](const at::Tensor& place) {
+    const auto& made = *result++;
+    if (place.defined() && place.numel() > 0 && place.const_data_ptr() != made.const_data_ptr()) {
+      on_host(place).copy_(on_host(made));
+    }
+  });
+}
+
+} // namespace
+
+void record_kernels(
+    const CapturePtr& capture, c10::Stream stream, Stack arguments, Stack* results,
+    const std::function<void(Stack*)>& run) {
+  Recording recording{*capture, {"", stream, nullptr, /*is_kernel=*/true, {}, current_call_stack()}};
+  Kept keep;
+  const Stack kept = kept_by(keep, arguments);
+  {
+    const auto ended = c10::make_scope_exit([] { Recording::current = nullptr; });
+    Recording::current = &recording;
+    run(&arguments);
+  }
+  if (!recording.step.name.empty()) {
+    recording.step.run = [run, kept, first = kept_by(keep, arguments)](Slots&) {
+      Stack values = kept;
+      run(&values);
+      for (size_t i = 0; i < first.size(); ++i) {
+        store(values[i], first[i]);
+      }
+    };
+    capture->add(std::move(recording.step));
+  }
+  std::ranges::move(arguments, std::back_inserter(*results));
 }
 
 namespace {
@@ -373,44 +360,27 @@ MempoolId new_mempool(bool by_user) {
   return by_user ? MempoolId{0, serial} : MempoolId{serial, 0};
 }
 
-// Everything that a replay changes in this thread.
-class ReplayScope {
- public:
-  explicit ReplayScope(c10::DeviceIndex device) : device_(device), was_unobserved_(is_unobserved()) {
-    is_replaying = true;
+// Runs a step on `stream`.
+void run_step(const GraphStep& step, Slots& slots, c10::Stream stream) {
+  const c10::StreamGuard guard(stream);
+  const CallStackOf stack(step.stack);
+  if (!step.is_kernel) {
+    step.run(slots);
+    return;
   }
-  ~ReplayScope() {
-    is_replaying = false;
-    set_unobserved(was_unobserved_);
-  }
-  C10_DISABLE_COPY_AND_ASSIGN(ReplayScope);
-
-  void run(const GraphStep& step, Slots& slots, c10::Stream stream) {
-    const CurrentDevice device(stream.device_index());
-    const auto previous = exchange_stream(stream);
-    const auto restore = c10::make_scope_exit([&] { exchange_stream(previous); });
-    const CallStackOf stack(step.stack);
-    if (!step.is_kernel) {
-      step.run(slots);
-      return;
+  const auto accesses = c10::fmap(step.accesses, [](const KeptAccess& each) { return each.get(); });
+  notify([&](Observer& to) {
+    if (to.wants_beginnings()) {
+      to.kernel_begins(step.name, stream, accesses);
     }
-    const auto accesses = c10::fmap(step.accesses, [](const KeptAccess& each) { return each.get(); });
-    notify([&](Observer& to) {
-      if (to.wants_beginnings()) {
-        to.kernel_begins(step.name, stream, accesses);
-      }
-    });
+  });
+  {
+    const auto observed = c10::make_scope_exit([was = is_unobserved()] { set_unobserved(was); });
     set_unobserved(true);
     step.run(slots);
-    set_unobserved(was_unobserved_);
-    notify([&](Observer& to) { to.kernel(step.name, stream, accesses); });
   }
-
- private:
-  const CurrentDevice device_;
-  const at::AutoDispatchBelowADInplaceOrView below_{};
-  const bool was_unobserved_;
-};
+  notify([&](Observer& to) { to.kernel(step.name, stream, accesses); });
+}
 
 class Graph final : public at::GraphImplInterface {
  public:
@@ -486,14 +456,16 @@ class Graph final : public at::GraphImplInterface {
     if (const auto capture = is_capturing() ? capture_of(stream) : nullptr) {
       refuse_and_invalidate(*capture);
     }
-    ReplayScope scope(device_);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto ended = c10::make_scope_exit([] { is_replaying = false; });
+    is_replaying = true;
     Slots slots(slots_);
     std::map<int64_t, c10::Stream> streams{{key_of(*origin_), stream}};
     for (const auto& step : steps_) {
-      const auto branch = static_cast<c10::StreamId>(streams.size() - 1);
+      const auto branch = static_cast<c10::StreamId>(streams.size() - 1) % kStreamsPerClass;
       const auto [found, is_new] =
-          streams.try_emplace(key_of(step.stream), branch_stream(step.stream.device_index(), branch));
-      scope.run(step, slots, found->second);
+          streams.try_emplace(key_of(step.stream), stream_of(step.stream.device_index(), kFirstBranch + branch));
+      run_step(step, slots, found->second);
     }
   }
 

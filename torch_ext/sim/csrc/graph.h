@@ -1,19 +1,18 @@
 // Graphs: work that is captured once, and replayed at the same addresses.
 //
 // Note [Captures]
-// While a stream is in a capture, its kernels and collectives become steps of a graph. The sizes and addresses of a
-// kernel's results are known only once it has run, so a capture runs kernels, and undoes them at its end: memory from
-// before the capture gets its bytes back, and that of the graph is filled with 0xff (NaN), since a GPU's would hold
-// garbage. Collectives do not run. So a program sees what CUDA shows: no work is done before the first replay.
+// While a stream is in a capture, its kernels and collectives become steps of a graph. Sizes and addresses of results
+// are known only once a kernel has run, so a capture runs kernels, and undoes them at its end: memory from before the
+// capture gets its bytes back, the graph's is filled with 0xff (NaN), since a GPU's would hold garbage. Collectives do
+// not run. So a program sees what CUDA shows: no work is done before the first replay.
 //
-// A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again and
-// copies each new result to where the result of the capture was. Its temporary memory is the host's, so that a replay
-// allocates nothing on the device.
+// A step has the memory of its arguments by address, without owning it (`Kept`). A replay runs the kernels again, with
+// temporary memory of the host, and copies each new result to where the result of the capture was.
 //
 // Note [Streams of a capture]
-// A capture has the stream on which it began, and every stream that has waited for an event of it. Other streams run as
-// ever. A replay puts the first on the stream that is current then, and each of the others on a branch, a stream that
-// no program has; events become steps as well. So the race check sees the order within the graph, and no more.
+// A capture has the stream on which it began, and every stream that has waited for an event of it. A replay puts the
+// first on the stream that is current then, and each of the others on a branch, a stream that no program has. Events
+// become steps as well, so the race check sees the order within the graph, and no more.
 //
 // Note [Calls that a capture forbids]
 // Host waits and queries that meet a capture raise and invalidate it, with CUDA's words and numbers: on its streams
@@ -22,8 +21,6 @@
 #pragma once
 
 #include <ATen/core/GraphImplInterface.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 
 #include "blocks.h"
 #include "generator.h"
@@ -144,108 +141,65 @@ void check_host_wait(const Event& event);
 // True in a replay: temporary memory is the host's.
 extern constinit thread_local bool is_replaying;
 
-// Copies of a call's arguments or results that own no device memory. Tensors that share a storage still do.
+// Copies of tensors that own no device memory. Tensors that share a storage still do.
 class Kept {
  public:
   at::Tensor operator()(const at::Tensor& tensor);
-  std::optional<at::Tensor> operator()(const std::optional<at::Tensor>& tensor) {
-    return tensor.has_value() ? std::make_optional((*this)(*tensor)) : std::nullopt;
-  }
-  std::vector<int64_t> operator()(c10::IntArrayRef numbers) { return numbers.vec(); }
-  c10::IValue operator()(const c10::IValue& value);
-  template <typename Value>
-  std::vector<Value> operator()(const std::vector<Value>& values) {
-    std::vector<Value> kept;
-    kept.reserve(values.size());
-    for (const auto& value : values) {
-      kept.push_back((*this)(value));
-    }
-    return kept;
-  }
-  template <typename... Values>
-  std::tuple<Values...> operator()(const std::tuple<Values...>& values) {
-    return std::apply([this](const auto&... each) { return std::tuple<Values...>{(*this)(each)...}; }, values);
-  }
-  template <typename Value>
-  Value operator()(const Value& value) {
-    return value;
-  }
 
  private:
   std::vector<std::pair<c10::Storage, c10::Storage>> storages_; // real and unowned
 };
 
-// Copies what a replay computed to where the capture had its result.
-void store(const at::Tensor& again, const at::Tensor& first);
-void store(const c10::IValue& again, const c10::IValue& first);
-inline void store(const std::vector<c10::IValue>& again, const std::vector<c10::IValue>& first) {
-  for (size_t i = 0; i < first.size(); ++i) {
-    store(again[i], first[i]);
-  }
-}
-template <typename... Values>
-void store(const std::tuple<Values...>& again, const std::tuple<Values...>& first) {
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    (store(std::get<i>(again), std::get<i>(first)), ...);
-  }(std::index_sequence_for<Values...>{});
-}
-template <typename Value>
-void store(const Value& /*again*/, const Value& /*first*/) {}
-
 // The run, in a capture, of the kernels that make one step. Kernels that they call belong to it.
-class Recording {
- public:
-  explicit Recording(CapturePtr capture, c10::Stream stream);
-  ~Recording();
-  C10_DISABLE_COPY_AND_ASSIGN(Recording);
+struct Recording {
+  Capture& capture;
+  GraphStep step; // without a name as long as it has touched no memory
 
-  // Of this thread, if any.
-  static Recording* current() noexcept;
+  static constinit inline thread_local Recording* current = nullptr;
 
   void begins(c10::ArrayRef<Access> accesses);
   void used(std::string_view name, c10::ArrayRef<Access> accesses);
-  void keep(std::function<void()> run);
-  void check_generator(const GeneratorState& state) { capture_->check_generator(state); }
-
- private:
-  const CapturePtr capture_;
-  GraphStep step_;
 };
 
-// Calls `function`, which computes on memory of `device`. If the current stream is in a capture, the call becomes a
-// step of it.
-template <typename Function, typename... Arguments>
-auto run_kernels(c10::DeviceIndex device, const Function& function, const Arguments&... arguments) {
-  using Result = std::invoke_result_t<Function, const Arguments&...>;
-  const auto capture =
-      is_capturing() && Recording::current() == nullptr ? capture_of(current_stream(device)) : CapturePtr();
+using Stack = torch::jit::Stack;
+
+// Calls `run` with `arguments`, puts its results on `stack`, and makes the call a step of `capture`.
+void record_kernels(
+    const CapturePtr& capture, c10::Stream stream, Stack arguments, Stack* results,
+    const std::function<void(Stack*)>& run);
+
+// Calls `run`, which computes on memory of `device` and replaces the last `count` values of `stack` by its results. If
+// the current stream is in a capture, the call becomes a step of it.
+template <typename Run>
+void run_kernels(c10::DeviceIndex device, size_t count, Stack* stack, const Run& run) {
+  const auto current = current_stream(device);
+  const auto capture = is_capturing() && Recording::current == nullptr ? capture_of(current) : CapturePtr();
   if (capture == nullptr) {
-    return function(arguments...);
-  }
-  Recording recording(capture, current_stream(device));
-  Kept keep;
-  auto kept = std::make_tuple(keep(arguments)...);
-  if constexpr (std::is_void_v<Result>) {
-    function(arguments...);
-    recording.keep([function, kept] { std::apply(function, kept); });
+    run(stack);
   } else {
-    Result result = function(arguments...);
-    recording.keep([function, kept, first = keep(result)] { store(std::apply(function, kept), first); });
-    return result;
+    record_kernels(capture, current, torch::jit::pop(*stack, count), stack, run);
   }
+}
+
+// Calls a function with the arguments of an operator on top of the stack, and replaces them by its results.
+template <auto function>
+void call_boxed(const c10::OperatorHandle& op, Stack* stack) {
+  using Kernel = c10::CompileTimeFunctionPointer<std::remove_pointer_t<decltype(function)>, function>;
+  static const auto kernel = c10::KernelFunction::makeFromUnboxedFunction(Kernel());
+  kernel.callBoxed(op, c10::DispatchKeySet(), stack);
 }
 
 // An operator's kernel for the dispatcher: `function`, whose first argument is a tensor, within `run_kernels`.
 template <auto function>
-struct Captured;
-template <typename Result, typename... Arguments, Result (*function)(const at::Tensor&, Arguments...)>
-struct Captured<function> {
-  static Result call(const at::Tensor& first, Arguments... others) {
-    if (first.defined()) {
-      return run_kernels(first.device().index(), function, first, others...);
-    }
-    return function(first, others...); // an undefined gradient
+void captured(const c10::OperatorHandle& op, Stack* stack) {
+  const auto run = [op](Stack* values) { call_boxed<function>(op, values); };
+  const size_t count = op.schema().arguments().size();
+  const auto& first = torch::jit::peek(*stack, 0, count).toTensor();
+  if (first.defined()) {
+    run_kernels(first.device().index(), count, stack, run);
+  } else {
+    run(stack); // an undefined gradient
   }
-};
+}
 
 } // namespace torch_ext::sim

@@ -1,7 +1,5 @@
 #include "host_tensors.h"
 
-#include <ATen/core/functional.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/view_as_real.h>
 
@@ -14,10 +12,7 @@ namespace torch_ext::sim {
 namespace {
 
 // The types that have no entry in ncclDataType of torch's ProcessGroupNCCL.
-bool nccl_lacks(at::ScalarType type) {
-  constexpr std::array kLacking{at::kShort, at::kUInt16, at::kUInt32, at::kUInt64};
-  return std::find(kLacking.begin(), kLacking.end(), type) != kLacking.end();
-}
+constexpr std::array kUnknownToNccl{at::kShort, at::kUInt16, at::kUInt32, at::kUInt64};
 
 // An unowned alias with the tensor's strides. Raises as `transport_view`, but for holes.
 at::Tensor transport_alias(const at::Tensor& tensor, const std::string& name) {
@@ -26,7 +21,7 @@ at::Tensor transport_alias(const at::Tensor& tensor, const std::string& name) {
       ". Use a group with a backend for that device, such as 'cpu:gloo," SIM_NAME ":simccl'.");
   TORCH_CHECK(tensor.layout() == at::kStrided, "simccl works on dense tensors, but got layout ", tensor.layout(), ".");
   TORCH_CHECK_TYPE(
-      !nccl_lacks(tensor.scalar_type()),
+      std::ranges::count(kUnknownToNccl, tensor.scalar_type()) == 0,
       "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
   check_bounds(name, tensor);
   return unowned_host_alias(tensor.is_conj() ? tensor.conj() : tensor);
@@ -67,9 +62,11 @@ Tensors transport_list(const Tensors& tensors, const std::string& name) {
   });
 }
 
-void check_contiguous(const at::Tensor& tensor) {
-  if (tensor.layout() == at::kStrided && !tensor.is_contiguous(tensor.suggest_memory_format())) {
-    refuse_strides(tensor);
+void check_contiguous(const Tensors& tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.layout() == at::kStrided && !tensor.is_contiguous(tensor.suggest_memory_format())) {
+      refuse_strides(tensor);
+    }
   }
 }
 
@@ -78,8 +75,8 @@ Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::stri
   return view.split_with_sizes(std::vector<int64_t>(static_cast<size_t>(parts), view.numel() / parts));
 }
 
-Tensors transport_rows(
-    const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name) {
+Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts) {
+  constexpr const char* kName = "all_to_all";
   TORCH_CHECK_VALUE(
       tensor.dim() > 0 && tensor.is_contiguous(),
       "all_to_all_single cuts dimension 0 of contiguous tensors, but got sizes ", tensor.sizes(), " with strides ",
@@ -89,13 +86,13 @@ Tensors transport_rows(
     TORCH_CHECK_VALUE(
         all % parts == 0, "Tensor's dim 0 does not divide equally across group size: got ", all, " rows for ", parts,
         " ranks. Say how many rows each rank gets.");
-    return transport_parts(tensor, parts, name);
+    return transport_parts(tensor, parts, kName);
   }
   const auto sum = std::accumulate(rows.begin(), rows.end(), int64_t{0});
   TORCH_CHECK_VALUE(
       static_cast<int64_t>(rows.size()) == parts && sum == all, "Split sizes don't match total dim 0 size: got ",
       rows.size(), " splits of ", sum, " rows, expected ", parts, " of ", all, ".");
-  const at::Tensor view = transport_view(tensor, name);
+  const at::Tensor view = transport_view(tensor, kName);
   const int64_t row = all == 0 ? 0 : view.numel() / all;
   return view.split_with_sizes(c10::fmap(rows, [&](int64_t count) { return count * row; }));
 }
@@ -109,21 +106,12 @@ namespace {
 using c10d::ReduceOp;
 
 ReduceOp boolean_op(const ReduceOp& wanted) {
-  switch (wanted) {
-    case ReduceOp::SUM:
-    case ReduceOp::MAX:
-    case ReduceOp::BOR:
-      return ReduceOp::MAX;
-    case ReduceOp::PRODUCT:
-    case ReduceOp::MIN:
-    case ReduceOp::BAND:
-      return ReduceOp::MIN;
-    case ReduceOp::BXOR:
-      return ReduceOp::BXOR;
-    default:
-      TORCH_CHECK_VALUE(
-          false, "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
-  }
+  const bool is_any = wanted == ReduceOp::SUM || wanted == ReduceOp::MAX || wanted == ReduceOp::BOR;
+  const bool is_all = wanted == ReduceOp::PRODUCT || wanted == ReduceOp::MIN || wanted == ReduceOp::BAND;
+  TORCH_CHECK_VALUE(
+      is_any || is_all || wanted == ReduceOp::BXOR,
+      "Cannot use ReduceOp.AVG or PREMUL_SUM with boolean inputs; convert them to a number type.");
+  return is_any ? ReduceOp::MAX : is_all ? ReduceOp::MIN : ReduceOp::BXOR;
 }
 
 bool is_bitwise(const ReduceOp& op) {

@@ -12,7 +12,6 @@
 //   float8                   as float32             same          convert back
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "std.h"
@@ -34,18 +33,14 @@ Tensors transport_view(const Tensors& tensors, const std::string& name);
 Tensors transport_list(const Tensors& tensors, const std::string& name);
 
 // Raises ValueError, as ProcessGroupNCCL does for tensors that it hands over as they are.
-void check_contiguous(const at::Tensor& tensor);
-inline void check_contiguous(const Tensors& tensors) {
-  std::ranges::for_each(tensors, [](const at::Tensor& tensor) { check_contiguous(tensor); });
-}
+void check_contiguous(const Tensors& tensors);
 
 // The parts of a tensor's view for each of `parts` ranks, equal in size.
 Tensors transport_parts(const at::Tensor& tensor, int64_t parts, const std::string& name);
 
 // Likewise, with `rows[r]` rows (slices of dimension 0) for rank r; equal parts if `rows` is empty. Raises ValueError
 // where the rows do not add up.
-Tensors transport_rows(
-    const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts, const std::string& name);
+Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& rows, int64_t parts);
 
 std::vector<int64_t> numels(const Tensors& tensors);
 

@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#include <c10/util/Exception.h>
-
 #include "alias.h"
 #include "allocator.h"
 #include "checks.h"
@@ -31,19 +29,6 @@ void set_unobserved(bool value) noexcept {
   unobserved = value;
 }
 
-c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors) {
-  std::optional<c10::Device> first;
-  for (const auto& tensor : tensors) {
-    if (tensor.defined()) {
-      if (first.has_value() && tensor.device() != *first) {
-        refuse_devices(*first, tensor.device(), c10::str("arguments of ", kernel));
-      }
-      first = tensor.device();
-    }
-  }
-  return first->index();
-}
-
 std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
   if (!tensor.defined() || tensor.numel() == 0 || tensor.layout() != c10::kStrided || !tensor.has_storage()) {
     return std::nullopt;
@@ -63,8 +48,7 @@ std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
       write};
 }
 
-Kernel::Kernel(std::string_view name)
-    : name_(name), watched_(observer() != nullptr || Recording::current() != nullptr) {}
+Kernel::Kernel(std::string_view name) : name_(name), watched_(observer() != nullptr || Recording::current != nullptr) {}
 
 Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
   if (!tensor.defined()) {
@@ -119,7 +103,7 @@ c10::DeviceIndex Kernel::launch() {
     }
     const auto stream = current_stream(device_->index());
     host_reads_ ? synchronize(stream) : catch_up(stream);
-    if (auto* recording = Recording::current()) {
+    if (auto* recording = Recording::current) {
       recording->begins(accesses());
     } else if (is_capturing() && capture_of(stream) != nullptr) {
       TORCH_CHECK_NOT_IMPLEMENTED(false, "A graph of the simulated accelerator cannot capture ", name_, ".");
@@ -131,7 +115,7 @@ c10::DeviceIndex Kernel::launch() {
       });
     }
   }
-  if (C10_UNLIKELY(is_profiling()) && touches_memory_ && Recording::current() == nullptr) {
+  if (C10_UNLIKELY(is_profiling()) && touches_memory_ && Recording::current == nullptr) {
     profiled_since_ = stream_clock();
   }
   scope_.emplace(device_->index(), name_, allocations_);
@@ -171,31 +155,28 @@ c10::SmallVector<Access, 8> Kernel::accesses() const {
   return accesses;
 }
 
-void Kernel::account_to(Observer& to) const noexcept {
-  const auto stream = current_stream(device_->index());
-  to.kernel(name_, stream, accesses());
-  if (host_reads_) {
-    to.host_knows(stream);
-  }
-}
-
 Kernel::~Kernel() {
   if (!scope_.has_value()) {
     return; // the launch was refused
   }
   scope_.reset();
+  const auto stream = current_stream(device_->index());
   if (profiled_since_ != 0) {
     record_device_work(
-        {std::string(name_), device_->index(), current_stream(device_->index()).id(), profiled_since_, stream_clock(),
-         current_correlation()});
+        {std::string(name_), device_->index(), stream.id(), profiled_since_, stream_clock(), current_correlation()});
   }
   if (!watched_ || !touches_memory_) {
     return;
   }
-  if (auto* recording = Recording::current()) {
+  if (auto* recording = Recording::current) {
     recording->used(name_, accesses());
   } else {
-    notify([this](Observer& to) { account_to(to); });
+    notify([&](Observer& to) {
+      to.kernel(name_, stream, accesses());
+      if (host_reads_) {
+        to.host_knows(stream);
+      }
+    });
   }
 }
 

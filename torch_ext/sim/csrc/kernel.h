@@ -11,14 +11,13 @@
 //   - reports to observers (kernel_observer.h) and the profiler (profiler.h).
 //
 // An operator that is composed of other operators on device tensors is no kernel: those operators are. It checks its
-// devices with `same_device`. Views, factories and queries of sizes touch no memory and need no Kernel.
+// devices with `common_device`. Views, factories and queries of sizes touch no memory and need no Kernel.
 //
 //     Kernel kernel("aten::convolution");
 //     kernel.reads(input).reads(weight).launch();
 //     return kernel.result(at::convolution(on_host(input), on_host(weight), ...));
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include "allocator.h"
@@ -33,13 +32,6 @@ using OptionalTensor = std::optional<at::Tensor>; // none may also be an undefin
 inline bool given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
-
-inline at::Tensor value_or_none(const OptionalTensor& tensor) {
-  return tensor.value_or(at::Tensor());
-}
-
-// The sim device of all defined tensors in `tensors`. Raises RuntimeError if they are on several.
-c10::DeviceIndex same_device(std::string_view kernel, std::initializer_list<at::Tensor> tensors);
 
 class Kernel {
  public:
@@ -95,7 +87,6 @@ class Kernel {
   Kernel& use(const at::Tensor& tensor, bool write);
   Kernel& use(const void* data, size_t bytes, bool write);
   c10::SmallVector<Access, 8> accesses() const;
-  void account_to(Observer& to) const noexcept;
 
   std::string_view name_;
   std::optional<c10::Device> device_;

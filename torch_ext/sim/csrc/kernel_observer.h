@@ -1,8 +1,8 @@
 // The interface of tools that watch the devices of this process. An observer gets every kernel with the memory that it
 // reads and writes, every edge between streams, lanes and the host, and the life of memory.
 //
-// Without one, which is the default, a kernel pays one compare. Calls come from the thread that does the work, with the
-// GIL or without it, and with no lock held unless a method says so.
+// Without one, a kernel pays one compare. Calls come from the thread that does the work, with the GIL or without it,
+// and with no lock held.
 //
 // Note [Moments]
 // A moment is a point that streams and the host may wait for: of a stream, when an event is recorded; of a
@@ -10,9 +10,6 @@
 // observer gets it back when a stream or the host has waited for it. Recording an event again makes a new moment.
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
-#include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 
 #include "std.h"

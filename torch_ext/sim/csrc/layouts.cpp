@@ -1,21 +1,11 @@
-// Sparse tensors: their parts are dense device tensors, and all computations with them run on copies on the host.
+// Sparse tensors, whose parts are dense device tensors. Operators that make one, take it apart or change its size are
+// torch's own code, which serves any device. All others copy their tensors to the host, run the host's kernel, and copy
+// results and written arguments back. So do kernels that make sparse tensors of dense ones, listed by name.
 //
-// Operators that make a sparse tensor, take it apart or change its size are torch's own code, which serves any device.
-// All other calls copy their tensors to the host, run the host's kernel, and copy results and written arguments back.
-// Kernels that make sparse tensors of dense ones, listed by name, do the same.
-//
-// Nested tensors of torch.nested's strided layout. Torch's host kernels for nested tensors call operators on their
-// buffers, on any device: so they serve here unchanged. Python code makes those of the jagged layout.
+// Nested tensors of the strided layout. Torch's host kernels for them call operators on their buffers, on any device,
+// so they serve here unchanged. Python code makes those of the jagged layout.
 #include <ATen/NestedTensorImpl.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
 #include <ATen/ops/_nested_view_from_buffer.h>
-#include <ATen/ops/_sparse_compressed_tensor_unsafe.h>
-#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "checks.h"
@@ -29,36 +19,7 @@ namespace {
 
 // A copy of `tensor` on `device`, of any layout; `tensor` itself if it is not on `from`.
 at::Tensor moved(const at::Tensor& tensor, c10::DeviceType from, c10::Device device) {
-  if (!tensor.defined() || tensor.device().type() != from) {
-    return tensor;
-  }
-  const auto options = tensor.options().device(device);
-  if (tensor.layout() == c10::kSparse) {
-    return at::_sparse_coo_tensor_unsafe(
-        tensor._indices().to(device), tensor._values().to(device), tensor.sizes(), options, tensor.is_coalesced());
-  }
-  if (tensor.layout() == c10::kStrided) {
-    return tensor.to(device);
-  }
-  const bool by_row = tensor.layout() == c10::kSparseCsr || tensor.layout() == c10::kSparseBsr;
-  const auto compressed = by_row ? tensor.crow_indices() : tensor.ccol_indices();
-  const auto plain = by_row ? tensor.col_indices() : tensor.row_indices();
-  return at::_sparse_compressed_tensor_unsafe(
-      compressed.to(device), plain.to(device), tensor.values().to(device), tensor.sizes(), options);
-}
-
-// Replaces every tensor in `value`, lists included.
-template <typename Replace>
-void replace_tensors(c10::IValue& value, Replace replace) {
-  if (value.isTensor()) {
-    value = replace(value.toTensor());
-  } else if (value.isTensorList()) {
-    c10::List<at::Tensor> replaced;
-    for (const auto& tensor : value.toTensorVector()) {
-      replaced.push_back(replace(tensor));
-    }
-    value = std::move(replaced);
-  }
+  return tensor.defined() && tensor.device().type() == from ? tensor.to(device) : tensor;
 }
 
 c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
@@ -143,7 +104,7 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 // of a new tensor on the current device.
 template <c10::DispatchKey host>
 void run_code_of_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const CurrentDevice guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())).index());
+  const c10::DeviceGuard guard(device_of(torch::jit::last(*stack, op.schema().arguments().size())));
   op.redispatchBoxed(c10::DispatchKeySet(host), stack);
 }
 
@@ -157,9 +118,8 @@ void run_code_of_host(torch::Library& m, Names names) {
 }
 
 // Registers run_code_of_host for `parts`, and run_on_copies for the other operators that have a host kernel for this
-// layout and also a composition of other operators for any device. Such a composition, which does not know the layout,
-// takes precedence over a fallback: it returned a sum that was not summed, and made all results in the layout of the
-// first argument.
+// layout and a composition of other operators for any device. The composition would take precedence over a fallback,
+// and does not know the layout: it returned a sum that was not summed.
 template <c10::DispatchKey host>
 void run_layout(torch::Library& m, Names parts) {
   run_code_of_host<host>(m, parts);
@@ -239,7 +199,7 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       "' is not implemented for nested tensors of the strided layout, neither on the device " SIM_NAME
       " nor on the host. Make ",
       "them with layout=torch.jagged, or pad them (torch.nested.to_padded_tensor).");
-  if (std::find(kDirect.begin(), kDirect.end(), name.name) != kDirect.end()) {
+  if (std::ranges::count(kDirect, name.name) > 0) {
     run_direct(op, stack);
   } else {
     op.redispatchBoxed(c10::DispatchKeySet(kNestedOnHost), stack);

@@ -1,10 +1,5 @@
 #include "machine_memory.h"
 
-#include <c10/util/Exception.h>
-#include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -64,23 +59,25 @@ void drop_ended() {
   }
 }
 
+// Claims a free entry for this process, if there is one.
+Entry* claim() {
+  const uint64_t name = name_of(static_cast<uint64_t>(getpid()));
+  auto* const found = std::ranges::find_if(page->entries, [&](Entry& entry) {
+    uint64_t nobody = 0;
+    return entry.owner.compare_exchange_strong(nobody, name);
+  });
+  return found == page->entries.end() ? nullptr : found;
+}
+
 // The entry of this process; nullptr if all are in use, in which case it is not counted.
 Entry* own_entry() {
-  if (Entry* known = own.load()) {
-    return known;
-  }
   static std::mutex mutex; // threads of one process share an entry
-  std::lock_guard<std::mutex> lock(mutex);
-  const uint64_t name = name_of(static_cast<uint64_t>(getpid()));
-  for (int attempt = 0; own == nullptr && attempt < 2; ++attempt) {
-    for (auto& entry : page->entries) {
-      uint64_t nobody = 0;
-      if (own == nullptr && entry.owner.compare_exchange_strong(nobody, name)) {
-        own = &entry;
-      }
-    }
+  if (own == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex);
+    own = own != nullptr ? own.load() : claim();
     if (own == nullptr) {
       drop_ended();
+      own = claim();
     }
   }
   return own;

@@ -2,13 +2,11 @@
 //
 // Note [The run's memory]
 // A device's capacity is simulated, the machine's memory is not. Ranks that fill their devices would exhaust it, and
-// the kernel would kill one of the machine's processes. So the bytes of all ranks' pools that may have pages have a cap
-// together; those that are only reserved do not count (Note [Pages on demand] in blocks.h). A shared page has the
-// total, and an entry with the share of each process. A process that dies returns nothing itself: when the cap is
-// reached, the shares of processes that have ended are dropped. No lock guards the page, so a dead process cannot hold
-// one: a process killed between the two counts leaves the total too high by one allocation. Reading the kernel's free
-// memory at each allocation would need no page. But ranks would read it at the same moment and write later, so all of
-// them would find enough.
+// the kernel would kill one of the machine's processes. So the bytes of all ranks' pools that may have pages (Note
+// [Pages on demand] in blocks.h) have a cap together. A shared page has the total, and an entry with the share of each
+// process; when the cap is reached, the shares of processes that have ended are dropped. No lock guards the page, so a
+// dead process cannot hold one: a process killed between the two counts leaves the total too high by one allocation.
+// The kernel's free memory would not do: ranks that read it at the same moment and write later all find enough.
 //
 // torch_ext/machine_memory.py makes the page and writes the cap at its beginning; this file lays out the rest.
 // Host allocations are not counted; they have the rest of the machine.

@@ -1,10 +1,6 @@
 #include "memory_history.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/util/ApproximateClock.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <pybind11/pybind11.h>
 
 #include "allocator.h"
 #include "bindings.h"
@@ -54,36 +50,25 @@ std::string lines_of(const CallStack& stack, size_t most) {
 
 namespace {
 
-struct Tags {
-  std::mutex mutex;
-  std::deque<std::string> names{""}; // by number; none is ever moved
-  std::unordered_map<std::string_view, uint32_t> numbers{{"", 0}};
-};
-
-// Here as in other files, objects made by `new` for a reference are never freed: threads may outlive static objects.
-Tags& tags = *new Tags();
-
-std::pair<std::string_view, uint32_t> registered(std::string_view name) {
-  std::lock_guard<std::mutex> lock(tags.mutex);
-  auto found = tags.numbers.find(name);
-  if (found == tags.numbers.end()) {
-    const auto& kept = tags.names.emplace_back(name);
-    found = tags.numbers.emplace(kept, static_cast<uint32_t>(tags.names.size() - 1)).first;
-  }
-  return *found;
-}
-
 struct History {
-  std::mutex mutex; // guards what follows
-  HistoryOptions options{};
+  std::mutex mutex;       // guards what follows
+  size_t most_events = 0; // older ones are dropped
   std::unordered_map<const void*, CallStack> live;
   std::deque<MemoryEvent> events;
 };
 
+// Here as in other files, objects made by `new` for a reference are never freed: threads may outlive static objects.
 History& history = *new History();
 
 std::atomic<bool> recording{false};
 std::atomic<bool> with_stacks{false};
+
+// The stack of a live block's allocation. Null if recording was off then.
+CallStack stack_of_memory(const void* data) {
+  std::lock_guard<std::mutex> lock(history.mutex);
+  const auto found = history.live.find(data);
+  return found == history.live.end() ? nullptr : found->second;
+}
 
 constexpr size_t kMostHolders = 8;
 constexpr size_t kFramesOfHolder = 4;
@@ -116,18 +101,15 @@ std::vector<std::pair<std::string, Held>> holders(const std::vector<SegmentFacts
       if (block.state != Block::State::kLive) {
         continue;
       }
-      const auto tag = name_of_tag(block.tag);
       const auto lines = lines_of(stack_of_memory(block.data), kFramesOfHolder);
-      const std::string made = tag.empty() ? "of " + readable(block.size) : "made by " + tag;
+      const std::string made = block.kernel == nullptr ? "of " + readable(block.size) : "made by " + *block.kernel;
       auto& held = by_whom[lines.empty() ? made : "made at" + lines];
       held.bytes += block.size;
       held.blocks += 1;
     }
   }
   std::vector<std::pair<std::string, Held>> sorted(by_whom.begin(), by_whom.end());
-  std::stable_sort(sorted.begin(), sorted.end(), [](const auto& one, const auto& other) {
-    return one.second.bytes > other.second.bytes;
-  });
+  std::ranges::stable_sort(sorted, std::greater(), [](const auto& each) { return each.second.bytes; });
   return sorted;
 }
 
@@ -173,10 +155,6 @@ std::string message_of_device(c10::DeviceIndex device, const Amounts& amounts, s
 namespace py = pybind11;
 using namespace pybind11::literals;
 
-uint64_t address(const void* data) {
-  return reinterpret_cast<uintptr_t>(data);
-}
-
 py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& frames) {
   constexpr std::array<const char*, 3> kStates{"active_allocated", "active_awaiting_free", "inactive"};
   size_t allocated = 0, active = 0, requested = 0;
@@ -188,13 +166,13 @@ py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& 
     requested += idle ? 0 : block.requested;
     blocks.append(
         py::dict(
-            "address"_a = address(block.data), "size"_a = block.size, "requested_size"_a = block.requested,
+            "address"_a = address_of(block.data), "size"_a = block.size, "requested_size"_a = block.requested,
             "state"_a = kStates.at(static_cast<size_t>(block.state)),
             "frames"_a = live ? frames.add(stack_of_memory(block.data)) : py::list(),
-            "operator"_a = name_of_tag(idle ? 0 : block.tag)));
+            "operator"_a = idle || block.kernel == nullptr ? std::string() : *block.kernel));
   }
   return py::dict(
-      "device"_a = static_cast<int>(device), "address"_a = address(facts.start), "total_size"_a = facts.size,
+      "device"_a = static_cast<int>(device), "address"_a = address_of(facts.start), "total_size"_a = facts.size,
       "allocated_size"_a = allocated, "active_size"_a = active, "requested_size"_a = requested, "stream"_a = facts.home,
       "segment_type"_a = facts.is_small ? "small" : "large", "segment_pool_id"_a = facts.mempool,
       "is_expandable"_a = false, "frames"_a = py::list(), "blocks"_a = blocks);
@@ -205,7 +183,7 @@ void add_event(py::list& trace, const MemoryEvent& event, Frames& frames) {
       {{"alloc"}, {"free_requested", "free_completed"}, {"oom"}}}; // by kind
   for (const char* action : actions.at(static_cast<size_t>(event.kind))) {
     py::dict entry(
-        "action"_a = action, "addr"_a = address(event.data), "size"_a = event.size, "stream"_a = event.stream,
+        "action"_a = action, "addr"_a = address_of(event.data), "size"_a = event.size, "stream"_a = event.stream,
         "time_us"_a = event.time_us, "frames"_a = frames.add(event.stack));
     if (event.kind == MemoryEvent::Kind::kOutOfMemory) {
       entry["device_free"] = event.free;
@@ -225,13 +203,37 @@ py::dict snapshot() {
     by_device.emplace_back();
     traces.append(by_device.back());
   }
-  for (const auto& event : memory_events()) {
+  std::deque<MemoryEvent> events;
+  {
+    std::lock_guard<std::mutex> lock(history.mutex);
+    events = history.events;
+  }
+  for (const auto& event : events) {
     add_event(by_device.at(static_cast<size_t>(event.device)), event, frames);
   }
   frames.fill();
   return py::dict(
       "segments"_a = segments, "device_traces"_a = traces, "allocator_settings"_a = py::dict(),
       "external_annotations"_a = py::list());
+}
+
+void stop() {
+  decltype(history.live) live; // dropped without the lock: stacks belong to Python
+  decltype(history.events) events;
+  std::lock_guard<std::mutex> lock(history.mutex);
+  recording = false;
+  live.swap(history.live);
+  events.swap(history.events);
+}
+
+// Starts recording, and forgets all earlier stacks and events. stacks: of live blocks and events. events: whether to
+// keep events, besides live blocks.
+void start(bool stacks, bool events, size_t most_events) {
+  stop();
+  std::lock_guard<std::mutex> lock(history.mutex);
+  history.most_events = events ? most_events : 0;
+  with_stacks = stacks;
+  recording = true;
 }
 
 } // namespace
@@ -246,17 +248,10 @@ pybind11::list Frames::add(const CallStack& stack) {
 }
 
 void Frames::fill() const {
-  std::vector<torch::CapturedTraceback*> raw;
-  raw.reserve(stacks_.size());
-  for (const auto& stack : stacks_) {
-    raw.push_back(stack.get());
-  }
-  const auto named = torch::symbolize(raw);
-  std::vector<pybind11::dict> all;
-  all.reserve(named.all_frames.size());
-  for (const auto& frame : named.all_frames) {
-    all.emplace_back("filename"_a = frame.filename, "line"_a = frame.lineno, "name"_a = frame.funcname);
-  }
+  const auto named = torch::symbolize(c10::fmap(stacks_, [](const CallStack& stack) { return stack.get(); }));
+  const auto all = c10::fmap(named.all_frames, [](const auto& frame) {
+    return py::dict("filename"_a = frame.filename, "line"_a = frame.lineno, "name"_a = frame.funcname);
+  });
   for (size_t i = 0; i < lists_.size(); ++i) {
     for (const auto index : named.tracebacks[i]) {
       pybind11::list(lists_[i]).append(all[index]);
@@ -264,40 +259,21 @@ void Frames::fill() const {
   }
 }
 
-uint32_t tag_of(std::string_view name) {
+const std::string* lasting_name(std::string_view name) {
   if (name.empty()) {
-    return 0;
+    return nullptr;
   }
   // Kernel names rarely move, so the cache is keyed by address; a hit compares the text.
   constexpr size_t kPlaces = 256;
-  thread_local std::array<std::pair<std::string_view, uint32_t>, kPlaces> seen{};
-  auto& place = seen[(reinterpret_cast<uintptr_t>(name.data()) >> 3U) % kPlaces];
-  if (place.first != name) {
-    place = registered(name);
+  thread_local std::array<const std::string*, kPlaces> seen{};
+  auto& place = seen[(address_of(name.data()) >> 3U) % kPlaces];
+  if (place == nullptr || *place != name) {
+    static std::mutex mutex;
+    static auto* names = new std::set<std::string>();
+    std::lock_guard<std::mutex> lock(mutex);
+    place = &*names->emplace(name).first;
   }
-  return place.second;
-}
-
-std::string name_of_tag(uint32_t tag) {
-  std::lock_guard<std::mutex> lock(tags.mutex);
-  return tags.names.at(tag);
-}
-
-void start_memory_history(HistoryOptions options) {
-  stop_memory_history();
-  std::lock_guard<std::mutex> lock(history.mutex);
-  history.options = options;
-  with_stacks = options.stacks;
-  recording = true;
-}
-
-void stop_memory_history() {
-  decltype(history.live) live; // dropped without the lock: stacks belong to Python
-  decltype(history.events) events;
-  std::lock_guard<std::mutex> lock(history.mutex);
-  recording = false;
-  live.swap(history.live);
-  events.swap(history.events);
+  return place;
 }
 
 bool is_recording_memory() noexcept {
@@ -313,31 +289,18 @@ void note_memory(MemoryEvent event) {
   if (!is_recording_memory()) {
     return;
   }
-  auto& [mutex, options, live, events] = history;
+  auto& [mutex, most_events, live, events] = history;
   if (event.kind == MemoryEvent::Kind::kAllocate) {
     dropped = std::exchange(live[event.data], event.stack);
   } else if (const auto found = live.find(event.data); found != live.end()) {
     dropped = std::move(found->second);
     live.erase(found);
   }
-  if (options.events) {
-    events.push_back(std::move(event));
-    if (events.size() > options.most_events) {
-      oldest = std::move(events.front());
-      events.pop_front();
-    }
+  events.push_back(std::move(event));
+  if (events.size() > most_events) {
+    oldest = std::move(events.front());
+    events.pop_front();
   }
-}
-
-CallStack stack_of_memory(const void* data) {
-  std::lock_guard<std::mutex> lock(history.mutex);
-  const auto found = history.live.find(data);
-  return found == history.live.end() ? nullptr : found->second;
-}
-
-std::deque<MemoryEvent> memory_events() {
-  std::lock_guard<std::mutex> lock(history.mutex);
-  return history.events;
 }
 
 void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
@@ -364,10 +327,8 @@ void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
 }
 
 void bind_memory_history(py::module_& m) {
-  m.def("start_memory_history", [](bool stacks, bool events, size_t most_events) {
-    start_memory_history({stacks, events, most_events});
-  });
-  m.def("stop_memory_history", &stop_memory_history);
+  m.def("start_memory_history", &start);
+  m.def("stop_memory_history", &stop);
   m.def("memory_snapshot", &snapshot);
 }
 

@@ -1,9 +1,8 @@
 // Call stacks, and the origin of device memory: stacks of live blocks, a trace of allocations and frees, and the
-// message when a device runs out of memory. Recording is off by default; without it, every block still keeps the kernel
-// that allocated it, as a number (see `tag_of`).
+// message when a device runs out of memory. Recording is off by default; without it, every block still keeps the name
+// of the kernel that allocated it.
 #pragma once
 
-#include <pybind11/pybind11.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include "allocator.h"
@@ -42,10 +41,8 @@ class Frames {
   std::vector<pybind11::list> lists_;
 };
 
-// The number of a kernel's name; 0 for an empty name. Cheap for repeated names.
-uint32_t tag_of(std::string_view name);
-// The name behind a number; empty for 0.
-std::string name_of_tag(uint32_t tag);
+// A copy of a kernel's name that lasts as long as the process; null for an empty name. Cheap for repeated names.
+const std::string* lasting_name(std::string_view name);
 
 struct MemoryEvent {
   enum class Kind : uint8_t { kAllocate, kFree, kOutOfMemory };
@@ -59,23 +56,10 @@ struct MemoryEvent {
   CallStack stack;
 };
 
-struct HistoryOptions {
-  bool stacks;        // of live blocks and events
-  bool events;        // whether to keep events, besides live blocks
-  size_t most_events; // older ones are dropped
-};
-
-// Starts recording, and forgets all earlier stacks and events.
-void start_memory_history(HistoryOptions options);
-void stop_memory_history();
 bool is_recording_memory() noexcept;
 
 // Called with no lock held.
 void note_memory(MemoryEvent event);
-
-// The stack of a live block's allocation. Null if recording was off then.
-CallStack stack_of_memory(const void* data);
-std::deque<MemoryEvent> memory_events();
 
 // Raises OutOfMemoryError, which names the exhausted memory and the holders of `pool`'s. Called with no lock held.
 [[noreturn]] void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose);

@@ -1,21 +1,18 @@
 // Operators that make, view, resize and copy device memory. They cannot use the fallback, because they return the
 // device tensor's own storage, or move data between devices. And `Hooks`, which torch's device-neutral code calls on an
 // accelerator.
-#include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
-#include <ATen/ExpandUtils.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/ResizeCommon.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/library.h>
 
 #include "alias.h"
 #include "allocator.h"
@@ -42,9 +39,9 @@ void check_factory(std::optional<c10::Layout> layout, std::optional<bool> pin_me
       !pin_memory.value_or(false), "Only dense CPU tensors can be pinned, but a " SIM_NAME " tensor was asked for.");
 }
 
-c10::DeviceIndex target(std::optional<c10::Device> device) {
+c10::Device target(std::optional<c10::Device> device) {
   ensure_initialized();
-  return device.has_value() ? checked_index(*device) : current_device();
+  return {kSim, device.has_value() ? checked_index(*device) : current_device()};
 }
 
 // As GPUs, under torch.utils.deterministic.fill_uninitialized_memory: NaN, or the largest number of an integer type.
@@ -54,25 +51,14 @@ bool fills_fresh_memory() {
 }
 
 at::Tensor filled_if_deterministic(at::Tensor tensor) {
-  if (!fills_fresh_memory()) {
-    return tensor;
-  }
-  const auto type = tensor.scalar_type();
-  if (type == at::kBool) {
-    return tensor.fill_(true);
-  }
-  if (c10::isIntegralType(type, /*includeBool=*/false)) {
-    const auto unused_bits = 64 - 8 * tensor.itemsize() + (c10::isSignedType(type) ? 1 : 0);
-    return tensor.fill_(c10::Scalar(~uint64_t{0} >> unused_bits));
-  }
-  return tensor.fill_(std::numeric_limits<double>::quiet_NaN());
+  return fills_fresh_memory() ? at::native::fill_empty_deterministic_(tensor) : tensor;
 }
 
 at::Tensor empty(
     c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout> layout,
     std::optional<c10::Device> device, std::optional<bool> pin_memory, std::optional<c10::MemoryFormat> format) {
   check_factory(layout, pin_memory);
-  CurrentDevice current(target(device));
+  const c10::DeviceGuard current(target(device));
   return filled_if_deterministic(
       at::detail::empty_generic(size, device_allocator(), kKeys, c10::dtype_or_default(dtype), format));
 }
@@ -81,7 +67,7 @@ at::Tensor empty_strided(
     c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
     std::optional<c10::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin_memory) {
   check_factory(layout, pin_memory);
-  CurrentDevice current(target(device));
+  const c10::DeviceGuard current(target(device));
   return filled_if_deterministic(
       at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype)));
 }
@@ -95,13 +81,8 @@ at::Tensor efficient_zeros(
 
 // Grows the storage of `tensor` to cover its sizes, strides and offset.
 void grow_storage(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) {
-    return;
-  }
-  const size_t needed = at::detail::computeStorageNbytes(
-      tensor.sizes(), tensor.strides(), tensor.dtype().itemsize(), static_cast<size_t>(tensor.storage_offset()));
-  if (needed > tensor.storage().nbytes()) {
-    resize_bytes(*tensor.storage().unsafeGetStorageImpl(), needed);
+  if (!is_in_bounds(tensor)) {
+    resize_bytes(*tensor.storage().unsafeGetStorageImpl(), reach_of(tensor));
   }
 }
 
@@ -121,12 +102,11 @@ at::Tensor as_strided(
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<c10::MemoryFormat> format) {
   auto* impl = self.unsafeGetTensorImpl();
   if (self.sizes() != size) {
-    const auto elements = [&] { return static_cast<int64_t>(self.storage().nbytes() / self.itemsize()); };
-    const int64_t before = elements();
+    const size_t before = self.storage().nbytes();
     impl->set_sizes_contiguous(size);
     grow_storage(self);
-    if (elements() > before && fills_fresh_memory()) {
-      filled_if_deterministic(self.as_strided({elements() - before}, {1}, before));
+    if (fills_fresh_memory()) {
+      at::native::fill_resize_deterministic_(self, static_cast<int64_t>(before));
     }
   }
   if (format.has_value()) {
@@ -179,12 +159,13 @@ at::Tensor& set_empty(at::Tensor& self) {
 //
 // A copy without elements does nothing.
 void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& destination) {
-  const auto copy = [device](const at::Tensor& self, const at::Tensor& destination) {
+  Stack tensors{self, destination};
+  run_kernels(device, tensors.size(), &tensors, [device](Stack* values) {
+    const auto &from = values->front().toTensor(), &to = values->back().toTensor();
     Kernel kernel("aten::copy_");
-    kernel.on(device).reads(self).writes(destination).launch();
-    on_host(destination).copy_(on_host(self));
-  };
-  run_kernels(device, copy, self, destination);
+    kernel.on(device).reads(from).writes(to).launch();
+    on_host(to).copy_(on_host(from));
+  });
 }
 
 // Runs on the source's current stream. It first waits for the destination's current stream, which then waits for it.
@@ -267,7 +248,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
 c10::Scalar local_scalar_dense(const at::Tensor& self) {
   Kernel kernel("aten::_local_scalar_dense");
   kernel.reads(self).host_reads().launch();
-  return at::_local_scalar_dense(host_alias(self));
+  return at::_local_scalar_dense(on_host(self));
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
@@ -348,12 +329,12 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
   c10::DataPtr fresh = allocate_on(device.index(), nbytes, device);
   const size_t kept = std::min(nbytes, storage.nbytes());
   if (kept > 0 && storage.data() != nullptr) {
-    const auto move = [device, kept](const void* from, void* to) {
+    Stack nothing;
+    run_kernels(device.index(), 0, &nothing, [device, kept, from = storage.data(), to = fresh.mutable_get()](Stack*) {
       Kernel kernel("aten::resize_");
       kernel.on(device.index()).reads(from, kept).writes(to, kept).launch();
       std::memcpy(to, from, kept);
-    };
-    run_kernels(device.index(), move, storage.data(), fresh.mutable_get());
+    });
   }
   storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));
   storage.set_nbytes(nbytes);

@@ -4,6 +4,7 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 
+#include "bindings.h"
 #include "device.h"
 #include "std.h"
 
@@ -50,25 +51,19 @@ class PinnedAllocator final : public at::HostAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_;
   }
-  void reset_accumulated_stats() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (at::Stat* stat : all_stats()) {
-      stat->reset_accumulated();
-    }
-  }
-  void reset_peak_stats() override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (at::Stat* stat : all_stats()) {
-      stat->reset_peak();
-    }
-  }
+  void reset_accumulated_stats() override { reset(&at::Stat::reset_accumulated); }
+  void reset_peak_stats() override { reset(&at::Stat::reset_peak); }
   void copy_data(void* to, const void* from, size_t nbytes) const override { std::memcpy(to, from, nbytes); }
 
  private:
   static void release(void* data);
 
-  std::array<at::Stat*, 4> all_stats() {
-    return {&stats_.active_requests, &stats_.active_bytes, &stats_.allocations, &stats_.allocated_bytes};
+  void reset(void (at::Stat::*by)()) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (at::Stat* stat :
+         {&stats_.active_requests, &stats_.active_bytes, &stats_.allocations, &stats_.allocated_bytes}) {
+      (stat->*by)();
+    }
   }
 
   void add(void* data, size_t nbytes) {

@@ -1,10 +1,6 @@
 // Pinned host memory: see pinned_memory.cpp. Safe to call from any thread.
 #pragma once
 
-#include <c10/core/Allocator.h>
-
-#include <pybind11/pybind11.h>
-
 #include "device.h"
 #include "std.h"
 
@@ -23,8 +19,5 @@ std::optional<PinnedBlock> pinned_block_at(const void* pointer);
 
 // The number of blocks made so far. Cheap.
 uint64_t pinned_blocks_made();
-void install_pinned_allocator();
-
-void bind_pinned_memory(pybind11::module_& m);
 
 } // namespace torch_ext::sim

@@ -6,7 +6,6 @@
 #include <ActivityType.h>
 #include <GenericTraceActivity.h>
 #include <IActivityProfiler.h>
-#include <c10/util/ApproximateClock.h>
 #include <libkineto.h>
 #include <output_base.h>
 #include <torch/csrc/profiler/standalone/privateuse1_profiler.h>

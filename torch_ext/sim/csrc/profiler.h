@@ -1,12 +1,9 @@
 // Device events for torch.profiler: kernels on their streams, operations of process groups on their own row.
 //
 // Note [Device time]
-// A kernel of this device runs on the host between its launch and its return, so its device time is its host time. An
-// operation of a process group lasts from its launch until this rank knows that it is over. Torch links both to the
-// operator that launched them, by the correlation number of each operator on each thread.
+// A kernel's device time is its host time. An operation of a process group lasts from its launch until this rank knows
+// that it is over. Torch links both to the operator that launched them, by its correlation number.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include "device.h"
 #include "std.h"

@@ -1,8 +1,4 @@
-#include "refusals.h"
-
-#include <ATen/Context.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
+#include "checks.h"
 
 #include "std.h"
 
@@ -26,7 +22,7 @@ enum class When : uint8_t {
 };
 
 struct Refusal {
-  std::string_view name; // of the operator, without aten::
+  std::string_view name; // of the operator and its in-place form, without aten:: and the underscore
   When when;
   const char* kernel; // as CUDA's message names it
 };
@@ -43,15 +39,11 @@ constexpr std::array kRefusals{
     Refusal{"_upsample_bicubic2d_aa", When::kIntegers, "upsample_bicubic2d_out_frame"},
     Refusal{"_upsample_bilinear2d_aa", When::kIntegers, "upsample_bilinear2d_out_frame"},
     Refusal{"addbmm", When::kIntegers, "addmm_cuda"},
-    Refusal{"addbmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmm", When::kIntegers, "addmm_cuda"},
-    Refusal{"addmm_", When::kIntegers, "addmm_cuda"},
     Refusal{"addmv", When::kIntegers, "addmv_impl_cuda"},
-    Refusal{"addmv_", When::kIntegers, "addmv_impl_cuda"},
     Refusal{"avg_pool2d", When::kIntegers, "avg_pool2d_out_cuda_frame"},
     Refusal{"avg_pool3d", When::kIntegers, "avg_pool3d_out_cuda"},
     Refusal{"baddbmm", When::kIntegers, "baddbmm_cuda"},
-    Refusal{"baddbmm_", When::kIntegers, "baddbmm_cuda"},
     Refusal{"bmm", When::kIntegers, "baddbmm_cuda"},
     Refusal{"dot", When::kIntegers, "dot"},
     Refusal{"max_pool2d_with_indices", When::kIntegers, "max_pool2d_with_indices_out_cuda_frame"},
@@ -64,17 +56,11 @@ constexpr std::array kRefusals{
     Refusal{"vdot", When::kIntegers, "vdot"},
     Refusal{"angle", When::kHalves, "angle_cuda"},
     Refusal{"igamma", When::kHalves, "igamma_cuda"},
-    Refusal{"igamma_", When::kHalves, "igamma_cuda"},
     Refusal{"igammac", When::kHalves, "igammac_cuda"},
-    Refusal{"igammac_", When::kHalves, "igammac_cuda"},
     Refusal{"scatter", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
     Refusal{"scatter", When::kProducts, "scatter_reduce_cuda_kernel"},
-    Refusal{"scatter_", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
-    Refusal{"scatter_", When::kProducts, "scatter_reduce_cuda_kernel"},
     Refusal{"scatter_reduce", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
     Refusal{"scatter_reduce", When::kProducts, "scatter_reduce_cuda_prod_"},
-    Refusal{"scatter_reduce_", When::kScatters, "cuda_scatter_gather_base_kernel_func"},
-    Refusal{"scatter_reduce_", When::kProducts, "scatter_reduce_cuda_prod_"},
     Refusal{"histc", When::kHalves, "histc"},
     Refusal{"histc", When::kFloats, "_histc_cuda with floating point input"},
     Refusal{"_adaptive_avg_pool2d_backward", When::kAlways, "adaptive_avg_pool2d_backward_cuda"},
@@ -91,7 +77,7 @@ constexpr std::array kRefusals{
     Refusal{"median", When::kIndices, "median CUDA with indices output"},
     Refusal{"nanmedian", When::kIndices, "median CUDA with indices output"},
     Refusal{"nll_loss2d_forward", When::kReduced, "nll_loss2d_forward_out_cuda_template"},
-    Refusal{"put_", When::kAccumulates, "put_"},
+    Refusal{"put", When::kAccumulates, "put_"},
     Refusal{"reflection_pad1d_backward", When::kAlways, "reflection_pad1d_backward_out_cuda"},
     Refusal{"reflection_pad2d_backward", When::kAlways, "reflection_pad2d_backward_cuda"},
     Refusal{"reflection_pad3d_backward", When::kAlways, "reflection_pad3d_backward_out_cuda"},
@@ -147,11 +133,13 @@ bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
 
 Refusals refusals_of(const std::string& name) {
   constexpr std::string_view kSpace = "aten::";
-  const std::string_view whole = name;
-  if (!whole.starts_with(kSpace)) {
+  std::string_view own = name;
+  if (!own.starts_with(kSpace)) {
     return {};
   }
-  const auto is_of_it = [&](const Refusal& each) { return each.name == whole.substr(kSpace.size()); };
+  own.remove_prefix(kSpace.size());
+  own.remove_suffix(own.ends_with('_') ? 1 : 0);
+  const auto is_of_it = [&](const Refusal& each) { return each.name == own; };
   const auto* first = std::find_if(kRefusals.begin(), kRefusals.end(), is_of_it);
   return {first, std::find_if_not(first, kRefusals.end(), is_of_it)};
 }

@@ -1,22 +1,12 @@
 // Note [CUDA's kernels]
-// Builds of torch with CUDA's kernels register them for the very device that is simulated. Each operator with a CUDA
-// kernel gets a replacement, so that no CUDA kernel remains: torch's composition of other operators where there is one,
-// as for devices that register no kernel; else the fallback. PrivateUse2 registers no kernels, so the dispatcher finds
-// the compositions under its keys.
-//
-// The kernel that is registered last for an operator runs. So a fallback's file replaces CUDA's kernels first, and our
-// own kernels come after them.
+// Builds of torch with CUDA's kernels register them for the very device that is simulated. Each gets a replacement:
+// torch's composition of other operators where there is one, as for devices that register no kernel; else the fallback.
+// PrivateUse2 registers no kernels, so the dispatcher finds the compositions under its keys. The kernel registered last
+// runs, so a fallback's file replaces CUDA's kernels before our own kernels are registered.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <c10/util/Exception.h>
-
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "device.h"
+#include "std.h"
 
 namespace torch_ext::sim {
 

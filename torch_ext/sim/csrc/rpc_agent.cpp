@@ -7,19 +7,16 @@
 //
 // Both copies end before the message proceeds, so it holds the results of all work launched before the call. As with
 // TensorPipe's own agent, the sender picks a tensor's destination: by its device map for a request, by the reverse of
-// the caller's map for a response. TensorPipe's agent never sees the maps, but has the devices: it gives each request
-// separate streams on them, and futures wait for those.
+// the caller's map for a response. TensorPipe's agent never sees the maps, but gives each request separate streams on
+// the devices, and futures wait for those.
 //
-// Requests to workers that the map names carry a trailer, and so do responses to such requests: only those workers
-// surely have this agent.
+// Only requests to workers that the map names, which surely have this agent, carry a trailer, and their responses.
 #include "bindings.h"
 
 #ifdef SIM_HAS_RPC
 // Torch's header is empty without it.
 #define USE_TENSORPIPE
 
-#include <c10/core/StreamGuard.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/autograd/rpc_messages/propagate_gradients_req.h>
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
@@ -62,16 +59,6 @@ std::optional<Trailer> trailer_of(const Message& message) {
   return found.mark == Trailer::kMark ? std::optional(found) : std::nullopt;
 }
 
-void check_found(bool found, const Message& message, const std::string& worker, const at::Tensor& tensor) {
-  TORCH_CHECK(
-      found,
-      "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending "
-      "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device "
-      "mapping. ",
-      message.isRequest() ? "Request" : "Response", " device mapping is not available for destination ", worker,
-      " for device ", tensor.device(), " but received a tensor on that device.");
-}
-
 // Replaces the tensors of `message` by host tensors and adds a trailer. Raises if the map lacks a device.
 void pack(Message& message, const DeviceMap& map, const std::string& worker, int64_t sender) {
   auto& tensors = message.tensors();
@@ -79,7 +66,13 @@ void pack(Message& message, const DeviceMap& map, const std::string& worker, int
   targets.reserve(tensors.size());
   for (auto& tensor : tensors) {
     const auto place = map.find(tensor.device());
-    check_found(tensor.is_cpu() || place != map.end(), message, worker, tensor);
+    TORCH_CHECK(
+        tensor.is_cpu() || place != map.end(),
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending "
+        "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device "
+        "mapping. ",
+        message.isRequest() ? "Request" : "Response", " device mapping is not available for destination ", worker,
+        " for device ", tensor.device(), " but received a tensor on that device.");
     const bool stays = place == map.end() || place->second.is_cpu();
     targets.push_back(stays ? kHost : static_cast<int16_t>(place->second.index()));
     tensor = tensor.to(at::kCPU);
@@ -136,12 +129,8 @@ MessageFuture then_with(const MessageFuture& future, Act act) {
       at::AnyClassType::get());
 }
 
-std::string name_of(int64_t worker) {
-  return rpc::RpcAgent::getCurrentRpcAgent()->getWorkerInfo(static_cast<rpc::worker_id_t>(worker)).name_;
-}
-
-// Torch's distributed engine orders streams before it runs the node that gets the gradients of `request`. It finds the
-// stream by the node's metadata, and treats every stream as CUDA's. The gradients are complete already.
+// Torch's distributed engine would find a stream in the metadata of the node that gets the gradients of `request`, and
+// treat it as CUDA's. The gradients are complete already.
 void forget_streams(Message& request) {
   namespace autograd = torch::distributed::autograd;
   if (request.type() == rpc::MessageType::BACKWARD_AUTOGRAD_REQ) {
@@ -171,7 +160,8 @@ class Callback final : public rpc::RequestCallbackImpl {
       if (message.tensors().empty()) {
         return;
       }
-      const auto name = name_of(worker);
+      const auto id = static_cast<rpc::worker_id_t>(worker);
+      const auto name = rpc::RpcAgent::getCurrentRpcAgent()->getWorkerInfo(id).name_;
       pack(message, map_of(reverse_, name), name, /*sender=*/-1);
     });
   }

@@ -1,16 +1,11 @@
 // The process group backend `simccl`: collectives on device tensors.
 //
 // Note [Where operations start]
-// Every operation, collective or transfer between two ranks, checks its tensors and describes itself by one or more
-// Calls (transport/transport.h) on aliases of their memory. `Launcher::launch` gets the operation before any data
-// moves, and passes the calls to a transport. Code between a program and its communication, such as fault plans and the
-// race check, belongs there.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/functional.h>
-#include <ATen/ops/empty.h>
+// Every operation checks its tensors and describes itself by one or more Calls (transport/transport.h) on aliases of
+// their memory. `Launcher::launch` gets the operation before any data moves, and passes the calls to a transport. Code
+// between a program and its communication, such as the race check, belongs there.
 #include <ATen/record_function.h>
 #include <pybind11/chrono.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -21,6 +16,7 @@
 #include "host_tensors.h"
 #include "kernel.h"
 #include "kernel_observer.h"
+#include "memory_history.h"
 #include "std.h"
 #include "stream.h"
 #include "transport/transport.h"
@@ -56,14 +52,6 @@ bool is_set(const char* variable) {
   return text != nullptr && std::string_view(text) == "1";
 }
 
-// A profiler's name of an operation. Never freed, because profilers use it after the operation.
-const char* title_of(const char* name) {
-  static auto* made = new std::map<std::string, std::string>();
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  return made->try_emplace(name, std::string(SIM_BACKEND ":") + name).first->second.c_str();
-}
-
 // Waits until the operations that this process has started are over, on every group.
 void settle_collectives() {
   WithoutGil without;
@@ -89,7 +77,8 @@ class ProfilerEvent {
     event_._setAsync(); // the launched operation outlives the event
     const auto& shown = operation.inputs.empty() ? operation.outputs : operation.inputs;
     arguments_.assign(shown.begin(), shown.end());
-    event_.before(title_of(operation.name), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
+    const auto* name = lasting_name(c10::str(SIM_BACKEND ":", operation.name)); // profilers use it later
+    event_.before(name->c_str(), c10::ArrayRef<const c10::IValue>(arguments_.data(), arguments_.size()));
   }
 
  private:
@@ -155,13 +144,10 @@ class Launcher : public c10d::Backend {
     if (!moments.empty()) {
       notify([&](Observer& to) { end = to.joined(moments); });
     }
-    constexpr const char* kName = "coalesced";
-    auto running = std::make_shared<Running>(
-        c10d::OpType::COALESCED, kName, rank_, sequence_, std::move(transfers), std::move(held));
+    const auto running = running_of(c10d::OpType::COALESCED, "coalesced", std::move(transfers), std::move(held));
     keep_for_abort(running);
-    return c10::make_intrusive<SimWork>(
-        c10d::OpType::COALESCED, rank_, sequence_, std::move(running), /*outputs=*/Tensors(), device, std::move(end),
-        blocking_wait_); // without outputs, as NCCL's, which would keep them after `wait`
+    // Without outputs, as NCCL's, which would keep them after `wait`.
+    return c10::make_intrusive<SimWork>(running, /*outputs=*/Tensors(), device, std::move(end), blocking_wait_);
   }
 
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override {
@@ -209,9 +195,8 @@ class Launcher : public c10d::Backend {
       if (!coalescing_) {
         return capture(std::exchange(captured_, {}), kind, name, asynchronous);
       }
-      auto nothing = std::make_shared<Running>(kind, name, rank_, sequence_, std::vector<TransferPtr>(), Tensors());
       return c10::make_intrusive<SimWork>(
-          kind, rank_, sequence_, std::move(nothing), Tensors(), device, nullptr, /*blocks_host=*/false);
+          running_of(kind, name), Tensors(), device, /*moment=*/nullptr, /*blocks_host=*/false);
     }
     catch_up(current_stream(device)); // the inputs must be complete
     report_beginning(operation, device);
@@ -240,15 +225,10 @@ class Launcher : public c10d::Backend {
     }
     Tensors held = operation.inputs;
     held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
-    auto running = std::make_shared<Running>(
-        operation.kind, operation.name, rank_, sequence_, std::move(transfers), std::move(held));
-    running->set_hook(onCompletionHook_);
-    running->set_record(std::move(record));
-    running->set_timed(is_timed_);
-    const bool blocks_host = blocking_wait_ || operation.kind == c10d::OpType::BARRIER;
+    const auto running = running_of(operation.kind, operation.name, std::move(transfers), std::move(held));
+    running->report_to(onCompletionHook_, std::move(record), is_timed_);
     auto work = c10::make_intrusive<SimWork>(
-        operation.kind, rank_, sequence_, running, operation.outputs, device, report_launch(operation, device),
-        blocks_host);
+        running, operation.outputs, device, report_launch(operation, device), blocks_host(operation.kind));
     keep_for_abort(running);
     if (coalescing_) {
       coalesced_.push_back(work);
@@ -279,8 +259,9 @@ class Launcher : public c10d::Backend {
           std::memset(const_cast<void*>(access.data), 0, access.bytes);
         }
       }
-      operation.inputs = keep(operation.inputs);
-      operation.outputs = keep(operation.outputs);
+      for (auto* tensors : {&operation.inputs, &operation.outputs}) {
+        std::ranges::transform(*tensors, tensors->begin(), [&](const at::Tensor& tensor) { return keep(tensor); });
+      }
     }
     const auto group = c10::weak_intrusive_ptr<Launcher>(c10::intrusive_ptr<Launcher>::reclaim_copy(this));
     const auto run = [group, operations, is_alone = kind != c10d::OpType::COALESCED, name] {
@@ -303,10 +284,14 @@ class Launcher : public c10d::Backend {
       ++sequence_;
     }
     return c10::make_intrusive<SimWork>(
-        kind, rank_, sequence_,
-        std::make_shared<Running>(kind, name, rank_, sequence_, std::vector<TransferPtr>(), outputs), outputs, device,
-        nullptr, blocking_wait_ || kind == c10d::OpType::BARRIER, std::move(point));
+        running_of(kind, name, {}, outputs), outputs, device, /*moment=*/nullptr, blocks_host(kind), std::move(point));
   }
+
+  RunningPtr running_of(
+      c10d::OpType kind, const char* name, std::vector<TransferPtr> transfers = {}, Tensors held = {}) const {
+    return std::make_shared<Running>(kind, name, rank_, sequence_, std::move(transfers), std::move(held));
+  }
+  bool blocks_host(c10d::OpType kind) const { return blocking_wait_ || kind == c10d::OpType::BARRIER; }
 
   // Passes a call to the transport. Strided tensors of a list are copied: the inputs now, the outputs at the end.
   TransferPtr start(Call call) {
@@ -503,14 +488,13 @@ class SimCCL final : public Launcher {
 
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     constexpr const char* kName = "allreduce_coalesced";
-    auto calls = calls_of(tensors.size(), [&](size_t i) { return all_reduce_of(tensors[i], kName, options); });
+    auto calls = c10::fmap(tensors, [&](const at::Tensor& each) { return all_reduce_of(each, kName, options); });
     return launch_all(OpType::ALLREDUCE_COALESCED, std::move(calls), kName, tensors, tensors, options);
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     check_order(tensors);
-    Call call{OpType::REDUCE, "reduce"};
-    call.inputs = {transport_view(single(tensors, "reduce"), call.name)};
+    Call call{OpType::REDUCE, "reduce", {transport_view(single(tensors, "reduce"), "reduce")}};
     call.root = checked_root(options.rootRank, "Reduce");
     if (call.root == rank_) {
       call.outputs = call.inputs;
@@ -555,8 +539,7 @@ class SimCCL final : public Launcher {
 
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     check_order(inputs);
-    Call call{OpType::GATHER, "gather"};
-    call.inputs = {transport_view(single(inputs, "gather"), call.name)};
+    Call call{OpType::GATHER, "gather", {transport_view(single(inputs, "gather"), "gather")}};
     call.root = checked_root(options.rootRank);
     check_list(outputs, call.root, "gather", "output", inputs.front());
     call.outputs = transport_view(flatten(outputs), call.name);
@@ -569,7 +552,7 @@ class SimCCL final : public Launcher {
     const int root = checked_root(options.rootRank);
     Call call = root == rank_ ? whole_gather_of(output, input, kName) : Call{OpType::GATHER, kName};
     call.kind = OpType::GATHER;
-    call.inputs = {transport_view(input, call.name)};
+    call.inputs = {transport_view(input, kName)};
     call.root = root;
     const Tensors outputs = root == rank_ ? Tensors{output} : Tensors{input};
     return launch_one(std::move(call), {input}, outputs, options);
@@ -595,9 +578,8 @@ class SimCCL final : public Launcher {
     TORCH_CHECK_VALUE(
         parts[rank_].numel() == output.numel(), "The output has ", output.numel(),
         " elements, but this rank's input has ", parts[rank_].numel(), ".");
-    Call call{OpType::REDUCE_SCATTER, "reduce_scatter"};
-    call.inputs = transport_list(parts, call.name);
-    call.outputs = transport_list(outputs, call.name);
+    constexpr const char* kName = "reduce_scatter";
+    Call call{OpType::REDUCE_SCATTER, kName, transport_list(parts, kName), transport_list(outputs, kName)};
     call.reduction = reduction_of(options.reduceOp, output);
     return launch_one(std::move(call), parts, outputs, options);
   }
@@ -621,10 +603,10 @@ class SimCCL final : public Launcher {
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override {
     check_types({input}, output);
-    Call call{OpType::ALLTOALL, "all_to_all"};
-    call.inputs = transport_rows(input, input_splits, size_, call.name);
-    call.outputs = transport_rows(output, output_splits, size_, call.name);
-    return launch_one(std::move(call), {input}, {output}, options, OpType::ALLTOALL_BASE);
+    return launch_one(
+        {OpType::ALLTOALL, "all_to_all", transport_rows(input, input_splits, size_),
+         transport_rows(output, output_splits, size_)},
+        {input}, {output}, options, OpType::ALLTOALL_BASE);
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
@@ -636,21 +618,18 @@ class SimCCL final : public Launcher {
     check_types(outputs, outputs.front());
     check_order(inputs);
     check_order(outputs);
-    Call call{OpType::ALLTOALL, "all_to_all"};
-    call.inputs = transport_view(inputs, call.name);
-    call.outputs = transport_view(outputs, call.name);
-    return launch_one(std::move(call), inputs, outputs, options);
+    return launch_one(
+        {OpType::ALLTOALL, "all_to_all", transport_view(inputs, "all_to_all"), transport_view(outputs, "all_to_all")},
+        inputs, outputs, options);
   }
 
   // NCCL has no tags, and no receive from any rank.
   WorkPtr send(Tensors& tensors, int destination, int /*tag*/) override {
-    Call call{OpType::SEND, "send"};
-    call.inputs = {transport_view(single(tensors, "send"), call.name)};
+    Call call{OpType::SEND, "send", {transport_view(single(tensors, "send"), "send")}};
     return launch_transfer(std::move(call), tensors, tensors, checked_root(destination));
   }
   WorkPtr recv(Tensors& tensors, int source, int /*tag*/) override {
-    Call call{OpType::RECV, "recv"};
-    call.outputs = {transport_view(single(tensors, "recv"), call.name)};
+    Call call{OpType::RECV, "recv", {}, {transport_view(single(tensors, "recv"), "recv")}};
     return launch_transfer(std::move(call), {}, tensors, checked_root(source));
   }
 
@@ -679,13 +658,7 @@ class SimCCL final : public Launcher {
       std::optional<OpType> kind = std::nullopt) {
     const char* name = call.name;
     const OpType known_as = kind.value_or(call.kind);
-    return launch_all(known_as, alone(std::move(call)), name, inputs, outputs, options);
-  }
-
-  static std::vector<Call> alone(Call call) {
-    std::vector<Call> calls;
-    calls.push_back(std::move(call));
-    return calls;
+    return launch_all(known_as, {std::move(call)}, name, inputs, outputs, options);
   }
 
   // Makes one call for each index below `count` by `make`.
@@ -709,7 +682,7 @@ class SimCCL final : public Launcher {
     call.root = peer;
     const OpType kind = call.kind;
     const char* name = call.name;
-    return launch({kind, name, inputs, outputs, /*asynchronous=*/true, alone(std::move(call))});
+    return launch({kind, name, inputs, outputs, /*asynchronous=*/true, {std::move(call)}});
   }
 
   // of_nccl: its name of the operation, if the library itself and not ProcessGroupNCCL checks the rank.
@@ -730,11 +703,8 @@ class SimCCL final : public Launcher {
   }
 
   Call all_reduce_of(const at::Tensor& tensor, const char* name, const c10d::AllreduceOptions& options) const {
-    Call call{OpType::ALLREDUCE, name};
-    call.inputs = {transport_view(tensor, call.name)};
-    call.outputs = call.inputs;
-    call.reduction = reduction_of(options.reduceOp, tensor);
-    return call;
+    const Tensors view{transport_view(tensor, name)};
+    return {OpType::ALLREDUCE, name, view, view, /*root=*/-1, reduction_of(options.reduceOp, tensor)};
   }
 
   Call all_gather_of(const Tensors& outputs, const at::Tensor& input, const char* name) const {
@@ -745,10 +715,7 @@ class SimCCL final : public Launcher {
     TORCH_CHECK_VALUE(
         outputs[rank_].numel() == input.numel(), "The input has ", input.numel(),
         " elements, but the output for this rank has ", outputs[rank_].numel(), ".");
-    Call call{OpType::ALLGATHER, name};
-    call.inputs = transport_list({input}, call.name);
-    call.outputs = transport_list(outputs, call.name);
-    return call;
+    return {OpType::ALLGATHER, name, transport_list({input}, name), transport_list(outputs, name)};
   }
 
   Call whole_gather_of(const at::Tensor& output, const at::Tensor& input, const char* name) const {
@@ -759,10 +726,7 @@ class SimCCL final : public Launcher {
         output.numel() == input.numel() * size_,
         "output tensor size must be equal to world_size times input tensor size: got ", output.numel(), ", expected ",
         input.numel() * size_, ".");
-    Call call{OpType::ALLGATHER, name};
-    call.inputs = {transport_view(input, call.name)};
-    call.outputs = transport_parts(output, size_, call.name);
-    return call;
+    return {OpType::ALLGATHER, name, {transport_view(input, name)}, transport_parts(output, size_, name)};
   }
 
   Call whole_scatter_of(
@@ -776,11 +740,13 @@ class SimCCL final : public Launcher {
         input.numel() == output.numel() * size_,
         "input tensor must be the same size as output size times world size: got ", input.numel(), ", expected ",
         output.numel() * size_, ".");
-    Call call{OpType::REDUCE_SCATTER, name};
-    call.inputs = transport_parts(input, size_, call.name);
-    call.outputs = {transport_view(output, call.name)};
-    call.reduction = reduction_of(options.reduceOp, output);
-    return call;
+    return {
+        OpType::REDUCE_SCATTER,
+        name,
+        transport_parts(input, size_, name),
+        {transport_view(output, name)},
+        /*root=*/-1,
+        reduction_of(options.reduceOp, output)};
   }
 
   // gloo takes any order of dimensions, as does NCCL where nothing checks it.
@@ -827,7 +793,7 @@ class SimCCL final : public Launcher {
 
 void bind_simccl(pybind11::module_& m) {
   namespace py = pybind11;
-  set_settle(settle_collectives);
+  settle_others = settle_collectives;
   m.def("operations_launched_on_devices", [] { return operations_on_devices.load(); });
   py::class_<SimCCL, c10d::Backend, c10::intrusive_ptr<SimCCL>> backend(m, "ProcessGroupSimCCL");
   py::class_<SimCCL::SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimCCL::SimOptions>>(backend, "Options")

@@ -1,9 +1,43 @@
-// The standard library, for every source of this folder. The build reads each header once for each of its two units
-// (Note [Two units] in build.py), so include lists in each source would save nothing, and hide a source's dependence on
-// our own headers.
+// The standard library, and the headers that several sources of this folder need. The build reads each header once for
+// each of its two units (Note [Two units] in build.py), so include lists in each source would save nothing, and hide a
+// source's dependence on our own headers.
 #pragma once
 
 // IWYU pragma: begin_exports
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/functional.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <Python.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/AllocatorConfig.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ApproximateClock.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sys/mman.h>
+#include <torch/library.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>

@@ -1,10 +1,10 @@
 #include "stream.h"
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "allocator.h"
+#include "bindings.h"
 #include "device.h"
 #include "gpu_trace.h"
 #include "graph.h"
@@ -16,16 +16,7 @@ namespace torch_ext::sim {
 namespace {
 
 void sleep_until(int64_t moment) {
-  const int64_t left = moment - stream_clock();
-  if (left > 0) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(left));
-  }
-}
-
-void raise_to(std::atomic<int64_t>& value, int64_t minimum) {
-  int64_t seen = value.load();
-  while (seen < minimum && !value.compare_exchange_weak(seen, minimum)) {
-  }
+  std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(moment)));
 }
 
 bool are_over(const Elsewheres& all) {
@@ -33,7 +24,7 @@ bool are_over(const Elsewheres& all) {
     return true;
   }
   WithoutGil without;
-  return std::all_of(all.begin(), all.end(), [](const auto& one) { return one->advance(); });
+  return std::ranges::all_of(all, [](const auto& one) { return one->advance(); });
 }
 
 // The state of a stream.
@@ -55,7 +46,7 @@ class Track {
     for (const auto& one : more) {
       if (one->over_at() == 0 || one->failed()) {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (std::find(elsewhere_.begin(), elsewhere_.end(), one) == elsewhere_.end()) {
+        if (std::ranges::count(elsewhere_, one) == 0) {
           elsewhere_.push_back(one);
           count_.store(elsewhere_.size(), std::memory_order_release);
         }
@@ -66,13 +57,8 @@ class Track {
   // Call without the GIL.
   void catch_up() {
     while (const auto first = oldest()) {
-      try {
-        first->finish();
-      } catch (...) {
-        forget(first);
-        throw;
-      }
-      forget(first);
+      const auto forgotten = c10::make_scope_exit([&] { forget(first); });
+      first->finish();
     }
   }
 
@@ -114,9 +100,6 @@ Track& track_of(c10::Stream stream) {
 
 constexpr c10::StreamId kAtEnd = kStreamCount;
 
-std::atomic<SyncDebug> current_mode{SyncDebug::kOff};
-
-void (*settle_others)() = nullptr;
 thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 thread_local const Event* end_of_operation = nullptr;
 
@@ -161,7 +144,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return next_stream(checked_index(device), priority);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  void* getStreamNativeHandle(const c10::Stream stream) const override { return &track_of(stream); }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(handle_of(stream));
+  }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
     report_host_block("Stream.synchronize");
@@ -176,27 +161,27 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         " does not match recording stream's device ", static_cast<int>(stream.device_index()), ".");
     if (*event == nullptr) {
       *event = new Event();
-      trace([&](const auto& to) { to.trace_gpu_event_creation(kSim, traced(*event)); });
+      trace([&](const auto& to) { to.trace_gpu_event_creation(kSim, address_of(*event)); });
     }
     *static_cast<Event*>(*event) = sim::record(stream);
-    trace([&](const auto& to) { to.trace_gpu_event_record(kSim, traced(*event), handle_of(stream)); });
+    trace([&](const auto& to) { to.trace_gpu_event_record(kSim, address_of(*event), handle_of(stream)); });
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       wait(stream, *static_cast<Event*>(event));
-      trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, traced(event), handle_of(stream)); });
+      trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, address_of(event), handle_of(stream)); });
     }
   }
   bool queryEvent(void* event) const override { return event == nullptr || is_done(*static_cast<Event*>(event)); }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
       synchronize(*static_cast<Event*>(event));
-      trace([&](const auto& to) { to.trace_gpu_event_synchronization(kSim, traced(event)); });
+      trace([&](const auto& to) { to.trace_gpu_event_synchronization(kSim, address_of(event)); });
     }
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
     if (event != nullptr) {
-      trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, traced(event)); });
+      trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, address_of(event)); });
     }
     delete static_cast<Event*>(event);
   }
@@ -251,6 +236,9 @@ class ReducerTimer final : public c10d::Timer {
 
 } // namespace
 
+void (*settle_others)() = nullptr;
+std::atomic<SyncDebug> sync_debug{SyncDebug::kOff};
+
 c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), id);
 }
@@ -285,11 +273,12 @@ uintptr_t handle_of(c10::Stream stream) {
 }
 
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle) {
-  const auto& tracks = table_of(device).tracks;
-  const auto found = std::ranges::find_if(tracks, [&](const Track& track) {
-    return reinterpret_cast<uintptr_t>(&track) == handle;
-  });
-  return found == tracks.end() ? std::nullopt : std::make_optional<c10::StreamId>(found - tracks.begin());
+  for (c10::StreamId id = 0; id < kStreamCount; ++id) {
+    if (handle_of(stream_of(device, id)) == handle) {
+      return id;
+    }
+  }
+  return std::nullopt;
 }
 
 void catch_up(c10::Stream stream) {
@@ -323,18 +312,12 @@ int64_t busy_until(c10::Stream stream) {
 }
 
 Elsewheres pending_of(c10::Stream stream) {
-  return stream.id() == kAtEnd
-      ? Elsewheres()
-      : table_of(stream.device_index()).tracks[static_cast<size_t>(stream.id())].waits_for();
+  return stream.id() == kAtEnd ? Elsewheres() : track_of(stream).waits_for();
 }
 
 int64_t stream_clock() {
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-}
-
-void set_settle(void (*settle)()) {
-  settle_others = settle;
 }
 
 void synchronize_device(c10::DeviceIndex device) {
@@ -386,7 +369,9 @@ void wait(c10::Stream stream, const Event& event) {
     }
   }
   auto& track = track_of(stream);
-  raise_to(track.busy_until, event.done_at);
+  int64_t seen = track.busy_until;
+  while (seen < event.done_at && !track.busy_until.compare_exchange_weak(seen, event.done_at)) {
+  }
   track.wait_for(event.elsewhere);
   notify(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
 }
@@ -402,11 +387,9 @@ bool is_done(const Event& event) {
 
 void synchronize(const Event& event) {
   check_host_wait(event);
-  if (!event.elsewhere.empty()) {
+  for (const auto& one : event.elsewhere) {
     WithoutGil without;
-    for (const auto& one : event.elsewhere) {
-      one->finish();
-    }
+    one->finish();
   }
   sleep_until(event.done_at);
   notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
@@ -426,19 +409,12 @@ void install_guard() {
   c10::impl::registerDeviceGuard(kSim, new Guard());
 }
 
-void set_sync_debug(SyncDebug mode) noexcept {
-  current_mode = mode;
-}
-
-SyncDebug sync_debug() noexcept {
-  return current_mode.load(std::memory_order_relaxed);
-}
-
 void report_host_block(std::string_view what) {
-  if (C10_LIKELY(sync_debug() == SyncDebug::kOff)) {
+  const auto mode = sync_debug.load(std::memory_order_relaxed);
+  if (C10_LIKELY(mode == SyncDebug::kOff)) {
     return;
   }
-  TORCH_CHECK(sync_debug() != SyncDebug::kError, "called a synchronizing " SIM_TITLE " operation: ", what);
+  TORCH_CHECK(mode != SyncDebug::kError, "called a synchronizing " SIM_TITLE " operation: ", what);
   TORCH_WARN("called a synchronizing " SIM_TITLE " operation: ", what);
 }
 

@@ -1,17 +1,17 @@
 // Streams and events.
 //
 // Note [Streams of an eager device]
-// A kernel ends before the call that launches it returns, so a stream has no queue. It has a horizon: the time until
-// which it counts as busy. `sleep` advances the horizon of the current stream and returns; recording an event copies
-// the horizon; a stream that waits for an event advances its horizon to the event's. Queries and host waits compare
-// horizons with the clock. So order, overlap and timing look as on hardware, and values are those of program order.
+// A kernel ends before its launch returns, so a stream has no queue but a horizon: the time until which it counts as
+// busy. `sleep` advances the horizon of the current stream; recording an event copies it; a stream that waits for an
+// event advances its own to the event's; queries and host waits compare it with the clock. So order, overlap and timing
+// look as on hardware, and values are those of program order.
 //
 // Note [What a stream waits for]
 // Operations of a process group run on the lane of their group, until all its ranks take part. A stream that waits for
 // an operation lists it; so does an event recorded on the stream afterwards, and a stream that waits for that event.
-// The host continues. It blocks, without the GIL, where the result is due: at the next kernel on such a stream (Note
-// [Kernels] in kernel.h), and in waits for the stream, event or device. The thread that blocks does this rank's part of
-// the operation. A failed operation raises there, once for each stream or event that waits for it.
+// The host blocks, without the GIL, where the result is due: at the next kernel on such a stream, and in waits for the
+// stream, event or device. The thread that blocks does this rank's part of the operation. A failed operation raises
+// there, once for each stream or event that waits for it.
 //
 // A stream id packs class and index; 0 is the default stream:
 //     id = 0                                 default
@@ -19,8 +19,6 @@
 //     id = ... + b                           branch b of a graph: see Note [Streams of a capture] in graph.h
 //     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
-
-#include <c10/core/Stream.h>
 
 #include "device.h"
 #include "kernel_observer.h"
@@ -49,11 +47,6 @@ uintptr_t handle_of(c10::Stream stream);
 
 // The id of the stream whose native handle is `handle`; none if it is no stream of the device.
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle);
-
-// The stream of a branch of a graph; there are kStreamsPerClass.
-inline c10::Stream branch_stream(c10::DeviceIndex device, c10::StreamId branch) {
-  return stream_of(device, kFirstBranch + branch % kStreamsPerClass);
-}
 
 // Work outside of streams that streams wait for. Call it on any thread, without the GIL.
 class Elsewhere {
@@ -86,8 +79,8 @@ int64_t busy_until(c10::Stream stream);
 Elsewheres pending_of(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
 
-// `settle` runs, without the GIL, in a wait for a whole device: it finishes work besides kernels. Set once.
-void set_settle(void (*settle)());
+// Finishes work besides kernels in a wait for a whole device. Set once.
+extern void (*settle_others)();
 
 // Keeps the current stream of the current device busy for `nanoseconds` more. Returns at once.
 void sleep(int64_t nanoseconds);
@@ -121,11 +114,8 @@ class AtEnd {
 bool is_idle(c10::Stream stream);
 bool is_done(const Event& event);
 
-void install_guard();
-
 enum class SyncDebug : uint8_t { kOff, kWarn, kError };
-void set_sync_debug(SyncDebug mode) noexcept;
-SyncDebug sync_debug() noexcept;
+extern std::atomic<SyncDebug> sync_debug;
 
 // Warns or raises RuntimeError before the host blocks, where a program asks for it (torch.sim.set_sync_debug_mode). As
 // with CUDA: for host reads such as `item()` and `nonzero()`, for copies between host and device that are not

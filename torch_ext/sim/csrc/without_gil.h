@@ -1,7 +1,7 @@
 // Lets a thread block without blocking the interpreter.
 #pragma once
 
-#include <Python.h>
+#include "std.h"
 
 namespace torch_ext::sim {
 

@@ -1,12 +1,7 @@
 #include "work.h"
 
-#include <ATen/core/functional.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/stack.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/util/ApproximateClock.h>
-#include <c10/util/Exception.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "allocator.h"
@@ -38,26 +33,16 @@ size_t capacity() {
   return static_cast<size_t>(std::max(entries, 0));
 }
 
-// The list of `of(shape)` for each shape.
-template <typename Of>
-pybind11::list list_of(const std::vector<Shape>& shapes, Of of) {
-  pybind11::list list;
-  for (const auto& shape : shapes) {
-    list.append(of(shape));
-  }
-  return list;
-}
-
 // For _flight_record.py.
 pybind11::dict as_dict(const RecordedOperation& operation) {
   using namespace pybind11::literals;
   const auto sizes = [](const Shape& shape) { return shape.sizes; };
-  const auto type = [](const Shape& shape) { return c10::toString(shape.type); };
+  const auto type = [](const Shape& shape) { return std::string(c10::toString(shape.type)); };
   return pybind11::dict(
       "name"_a = operation.name, "group"_a = operation.group, "description"_a = operation.description,
-      "sequence"_a = operation.sequence, "input_sizes"_a = list_of(operation.inputs, sizes),
-      "input_dtypes"_a = list_of(operation.inputs, type), "output_sizes"_a = list_of(operation.outputs, sizes),
-      "output_dtypes"_a = list_of(operation.outputs, type), "begun_ns"_a = operation.progress->begun(),
+      "sequence"_a = operation.sequence, "input_sizes"_a = c10::fmap(operation.inputs, sizes),
+      "input_dtypes"_a = c10::fmap(operation.inputs, type), "output_sizes"_a = c10::fmap(operation.outputs, sizes),
+      "output_dtypes"_a = c10::fmap(operation.outputs, type), "begun_ns"_a = operation.progress->begun(),
       "finished_ns"_a = operation.progress->finished());
 }
 
@@ -115,8 +100,6 @@ void bind_flight_record(pybind11::module_& m) {
   });
 }
 
-using SteadyClock = std::chrono::steady_clock;
-
 Running::Running(
     c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
     std::vector<at::Tensor> held)
@@ -128,28 +111,35 @@ Running::Running(
       device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
       held_(std::move(held)) {}
 
+void Running::report_to(CompletionHook hook, ProgressPtr record, bool timed) {
+  hook_ = std::move(hook);
+  record_ = std::move(record);
+  is_timed_ = timed;
+}
+
 std::exception_ptr Running::why() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return why_;
 }
 
 void Running::end(const std::exception_ptr& why) {
-  const auto now = SteadyClock::now();
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_over()) {
       return;
     }
     why_ = why;
-    over_at_ = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
+    over_at_ = stream_clock();
   }
   report_to_profiler();
   if (record_ != nullptr) {
     record_->finish();
   }
   if (hook_) {
+    using TimePoint = std::chrono::steady_clock::time_point;
+    const std::chrono::nanoseconds began(started_), ended(over_at_.load());
     try {
-      hook_(std::make_shared<c10d::WorkInfo>(kind_, sequence_, started_, now, now - started_));
+      hook_(std::make_shared<c10d::WorkInfo>(kind_, sequence_, TimePoint(began), TimePoint(ended), ended - began));
     } catch (...) {
       std::lock_guard<std::mutex> lock(mutex_);
       why_ = why_ ? why_ : std::current_exception();
@@ -159,16 +149,14 @@ void Running::end(const std::exception_ptr& why) {
 
 void Running::report_to_profiler() const {
   if (is_profiling() && device_ >= 0 && launched_by_ != 0) {
-    const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
-    record_device_work({c10::str(SIM_BACKEND ":", name_), device_, kLaneRow, started, over_at_, launched_by_});
+    record_device_work({c10::str(SIM_BACKEND ":", name_), device_, kLaneRow, started_, over_at_, launched_by_});
   }
 }
 
 float Running::duration() const {
   TORCH_CHECK(is_timed_, "getDuration only works if timing was enabled");
   TORCH_CHECK(is_over(), "Both events must be completed before calculating elapsed time.");
-  const auto started = std::chrono::duration_cast<std::chrono::nanoseconds>(started_.time_since_epoch()).count();
-  return static_cast<float>(over_at_ - started) / 1e6F;
+  return static_cast<float>(over_at_ - started_) / 1e6F;
 }
 
 void Running::finish(std::chrono::milliseconds timeout) {
@@ -244,24 +232,23 @@ std::vector<RunningPtr> Underway::all() const {
 }
 
 SimWork::SimWork(
-    c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
-    c10::DeviceIndex device, Moment moment, bool blocks_host, std::shared_ptr<CapturePoint> point)
-    : c10d::Work(rank, kind),
+    RunningPtr running, std::vector<at::Tensor> outputs, c10::DeviceIndex device, Moment moment, bool blocks_host,
+    std::shared_ptr<CapturePoint> point)
+    : c10d::Work(running->rank(), running->kind()),
       running_(std::move(running)),
       outputs_(std::move(outputs)),
       device_(device),
       end_{0, {running_}, std::move(moment), device, std::move(point)},
-      blocks_host_(blocks_host),
-      sequence_(sequence) {
+      blocks_host_(blocks_host) {
   // NCCL's stream has waited for the current one when the end of the operation is recorded on it.
   trace([&](const auto& to) {
-    to.trace_gpu_event_creation(kSim, traced(this));
-    to.trace_gpu_event_record(kSim, traced(this), handle_of(current_stream(device_)));
+    to.trace_gpu_event_creation(kSim, address_of(this));
+    to.trace_gpu_event_record(kSim, address_of(this), handle_of(current_stream(device_)));
   });
 }
 
 SimWork::~SimWork() {
-  trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, traced(this)); });
+  trace([&](const auto& to) { to.trace_gpu_event_deletion(kSim, address_of(this)); });
   for (const void* data : running_->memory()) { // none after a wait, or if it is a part of another
     notify(end_.moment, [&](Observer& to) { to.kept_until(data, end_.moment); });
     keep_until_over(data, running_);
@@ -284,7 +271,7 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
   }
   running_->mark_waited_for();
   sim::wait(current_stream(device_), end_);
-  trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, traced(this), handle_of(current_stream(device_))); });
+  trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, address_of(this), handle_of(current_stream(device_))); });
   running_->let_go();
   return true;
 }
@@ -327,23 +314,17 @@ FuturePtr SimWork::getFuture() {
   return future_;
 }
 
-// Whether hooks expect one tensor with a row for each rank, as NCCL's futures hold it.
-bool SimWork::gathers_alike() {
-  return retrieveOpType() == c10d::OpType::ALLGATHER &&
-      std::all_of(outputs_.begin(), outputs_.end(), [this](const auto& tensor) {
-           return tensor.sizes() == outputs_.front().sizes();
-         });
-}
-
 FuturePtr SimWork::make_future() {
   std::vector<c10::Device> devices;
   if (!outputs_.empty()) {
     devices.emplace_back(kSim, device_);
   }
   auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  const auto is_like_first = [this](const at::Tensor& tensor) { return tensor.sizes() == outputs_.front().sizes(); };
   if (const auto why = running_->why()) {
     made->setError(why);
-  } else if (gathers_alike()) {
+  } else if (retrieveOpType() == c10d::OpType::ALLGATHER && std::ranges::all_of(outputs_, is_like_first)) {
+    // Hooks expect one tensor with a row for each rank, as NCCL's futures hold it.
     const c10::StreamGuard guard(next_stream(device_, /*priority=*/0));
     sim::wait(current_stream(device_), end_);
     made->markCompleted(c10::IValue(std::vector<at::Tensor>{at::stack(outputs_)}));

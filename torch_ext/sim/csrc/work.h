@@ -2,41 +2,34 @@
 //
 // Note [Who finishes an operation]
 // No background thread. Inputs are read at launch, so peers do not depend on this rank's waits. The thread that first
-// needs the result does the rest of this rank's part: at a kernel or host read on a stream that waits for it, at a wait
-// that blocks the host, at a poll, at a later operation of its group that depends on it. That thread calls the group's
-// completion hook, with no lock held. A hook's exception goes to the waiters; the operation is over nevertheless.
+// needs the result does the rest of this rank's part: at a kernel or host read on a stream that waits for it, a wait
+// that blocks the host, a poll, or a later operation of its group that depends on it. It calls the group's completion
+// hook with no lock held; a hook's exception goes to the waiters, and the operation is over nevertheless.
 //
 // Note [What an operation holds]
-// Its tensors, as NCCL stashes them: until `wait`, although the operation may not be over then. So a program frees the
-// same memory at the same line, however late its peers are. The stream that waits may use the memory again, because it
-// waits for the operation; on another stream that is a race. The operation then writes to the next owner's memory, as
-// on a GPU, and never to the host's; likewise after `resize_(0)`. A work that dies without a `wait` frees the tensors
-// too, and their memory is handed out again when the operation is over, as NCCL's watchdog sees to it.
+// Its tensors, as NCCL stashes them: until `wait`, even if the operation is not over then. So a program frees the same
+// memory at the same line, however late its peers are. The stream that waits may reuse the memory; on another stream
+// that is a race, and the operation writes to the next owner's memory, as on a GPU, never to the host's. Likewise after
+// `resize_(0)`. A work that dies without a `wait` frees the tensors too; their memory is handed out again when the
+// operation is over, as NCCL's watchdog sees to it.
 //
 // Note [When a simccl work is done]
 // As with NCCL. An operation with `async_op=False` is done when its call returns. An asynchronous one has read its
 // inputs then, and belongs to the lane of its group. `wait` returns at once and makes the current stream wait for it
 // (Note [What a stream waits for] in stream.h); it raises an error that is known by then, any other is raised where the
-// result is due. The host blocks, and gets every error,
-//
-//   - in `wait` with a time limit, of a barrier, and where TORCH_EXT_SIM_BLOCKING_WAIT=1 or, for programs written for
-//     NCCL, TORCH_NCCL_BLOCKING_WAIT=1 is set when the group is made;
-//   - where it asks which rank a message came from.
+// result is due. The host blocks, and gets every error, in `wait` with a time limit, of a barrier, and where
+// TORCH_EXT_SIM_BLOCKING_WAIT=1 or, for programs written for NCCL, TORCH_NCCL_BLOCKING_WAIT=1 is set when the group is
+// made.
 //
 // A future is complete from the start, or has the error of an operation known to have failed. So callbacks run on the
-// thread that adds them: the launching one, for DDP's hooks, in the same order on all ranks. Torch runs each on a
-// stream that waits for the operation.
+// thread that adds them, for DDP's hooks in the same order on all ranks, each on a stream that waits for the operation.
 //
 // Note [Flight records]
-// Torch's recorder accepts entries from torch's own backends only. It records nothing of `simccl` over shared memory,
-// and gloo's own calls of `simccl` over gloo: an all_reduce where the program called reduce_scatter_tensor, and several
-// collectives for one call. work.cpp records the program's calls; _flight_record.py puts them in place of gloo's
-// entries when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only: nothing of `simccl` over shared memory, and gloo's
+// own calls of `simccl` over gloo, such as an all_reduce where the program called reduce_scatter_tensor. work.cpp
+// records the program's calls; _flight_record.py puts them in place of gloo's entries when the recorder is read.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "profiler.h"
@@ -93,10 +86,12 @@ class Running final : public Elsewhere {
       c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
       std::vector<at::Tensor> held);
 
-  // Call both before other threads know the operation. The hook is called once, on success or failure.
-  void set_hook(CompletionHook hook) { hook_ = std::move(hook); }
-  void set_record(ProgressPtr record) { record_ = std::move(record); }
-  void set_timed(bool timed) { is_timed_ = timed; }
+  // Call it before other threads know the operation. The hook is called once, on success or failure.
+  void report_to(CompletionHook hook, ProgressPtr record, bool timed);
+
+  c10d::OpType kind() const { return kind_; }
+  int rank() const { return rank_; }
+  uint64_t sequence() const { return sequence_; }
 
   bool advance() override;
   void finish() override { finish(kNoTimeout); }
@@ -139,7 +134,7 @@ class Running final : public Elsewhere {
   const int rank_;
   const uint64_t sequence_;
   const std::vector<TransferPtr> transfers_;
-  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  const int64_t started_ = stream_clock();
   const c10::DeviceIndex device_; // -1 without tensors
   const int64_t launched_by_ = current_correlation();
   CompletionHook hook_;
@@ -175,8 +170,8 @@ class SimWork : public c10d::Work {
   // outputs: the device tensors that hold the result. moment: its end, for the observer. blocks_host: for `wait`.
   // point: its end in a capture, which has not run it.
   SimWork(
-      c10d::OpType kind, int rank, uint64_t sequence, RunningPtr running, std::vector<at::Tensor> outputs,
-      c10::DeviceIndex device, Moment moment, bool blocks_host, std::shared_ptr<CapturePoint> point = nullptr);
+      RunningPtr running, std::vector<at::Tensor> outputs, c10::DeviceIndex device, Moment moment, bool blocks_host,
+      std::shared_ptr<CapturePoint> point = nullptr);
   ~SimWork() override;
 
   bool isCompleted() override;
@@ -188,14 +183,13 @@ class SimWork : public c10d::Work {
   void abort() override;
   FuturePtr getFuture() override;
   float getDuration() const override { return running_->duration(); }
-  uint64_t getSequencenumber() const override { return sequence_; }
+  uint64_t getSequencenumber() const override { return running_->sequence(); }
 
   const RunningPtr& running() const { return running_; }
   const Moment& moment() const { return end_.moment; }
   const Event& end() const { return end_; }
 
  private:
-  bool gathers_alike();
   FuturePtr make_future();
 
   const RunningPtr running_;
@@ -203,7 +197,6 @@ class SimWork : public c10d::Work {
   const c10::DeviceIndex device_;
   const Event end_;
   const bool blocks_host_;
-  const uint64_t sequence_;
   std::mutex mutex_;
   FuturePtr future_; // guarded by mutex_; made on first use
 };
