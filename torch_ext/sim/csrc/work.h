@@ -29,9 +29,8 @@
 //
 // Note [Flight records]
 // Torch's recorder accepts entries from torch's own backends only. It records nothing of `simccl` over shared memory,
-// and gloo's own calls of `simccl` over gloo: an all_reduce where the program called reduce_scatter_tensor, and several
-// collectives for one call. work.cpp records the program's calls; _flight_record.py puts them in place of gloo's
-// entries when the recorder is read.
+// and gloo's own calls of `simccl` over gloo: an all-gather and an all-to-all for each call. work.cpp records the
+// program's calls; _flight_record.py puts them in place of gloo's entries when the recorder is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
