@@ -8,12 +8,12 @@ import pytest
 
 from torch_ext.results import Died, Problem, Raised, Remark
 from torch_ext.runner.class_runner import ClassFacts, decide_next
-from torch_ext.runner.messages import ClassEnded, ClassLeft
+from torch_ext.runner.messages import ClassEnded
 
 EXITED = Died("It exited with code 0.")
 KILLED = Died("It was killed.")
 RAISED = Raised("KeyboardInterrupt", "Traceback ...")
-ENDED, REPORTED, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
+ENDED, REPORTED, LEFT = ClassEnded(), ClassEnded(True), ClassEnded(True, RAISED)
 
 
 UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
@@ -51,7 +51,7 @@ def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following:
 
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("last", [None, ENDED, REPORTED, LEFT])
-def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | ClassLeft | None) -> None:
+def test_only_a_clean_end_is_no_failure(running: bool, last: ClassEnded | None) -> None:
     for ended, left, death, lost in itertools.product((0, 1), (0, 1), (None, KILLED), (False, True)):
         if lost and death is None:
             continue

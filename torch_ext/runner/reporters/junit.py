@@ -38,12 +38,11 @@ def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: R
     for test in tally.missing():
         cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
     root = Element("testsuites", name="torch_ext")
+    started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
     for (number, path, cls), found in cases.items():
-        name = "::".join(part for part in (path, cls) if part)
-        suite = SubElement(root, "testsuite", name=_clean(name if number == 1 else f"{name} (round {number})"))
-        started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc)
-        suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
-        suite.set("hostname", _clean(platform.node()))
+        name = "::".join(filter(None, (path, cls))) + (f" (round {number})" if number > 1 else "")
+        attributes = {"name": _clean(name), "timestamp": started, "hostname": _clean(platform.node())}
+        suite = SubElement(root, "testsuite", attributes)
         suite.extend(found)
         _count(suite, found, {**_COLUMNS, "skipped": "skipped"})
     _count(root, [case for found in cases.values() for case in found], _COLUMNS)
