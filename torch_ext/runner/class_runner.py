@@ -176,16 +176,13 @@ class ClassRunner:
         self._sink(replace(result, warnings=warnings, output=output if failed else ""))
 
 
-# In seconds: time past the test's limit after which a parent half counts as hung, though it should end its ranks at the
-# limit; the same for a test without ranks, whose limit the supervisor enforces; and the limit of the code before,
-# between and after the tests of a class, unless --timeout sets one.
+# In seconds: time past the test's limit after which a parent half, which ends its ranks at the limit, counts as hung;
+# the same for a test without ranks; and the limit of the code between tests, unless --timeout sets one.
 _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 # Only the supervisor can notice that a signal has stopped a process, so it checks long before the margin ends.
 _STOPPED_S = 5.0
-# Seconds for a zygote to end a child.
-_KILL_S = 5.0
-# Interval at which output is shown, in seconds.
-_SHOW_S = 0.1
+# Seconds for a zygote to end a child, and between two looks at output that is shown.
+_KILL_S, _SHOW_S = 5.0, 0.1
 
 _EVENTS = (Body, ClassEnded, Notice, TestEnded, TestStarted)
 
@@ -338,9 +335,7 @@ class ClassChild:
 
 
 class _Output:
-    """The output of a process, in a file without a name. ``shows``: print each complete line, with control characters
-    escaped.
-    """
+    """The output of a process, in a file without a name. ``shows``: print each complete line, escaped."""
 
     def __init__(self, shows: bool) -> None:
         self.shows = shows
