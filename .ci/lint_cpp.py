@@ -49,8 +49,6 @@ def include_paths() -> list[str]:
 def units() -> dict[str, list[Path]]:
     """Return the sources of each unit of the build, without loading the simulator."""
     spec = importlib.util.spec_from_file_location("build", CHECKOUT / "torch_ext" / "sim" / "build.py")
-    if spec is None or spec.loader is None:
-        raise SystemExit("torch_ext/sim/build.py is missing")
     build = sys.modules["build"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     found: dict[str, list[Path]] = build.units()

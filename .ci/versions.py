@@ -63,14 +63,10 @@ def install(version: str, folder: Path) -> str:
 
 def passes(command: str, folder: Path) -> bool:
     print(f"+ {command}", flush=True)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "TORCH_EXT_DEVICE")}
-    environment = {
-        **inherited,
-        "PATH": os.pathsep.join([str(folder / "env" / "bin"), os.environ.get("PATH", os.defpath)]),
-        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "TORCH_EXT_CACHE": str(folder / "cache"),
-    }
-    return not subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
+    path = f"{folder}/env/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    own = {"PATH": path, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "TORCH_EXT_CACHE": f"{folder}/cache"}
+    shell = ["env", "-u", "VIRTUAL_ENV", "-u", "TORCH_EXT_DEVICE", "bash", "-c", command]
+    return not subprocess.run(shell, cwd=ROOT, env={**os.environ, **own}, stdin=subprocess.DEVNULL).returncode
 
 
 if __name__ == "__main__":

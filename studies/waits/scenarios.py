@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -280,19 +280,18 @@ class TestFSDP2(ScenarioTest):
         model.reset_iter_state()
         _steps(model)
 
-    def test_failure_in_forward(self) -> None:
+    def _fails_in_forward(self, prepare: Callable[[Any], object]) -> None:
         model = self._model()
         with self._failure(model):
-            model[1].set_modules_to_forward_prefetch([model[2]])
+            prepare(model)
             model.fails_before = 2
             model(_rows())
 
+    def test_failure_in_forward(self) -> None:
+        self._fails_in_forward(lambda model: model[1].set_modules_to_forward_prefetch([model[2]]))
+
     def test_failure_in_forward_while_gathering(self) -> None:
-        model = self._model()
-        with self._failure(model):
-            model[2].unshard(async_op=True)
-            model.fails_before = 2
-            model(_rows())
+        self._fails_in_forward(lambda model: model[2].unshard(async_op=True))
 
     def _fails_in_backward(self, model: Any) -> None:
         def fail(gradient: torch.Tensor) -> None:

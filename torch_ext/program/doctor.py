@@ -28,8 +28,7 @@ from torch_ext.world import settings
 from torch_ext.world.child import reason_not_to_fork
 
 _PACKAGES = ("numpy", "expecttest", "hypothesis")
-# Least free bytes in /dev/shm, where simulated collectives keep their segments, and least limit of open files: a world
-# of 8 ranks needs about 150.
+# Least free bytes in /dev/shm, for segments of collectives, and least limit of open files: 8 ranks need about 150.
 _SHARED_BYTES, _FEW_FILES = 64 << 20, 256
 
 

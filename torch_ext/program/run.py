@@ -36,8 +36,7 @@ from torch_ext.world.wording import own_message, ranks_phrase
 
 # Simulated devices have indices below this.
 _MAX_SIMULATED = 64
-# Seconds that peers get after a rank has failed, and that ranks get after a signal: programs have exit functions, and
-# write checkpoints.
+# Seconds that peers get after a failure of a rank, and ranks after a signal: programs write checkpoints at exit.
 _GRACE_S, _SIGNAL_S = 3.0, 10.0
 # A wait counts as endless if it does not end by itself within _ENDLESS_S seconds. If hangs are only reported, a shorter
 # limit applies to torch's operations, which raise at their own limit.

@@ -248,7 +248,10 @@ def _serve(zygote: ZygoteClient, listening: socket.socket, idle_s: float) -> boo
             idle_since_s = time.monotonic()
         if listening in ready:
             connected, _ = listening.accept()
-            is_stale = is_stale or _has_changed(states)
+            changed = "" if is_stale else next((path for path in states if _state(path) != states[path]), "")
+            if changed:
+                print(f"{wording.PREFIX}{changed} has changed: loading again", flush=True)
+                is_stale = True
             line = Channel(connected)
             if not is_stale and is_own(connected) and _accept(line, zygote):
                 lines.append(line)
@@ -268,14 +271,6 @@ def _accept(line: Channel, zygote: ZygoteClient) -> bool:
     finally:
         close_all([descriptor])
     return True
-
-
-def _has_changed(states: Mapping[str, object]) -> bool:
-    """Whether a file has changed; see Note [What a zygote fits]."""
-    path = next((path for path, state in states.items() if _state(path) != state), "")
-    if path:
-        print(f"{wording.PREFIX}{path} has changed: loading again", flush=True)
-    return bool(path)
 
 
 def _states(zygote: ZygoteClient) -> dict[str, object]:

@@ -13,6 +13,5 @@ The modules, each below those that follow:
 ``reporters``, ``rounds``      reports; a run of the chosen tests, from plan to exit code
 ``cli``, ``pytest_plugin``     the command itself; the same for tests that pytest collects
 
-No module here imports torch or a test module. Import the modules directly: this file stays empty, so that each import
-takes milliseconds.
+No module here imports torch or a test module. Import the modules directly: this file stays empty, for fast imports.
 """

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch_ext
 from torch_ext.personality import AS_CUDA, SIM
 from torch_ext.results import SetupError
-from torch_ext.runner.names import find_test_files, holds_tests
+from torch_ext.runner.names import find_test_files
 from torch_ext.runner.options import TABLE, Row, RunOptions, default_root, typed
 from torch_ext.runner.selection import advice
 
@@ -230,7 +230,7 @@ def _outside(include: Sequence[str]) -> dict[str, Any] | None:
     if first is None or not first.exists() or first.resolve().is_relative_to(default_root()):
         return None
     known = not first.is_absolute() and (default_root() / first).exists()
-    if first.suffix != ".py" and (known or ("/" not in include[0] and not holds_tests(first))):
+    if first.suffix != ".py" and (known or ("/" not in include[0] and not find_test_files(first))):
         return None  # the working directory has an unrelated file or folder of that name
     path = first.resolve()
     root = path if path.is_dir() else path.parent

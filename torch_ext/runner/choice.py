@@ -40,8 +40,7 @@ from torch_ext.runner.schedule import Plan, make_plan
 from torch_ext.runner.selection import Selection, SelectionError, select_tests
 from torch_ext.runner.steps import Executor, Request
 
-# Print a message before importing this many files, which takes a while.
-_MANY_FILES = 5
+_MANY_FILES = 5  # whose import takes so long that a message comes first
 
 
 def name(request: Request, executor: Callable[[], Executor]) -> Sequence[Collected]:

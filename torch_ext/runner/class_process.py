@@ -19,7 +19,7 @@ from typing import Any
 
 from torch_ext.results import Needs, Problem, Raised, RanksFailed, Remark, Status, TestName, TestResult
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.messages import Body, ClassEnded, ClassLeft, ClassOrder, TestEnded, TestNames, TestStarted
+from torch_ext.runner.messages import Body, ClassEnded, ClassOrder, TestEnded, TestNames, TestStarted
 from torch_ext.world import _os, child, files, provider, verdict, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
@@ -145,7 +145,7 @@ def main(order: ClassOrder, descriptors: Sequence[int]) -> int:
     except BaseException as error:
         result.end_fork(error)
         result.over()
-        result.send(ClassLeft(None if error is result.interrupt else _escaped(error)))
+        result.send(ClassEnded(True, None if error is result.interrupt else _escaped(error)))
     else:
         result.send(ClassEnded())
     return 0

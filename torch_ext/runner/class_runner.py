@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_ext.results import Began, Died, Over, Problem, Remark, Sink, Stalled, Status, TestName, TestResult, raised
 from torch_ext.runner.loop import Pause, Task
-from torch_ext.runner.messages import Body, ClassEnded, ClassLeft, ClassOrder, TestEnded, TestStarted
+from torch_ext.runner.messages import Body, ClassEnded, ClassOrder, TestEnded, TestStarted
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
@@ -34,7 +34,7 @@ class ClassFacts:
     running: bool  # a test had begun and not ended
     ended: int  # number of tests that ended in it
     left: int  # number of tests that have not begun
-    last: ClassEnded | ClassLeft | None  # its last message, if that announced its end
+    last: ClassEnded | None  # its last message, if that announced its end
     death: Died | None = None  # its end, unless it exited by itself with code 0
     lost_zygote: bool = False  # it ended because its zygote did
 
@@ -45,7 +45,7 @@ def decide_next(facts: ClassFacts, exited: Died) -> tuple[Problem | None, bool]:
     A process that has not reported its end has failed; ``exited`` describes it if it exited by itself. One that has not
     finished a single test is replaced only if its zygote died, and the caller allows that once; so every class ends.
     """
-    left_by = facts.last.problem if isinstance(facts.last, ClassLeft) else None
+    left_by = facts.last.problem if facts.last is not None else None
     if facts.running:
         return left_by or facts.death or exited, facts.left > 0
     went_on = facts.left > 0 and facts.ended > 0
@@ -53,7 +53,7 @@ def decide_next(facts: ClassFacts, exited: Died) -> tuple[Problem | None, bool]:
         return None, True
     if facts.last is None:
         return facts.death or exited, went_on
-    how = "The class was interrupted" if isinstance(facts.last, ClassLeft) else "unittest ended the class"
+    how = "The class was interrupted" if facts.last.early else "unittest ended the class"
     unfinished = Remark(f"{how} before {facts.left} of its tests began.") if facts.left and not went_on else None
     return left_by or facts.death or unfinished, went_on
 
@@ -75,7 +75,7 @@ class ClassRunner:
         self._may_lose_zygote = True  # allows one replacement before any test has ended
         self._running: TestName | None = None
         self._began_s = 0.0  # start of that test
-        self._last: ClassEnded | ClassLeft | None = None
+        self._last: ClassEnded | None = None
 
     def run(self) -> Task[bool]:
         """Task: run the batch; return whether the run goes on after it."""
@@ -126,7 +126,7 @@ class ClassRunner:
             process.end_broken(f"reported {test.method}(), which it was not to run")
         elif isinstance(event, Notice):
             self._sink(Stalled(self._running or self._class, event.text))
-        elif isinstance(event, (ClassEnded, ClassLeft)):
+        elif isinstance(event, ClassEnded):
             self._last = event
 
     def _process_ended(self, process: ClassChild, before: int) -> None:
@@ -176,18 +176,15 @@ class ClassRunner:
         self._sink(replace(result, warnings=warnings, output=output if failed else ""))
 
 
-# In seconds: time past the test's limit after which a parent half counts as hung, though it should end its ranks at the
-# limit; the same for a test without ranks, whose limit the supervisor enforces; and the limit of the code before,
-# between and after the tests of a class, unless --timeout sets one.
+# In seconds: time past the test's limit after which a parent half, which ends its ranks at the limit, counts as hung;
+# the same for a test without ranks; and the limit of the code between tests, unless --timeout sets one.
 _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 # Only the supervisor can notice that a signal has stopped a process, so it checks long before the margin ends.
 _STOPPED_S = 5.0
-# Seconds for a zygote to end a child.
-_KILL_S = 5.0
-# Interval at which output is shown, in seconds.
-_SHOW_S = 0.1
+# Seconds for a zygote to end a child, and between two looks at output that is shown.
+_KILL_S, _SHOW_S = 5.0, 0.1
 
-_EVENTS = (Body, ClassEnded, ClassLeft, Notice, TestEnded, TestStarted)
+_EVENTS = (Body, ClassEnded, Notice, TestEnded, TestStarted)
 
 
 class ClassChild:
@@ -338,9 +335,7 @@ class ClassChild:
 
 
 class _Output:
-    """The output of a process, in a file without a name. ``shows``: print each complete line, with control characters
-    escaped.
-    """
+    """The output of a process, in a file without a name. ``shows``: print each complete line, escaped."""
 
     def __init__(self, shows: bool) -> None:
         self.shows = shows

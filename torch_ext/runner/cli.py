@@ -34,11 +34,8 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 
 def main(argv: Sequence[str] | None = None, upstream: Upstream | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        argv: the arguments; default: those of this process.
-        upstream: runs files of a PyTorch checkout; None: ``--upstream`` is an error.
+    """Run the command with ``argv`` (default: those of this process) and return its exit code. ``upstream`` runs files
+    of a PyTorch checkout; without it, ``--upstream`` is an error.
     """
     arguments = sys.argv[1:] if argv is None else argv
     return _exit_code(lambda: _execute(parse(arguments), upstream))
@@ -49,13 +46,9 @@ def main_for_file(
     argv: Sequence[str] | None = None,
     load_device: Callable[[str], None] = lambda device: None,
 ) -> int:
-    """Run the tests of one file that was started itself, and return the exit code.
-
-    Args:
-        path: the file, with any name.
-        argv: arguments after the file's name, in unittest's spellings; default: those of this process.
-        load_device: called with the requested device type, or an empty string, before this process forks. A
-            RuntimeError from it is a usage error.
+    """Run the tests of the file ``path``, which was started itself, with ``argv`` (default: this process's arguments),
+    and return the exit code. Calls ``load_device`` with the requested device type, or an empty string, before this
+    process forks; a RuntimeError from it is a usage error.
     """
     arguments = sys.argv[1:] if argv is None else argv
 

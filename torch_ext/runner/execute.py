@@ -36,10 +36,8 @@ from torch_ext.world.tree import (
     ZygoteDiedError,
 )
 
-# Seconds without news after which one more import may run concurrently, so that hung imports block no other.
-_IDLE_S = 2.0
-# Interval of ticks, in seconds; views update the time with each.
-_TICK_S = 0.25
+# Seconds without news after which one more import may run, so that hung imports block no other; and between ticks.
+_IDLE_S, _TICK_S = 2.0, 0.25
 
 
 class RunExecutor:

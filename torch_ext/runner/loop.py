@@ -31,15 +31,10 @@ class Pause(NamedTuple):
     files: tuple[_HasFileno | int, ...]
     until_s: float = float("inf")
 
-    @property
-    def end_s(self) -> float:
-        """The end of the wait if no file becomes readable."""
-        return min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
-
-    @property
-    def descriptors(self) -> set[int]:
-        """The descriptors of ``files``; -1 for one that is closed."""
-        return {file if isinstance(file, int) else file.fileno() for file in self.files}
+    def resolve(self) -> tuple[set[int], float]:
+        """Return the descriptors of the files (-1: closed), and the end of the wait if none becomes readable."""
+        descriptors = {file if isinstance(file, int) else file.fileno() for file in self.files}
+        return descriptors, min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
 
 
 Task = Generator[Pause, None, T]
@@ -73,7 +68,7 @@ class Loop:
 
     def turn(self) -> None:
         """Wait until a task can go on, and run every task that can. Also returns after a tick."""
-        waits = [(task, wait.descriptors, wait.end_s) for task, wait in self._tasks.items()]
+        waits = [(task, *wait.resolve()) for task, wait in self._tasks.items()]
         left_s = min(self._tick_s, min(end_s for *_, end_s in waits) - _os.monotonic())
         ready = _readable(set().union(*(descriptors for _, descriptors, _ in waits)), max(0.0, left_s))
         now_s = _os.monotonic()

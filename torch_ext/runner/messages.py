@@ -6,7 +6,7 @@ from -> to            messages
 supervisor -> child   :class:`ClassOrder`, or the name of a module, as the payload of the child's order
 child -> supervisor   of a module one :class:`TestNames`
 class process ->      :class:`TestStarted`, :class:`Body`, :class:`TestEnded`, and the world's ``Notice``;
-supervisor            last of all :class:`ClassEnded` or :class:`ClassLeft`
+supervisor            last of all :class:`ClassEnded`
 ====================  =====================================================================================
 """
 
@@ -77,11 +77,9 @@ class TestEnded:
 
 @dataclass(frozen=True)
 class ClassEnded:
-    """The whole order has run, including ``tearDownClass`` and ``tearDownModule``; the process exits next."""
+    """The whole order has run, including ``tearDownClass`` and ``tearDownModule``; the process exits next. ``early``:
+    an exception that unittest does not catch, such as ``KeyboardInterrupt``, ended it.
+    """
 
-
-@dataclass(frozen=True)
-class ClassLeft:
-    """An exception that unittest does not catch, such as ``KeyboardInterrupt``, ended the class early."""
-
-    problem: Problem | None  # the exception; None if the result of a test reports it
+    early: bool = False
+    problem: Problem | None = None  # the exception; None if the result of a test reports it

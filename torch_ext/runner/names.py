@@ -19,7 +19,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
@@ -29,8 +29,6 @@ from pathlib import Path
 import torch_ext
 from torch_ext import cache
 from torch_ext.results import Needs, TestName
-
-_OURS = ("test_*.py",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +43,16 @@ class TestFile:
     import_root: Path  # the folder on `sys.path` from which `module` is importable
 
 
-def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = _OURS) -> tuple[TestFile, ...]:
+def find_test_files(root: Path, leave_out: str = "", *, like: Sequence[str] = ("test_*.py",)) -> tuple[TestFile, ...]:
     """Return every file below ``root`` whose name matches a pattern of ``like``, sorted by name, without hidden folders
     and the folder ``leave_out`` directly below the root.
     """
-    root = root.resolve()
-    found = (path for path in _walk(root, like) if not leave_out or path.relative_to(root).parts[0] != leave_out)
-    return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
-
-
-def holds_tests(folder: Path) -> bool:
-    """Whether there is a ``test_*.py`` anywhere below ``folder``."""
-    return next(_walk(folder, _OURS), None) is not None
-
-
-def _walk(root: Path, like: Sequence[str]) -> Iterator[Path]:
+    root, found = root.resolve(), list[Path]()
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(folder, name) for name in names if any(fnmatchcase(name, pattern) for pattern in like))
+        left_out = ("__pycache__", leave_out if folder == str(root) else "")
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
+        found += (Path(folder, name) for name in names if any(fnmatchcase(name, pattern) for pattern in like))
+    return tuple(describe(path, root) for path in sorted(found, key=lambda path: path.parts))
 
 
 def describe(path: Path, root: Path) -> TestFile:

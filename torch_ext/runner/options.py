@@ -71,11 +71,7 @@ def _cluster(text: str) -> str:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """Parse ``I/N``.
-
-    >>> _shard("2/3")
-    (2, 3)
-    """
+    """Parse ``I/N``."""
     one, _, of = text.partition("/")
     if not (one.isascii() and of.isascii() and one.isdigit() and of.isdigit() and 1 <= int(one) <= int(of)):
         raise ValueError(f"got {text!r}, expected I/N with I from 1 to N, such as 1/4")
@@ -130,16 +126,9 @@ class RunOptions:
 
     The row of a field has its help. An empty or absent value leaves the decision to the environment, the tests or the
     machine.
-
-    Attributes:
-        root: absolute path of the suites' folder; ``typed_root`` is the argument of ``--root``, if given.
-        verbosity: -1 quiet, 0 one line a class, 1 one line a test.
-        harness: with ``upstream``, modules that a zygote loads before each file; the root loads the first one too.
-        script: the test file that was started itself (``python file.py``), as a user would type it; else empty.
-        command: the command that started this runner, as a user would type it.
     """
 
-    root: Path
+    root: Path  # the suites' folder, absolute; `typed_root` is the argument of `--root`, if given
     # fmt: off
     include: tuple[str, ...] = _typed((), Row(("-i", "--include"), _WHICH, "run these only; the same as a bare PATTERN",
         "PATTERN", many=True, alone=False))
@@ -188,7 +177,7 @@ class RunOptions:
     fail_on_flaky: bool = _typed(False, Row(("--fail-on-flaky",), _HOW, "exit with 1 if a test is flaky"))
     repeat: int = _typed(1, Row(("--repeat",), _HOW, "run everything N times; with -f, until a test fails", "N",
         count(1)))
-    verbosity: int = _typed(0,
+    verbosity: int = _typed(0,  # 0: one line a class
         Row(("-v", "--verbose"), _SHOWN, "print a line for each test", const=1),
         Row(("-q", "--quiet"), _SHOWN, "print failures and the summary only", const=-1),
     )
@@ -202,9 +191,9 @@ class RunOptions:
     show_config: bool = _typed(False, Row(("--show-config",), _MORE, "show the value of each option and where it comes "
         "from"))
     # fmt: on
-    harness: tuple[str, ...] = ()
-    script: str = ""
-    command: str = "python run_test.py"
+    harness: tuple[str, ...] = ()  # see `Upstream` of `steps`
+    script: str = ""  # the test file that was started itself (`python file.py`), as a user would type it
+    command: str = "python run_test.py"  # the command that started this runner, as a user would type it
 
     @property
     def packs(self) -> bool:

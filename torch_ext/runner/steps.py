@@ -66,15 +66,11 @@ class Judge(Protocol):
 
 
 class Upstream(NamedTuple):
-    """The runner's only interface to files of a PyTorch checkout, passed by the command.
+    """The runner's only interface to files of a PyTorch checkout, passed by the command."""
 
-    Attributes:
-        harness: modules that a zygote loads before such a file, so that the file sees our harness; the root zygote
-            loads the first one too.
-        judge: makes a judge from the files of a run, lists of known differences, and the facts for their conditions.
-    """
-
+    # Modules that a zygote loads before such a file, so that it sees our harness; the root loads the first one too
     harness: tuple[str, ...]
+    # Makes a judge from the files of a run, lists of known differences, and the facts for their conditions
     judge: Callable[[Sequence[Path], Sequence[str], Mapping[str, str]], Judge]
 
 

@@ -31,8 +31,7 @@ _COUNT_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
 _PRELOAD = ("torch_ext.testing._internal._distributed.preload",)
 # Makes the simulated device look like CUDA's to an unmodified upstream file.
 _STAND_IN = "torch_ext.cuda_as_sim.stand_in"
-# Time limit of an import without --timeout, and the least limit with it, in seconds: a limit meant for short tests may
-# be too short for an import on a busy machine, and would cost the file all its tests.
+# Seconds that an import may take without --timeout, and at least with it: a limit for short tests may be too short.
 _IMPORT_S, _MIN_IMPORT_S = 120.0, 10.0
 
 

@@ -15,7 +15,7 @@ import pytest
 from torch_ext.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.class_runner import ClassFacts, decide_next
-from torch_ext.runner.messages import ClassEnded, ClassLeft, TestEnded
+from torch_ext.runner.messages import ClassEnded, TestEnded
 from torch_ext.world.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("before")
@@ -218,7 +218,7 @@ def test_method_on_the_instance_is_unchanged() -> None:
 EXITED = Died("It exited with code 0.")
 KILLED = Died("It was killed.")
 RAISED = Raised("KeyboardInterrupt", "Traceback ...")
-ENDED, REPORTED, LEFT = ClassEnded(), ClassLeft(None), ClassLeft(RAISED)
+ENDED, REPORTED, LEFT = ClassEnded(), ClassEnded(True), ClassEnded(True, RAISED)
 
 
 UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")

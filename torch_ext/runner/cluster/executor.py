@@ -30,10 +30,8 @@ from torch_ext.world.wording import announce
 
 # The number of classes for which Ray has a reservation at a time; more cost Ray time and gain nothing.
 _AHEAD = 8
-# Poll and tick interval, in seconds.
-_LOOK_S = 0.25
-# A class fails after losing this many machines.
-_MAX_LOST = 3
+_LOOK_S = 0.25  # between polls and ticks
+_MAX_LOST = 3  # machines that a class may lose before it fails
 _PACKAGE = Path(torch_ext.__file__).resolve().parent
 
 
@@ -56,9 +54,7 @@ class _Job:
 
 
 class ClusterExecutor:
-    """See :class:`~torch_ext.runner.steps.Executor`. Names are collected on this machine, by ``here``; tests run on the
-    machines of ``options.cluster``.
-    """
+    """Runs tests on the machines of ``options.cluster``; names are collected on this machine, by ``here``."""
 
     def __init__(self, options: RunOptions, here: Executor) -> None:
         self.collect, self._close_local = here.collect, here.close

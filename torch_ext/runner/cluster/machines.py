@@ -81,10 +81,8 @@ class Node:
         self._process.wait()
 
 
-# Seconds for a supervisor to load torch, the simulator's build included.
-_READY_S = 600.0
-# Seconds for a supervisor and its processes to end.
-_END_S = 30.0
+# Seconds for a supervisor to load torch, the simulator's build included, and to end with its processes.
+_READY_S, _END_S = 600.0, 30.0
 # As on a single machine: ranks wait for each other most of the time.
 _RANKS_PER_CPU = 4
 
@@ -223,9 +221,7 @@ class Machines:
         return list(found)
 
     def next_of(self, stream: Any) -> Event:
-        """Return the next event of a stream. Raises StopIteration at its end, and an error of Ray's if the machine is
-        lost.
-        """
+        """Return the next event. Raises StopIteration at the end, and an error of Ray's if the machine is lost."""
         event: Event = self._ray.get(next(stream))
         return event
 

@@ -30,8 +30,7 @@ from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.settings import ADDRESS_VARIABLE, interface_variables
 from torch_ext.world.tree import LoadError, ZygoteDiedError
 
-# Maximal number of imported files without a running class.
-_IDLE_FILES = 3
+_IDLE_FILES = 3  # the most that stay imported without a running class
 
 
 def main() -> int:

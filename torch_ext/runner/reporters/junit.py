@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime
 import platform
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
@@ -30,20 +31,18 @@ _ERRORS = (Ending.KILLED, Ending.EXITED, Ending.SILENT, Ending.TIMED_OUT, Ending
 def write_junit(tally: Tally, interrupted: bool, *, options: RunOptions, file: ReportFile, start_s: float) -> None:
     """Write the report of a run that began at ``start_s``, with one ``testsuite`` per class and round."""
     stopped = interrupted or options.failfast
-    cases: dict[tuple[int, str, str], list[Element]] = {}
+    cases: dict[tuple[int, str, str], list[Element]] = defaultdict(list)
     for result in tally.results:
-        place = result.round, result.test.file, result.test.cls
-        cases.setdefault(place, []).append(_case(result))
+        cases[result.round, result.test.file, result.test.cls].append(_case(result))
     last = max((result.round for result in tally.results), default=1)
     for test in tally.missing():
-        cases.setdefault((last, test.file, test.cls), []).append(_missing(test, stopped))
+        cases[last, test.file, test.cls].append(_missing(test, stopped))
     root = Element("testsuites", name="torch_ext")
+    started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
     for (number, path, cls), found in cases.items():
-        name = "::".join(part for part in (path, cls) if part)
-        suite = SubElement(root, "testsuite", name=_clean(name if number == 1 else f"{name} (round {number})"))
-        started = datetime.datetime.fromtimestamp(start_s, datetime.timezone.utc)
-        suite.set("timestamp", started.strftime("%Y-%m-%dT%H:%M:%S"))
-        suite.set("hostname", _clean(platform.node()))
+        name = "::".join(filter(None, (path, cls))) + (f" (round {number})" if number > 1 else "")
+        attributes = {"name": _clean(name), "timestamp": started, "hostname": _clean(platform.node())}
+        suite = SubElement(root, "testsuite", attributes)
         suite.extend(found)
         _count(suite, found, {**_COLUMNS, "skipped": "skipped"})
     _count(root, [case for found in cases.values() for case in found], _COLUMNS)

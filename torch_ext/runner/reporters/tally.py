@@ -29,9 +29,8 @@ from torch_ext.runner.schedule import Batch, Plan
 
 COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 
-# Called with every event of one run, in the supervisor, on the main thread. Raises ``OutputError``, with a message for
-# users, when it cannot write; the run then ends. After a result with ``again``, another result of the same test and
-# round follows and replaces it.
+# Called with every event of one run, on the main thread of the supervisor. An ``OutputError`` from it ends the run.
+# After a result with ``again``, another result of the same test and round replaces it.
 Reporter = Callable[[Event], None]
 
 _Key = tuple[str, str]
