@@ -7,9 +7,8 @@ decides: a real accelerator if torch sees one, otherwise the simulated one, comp
 fails, tests run on plain ``cpu`` and a message on stderr gives the reason. A run decides in its first zygote, before
 any test has a time limit.
 
-:func:`device_type`, :func:`device_module`, :func:`device_count` and :func:`backend` describe the device, and
-:func:`capabilities` lists its abilities. Call them on use, never at import, since a device may be registered later.
-Only this file, ``compat``, ``cuda_as_sim`` and ``sim`` compare a device type to a name.
+Call the functions here on use, never at import, since a device may be registered later. Only this file, ``compat``,
+``cuda_as_sim`` and ``sim`` compare a device type to a name.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ class UnknownDeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of the device under test beyond computing. ``device_sleep``: ``device_module()._sleep`` delays the
-    device without delaying the host.
-    """
+    """Abilities of the device under test beyond computing."""
 
-    device_sleep: bool
+    device_sleep: bool  # `device_module()._sleep` delays the device without delaying the host
 
 
 def device_type() -> str:
@@ -180,8 +177,8 @@ def _of_device(name: str) -> Callable[..., None] | None:
 
 
 def visible_devices_variable() -> str:
-    """Return the environment variable that restricts the visible devices of a process; empty on ``cpu``, on simulated
-    devices, which are private to each process, and if none is known.
+    """Return the environment variable that restricts the visible devices of a process; empty on ``cpu``, if none is
+    known, and on simulated devices, which are private to each process.
     """
     return _VISIBLE.get(device_type(), "")
 

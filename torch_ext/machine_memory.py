@@ -61,7 +61,8 @@ def share() -> str:
 
 def available_bytes() -> int:
     """Return the bytes that processes can still allocate: the machine's available memory, or less in a cgroup."""
-    return min(_on_machine(), *_in_cgroups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
+    on_machine = 1024 * _number_after("MemAvailable:", Path("/proc/meminfo"))
+    return min(on_machine, *_in_cgroups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))
 
 
 def kills() -> int:
@@ -85,12 +86,6 @@ def bytes_of(size: str) -> int:
         raise ValueError(f"got {size!r}, expected a size such as 2GiB or 512MiB")
     decimal = not found[3] and size.strip().upper().endswith("B")
     return int(float(found[1]) * (1000 if decimal else 1024) ** _POWERS[found[2].upper()])
-
-
-def _on_machine() -> int:
-    with contextlib.suppress(OSError):
-        return _number_after("MemAvailable:", Path("/proc/meminfo")) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _in_cgroups(membership: Path, root: Path) -> Iterator[int]:

@@ -77,6 +77,7 @@ def _write_stacks(descriptor: int) -> None:
 
 
 _Hook = Callable[..., Any]
+_threading: Any = threading  # with its private names
 
 _INTERPRETERS_HOOKS = threading.__excepthook__, sys.__unraisablehook__
 # The beginning of Python's report of an exception in a thread that _thread has started.
@@ -130,9 +131,8 @@ class ThreadErrors:
     def __init__(self, note: Callable[[threading.Thread | None, str, BaseException], None]) -> None:
         self._note = note
         self._hooks: tuple[_Hook, _Hook] = threading.excepthook, sys.unraisablehook
-        self._make_hook: Any = getattr(threading, "_make_invoke_excepthook", None)
-        if self._make_hook is not None:
-            setattr(threading, "_make_invoke_excepthook", self._make)  # noqa: B010 - put back by end()
+        self._make_hook = _threading._make_invoke_excepthook
+        _threading._make_invoke_excepthook = self._make
         self._in_hook: set[int] = set()
         self.watch()
 
@@ -146,8 +146,7 @@ class ThreadErrors:
 
     def end(self) -> None:
         """Restore the hooks, except those that a test has replaced."""
-        if self._make_hook is not None:
-            setattr(threading, "_make_invoke_excepthook", self._make_hook)  # noqa: B010
+        _threading._make_invoke_excepthook = self._make_hook
         if threading.excepthook == self._on_thread:
             threading.excepthook = self._hooks[0]
         if sys.unraisablehook == self._on_unraisable:

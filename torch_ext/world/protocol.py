@@ -105,15 +105,12 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Ended:
-    """Child ``index`` was reaped at ``time_s`` (``time.monotonic``). A negative exit code is a signal.
-
-    ``left_behind`` comes with the group's last child and covers the group: peers may use each other's processes.
-    """
+    """Child ``index`` was reaped at ``time_s`` (``time.monotonic``). A negative exit code is a signal."""
 
     index: int
     exit_code: int
     time_s: float
-    left_behind: tuple[LeftBehind, ...] = ()
+    left_behind: tuple[LeftBehind, ...] = ()  # by the whole group, with its last child: peers may use each other's
 
 
 @dataclass(frozen=True)
@@ -147,15 +144,13 @@ class RootOrder:
 
 @dataclass(frozen=True)
 class ModuleOrder:
-    """The test module that a module zygote loads: its name, the folder for ``sys.path``, its ``sys.argv``, and modules
-    to import ``first``, also in fresh interpreters.
-    """
+    """The test module that a module zygote loads."""
 
     name: str
-    import_root: str
+    import_root: str  # for `sys.path`
     environment: dict[str, str]
     argv: tuple[str, ...]
-    first: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()  # modules to import before it, also in fresh interpreters
 
 
 @dataclass(frozen=True)
@@ -168,14 +163,12 @@ class Process:
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """The copy of zygote ``original`` (a pid): a description for messages, the preparation of its fresh interpreters,
-    and the processes that the original has adopted.
-    """
+    """The order of a zygote's copy. The fields are those of :class:`~torch_ext.world.zygote.Zygote`."""
 
     description: str
     preparation: Preparation
-    original: int = 0
-    others: tuple[Process, ...] = ()
+    original: int
+    others: tuple[Process, ...]
 
 
 @dataclass(frozen=True)
@@ -190,12 +183,10 @@ class HiddenFrames:
 
 @dataclass(frozen=True)
 class Devices:
-    """The number of devices that the ranks of a machine share, and the environment variable that restricts the visible
-    devices; 0 and empty if there is no limit.
-    """
+    """The devices that the ranks of a machine share; 0 and empty if there is no limit."""
 
     number: int
-    variable: str
+    variable: str  # the environment variable that restricts the visible ones
 
 
 @dataclass(frozen=True)
@@ -208,12 +199,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class NotLoaded:
-    """The module could not be imported; ``trace`` is the traceback. ``left``: a message for users if the module skipped
-    itself or ended the program; else empty.
-    """
+    """The module could not be imported."""
 
-    trace: str
-    left: str = ""
+    trace: str  # the traceback
+    left: str = ""  # a message for users, if the module skipped itself or ended the program
 
 
 # Between a parent half and its ranks
@@ -322,12 +311,10 @@ class RankStatus(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a test that failed or, in a skipped test, skipped. ``sub_test`` is in words, such as ``(x=1)`` (empty:
-    the test itself and its cleanups). ``expectable``: an expected failure may fail like this.
-    """
+    """A part of a test that failed or, in a skipped test, skipped."""
 
-    sub_test: str
-    expectable: bool
+    sub_test: str  # in words, such as `(x=1)`; empty: the test itself and its cleanups
+    expectable: bool  # an expected failure may fail like this
 
 
 @dataclass(frozen=True)

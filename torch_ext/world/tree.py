@@ -201,15 +201,13 @@ def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) 
 
 
 class ModuleZygote(ZygoteClient):
-    """A zygote that loads one test module, in the background until :meth:`wait_loaded`. ``imported``: the project files
-    that it has imported; None while it loads.
-    """
+    """A zygote that loads one test module, in the background until :meth:`wait_loaded`."""
 
     process: Child
 
     def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
         self.order = order
-        self.imported: tuple[str, ...] | None = None
+        self.imported: tuple[str, ...] | None = None  # files of the project; None while it loads
         self._stacks, stacks_writer = os.pipe()
         # The root's own environment: a different one could prevent a fork. The order carries the module's environment.
         request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
