@@ -64,13 +64,6 @@ def test_classes_are_ours_and_other_names_are_torchs() -> None:
     assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
 
 
-@pytest.mark.parametrize("module", [common_distributed, common_utils])
-def test_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        module.no_such_name  # noqa: B018
-    assert not hasattr(module, "no_such_name")
-
-
 def places_of(area: str) -> dict[str, tuple[str, ...]]:
     """Return the places that an area passes to ``lazy_names``."""
     places: dict[str, tuple[str, ...]] = vars(importlib.import_module(area))["__getattr__"].places

@@ -27,7 +27,7 @@ EXPRESSIONS: dict[str, tuple[str, str]] = {
 # Files that go in place of ours, which need the engine.
 STAND_INS = {"testing/_internal/hypothesis_utils.py": "torch_ext/upstream/export/stand_ins.py"}
 
-# Modules that stay here, and advice.
+# Modules that stay here, and advice; the first that fits counts.
 ADVICE: dict[str, str] = {
     f"{_OURS}._distributed": "the engine's half of common_distributed stays here: write against upstream's "
     "common_distributed, or change upstream's file by hand in a separate patch",
@@ -35,6 +35,7 @@ ADVICE: dict[str, str] = {
     "upstream's names, or change upstream's file by hand in a separate patch",
     f"{_OURS}.common_utils": "common_utils is the runner's front door here and never goes upstream: use upstream's "
     "names",
+    _OURS: "",
     "torch_ext.testing.fsdp_extension_contract": "a front door for users of this project: export the names that it "
     "re-exports, from testing/_internal/_fsdp/extension_contract.py",
     "torch_ext.compat": "compat never goes upstream, which imports torch's names from where they are: the export "
@@ -51,8 +52,4 @@ def advice_for(module: str) -> str:
     >>> advice_for("torch_ext.testing._internal._fsdp.cases")
     ''
     """
-    for prefix, advice in ADVICE.items():
-        if module == prefix or module.startswith(f"{prefix}."):
-            goes = module.startswith(f"{_OURS}.") and prefix == "torch_ext"
-            return "" if goes else advice
-    return ""
+    return next((advice for prefix, advice in ADVICE.items() if f"{module}.".startswith(f"{prefix}.")), "")
