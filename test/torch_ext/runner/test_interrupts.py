@@ -25,15 +25,6 @@ def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_further_interrupts_do_not_disturb_the_cleanup(before: object) -> None:
-    interrupts = Interrupts(once=True)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    for _ in range(3):
-        signal.raise_signal(signal.SIGINT)
-    interrupts.restore()
-
-
 def test_each_interrupts_a_class_process(before: object) -> None:
     interrupts = Interrupts()
     for _ in range(2):

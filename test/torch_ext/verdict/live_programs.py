@@ -8,10 +8,7 @@ dead program the same actor ends at once without acting.
 from __future__ import annotations
 
 import random
-import textwrap
 from dataclasses import dataclass
-
-from test.torch_ext.world.suites import PREAMBLE
 
 __all__ = ["Program", "draw", "source_of"]
 
@@ -75,10 +72,10 @@ def _draw(chance: random.Random) -> Program:
     return Program(wait, through, actor, chance.choice(BIDES), place, round(chance.uniform(1.0, 8.0), 1))
 
 
-def source_of(programs: list[Program], folder: str) -> str:
+def source_of(programs: list[Program]) -> str:
     """Return a file with two classes for each program, the live one and the dead one."""
     limit = 20 if len(programs) < 100 else 40  # ends a dead program whose hang has no proof
-    lines = [PREAMBLE, f"FOLDER, LIMIT = {folder!r}, {limit}", textwrap.dedent(RUNTIME)]
+    lines = [f"LIMIT = {limit}", RUNTIME]
     for number, program in enumerate(programs):
         base = "LiveThreads" if program.through == "threads" else "LiveRanks"
         for kind in ("live", "dead"):
@@ -101,23 +98,23 @@ LONG = timedelta(seconds=300)
 _arrived, _kept = threading.Event(), []
 
 
-def bide(how, seconds):
-    if how == "sleep":
-        time.sleep(seconds)
-    elif how == "epoll":
-        select.epoll().poll(seconds)
-    elif how == "select":
-        select.select([], [], [], seconds)
-    elif how == "poll":
-        select.poll().poll(seconds * 1000)
-    else:
-        lock = threading.Lock()
-        lock.acquire()
-        lock.acquire(timeout=seconds)
+def wait_for_a_lock(seconds):
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=seconds)
+
+
+BIDES = {
+    "sleep": time.sleep,
+    "epoll": lambda seconds: select.epoll().poll(seconds),
+    "select": lambda seconds: select.select([], [], [], seconds),
+    "poll": lambda seconds: select.poll().poll(seconds * 1000),
+    "timed_lock": wait_for_a_lock,
+}
 
 
 def of_forkserver(pid, seconds):
-    bide("sleep", seconds)
+    time.sleep(seconds)
     os.kill(pid, signal.SIGUSR1)
 
 
@@ -130,19 +127,17 @@ class Acting:
     """Starts the actor of a program."""
 
     timeout = property(lambda self: 300 if self.acts else LIMIT)  # the first is a deadline, where machines are busy
-
-    def path(self, what):
-        return os.path.join(FOLDER, f"{self.name}.{what}")
+    is_local = property(lambda self: self.program.wait in LOCAL)
 
     def start_actor(self, act, pid=0):
         """Have ``act`` called by a thread of this process, or by a process that it starts."""
         seconds = self.program.seconds if self.acts else 0.05
-        how, actor, acts = self.program.bide, self.program.actor, self.acts
+        actor, acts = self.program.actor, self.acts
         if not acts and actor in ("notified", "forkserver", "alarm"):
             return  # a thread of libc's and a server would stay, which may act
 
         def run():
-            bide(how, seconds)
+            BIDES[self.program.bide](seconds)
             if acts:
                 act()
 
@@ -232,7 +227,7 @@ class Acting:
             shared = multiprocessing.SimpleQueue()
             return shared.get, lambda: shared.put(1)
         if wait == "flock":
-            held, other = (os.open(self.path("file"), os.O_RDWR | os.O_CREAT) for _ in range(2))
+            held, other = (os.open(f"{self.name}.file", os.O_RDWR | os.O_CREAT) for _ in range(2))
             fcntl.flock(held, fcntl.LOCK_EX)
             return (lambda: fcntl.flock(other, fcntl.LOCK_EX)), (lambda: fcntl.flock(held, fcntl.LOCK_UN))
         if wait == "waitpid":
@@ -248,9 +243,8 @@ class Acting:
 
     def open_store(self):
         if self.program.wait.startswith("file"):
-            return dist.FileStore(self.path("store"), 9)
-        with open(self.path("port")) as stream:
-            return dist.TCPStore("127.0.0.1", int(stream.read()), is_master=False, timeout=LONG)
+            return dist.FileStore(os.path.join(HERE, f"{self.name}.store"), 9)
+        return dist.TCPStore("127.0.0.1", int(await_note(f"{self.name}.port")), is_master=False, timeout=LONG)
 
     def set_key(self):
         self.open_store().set("key", "set")
@@ -258,36 +252,24 @@ class Acting:
     def waits(self):
         """What rank 1 does."""
         wait, end = self.prepare_wait()
+        by_signal = self.is_local
         if self.program.place == "rank":
-            if self.program.actor in ("exec", "adopted", "forkserver") or (
+            by_signal = self.program.actor in ("exec", "adopted", "forkserver") or (
                 self.program.actor in ("forked", "daemon") and self.is_local
-            ):
-                signal.signal(signal.SIGUSR1, lambda *_: end())
-                self.start_actor(lambda pid=os.getpid(): os.kill(pid, signal.SIGUSR1), os.getpid())
-            else:
-                self.start_actor(end)
-        elif self.is_local:
+            )
+        if by_signal:
             signal.signal(signal.SIGUSR1, lambda *_: end())
-        with open(self.path("arriving"), "w") as stream:
-            stream.write(str(os.getpid()))
-        os.rename(self.path("arriving"), self.path("pid"))
+        if self.program.place == "rank":
+            self.start_actor((lambda pid=os.getpid(): os.kill(pid, signal.SIGUSR1)) if by_signal else end, os.getpid())
+        note(f"{self.name}.pid", os.getpid())
         wait()
 
-    @property
-    def is_local(self):
-        return self.program.wait in LOCAL
-
-    def await_pid(self):
-        end = time.monotonic() + 600
-        while not os.path.exists(self.path("pid")):
-            time.sleep(0.05)
-            assert time.monotonic() < end
-        with open(self.path("pid")) as stream:
-            return int(stream.read())
-
     def act_from_outside(self):
-        pid = self.await_pid()
-        self.start_actor((lambda: os.kill(pid, signal.SIGUSR1)) if self.is_local else self.set_key, pid)
+        pid = int(await_note(f"{self.name}.pid"))
+        self.start_actor(lambda: self.act_on(pid), pid)
+
+    def act_on(self, pid):
+        os.kill(pid, signal.SIGUSR1) if self.is_local else self.set_key()
 
 
 def returns_late():
@@ -305,16 +287,15 @@ class LiveRanks(Acting, DistributedTestBase):
             self.start_daemon(self.act_as_daemon)
 
     def act_as_daemon(self):
-        pid = self.await_pid()
+        pid = int(await_note(f"{self.name}.pid"))
         if self.acts:
-            bide(self.program.bide, self.program.seconds)
-            os.kill(pid, signal.SIGUSR1) if self.is_local else self.set_key()
+            BIDES[self.program.bide](self.program.seconds)
+            self.act_on(pid)
 
     def setUp(self):
         if self.program.wait == "tcp_wait":
             self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            with open(self.path("port"), "w") as stream:
-                stream.write(str(self.server.port))
+            note(f"{self.name}.port", self.server.port)
         super().setUp()
         if self.program.place == "parent":
             self.act_from_outside()

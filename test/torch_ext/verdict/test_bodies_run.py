@@ -14,16 +14,6 @@ async def go(*_):
     raise AssertionError("it ran")
 
 
-def raise_(text="it failed"):
-    raise ValueError(text)
-
-
-def raise_in_a_thread():
-    thread = threading.Thread(target=raise_)
-    thread.start()
-    thread.join()
-
-
 class Limited(Ranks):
     timeout = 6
 
@@ -157,7 +147,7 @@ EXPECTED = {
     "leaves": ("failed by 1", "self.rank and os._exit(0)"),
     "disagrees": ("failed", "self.rank and self.skipTest('alone')"),
     "skips_alone": ("failed", "self.rank and self.skipTest('alone')\nself.fail('as expected')"),
-    "thread_fails": ("failed", "raise_in_a_thread()"),
+    "thread_fails": ("failed", "in_a_thread()"),
     "fails_at_exit": ("failed", "atexit.register(self.fail)"),
     # The body fails as expected, and another failure follows.
     "fails_and_a_thread_too": ("failed", "threading.Timer(0.3, raise_).start()\nself.fail('as expected')"),
@@ -248,7 +238,7 @@ def source() -> str:
     for base in ("Overrides", "StandingOverrides"):
         text += class_of(f"Test{base}", base, OVERRIDDEN)
     text += class_of("TestExits", "Exits", EXITS, on="True")
-    both = {"fails_and_a_thread_too": ("failed", "raise_in_a_thread()\nself.fail('as expected')")}
+    both = {"fails_and_a_thread_too": ("failed", "in_a_thread()\nself.fail('as expected')")}
     for expected in (
         class_of("TestExpected", "Limited", EXPECTED, on="True"),
         *(class_of(f"TestExpected{base}", base, both, on="True") for base in ("Standing", "Threads")),

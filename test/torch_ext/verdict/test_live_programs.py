@@ -28,8 +28,7 @@ def drawn(request: pytest.FixtureRequest) -> list[Program]:
 @pytest.fixture(scope="module")
 def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("live")
-    (folder / "notes").mkdir()
-    with suite_of(folder / "suite", source_of(drawn, str(folder / "notes"))) as suite:
+    with suite_of(folder, source_of(drawn)) as suite:
         slots = str(2 * min(2 * len(drawn), 24))
         variables = {"TORCH_EXT_HANG_AFTER": "2", "TORCH_EXT_CACHE": str(cache.folder())}
         started = suite.start_runner("--device", "sim", "--slots", slots, extra=variables)

@@ -84,14 +84,6 @@ class TestAgain(Ranks):
     def test_again(self):
         self.check()
 
-    def test_fails_once(self):  # failed by 1: the first time...The class ran this test 2 times; any failure counts
-        if self.rank == 1:
-            assert os.path.exists(os.path.join(HERE, self._testMethodName)), "the first time"
-
-    def tearDown(self):
-        super().tearDown()
-        note(self._testMethodName)
-
     def test_z_dies_late(self):  # failed: SIGKILL
         pass
 

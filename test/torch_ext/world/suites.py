@@ -70,6 +70,16 @@ def forever():
         time.sleep(1)
 
 
+def raise_(text="it failed", *_):
+    raise ValueError(text)
+
+
+def in_a_thread(target=raise_, joined=True):
+    thread = threading.Thread(target=target, name="a thread")
+    thread.start()
+    joined and thread.join()
+
+
 def freeze_clocks():
     """As freezegun does: in every module that has imported them."""
     clocks = time.monotonic, time.time
