@@ -13,7 +13,7 @@ assign them here; all helpers follow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_ext.testing._internal._fsdp import device as _device
 from torch_ext.testing._internal._fsdp.cases import *
@@ -33,10 +33,9 @@ from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
 from torch_ext.testing._internal._fsdp.subtests import *
 
-if TYPE_CHECKING:
-    DEVICE_TYPE: str
-    DEVICE_COUNT: int
-    DISTRIBUTED_BACKEND: str
+DEVICE_TYPE: str
+DEVICE_COUNT: int
+DISTRIBUTED_BACKEND: str
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA
-
-if TYPE_CHECKING:
-    from torch.autograd.profiler_util import FunctionEvent
 
 INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
@@ -242,9 +239,7 @@ def poll_until(
     raise TimeoutError(f"After {timeout:g} s: {otherwise}")
 
 
-def get_function_event(
-    function_events: Sequence[FunctionEvent], partial_event_name: str
-) -> FunctionEvent:
+def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:
     """Return the first profiler event whose name contains ``partial_event_name``.
 
     Raises:

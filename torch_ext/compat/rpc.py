@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch.distributed.rpc import _testing
     from torch.distributed.rpc import api as api
 
-    RpcBackendOptions = _rpc.RpcBackendOptions
     WorkerInfo = _rpc.WorkerInfo
     delete_unforked_rrefs = _rpc._delete_all_user_and_unforked_owner_rrefs
     rref_debug_info, set_rpc_timeout = _rpc._rref_context_get_debug_info, _rpc._set_rpc_timeout
@@ -37,7 +36,6 @@ def watch_agents(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> No
 __getattr__ = lazy_names(
     __name__,
     {
-        "RpcBackendOptions": (f"{_HOME}:RpcBackendOptions",),
         "WorkerInfo": (f"{_HOME}:WorkerInfo",),
         "all_gather": (f"{_HOME}.api:_all_gather",),
         "api": (f"{_HOME}:api",),

@@ -78,7 +78,8 @@ class MultiProcContinuousTest(RanksTestCase):
         """Return options for the process group's backend, or None."""
         return None
 
-    _worker_run_main_wait = RanksTestCase.join_or_run  # upstream's name for it
+    def _worker_run_main_wait(self, fn: Callable[[], Any]) -> Any:
+        return self.join_or_run(fn)
 
     # The parent half
 

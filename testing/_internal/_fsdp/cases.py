@@ -96,7 +96,6 @@ class FSDPTestMixin(TrainingMixin):
     """Methods of FSDP test cases whose ranks are processes."""
 
     if TYPE_CHECKING:
-        rank: int
         file_name: str
         init_method: Any
         run_test: Callable[[str, Any], None]

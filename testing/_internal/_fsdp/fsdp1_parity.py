@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -37,8 +37,7 @@ _ON_DEVICE = CPUOffload()
 class TrainingMixin(SubtestMixin):
     """Trains FSDP1 models, and compares them with a reference."""
 
-    if TYPE_CHECKING:
-        process_group: Any
+    process_group: Any
 
     def _check_cpu_offload(self, fsdp_model: Any, cpu_offload: Any) -> None:
         self.assertEqual(fsdp_model.cpu_offload, cpu_offload)

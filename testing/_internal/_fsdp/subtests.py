@@ -39,8 +39,7 @@ def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:
 class SubtestMixin(_TestCase):
     """Adds subtests that may skip to a test case."""
 
-    if TYPE_CHECKING:
-        rank: int
+    rank: int
 
     def run_subtests(
         self,

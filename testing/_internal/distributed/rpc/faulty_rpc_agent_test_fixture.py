@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import rpc
 
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
-
-if TYPE_CHECKING:
-    from torch_ext.compat.rpc import RpcBackendOptions
 
 # torch resends exactly these when a send fails, so only these may be dropped without an
 # error for the user: three of the RRef protocol, one of distributed autograd.
@@ -51,7 +48,7 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]
 
     @property
-    def rpc_backend_options(self) -> RpcBackendOptions:
+    def rpc_backend_options(self) -> Any:
         return rpc.backend_registry.construct_rpc_backend_options(
             self.rpc_backend,
             init_method=self.init_method,

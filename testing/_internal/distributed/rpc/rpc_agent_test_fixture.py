@@ -12,8 +12,6 @@ from torch.distributed import rpc
 from torch_ext.testing._internal import dist_utils
 
 if TYPE_CHECKING:
-    from torch_ext.compat.rpc import RpcBackendOptions
-
     # The class that generate_tests mixes in. Suites use its rank, file_name and
     # assertions.
     from torch_ext.testing._internal.common_distributed import (
@@ -64,7 +62,7 @@ class RpcAgentTestFixture(_MixedInLater):
 
     @property
     @abstractmethod
-    def rpc_backend_options(self) -> RpcBackendOptions:
+    def rpc_backend_options(self) -> Any:
         """Fresh options for the agent."""
 
     def call(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import rpc
 
@@ -10,9 +10,6 @@ from torch_ext import accelerator
 from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
     RpcAgentTestFixture,
 )
-
-if TYPE_CHECKING:
-    from torch_ext.compat.rpc import RpcBackendOptions
 
 
 class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
@@ -26,7 +23,7 @@ class TensorPipeRpcAgentTestFixture(RpcAgentTestFixture):
         return rpc.backend_registry.BackendType["TENSORPIPE"]
 
     @property
-    def rpc_backend_options(self) -> RpcBackendOptions:
+    def rpc_backend_options(self) -> Any:
         # Device memory uses other channels, which TensorPipe chooses by device.
         channels = None if accelerator.is_accelerator() else ["basic"]
         return rpc.TensorPipeRpcBackendOptions(
