@@ -11,7 +11,6 @@ from torch_ext.sim._devices import Device, current_device, index_of
 from torch_ext.sim._name import KEY, NAME
 
 _DEVICE_TYPE = int(getattr(torch._C._autograd.DeviceType, KEY).value)
-_NANOSECONDS_PER_CYCLE = 1
 
 
 class Stream(torch.Stream):
@@ -133,4 +132,4 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 
 def sleep(cycles: int) -> None:
     """Keep the current stream busy for ``cycles`` nanoseconds. Returns at once, as on a GPU of one gigahertz."""
-    _native.sleep(int(cycles) * _NANOSECONDS_PER_CYCLE)
+    _native.sleep(int(cycles))
