@@ -249,7 +249,7 @@ class Channel:
         for level, type_, data in ancillary:
             if (level, type_) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array("i", data[: len(data) - len(data) % array("i").itemsize])
-        if not packet:
+        if not packet and _hung_up(self._socket.fileno()):  # else a test has written no bytes, which is a packet too
             raise ChannelClosedError(_GONE)
         if found & socket.MSG_CTRUNC:
             self.refuse("a message with descriptors that this process cannot open")
@@ -279,6 +279,12 @@ def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
     ready = select.poll()  # select() refuses descriptors above 1023
     ready.register(descriptor, select.POLLIN)
     return bool(ready.poll(None if timeout_s == _NEVER else timeout_s * 1000))
+
+
+def _hung_up(descriptor: int) -> bool:
+    ready = select.poll()
+    ready.register(descriptor, select.POLLRDHUP)
+    return bool(ready.poll(0))
 
 
 def close_all(descriptors: Sequence[int]) -> None:
