@@ -62,9 +62,9 @@ class ZygoteLostError(RuntimeError):
 
 @dataclass(eq=False)
 class World:
-    """The ranks of one test, from their start until :meth:`close`, which kills live ranks; ``start_world()`` makes one.
-    Not thread-safe. ``group`` is the channel of the child group (see Note [Zygote protocol]); receipts without
-    ``ticket`` do not count.
+    """The ranks of one test, from their start until :meth:`close`, which kills live ranks. ``start_world()`` makes one.
+    Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``group`` is the channel of the
+    child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
     """
 
     zygote: Channel
