@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
@@ -76,9 +77,11 @@ NO_OPS = frozenset(
 
 CONSTANTS: Mapping[str, Any] = {
     **legacy.TYPES,
+    "has_half": True,
     "has_magma": False,
     "CudaError": RuntimeError,
     "DeferredCudaCallError": RuntimeError,
+    "OutOfMemoryError": torch.OutOfMemoryError,
 }
 
 
@@ -155,15 +158,27 @@ def _nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Any:
     yield
 
 
+def _version() -> tuple[int, int, int]:
+    """The release of NCCL whose operations and reductions simccl has."""
+    return (2, 27, 0)
+
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_capability": _capability,
     "get_device_properties": _properties,
     "cudart": _cudart,
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
+    "is_current_stream_capturing": _native.is_current_stream_capturing,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
-    "version": lambda: (2, 27, 0),  # the release of NCCL whose operations and reductions simccl has
+    "get_allocator_backend": lambda: "native",
+    "is_tf32_supported": lambda: False,
+    "memory_cached": lambda device=None: _module.memory_reserved(device),
+    "max_memory_cached": lambda device=None: _module.max_memory_reserved(device),
+    "reset_max_memory_allocated": lambda device=None: _module.reset_peak_memory_stats(device),
+    "reset_max_memory_cached": lambda device=None: _module.reset_peak_memory_stats(device),
+    "version": _version,
     "is_nccl_available": lambda: True,
     "amp_definitely_not_available": lambda: False,
     "range": _nvtx_range,

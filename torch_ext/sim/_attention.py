@@ -52,6 +52,8 @@ def _allow_dtensors(tensor: ModuleType) -> None:
     Torch's sharding rules are for the fused kernels of devices that it knows.
     """
     global _library
+    if _library is not None:
+        return
     _library = torch.library.Library("aten", "IMPL")
     composite: Any = getattr(torch.ops.aten, _SDPA).default
     flash: Any = getattr(torch.ops.aten, _FLASH).default

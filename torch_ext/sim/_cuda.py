@@ -17,7 +17,6 @@ from torch.multiprocessing import reductions
 from torch_ext.sim import _collectives, _devices, _memory, _native, _streams
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
-from torch_ext.sim._patches import wrap
 
 __all__ = ["complete", "maybe_exchange_device"]
 
@@ -50,7 +49,13 @@ def _generate_code(module: object) -> None:
     from torch_ext.sim import _inductor  # noqa: F401  # registers itself; loads Inductor
 
 
-def _parts(stream: torch.Stream) -> tuple[int, int, int]:
+def _current_stream(index: int) -> tuple[int, int, int]:
+    stream = _streams.current_stream(index)
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def _default_stream(index: int) -> tuple[int, int, int]:
+    stream = _streams.default_stream(index)
     return stream.stream_id, stream.device_index, stream.device_type
 
 
@@ -83,8 +88,8 @@ _C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_host_emptyCache": lambda: None,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
-    "_cuda_getCurrentStream": lambda index: _parts(_streams.current_stream(index)),
-    "_cuda_getDefaultStream": lambda index: _parts(_streams.default_stream(index)),
+    "_cuda_getCurrentStream": _current_stream,
+    "_cuda_getDefaultStream": _default_stream,
     "_cuda_setStream": _set_stream,
 }
 
@@ -131,13 +136,19 @@ def _replace_storages() -> None:
 
 
 def _enable_profiling() -> None:
-    profiler = torch.profiler
-    for module in (torch._C._autograd, torch.autograd, torch.autograd.profiler, profiler.profiler, profiler):
-        if hasattr(module, "_supported_activities"):
+    for module in (
+        torch._C._autograd,
+        torch.autograd,
+        torch.autograd.profiler,
+        torch.profiler.profiler,
+        torch.profiler,
+    ):
+        if (original := vars(module).get("_supported_activities")) is not None:
+            setattr(module, "_supported_activities", _with_cuda(original))  # noqa: B010 - mypy knows no such name
 
-            @wrap(module, "_supported_activities")
-            def supported(original: Callable[[], set[Any]]) -> set[Any]:
-                return {*original(), profiler.ProfilerActivity.CUDA}
+
+def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
+    return lambda: {*original(), torch.profiler.ProfilerActivity.CUDA}
 
 
 def _add_nccl(process_group: type) -> None:
@@ -165,11 +176,12 @@ def _refuse_foreign_code() -> None:
         raise AttributeError("The memory of a simulated device is the host's, so no CUDA code can read it.")
 
     setattr(torch.Tensor, "__cuda_array_interface__", property(no_interface))  # noqa: B010
+    export: Any = torch.Tensor.__dlpack__
 
-    @wrap(torch.Tensor, "__dlpack__")
-    def __dlpack__(export: Callable[..., Any], self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __dlpack__(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == NAME:
             raise BufferError("The memory of a simulated device is the host's, so no CUDA code can read it.")
         return export(self, *args, **kwargs)
 
+    setattr(torch.Tensor, "__dlpack__", __dlpack__)  # noqa: B010
     setattr(torch.utils.dlpack, "to_dlpack", torch.Tensor.__dlpack__)  # noqa: B010 - calls torch's C++ half

@@ -39,8 +39,11 @@ def device_count() -> int:
 
 
 def request_devices(count: int) -> None:
-    """Ask for at least ``count`` devices, 1 to 64. ``TORCH_EXT_SIM_DEVICES`` takes precedence if it is set. Initialises
-    nothing, and has no effect once this process has used a device.
+    """Ask for at least ``count`` devices. ``TORCH_EXT_SIM_DEVICES`` takes precedence if it is set. Initialises nothing,
+    and has no effect once this process has used a device.
+
+    Raises:
+        ValueError: ``count`` is not between 1 and 64.
     """
     _native.request_devices(count)
 
@@ -66,7 +69,11 @@ def current_device() -> int:
 
 
 def set_device(device: Device) -> None:
-    """Make ``device`` current in this thread. Raises RuntimeError if there is no such device."""
+    """Make ``device`` current in this thread.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
     index = index_of(device)
     if index >= 0:
         _native.set_device(index)
@@ -92,6 +99,10 @@ def exchange_device(index: int) -> int:
     if index >= 0:
         _native.set_device(index)
     return previous
+
+
+class DeviceGuard(device):
+    """``device`` for an index, under the name that torch's modules look up."""
 
 
 class device_of(device):

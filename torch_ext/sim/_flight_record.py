@@ -27,12 +27,12 @@ _TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/transport/trans
 
 def install() -> None:
     """Make torch's functions that read the recorder show ``simccl``'s operations. Called once."""
-    for name, read, write in (
-        ("_dump_fr_trace_json", json.loads, lambda trace: json.dumps(trace).encode()),
-        ("_dump_fr_trace", pickle.loads, lambda trace: pickle.dumps(trace, 2)),
-    ):
-        if hasattr(c10d, name):
-            wrap(c10d, name)(functools.partial(_dump, read, write))
+    if hasattr(c10d, "_dump_fr_trace_json"):
+        wrap(c10d, "_dump_fr_trace_json")(
+            functools.partial(_dump, json.loads, lambda trace: json.dumps(trace).encode())
+        )
+    if hasattr(c10d, "_dump_fr_trace"):
+        wrap(c10d, "_dump_fr_trace")(functools.partial(_dump, pickle.loads, lambda trace: pickle.dumps(trace, 2)))
 
 
 def translate(entries: Iterable[Entry], operations: Iterable[Entry]) -> list[Entry]:

@@ -18,6 +18,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,9 +44,15 @@ _CALLS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Wrapped:
+    backend: Any
+    helper: Any  # the group of gloo by which ranks compare their calls
+
+
 # Constructor arguments and halves of backends made in Python. Torch holds groups' backends without a Python object.
 _stores: WeakKeyDictionary[Any, c10d.Store] = WeakKeyDictionary()
-_wrapped: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()  # backend, group that compares calls
+_wrapped: WeakKeyDictionary[Any, _Wrapped] = WeakKeyDictionary()
 _halves: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -78,7 +85,7 @@ def wrappers_of_a_group() -> Iterator[list[Any]]:
 
 def wrap_half(half: Any, wrapper: Any) -> Any:
     """Return a wrapper around ``half`` that compares calls by the same helper as ``wrapper``."""
-    return c10d._ProcessGroupWrapper(half, _wrapped[wrapper][1])
+    return c10d._ProcessGroupWrapper(half, _wrapped[wrapper].helper)
 
 
 def reduce_sparse(tensors: list[torch.Tensor], reduce_on_host: Callable[[list[torch.Tensor]], Any]) -> Any:
@@ -110,7 +117,7 @@ def _remember_store(self: Any, store: c10d.Store, *_others: Any, **_named: Any) 
 
 
 def _remember_wrapped(self: Any, backend: Any, gloo_backend: Any) -> None:
-    _wrapped[self] = backend, gloo_backend
+    _wrapped[self] = _Wrapped(backend, gloo_backend)
     if _new.wrappers is not None:
         _new.wrappers.append(self)
 
@@ -145,10 +152,15 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
-def make_half(gloo: Any, store: c10d.Store, make: Make) -> Any:
-    """Make the half of ``gloo``, a backend or a wrapper around it, which uses ``store``."""
+def make_half(
+    gloo: Any, store: c10d.Store, make: Make, default_ranks: Callable[[c10d.Store, int, int], list[int]]
+) -> Any:
+    """Make the half of ``gloo``, a backend or a wrapper around it, which uses ``store``.
+
+    Where ``gloo`` lacks the global ranks of its group, ``default_ranks(store, rank, size)`` returns them.
+    """
     store, rank, options = c10d.PrefixStore(f"{NAME}/", store), gloo.rank(), gloo.options
-    ranks = list(options.global_ranks_in_group) or global_ranks(store, rank, gloo.size())
+    ranks = list(options.global_ranks_in_group) or default_ranks(store, rank, gloo.size())
     return make(store, rank, ranks, options._timeout)
 
 
@@ -158,9 +170,9 @@ def _half(backend: Any, make: Make) -> Any:
     if half is not None:
         return half
     if backend in _stores:
-        half = make_half(backend, _stores[backend], make)
+        half = make_half(backend, _stores[backend], make, global_ranks)
     elif backend in _wrapped:
-        inner = _half(_wrapped[backend][0], make)
+        inner = _half(_wrapped[backend].backend, make)
         half = None if inner is None else wrap_half(inner, backend)
     if half is not None:
         _halves[backend] = half

@@ -7,6 +7,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 __all__ = ["when_imported"]
 
@@ -20,7 +21,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _OnImport(importlib.abc.MetaPathFinder):
-    """Finds the module as usual, and calls back when its loader has executed it."""
+    """Finds the module as usual, with a loader that acts on it once it has been executed."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name, self._callback = name, callback
@@ -33,12 +34,18 @@ class _OnImport(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            setattr(spec.loader, "exec_module", self._and_call(spec.loader.exec_module))  # noqa: B010 - mypy knows a method
+            spec.loader = _CallbackLoader(spec.loader, self._callback)
         return spec
 
-    def _and_call(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            self._callback(module)
 
-        return exec_module
+class _CallbackLoader(importlib.abc.Loader):
+    def __init__(self, loader: Any, callback: Callable[[ModuleType], None]) -> None:
+        self._loader, self._callback = loader, callback
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._callback(module)

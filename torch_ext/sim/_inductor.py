@@ -9,6 +9,8 @@ eager device]), so a generated kernel needs neither a stream nor a guard. Two th
 allocated on the device of the graph, with its index, whichever device is current; and ``run_generated`` calls the
 kernel and reports its reads and writes (Note [Kernels] in csrc/kernel.h).
 
+The race check gets the accesses of generated kernels to host memory, in all graphs: :func:`_report_host_accesses`.
+
 Note [C++ for more than the CPU]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 In two places Inductor infers the generated language from the device type, and assumes Triton for an unknown type: the

@@ -55,15 +55,22 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
 
 
 def set_memory_limit(nbytes: int, device: Device = None) -> None:
-    """Set the memory of ``device`` to ``nbytes``. An allocation past that raises ``torch.OutOfMemoryError``."""
+    """Set the memory of ``device`` to ``nbytes``. An allocation past that raises ``torch.OutOfMemoryError``.
+
+    Raises:
+        ValueError: ``nbytes`` is negative.
+    """
     if nbytes < 0:
         raise ValueError(f"Expected a number of bytes, got {nbytes}.")
     _native.set_memory_limit(index_of(device), nbytes)
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Allow this process a part of the memory of ``device``, a float from 0 to 1. An allocation past it raises
-    ``torch.OutOfMemoryError``.
+    """Allow this process a part of the memory of ``device``, from 0 to 1. Past it ``torch.OutOfMemoryError`` is raised.
+
+    Raises:
+        TypeError: ``fraction`` is not a float.
+        ValueError: it is not between 0 and 1.
     """
     if not isinstance(fraction, float):
         raise TypeError(f"Expected a float for the fraction, got {type(fraction).__name__}.")

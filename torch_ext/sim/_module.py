@@ -22,7 +22,7 @@ OutOfMemoryError = torch.OutOfMemoryError
 has_half = True
 __all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "has_half", "memory", "races", "random", "streams"]
 # Public functions and classes of the parts that torch lacks, or names with an underscore: see below.
-_HELPERS = {"exchange_device", "generator_of", "index_of", "is_in_bad_fork", "sleep"}
+_HELPERS = {"DeviceGuard", "exchange_device", "generator_of", "index_of", "is_in_bad_fork", "sleep"}
 for _part in (_devices, random, memory, streams):
     for _name, _value in vars(_part).items():
         if not _name.startswith("_") and _name not in _HELPERS and getattr(_value, "__module__", "") == _part.__name__:
@@ -30,7 +30,7 @@ for _part in (_devices, random, memory, streams):
             __all__.append(_name)
 
 # Private names by which torch and its tests look for these.
-DeviceGuard = _DeviceGuard = _devices.device
+DeviceGuard = _DeviceGuard = _devices.DeviceGuard
 exchange_device = _exchange_device = _maybe_exchange_device = _devices.exchange_device
 generator_of = _get_generator = random.generator_of
 is_in_bad_fork = _is_in_bad_fork = _devices.is_in_bad_fork

@@ -9,7 +9,8 @@ a backend of gloo that has no group  likewise: see :mod:`torch_ext.sim._gloo_hal
 ===================================  ===============================================================================
 
 ``all_reduce`` of sparse ``sim`` tensors, such as the gradients of ``nn.Embedding(sparse=True)`` under DDP: a group or a
-backend of ``"gloo"`` reduces copies of them on the host. ``simccl`` in any other group refuses them, as NCCL does.
+backend of ``"gloo"`` reduces copies of them on the host (gloo reduces sparse CUDA tensors too). ``simccl`` in any other
+group refuses them, as NCCL does.
 
 Gloo reads only host and CUDA memory. A group made with the plain name ``"gloo"`` serves the accelerator too where gloo
 was built for it; here ``simccl`` serves that half, so every rank of such a group must have imported the simulator.
@@ -27,7 +28,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _gloo_halves
 from torch_ext.sim._name import KEY, NAME
-from torch_ext.sim._patches import wrap
 
 __all__ = ["reduce_sparse_tensors", "serve_gloo", "serve_threaded_and_fake_groups"]
 
@@ -46,18 +46,19 @@ _libraries: list[torch.library.Library] = []
 
 def serve_threaded_and_fake_groups() -> None:
     """Let torch's threaded and fake groups serve ``sim``, whether or not they are registered yet."""
-
     # Each registers itself when its module is imported, which overwrites any entry made before; the registration is
     # wrapped so that `sim` joins whenever that happens.
-    @wrap(dist.Backend, "register_backend")
+    registered = dist.Backend.register_backend
+
     def register_backend(
-        registered: Any, name: str, func: Any, extended_api: bool = False, devices: Any = None, **private: Any
+        name: str, func: Any, extended_api: bool = False, devices: str | list[str] | None = None, **private: Any
     ) -> None:
         if name in _ANY_TENSOR and isinstance(devices, list):
             devices = [*devices, NAME]
         # Since 2.15 torch marks its own backends by private arguments.
         registered(name, func, extended_api, devices, **private)
 
+    setattr(dist.Backend, "register_backend", staticmethod(register_backend))  # noqa: B010 - mypy refuses to assign a method
     for name in _ANY_TENSOR:
         devices = dist.Backend.backend_capability.get(name)
         if devices is not None and NAME not in devices:
@@ -77,7 +78,7 @@ def serve_gloo(
     device = config.partition(":")[0] if config == _gloo_config() else NAME
     gloo: Any = group._get_backend(torch.device(device))
     name, description = group.group_name, group.group_desc
-    backend = _gloo_halves.make_half(gloo, store, make)
+    backend = _gloo_halves.make_half(gloo, store, make, lambda _store, _rank, size: list(range(size)))
     if gloo in wrappers:
         backend = _gloo_halves.wrap_half(backend, gloo)
     group._register_backend(torch.device(NAME), dist.ProcessGroup.BackendType.CUSTOM, backend)

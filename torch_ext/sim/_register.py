@@ -50,8 +50,13 @@ def register() -> None:
     if not IS_CUDA:
         torch._register_device_module(NAME, _module)
         backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (_collectives, _comm, _dynamo, _rpc, _attention, _by_name, _sharing):
-        part.register()
+    _collectives.register()
+    _comm.register()
+    _dynamo.register()
+    _rpc.register()
+    _attention.register()
+    _by_name.register()
+    _sharing.register()
     races.check_program()
 
 

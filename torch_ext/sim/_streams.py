@@ -11,6 +11,7 @@ from torch_ext.sim._devices import Device, current_device, index_of
 from torch_ext.sim._name import KEY, NAME
 
 _DEVICE_TYPE = int(getattr(torch._C._autograd.DeviceType, KEY).value)
+_NANOSECONDS_PER_CYCLE = 1
 
 
 class Stream(torch.Stream):
@@ -132,4 +133,4 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 
 def sleep(cycles: int) -> None:
     """Keep the current stream busy for ``cycles`` nanoseconds. Returns at once, as on a GPU of one gigahertz."""
-    _native.sleep(int(cycles))
+    _native.sleep(int(cycles) * _NANOSECONDS_PER_CYCLE)
