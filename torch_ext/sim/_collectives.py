@@ -13,15 +13,20 @@ Other backends' names: see :mod:`torch_ext.sim._other_backends`.
 
 A group that is bound to a device is device-only, because torch uses the device's backend alone for it, as on CUDA.
 
-``TORCH_EXT_SIM_TRANSPORT`` says what carries a group's bytes: ``shared``, memory that the ranks share, or ``gloo``. By
-default it is gloo only where the ranks cannot share memory, because they run on several machines.
+The transport of a group's bytes (``TORCH_EXT_SIM_TRANSPORT``):
+
+==========  ============================================================================================
+unset       memory that the ranks share; gloo where they cannot, because they run on several machines
+``shared``  memory that the ranks share; making a group fails where they cannot
+``gloo``    gloo
+==========  ============================================================================================
+
 ``TORCH_EXT_SIM_REDUCE`` (``rank``, ``ring``, ``tree``, ``random:SEED``) sets the order in which reductions over shared
 memory combine ranks: see csrc/transport/fold.h. Both variables must be the same on all ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from torch_ext.sim import _flight_record, _gloo_halves, _meeting, _native, _other_backends
+from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim._patches import wrap
 
@@ -61,17 +66,21 @@ def objects_moved() -> int:
 def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
-    _native.set_meeting(functools.partial(_meeting.meet, _make_gloo))
+    _native.set_gloo_factory(_make_gloo)
     _flight_record.install()
     _other_backends.serve_threaded_and_fake_groups()
     _other_backends.reduce_sparse_tensors()
     _gloo_halves.install(_make_gloo_half)
     _pair_with_gloo()
     _complete_groups()
+    _count_objects()
 
 
 def _pair_with_gloo() -> None:
-    """Let a group made without naming a backend serve host tensors too; torch picks the accelerator's backend alone."""
+    """Let a group made without naming a backend serve host tensors too: ``cpu:gloo,sim:simccl``.
+
+    Torch would pick the accelerator's backend alone. Groups that name ``simccl`` stay device-only.
+    """
 
     @wrap(c10d.BackendConfig, "__init__")
     def __init__(original: Callable[..., None], self: Any, backend: Any) -> None:
@@ -82,7 +91,6 @@ def _pair_with_gloo() -> None:
 
 def _complete_groups() -> None:
     """Make ``simccl`` the default backend of every group that has it, as NCCL is, and give gloo's groups a device half.
-    Count groups and objects.
 
     The default backend runs a group's completion hook, and torch would choose gloo, which has none. Torch also asks
     the default backend for sequence numbers, which it can read from its own backends only.
@@ -112,6 +120,8 @@ def _complete_groups() -> None:
 
     wrap(dist.ProcessGroup, "barrier")(_barrier_on_device)
 
+
+def _count_objects() -> None:
     @wrap(c10d, *(name for name in ("_object_to_tensor", "_tensor_to_object") if hasattr(c10d, name)))
     def count_and_call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         global _objects_moved
@@ -159,7 +169,8 @@ def _make_backend(
 ) -> _native.ProcessGroupSimCCL:
     """Make the backend of the next group of ``ranks`` that has this name in ``store``.
 
-    A program that makes a group again gets the same name in the same store: each generation has its own prefix.
+    A program that destroys its groups and makes them again gets the same names in the same store. Each generation of a
+    group has its own prefix, so that no rank reads the keys of the last one.
     """
     # Another group of the same name may have other ranks.
     store = c10d.PrefixStore(f"{BACKEND}/{_restart_prefix()}{ranks}/", store)

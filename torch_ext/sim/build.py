@@ -1,8 +1,9 @@
 """Builds the native half of the simulator on first use.
 
-A finished build is found again by torch version, C++ ABI, Python, compiler and source text. A killed build cannot
-disturb a later one: a build works in its own folder, which is renamed into place when complete, under an
-operating-system lock that dies with its holder. Waiting processes share one build, of under a minute on two cores.
+Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a killed build
+cannot disturb a later one, because a build works in its own folder, which is renamed into place when complete, under an
+operating-system lock that dies with its holder. Waiting processes share one build.
+Cost: under a minute on two cores once per key; finding a finished build takes a few milliseconds.
 
 Note [Two units]
 ~~~~~~~~~~~~~~~~
@@ -12,10 +13,11 @@ them define is a compile error.
 
 Note [Two personalities]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-One source makes two devices, of which a process has one; each has a separate build. ``sim`` is torch's PrivateUse1
-device: it coexists with a real GPU, and no program mistakes it for one. With ``TORCH_EXT_SIM=cuda``, for programs that
-name CUDA, it is ``DeviceType.CUDA`` itself; on builds of torch with CUDA's kernels it replaces them, and hides real
-GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. Python code reads the choice from ``_name.IS_CUDA``.
+One source makes two devices. ``sim`` is torch's PrivateUse1 device: it coexists with a real GPU, and no program
+mistakes it for one. ``cuda`` is ``DeviceType.CUDA`` itself, for programs that name CUDA; on builds of torch with CUDA's
+kernels it replaces them, and hides real GPUs: see Note [CUDA's kernels] in csrc/replaced_kernels.h. A process has one
+of them, and ``cuda`` only where ``TORCH_EXT_SIM=cuda`` asks for it. Each has a separate build; Python code reads the
+choice from ``_name.IS_CUDA``.
 """
 
 from __future__ import annotations
@@ -51,12 +53,14 @@ _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
 # Torch is built with NDEBUG, without which its headers give some classes further members.
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wextra", "-Wno-unused-parameter")
-# Prefixes of sources that include all of ATen, which autocast and headers of c10d need. They run rarely, so they are
-# not fully optimised. Everything that runs for each operator is in the other unit.
-_WIDE = (
-    "autocast", "bindings", "finalization", "graph", "host_tensors", "observer_log", "profiler", "races/report",
-    "rpc_agent", "simccl", "transport/", "work",
-)  # fmt: skip
+# Sources that include all of ATen, which autocast's macros and c10d's headers need. They run rarely, so they are not
+# fully optimised. Everything that runs for each operator is in the other unit.
+_WIDE = frozenset(
+    {"autocast", "bindings", "finalization", "graph", "host_tensors", "observer_log", "profiler"}
+    | {"races/report", "rpc_agent", "simccl", "work"}
+    | {f"transport/{name}" for name in ("choice", "fingerprint", "gloo", "lane", "mailbox", "shared_memory")}
+    | {"transport/transport"}
+)
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}
 # Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has its own cache entry.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"
@@ -139,7 +143,7 @@ def _family_key() -> str:
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     texts = (f"{path.relative_to(_SOURCES)}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
-    sources = _digest(*texts, *_FLAGS, *_WIDE, *_LEVELS.values(), *_sanitizer_flags(), *_personality_flags())
+    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags(), *_personality_flags())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
@@ -153,7 +157,7 @@ def units() -> dict[str, list[Path]]:
     for path in _source_files():
         if path.suffix == ".cpp":
             name = path.relative_to(_SOURCES).with_suffix("").as_posix()
-            found.setdefault("wide" if name.startswith(_WIDE) else "narrow", []).append(path)
+            found.setdefault("wide" if name in _WIDE else "narrow", []).append(path)
     return found
 
 

@@ -164,8 +164,6 @@ def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
 def _in_store(frame: FrameType, caller: FrameType, position: str) -> Operation:
     """Return the operation of ``frame``, which :func:`watch_stores` inserts between a store's method and ``caller``."""
     limit_s = _limit_in_store(frame)
-    while caller.f_code.co_filename.endswith(tuple(_looked_through)) and caller.f_back is not None:
-        caller = caller.f_back
     if caller.f_code.co_filename.endswith(_WAITING_FILES):  # a rendezvous, or a barrier over the store
         operation = _in_torch(caller, position)
         return replace(operation, limit_s=min(limit_s, operation.limit_s or math.inf), sliced=True)

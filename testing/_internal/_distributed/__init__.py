@@ -22,10 +22,7 @@ wording.hide(
 )
 # Functions that wait on behalf of their caller, on the simulated accelerator.
 operations.look_through(
-    *(
-        f"/torch_ext/sim/{name}.py"
-        for name in ("_collectives", "_gloo_halves", "_meeting", "_patches", "races/_threads")
-    )
+    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
 )
 wording.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
 wording.hide(r"/compat/_unittest\.py")

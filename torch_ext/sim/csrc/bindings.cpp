@@ -153,7 +153,8 @@ PYBIND11_MODULE(_native, m) {
   bind_memory_history(m);
   bind_pinned_memory(m);
   bind_simccl(m);
-  bind_transport(m);
+  bind_faults(m);
+  bind_gloo_factory(m);
   bind_rpc_agent(m);
   bind_flight_record(m);
   bind_graphs(m);

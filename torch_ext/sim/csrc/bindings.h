@@ -17,8 +17,9 @@ void bind_allocator_trace(pybind11::module_& m);
 void bind_memory_history(pybind11::module_& m); // snapshots for torch's memory visualizer
 void bind_pinned_memory(pybind11::module_& m);
 void bind_simccl(pybind11::module_& m);
-void bind_transport(pybind11::module_& m); // transport/transport.cpp
-void bind_rpc_agent(pybind11::module_& m); // defines the agent's class once torch has registered its base
+void bind_faults(pybind11::module_& m);       // transport/transport.cpp
+void bind_gloo_factory(pybind11::module_& m); // transport/choice.cpp
+void bind_rpc_agent(pybind11::module_& m);    // defines the agent's class once torch has registered its base
 void bind_flight_record(pybind11::module_& m);
 void bind_graphs(pybind11::module_& m); // graph.cpp
 void bind_observer_log(pybind11::module_& m);

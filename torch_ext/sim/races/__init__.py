@@ -8,9 +8,11 @@ to the same memory, at least one of them a write. Timing does not matter: one ru
 (Note [One run is enough] in csrc/races/checker.h). Values do not change, except that fresh and freed memory holds NaN.
 
 ``TORCH_EXT_RACES`` checks a whole program: ``error`` prints the races at its end and makes its exit code 1, ``report``
-prints them, ``off`` does nothing. By default programs are not checked, and tests on our harness are, as with ``error``.
-Known races of torch (known.json) fail no test; the summary names them. ``TORCH_EXT_SCHEDULE`` chooses one of the
-executions that the edges permit, so that a race produces its wrong numbers: see :class:`Schedule`.
+prints them, ``off`` does nothing. If it is unset, programs are not checked, and tests on our harness are, as with
+``error``. Known races of torch (known.json) fail no test; the summary names them.
+
+``TORCH_EXT_SCHEDULE`` chooses one of the executions that the edges permit, ``late`` or ``random:7`` with a seed, so
+that a race produces its wrong numbers: see :class:`Schedule`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._patches import wrap
-from torch_ext.sim.races._findings import Access, Frame, Race, found, merged
+from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
 from torch_ext.sim.races._known import KnownRace, known_races
 from torch_ext.sim.races._report import render
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
@@ -69,7 +71,11 @@ class RaceError(RuntimeError):
 
 
 def mode(unset: str = "off") -> str:
-    """Return the value of ``TORCH_EXT_RACES``, one of ``MODES``; ``unset`` if it is unset or empty."""
+    """Return the value of ``TORCH_EXT_RACES``: ``error``, ``report`` or ``off``; ``unset`` if it is unset or empty.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
     requested = os.environ.get(VARIABLE) or unset
     if requested not in MODES:
         raise ValueError(f"{VARIABLE}={requested}: expected one of {', '.join(MODES)}.")
@@ -78,7 +84,9 @@ def mode(unset: str = "off") -> str:
 
 def start(schedule: Schedule | None = None) -> None:
     """Check from now on, in all threads of this process, and forget earlier accesses. Does nothing while a check runs.
-    ``schedule`` is by default the one in ``TORCH_EXT_SCHEDULE``.
+
+    Args:
+        schedule: when lanes see results; by default as ``TORCH_EXT_SCHEDULE`` says.
     """
     (schedule or requested_schedule()).start()
 
@@ -86,7 +94,12 @@ def start(schedule: Schedule | None = None) -> None:
 def stop() -> list[Race]:
     """Stop checking, and return the races found since the last call of this function or :func:`found`."""
     _native.stop_race_check()
-    return found()
+    return take()
+
+
+def found() -> list[Race]:
+    """Return the races found since the last call of this function or :func:`stop`, and go on checking."""
+    return take()
 
 
 @contextlib.contextmanager
@@ -124,18 +137,16 @@ def _raise_or_print(mode: str, end: Callable[[], list[Race]], schedule: Schedule
         _add_notes(error, end(), replay)
         raise
     replay = schedule.replay()
-    _raise(_verdict(mode, end(), replay))
-
-
-def _raise(error: RaceError | None) -> None:
-    if error is not None:
-        raise error
+    if failed := _verdict(mode, end(), replay):
+        raise failed
 
 
 def _verdict(mode: str, races: list[Race], replay: str) -> RaceError | None:
     """Return an error with the races of a body, if any, or print them where ``mode`` is not ``error``."""
-    error = RaceError(races, replay) if races else None
-    if error is None or mode == "error":
+    if not races:
+        return None
+    error = RaceError(races, replay)
+    if mode == "error":
         return error
     _print(str(error))
     return None
@@ -217,10 +228,12 @@ _bodies: list[_Body] = []  # bodies under check, each within the one before
 def check_body(test: str = "", announce: Callable[[str], None] | None = None) -> Iterator[None]:
     """Check the body of a test as ``TORCH_EXT_RACES`` asks, by default as with ``error``. Ends a check of the whole
     process. Known races of torch are announced and fail nothing. One body may be within another, as an example is
-    within its test: each starts a new check, and a race counts for the innermost one that holds its later access.
+    within its test: a race counts for the innermost body that holds its later access. Each body starts a new check, so
+    an example does not depend on earlier ones.
 
     Args:
-        test: the unittest name of the test; the outermost body reports known races that it should have met.
+        test: the unittest name of the test, to report the known races that it should have met and has not. A body
+            within another one reports none.
         announce: called with one sentence for the user at a time; prints by default.
 
     Raises:
@@ -255,7 +268,7 @@ class ThreadsCheck:
 
         Args:
             announce: as for :func:`check_body`.
-            around_collectives: see :data:`AroundCollectives`.
+            around_collectives: enters a context around each rank's part of a collective.
         """
         if ThreadsCheck._current is not None:
             ThreadsCheck._current.end()
@@ -271,11 +284,19 @@ class ThreadsCheck:
         return as_rank(rank)
 
     def raise_races(self) -> None:
-        """Raise the races of the calling rank, at the end of its body, if ``TORCH_EXT_RACES`` is ``error``."""
-        _raise(self._body.judge(self._body.take()) if self._body else None)
+        """Raise the races of the calling rank, at the end of its body.
+
+        Raises:
+            RaceError: the rank has races, and ``TORCH_EXT_RACES`` is ``error``.
+        """
+        error = self._body.judge(self._body.take()) if self._body else None
+        if error is not None:
+            raise error
 
     def end(self) -> RaceError | None:
-        """End the check after the threads have ended; return an error with the races that no rank was charged with."""
+        """End the check after the threads have ended; return an error with the races that no rank was charged with, if
+        there are any.
+        """
         if ThreadsCheck._current is self:
             ThreadsCheck._current = None
         if self._body is None or self._unwatch is None:
@@ -288,8 +309,8 @@ class ThreadsCheck:
 def attach_races(error: BaseException, *, is_skip: bool = False) -> BaseException:
     """Return the error to report for the innermost body under check, which ``error`` has ended.
 
-    Usually ``error`` itself, with the races found so far and the replay of the schedule as notes. But races do not hide
-    behind a skip: they fail the body as :class:`RaceError`.
+    Usually ``error`` itself, with notes: the races found so far, which may be its cause, and how to replay the
+    schedule. But races do not hide behind a skip: they fail the body as :class:`RaceError`.
     """
     if not _bodies:
         return error
@@ -331,7 +352,9 @@ def _report_saved_storages() -> None:
 
 def _end_program(requested: str) -> None:
     replay = requested_schedule().replay()
-    if failed := _verdict(requested, stop(), replay):
-        _print(str(failed))
-        sys.stdout.flush()
-        os._exit(1)  # an exit function has no other way to change the exit code
+    races = stop()
+    if races:
+        print(RaceError(races, replay), file=sys.stderr, flush=True)
+        if requested == "error":
+            sys.stdout.flush()
+            os._exit(1)  # an exit function has no other way to change the exit code

@@ -67,9 +67,13 @@ class Access:
         operator: the operator's or collective's name, such as ``aten::mul``.
         sequence: the number of a collective in its group; None for other operators.
         node: the autograd node that called the operator; None outside backward and for nodes written in Python.
+        writes: whether the access writes.
         rank: the rank whose thread called the operator, where ranks are threads of one process; otherwise None.
-        lane, lane_kind: the name of the lane that did the work; ``stream``, ``communication`` or ``host``.
+        lane: the name of the lane that did the work.
+        lane_kind: ``stream``, ``communication`` or ``host``.
         lane_stack: where a stream was made; None if unknown, and for default streams.
+        dtype, sizes: of the tensor.
+        stack: where the operator was called.
     """
 
     operator: str
@@ -96,8 +100,8 @@ class Race:
     Attributes:
         earlier, later: the accesses, in the order in which the host launched them.
         begin, end: bytes of the block of memory.
-        pinned: whether it is pinned memory of the host.
-        reused: whether it was freed between the two accesses.
+        pinned: whether the memory is pinned memory of the host.
+        reused: whether the memory was freed between the two accesses.
         allocated: where the later access's tensor was allocated.
         freed: where the earlier owner was freed, if at all.
         count: the number of races between the same two places.
@@ -132,8 +136,8 @@ def merged(races: Iterable[Race]) -> list[Race]:
     return list(kept.values())
 
 
-def found() -> list[Race]:
-    """Return the races found since the last call of this function or ``stop``, one for each pair of places."""
+def take() -> list[Race]:
+    """Return the races found since the last call, one for each pair of places."""
     return merged(
         Race(
             **{

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -90,11 +90,11 @@ class KnownRace:
         """
         module, *names = test.rsplit(".", 2)
         file = module.rpartition(".")[2]
-        tests = (wanted.split("::") for wanted in self.tests)
-        return any(
-            file in ("__main__", in_file.removesuffix(".py")) and fnmatchcase(".".join(names), ".".join(rest))
-            for in_file, *rest in tests
-        )
+        for wanted in self.tests:
+            in_file, *rest = wanted.split("::")
+            if file in ("__main__", in_file.removesuffix(".py")) and fnmatchcase(".".join(names), ".".join(rest)):
+                return True
+        return False
 
 
 @functools.cache
@@ -121,7 +121,12 @@ def _is_for(fields: Any, release: str, where: str) -> bool:
 
 
 def _entry(fields: Mapping[str, Any]) -> KnownRace:
-    sides = (fields.get(name, {}) for name in ("earlier", "later"))
-    earlier, later = (Side(tuple(side.get("frames", ())), side.get("lane")) for side in sides)
-    reused, pinned = fields.get("reused"), fields.get("pinned")
-    return KnownRace(fields["summary"], fields["link"], tuple(fields["tests"]), earlier, later, reused, pinned)
+    def side(name: str) -> Side:
+        values = fields.get(name, {})
+        return Side(tuple(values.get("frames", ())), values.get("lane"))
+
+    tests: Sequence[str] = fields["tests"]
+    return KnownRace(
+        fields["summary"], fields["link"], tuple(tests), side("earlier"), side("later"), fields.get("reused"),
+        fields.get("pinned"),
+    )  # fmt: skip

@@ -29,6 +29,9 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """Parse a schedule's name, such as ``late``, or ``random:7`` with a seed.
 
+        Raises:
+            ValueError: ``text`` names no schedule.
+
         >>> Schedule.parse("random:7"), str(Schedule.parse("late"))
         (Schedule(kind='random', seed=7), 'late')
         """
@@ -52,7 +55,11 @@ class Schedule:
 
 
 def requested() -> Schedule:
-    """Return the schedule in ``TORCH_EXT_SCHEDULE``; ``early`` if it is unset or empty."""
+    """Return the schedule in ``TORCH_EXT_SCHEDULE``; ``early`` if it is unset or empty.
+
+    Raises:
+        ValueError: the variable names no schedule.
+    """
     text = os.environ.get(VARIABLE) or "early"
     try:
         return Schedule.parse(text)

@@ -10,9 +10,10 @@ collectives of torch's threaded group   all ranks, and the streams that are curr
 A plain ``Lock`` and a ``SimpleQueue`` cannot be observed: an order that they alone give counts as missing.
 
 Note [Collectives of threads]
-Torch's threaded group runs a collective in the thread of rank 0, on the streams that are current there, and waits for
-no stream of another rank. That is no mistake of the program under test: each rank's part counts as made by that rank,
-on the stream that is current where it calls, and as ordered like a collective with ``async_op=False``.
+Torch's threaded group runs a collective in the thread of rank 0, on the streams that are current there. It waits for
+no stream of another rank, so on a GPU any side stream races with it. That is no mistake of the program under test. Here
+each rank's part counts as made by that rank, on the stream that is current where it calls, and as ordered like a
+collective with ``async_op=False``; the group's real work in rank 0's thread is ignored.
 """
 
 from __future__ import annotations
@@ -56,10 +57,8 @@ def watch_handovers(around_collectives: AroundCollectives) -> Callable[[], None]
     _starter = threading.get_ident()
     undo = contextlib.ExitStack()
     undo.callback(around_collectives(_collective))
-    condition: Any = threading.Condition
-    _replace(undo, condition, "__enter__", _handing_over(condition.__enter__, takes=True))
-    _replace(undo, condition, "__exit__", _handing_over(condition.__exit__, gives=True))
-    _replace(undo, condition, "wait", _handing_over(condition.wait, gives=True, takes=True))
+    for name, wrapper in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
+        _replace(undo, threading.Condition, name, wrapper(getattr(threading.Condition, name)))
     _replace(undo, threading.Event, "is_set", _is_set(threading.Event.is_set))
     return undo.close
 
@@ -81,17 +80,32 @@ def _take(condition: Any) -> None:
         handover.take()
 
 
-def _handing_over(original: Callable[..., Any], *, gives: bool = False, takes: bool = False) -> Callable[..., Any]:
-    def call(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:
-        if gives:
-            _give(self)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            if takes:
-                _take(self)
+def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: threading.Condition) -> Any:
+        entered = original(self)
+        _take(self)
+        return entered
 
-    return call
+    return enter
+
+
+def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: threading.Condition, *error: Any) -> Any:
+        _give(self)
+        return original(self, *error)
+
+    return leave
+
+
+def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(self: threading.Condition, timeout: float | None = None) -> Any:
+        _give(self)
+        try:
+            return original(self, timeout)
+        finally:
+            _take(self)
+
+    return wait
 
 
 def _is_set(original: Callable[..., bool]) -> Callable[..., bool]:

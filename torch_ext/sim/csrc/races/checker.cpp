@@ -7,7 +7,10 @@ namespace {
 
 // Sorts, and joins ranges that overlap or touch.
 void tidy(std::vector<Range>& runs) {
-  std::ranges::sort(runs, {}, &Range::begin);
+  const auto starts_earlier = [](const Range& one, const Range& other) { return one.begin < other.begin; };
+  if (!std::is_sorted(runs.begin(), runs.end(), starts_earlier)) {
+    std::sort(runs.begin(), runs.end(), starts_earlier);
+  }
   size_t kept = 0;
   for (size_t i = 1; i < runs.size(); ++i) {
     if (runs[i].begin <= runs[kept].end) {
@@ -58,7 +61,7 @@ Region::Region(uint64_t begin, uint64_t itemsize, std::span<const int64_t> sizes
       dims_.push_back({static_cast<uint64_t>(sizes[i]), static_cast<uint64_t>(strides[i]) * itemsize});
     }
   }
-  std::ranges::sort(dims_, {}, &Dim::stride);
+  std::sort(dims_.begin(), dims_.end(), [](const Dim& one, const Dim& other) { return one.stride < other.stride; });
   size_t kept = 0;
   for (const Dim dim : dims_) {
     extent_ += dim.stride * (dim.size - 1);
@@ -194,32 +197,43 @@ void History::add_scattered(
       }
     }
   }
-  const auto [first, last] = scattered_.equal_range(region.begin());
-  for (auto each = first; each != last;) {
-    const auto& other = each->second;
-    const bool replaced = access.kind == Kind::kWrite || other.access.kind == Kind::kRead;
-    const bool erased = replaced && clock.covers(other.access.epoch) && other.region == region;
-    each = erased ? scattered_.erase(each) : std::next(each);
+  for (auto& [lane, views] : scattered_) {
+    const auto [first, last] = views.by_begin.equal_range(region.begin());
+    for (auto each = first; each != last;) {
+      const auto& other = each->second;
+      const bool replaced = access.kind == Kind::kWrite || other.access.kind == Kind::kRead;
+      const bool erased = replaced && clock.covers(other.access.epoch) && other.region == region;
+      each = erased ? views.by_begin.erase(each) : std::next(each);
+    }
   }
-  scattered_.emplace(region.begin(), Scattered{region, access});
-  longest_ = std::max(longest_, extent.end - extent.begin);
+  auto& own = scattered_[access.epoch.lane];
+  own.by_begin.emplace(region.begin(), Scattered{region, access});
+  own.longest = std::max(own.longest, extent.end - extent.begin);
+  own.last = access.epoch.tick;
 }
 
 void History::erase_scattered(Range within, const std::function<bool(const Access&)>& is_wanted) {
-  const auto last = scattered_.lower_bound(within.end);
-  for (auto each = scattered_.lower_bound(within.begin); each != last;) {
-    const auto& [region, access] = each->second;
-    const bool erased = within.contains(region.extent()) && is_wanted(access);
-    each = erased ? scattered_.erase(each) : std::next(each);
+  for (auto& [lane, views] : scattered_) {
+    const auto last = views.by_begin.lower_bound(within.end);
+    for (auto each = views.by_begin.lower_bound(within.begin); each != last;) {
+      const auto& [region, access] = each->second;
+      const bool erased = within.contains(region.extent()) && is_wanted(access);
+      each = erased ? views.by_begin.erase(each) : std::next(each);
+    }
   }
 }
 
 void History::check_scattered(
     const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) const {
   const Range extent = region.extent();
-  for (const auto& [begin, other] : near(extent)) {
-    if (is_unordered(other.access, access, clock) && region.meets(other.region)) {
-      report(other.access, common(extent, other.region.extent()), conflicts);
+  for (const auto& [lane, views] : scattered_) {
+    if (clock.covers({lane, views.last})) {
+      continue;
+    }
+    for (const auto& [begin, other] : views.near(extent)) {
+      if (is_unordered(other.access, access, clock) && region.meets(other.region)) {
+        report(other.access, common(extent, other.region.extent()), conflicts);
+      }
     }
   }
 }
@@ -249,7 +263,11 @@ void History::update(Stretch& stretch, const Access& access, const Clock& clock)
 }
 
 size_t History::size() const {
-  return stretches_.size() + scattered_.size();
+  size_t count = stretches_.size();
+  for (const auto& [lane, views] : scattered_) {
+    count += views.by_begin.size();
+  }
+  return count;
 }
 
 // The first stretch that ends after `byte`.
@@ -328,11 +346,16 @@ std::optional<uint64_t> History::first_exposed(Range bytes, const Clock& one, co
       break;
     }
   }
-  for (const auto& [begin, each] : near(bytes)) {
-    const Range reached = common(each.region.extent(), bytes);
-    if (!reached.empty() && exposed(each.access.epoch)) {
-      first = std::min(first, reached.begin);
-      break; // the next ones begin later
+  for (const auto& [lane, views] : scattered_) {
+    if (!exposed({lane, views.last})) {
+      continue;
+    }
+    for (const auto& [begin, each] : views.near(bytes)) {
+      const Range reached = common(each.region.extent(), bytes);
+      if (!reached.empty() && exposed(each.access.epoch)) {
+        first = std::min(first, reached.begin);
+        break; // the next ones begin later
+      }
     }
   }
   return first < bytes.end ? std::make_optional(first) : std::nullopt;

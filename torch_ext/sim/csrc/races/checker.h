@@ -17,23 +17,29 @@
 // For each stretch of bytes, a history keeps the last write and, since then, the last read of each lane; it drops reads
 // that are ordered before another read. An access that is not ordered after a dropped one is not ordered after its
 // replacement either, so a program with a race still has one that is reported (FastTrack, Flanagan and Freund 2009).
-// Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches.
+// Views of more than a few runs (a column of a matrix) are kept whole, apart from the stretches: by lane, since an
+// access that is ordered after all of a lane's views need not look at them, and by their first byte.
+//
+// Memory carries its history into its next life: see Note [Lives of a block].
 //
 // Note [Ticks begin late]
 // A lane's tick ends when other lanes may learn of it: an event is recorded, the host launches work. The next tick
-// begins with the lane's next access, so a lane that only passes its waits on costs nothing, and a thousand launches
-// without an access to pinned memory leave the host's clock unchanged.
+// begins with the lane's next access, not before, so that a lane that only passes its waits on costs nothing, and
+// launching a thousand kernels without touching pinned memory leaves the host's clock unchanged.
 //
 // Note [Ranks that are threads]
-// One rank's waits order nothing for another, unless an edge joins the two threads: so each rank has its own host lane.
-// With one shared host lane, races would depend on the order of the threads. Two accesses by hosts are no race of
-// streams. While there are such ranks, a thread that is no rank may work for any of them: it knows what any of them
-// knows, and all of them learn what it learns.
+// Ranks may be threads of one process. One rank's waits order nothing for another, unless an edge joins the two
+// threads: so each rank has its own host lane. With one shared host lane, races would depend on the order of the
+// threads. Two accesses by hosts are no race of streams, whatever their threads do.
+//
+// While there are such ranks, a thread that is no rank may work for any of them: it knows what any of them knows, and
+// all of them learn what it learns.
 //
 // Note [One run is enough]
 // The host's order of calls is fixed, so accesses that are ordered in one run are ordered in every interleaving of the
-// streams. A race is an access that conflicts with an earlier, unordered one, whatever the timing and the values: a run
-// with right results shows it as surely as one with wrong ones.
+// streams. A race is an access that conflicts with an earlier, unordered one, whatever the timing; there is no other
+// kind. So the values of a run never matter, and a run with right results shows the race as surely as one with wrong
+// ones.
 //
 // Note [Lives of a block]
 // Memory that is freed and handed out again is the same bytes: the new owner's accesses are compared with those of all
@@ -191,12 +197,19 @@ class History {
     Region region;
     Access access;
   };
+  // The views of many runs of one lane.
+  struct Views {
+    std::multimap<uint64_t, Scattered> by_begin{};
+    uint64_t longest = 0; // extent so far
+    Tick last = 0;
 
-  // The views of many runs that may meet `extent`.
-  auto near(Range extent) const {
-    return std::ranges::subrange(
-        scattered_.lower_bound(extent.begin - std::min(longest_, extent.begin)), scattered_.lower_bound(extent.end));
-  }
+    // Those that may meet `extent`.
+    auto near(Range extent) const {
+      return std::ranges::subrange(
+          by_begin.lower_bound(extent.begin - std::min(longest, extent.begin)), by_begin.lower_bound(extent.end));
+    }
+  };
+
   void add_run(Range bytes, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
   void add_scattered(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts);
   void check_scattered(
@@ -209,9 +222,8 @@ class History {
   void write(Range bytes, size_t first, size_t end, const Access& access);
   void read(Range bytes, size_t first, const Access& access, const Clock& clock);
 
-  std::vector<Stretch> stretches_;               // in order, none overlapping another
-  std::multimap<uint64_t, Scattered> scattered_; // views of many runs, by their first byte
-  uint64_t longest_ = 0;                         // extent of such a view so far
+  std::vector<Stretch> stretches_; // in order, none overlapping another
+  std::map<Lane, Views> scattered_;
 };
 
 class Lanes {

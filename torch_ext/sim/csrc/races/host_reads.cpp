@@ -106,11 +106,22 @@ struct Method {
 std::array<Method, 4> methods{
     {{"tolist", true}, {"numpy", true}, {"_to_dlpack", false}, {"_to_dlpack_versioned", false}}};
 
-// Of calls of this thread: __torch_function__ calls a subclass's method again, and only the outermost call reports.
-thread_local int depth = 0;
+// __torch_function__ calls a subclass's method again. Only the outermost call reports.
+class Calls {
+ public:
+  Calls() { ++depth; }
+  ~Calls() { --depth; }
+  C10_DISABLE_COPY_AND_ASSIGN(Calls);
+  static bool is_outermost() { return depth == 1; }
+
+ private:
+  static thread_local int depth;
+};
+
+thread_local int Calls::depth = 0;
 
 void report_read(std::string_view name, PyObject* object) try {
-  if (pinned_blocks_made() == 0 || depth > 1 || !THPVariable_Check(object)) {
+  if (pinned_blocks_made() == 0 || !Calls::is_outermost() || object == nullptr || !THPVariable_Check(object)) {
     return;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -122,19 +133,27 @@ void report_read(std::string_view name, PyObject* object) try {
   return;
 }
 
-// Calls the original, with a third argument for methods that take keywords, and reports the read of its tensor.
-template <size_t which, typename... Keywords>
-PyObject* call(PyObject* self, PyObject* argument, Keywords... keywords) {
-  using Original = PyObject* (*)(PyObject*, PyObject*, Keywords...);
+template <size_t which>
+PyObject* call_with_two(PyObject* self, PyObject* argument) {
+  const Calls calls;
   const Method& method = methods[which];
-  ++depth;
-  PyObject* result =
-      reinterpret_cast<Original>(reinterpret_cast<void (*)()>(method.original))(self, argument, keywords...);
+  PyObject* result = method.original(self, argument);
   if (result != nullptr) {
-    const bool is_list = !method.of_tensor && PyTuple_Check(argument) && PyTuple_GET_SIZE(argument) > 0;
-    report_read(method.name, method.of_tensor ? self : is_list ? PyTuple_GET_ITEM(argument, 0) : argument);
+    report_read(method.name, method.of_tensor ? self : argument);
   }
-  --depth;
+  return result;
+}
+
+template <size_t which>
+PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* keywords) {
+  const Calls calls;
+  const Method& method = methods[which];
+  PyObject* result = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(method.original))(
+      self, arguments, keywords);
+  if (result != nullptr) {
+    PyObject* first = PyTuple_GET_SIZE(arguments) > 0 ? PyTuple_GET_ITEM(arguments, 0) : nullptr;
+    report_read(method.name, method.of_tensor ? self : first);
+  }
   return result;
 }
 
@@ -164,10 +183,10 @@ void exchange() {
   switch (method.place->ml_flags & ~(METH_CLASS | METH_STATIC | METH_COEXIST)) {
     case METH_NOARGS:
     case METH_O:
-      method.place->ml_meth = &call<which>;
+      method.place->ml_meth = &call_with_two<which>;
       break;
     case METH_VARARGS | METH_KEYWORDS:
-      method.place->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<which, PyObject*>));
+      method.place->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_with_keywords<which>));
       break;
     default:
       method.place = nullptr;

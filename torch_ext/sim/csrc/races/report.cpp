@@ -122,6 +122,14 @@ void use(const std::string& name, const Tensors& tensors, bool write) {
   }
 }
 
+struct Numbered final : Origin {
+  explicit Numbered(uint64_t number) : Origin(number) {}
+};
+
+OriginPtr numbered(uint64_t number) {
+  return std::make_shared<Numbered>(number);
+}
+
 class Trace {
  public:
   Lane lane() { return checker_.lanes().add(); }
@@ -143,8 +151,7 @@ class Trace {
     checker_.lanes().launch(lane);
     const auto kind = writes ? Kind::kWrite : Kind::kRead;
     return checker_.access(
-        memories_.at(memory), Owner{}, Region(begin, itemsize, sizes, strides), lane, kind, 0,
-        std::make_shared<Origin>(origin));
+        memories_.at(memory), Owner{}, Region(begin, itemsize, sizes, strides), lane, kind, 0, numbered(origin));
   }
   void free(size_t memory, const std::vector<Lane>& users) {
     checker_.free(memories_.at(memory), Owner{}, users, nullptr);
@@ -168,10 +175,13 @@ class Trace {
   std::vector<Clock> events_;
 };
 
-using View = std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>;
-
-bool regions_meet(const View& one, const View& other) {
-  return std::make_from_tuple<Region>(one).meets(std::make_from_tuple<Region>(other));
+bool regions_meet(
+    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& one,
+    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& other) {
+  const auto region = [](const auto& view) {
+    return Region(std::get<0>(view), std::get<1>(view), std::get<2>(view), std::get<3>(view));
+  };
+  return region(one).meets(region(other));
 }
 
 } // namespace

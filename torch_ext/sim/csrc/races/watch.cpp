@@ -101,7 +101,12 @@ void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoc
     held_[where.block].push_back({where, std::vector<char>(where.at, where.at + where.size), epoch});
   }
   for (const auto& where : written) {
-    std::memset(where.at, kPoison, where.size);
+    const auto known = std::find_if(before.begin(), before.end(), [&](const auto& saved) {
+      return saved.first.at == where.at && saved.first.size == where.size;
+    });
+    if (known == before.end()) {
+      std::memset(where.at, kPoison, where.size);
+    }
   }
   for (const auto& [where, bytes] : before) {
     std::memcpy(where.at, bytes.data(), where.size);
@@ -454,16 +459,20 @@ Lane Watch::new_lane(LaneFacts facts) {
 }
 
 std::pair<Memory*, const void*> Watch::memory_of(const sim::Access& access) {
-  if (access.device.type() == kSim) {
-    if (const DeviceSegment* segment = segment_at(access.data)) {
-      return {&segments_[segment->serial], segment->start};
+  if (access.device.type() != kSim) {
+    const auto pinned = pinned_block_at(access.data);
+    if (!pinned.has_value()) {
+      return {nullptr, nullptr};
     }
-  } else if (const auto pinned = pinned_block_at(access.data)) {
     auto& memory = pinned_[pinned->serial];
     memory.is_pinned = true;
     return {&memory, pinned->start};
   }
-  return {nullptr, nullptr};
+  const DeviceSegment* segment = segment_at(access.data);
+  if (segment == nullptr) {
+    return {nullptr, nullptr};
+  }
+  return {&segments_[segment->serial], segment->start};
 }
 
 Watch::Owned* Watch::owned_at(const void* pointer) {

@@ -1,15 +1,17 @@
 // Feeds the checker with the work of this process's devices.
 //
 // Note [What is host work]
-// The host is a lane. Its accesses to pinned memory count, because only there can streams and the host race: those of
-// host operators, and of the methods of torch's Python API that call no operator (Note [Reads by Python methods] in
-// host_reads.cpp). Reads through `data_ptr()` are missed.
+// The host is a lane. Its accesses to pinned memory count, because only there can streams and the host race. While
+// there is pinned memory, torch's RecordFunction reports host operators, and patched method tables report the methods
+// of torch's Python API that call no operator (Note [Reads by Python methods] in host_reads.cpp). Reads through
+// `data_ptr()` are missed.
 //
 // Note [Late results]
 // Kernels run when they are launched, so a lane that lacks a wait still reads the right numbers. After a late kernel
-// has run, memory gets its previous bytes back, or poison if it was fresh. The results are published when a lane that
-// is ordered after the kernel accesses the block, and when the host learns that the kernel is over. Any other lane
-// reads the old bytes: the wrong number that the race can cause. An ordered program computes the same.
+// has run, its results are withdrawn: memory holds its previous bytes, or poison if it was fresh. The results are
+// published when a lane that is ordered after the kernel accesses the block, and when the host learns that the kernel
+// is over. Any other lane reads the old bytes: the wrong number that the race can cause. The edges permit that
+// execution, of a kernel that reads at once and writes slowly, so an ordered program computes the same.
 //
 // Only results are late: a kernel whose inputs are overwritten too early has read them already. Results in several runs
 // (a column of a matrix), in pinned memory, and those of collectives are never late.

@@ -1,55 +1,103 @@
 #include "fold.h"
 
-#include <ATen/ops/add_cpu_dispatch.h>
-#include <ATen/ops/bitwise_and_cpu_dispatch.h>
-#include <ATen/ops/bitwise_or_cpu_dispatch.h>
-#include <ATen/ops/bitwise_xor_cpu_dispatch.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/maximum_cpu_dispatch.h>
-#include <ATen/ops/minimum_cpu_dispatch.h>
-#include <ATen/ops/mul_cpu_dispatch.h>
+#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
 
-#include "../host_tensors.h"
 #include "../std.h"
-#include "transport.h"
 
 namespace torch_ext::sim {
 namespace {
 
-using c10d::OpType;
 using c10d::ReduceOp;
-using Inputs = std::vector<const std::byte*>;
 
-// Elements whose partial result stays in the L2 cache; too few for torch to start threads.
-constexpr uint64_t kBlock = 16384;
+constexpr uint64_t kBlock = 4096; // elements whose partial result stays in the L1 cache
+constexpr uint64_t kTile = 64;    // of a fixed length, so that compilers vectorize
 
-// Combines `with` into `into`. Calls torch's kernels past its dispatcher, so that no profiler shows them.
-void combine(ReduceOp::RedOpType op, at::Tensor into, const at::Tensor& with) {
+// Overflow wraps, as it does on devices.
+template <typename T>
+auto wrapping(T value) {
+  if constexpr (std::is_integral_v<T>) {
+    return static_cast<std::make_unsigned_t<T>>(value);
+  } else {
+    return value;
+  }
+}
+
+constexpr auto kAdd = [](auto a, auto b) { return wrapping(a) + wrapping(b); };
+constexpr auto kMultiply = [](auto a, auto b) { return wrapping(a) * wrapping(b); };
+constexpr auto kMinimum = [](auto a, auto b) { return b < a ? b : a; };
+constexpr auto kMaximum = [](auto a, auto b) { return a < b ? b : a; };
+constexpr auto kAnd = [](auto a, auto b) { return a & b; };
+constexpr auto kOr = [](auto a, auto b) { return a | b; };
+constexpr auto kXor = [](auto a, auto b) { return a ^ b; };
+
+template <typename T, auto f>
+void combine(std::byte* into, const std::byte* with, uint64_t count) {
+  T* __restrict__ a = reinterpret_cast<T*>(into);
+  const T* __restrict__ b = reinterpret_cast<const T*>(with);
+  uint64_t i = 0;
+  for (; i + kTile <= count; i += kTile) {
+    for (uint64_t j = 0; j < kTile; ++j) {
+      a[i + j] = static_cast<T>(f(a[i + j], b[i + j]));
+    }
+  }
+  for (; i < count; ++i) {
+    a[i] = static_cast<T>(f(a[i], b[i]));
+  }
+}
+
+using Combine = void (*)(std::byte*, const std::byte*, uint64_t);
+
+template <typename T>
+Combine combine_of(ReduceOp::RedOpType op) {
   switch (op) {
     case ReduceOp::SUM:
-      at::cpu::add_out(into, into, with);
-      return;
+      return combine<T, kAdd>;
     case ReduceOp::PRODUCT:
-      at::cpu::mul_out(into, into, with);
-      return;
+      return combine<T, kMultiply>;
     case ReduceOp::MIN:
-      at::cpu::minimum_out(into, into, with);
-      return;
+      return combine<T, kMinimum>;
     case ReduceOp::MAX:
-      at::cpu::maximum_out(into, into, with);
-      return;
-    case ReduceOp::BAND:
-      at::cpu::bitwise_and_out(into, into, with);
-      return;
-    case ReduceOp::BOR:
-      at::cpu::bitwise_or_out(into, into, with);
-      return;
-    case ReduceOp::BXOR:
-      at::cpu::bitwise_xor_out(into, into, with);
-      return;
+      return combine<T, kMaximum>;
     default:
-      TORCH_INTERNAL_ASSERT(false, "no reduction of a transport's");
+      break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    switch (op) {
+      case ReduceOp::BAND:
+        return combine<T, kAnd>;
+      case ReduceOp::BOR:
+        return combine<T, kOr>;
+      case ReduceOp::BXOR:
+        return combine<T, kXor>;
+      default:
+        break;
+    }
+  }
+  TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
+}
+
+Combine combine_of(at::ScalarType type, ReduceOp::RedOpType op) {
+  switch (type) {
+    case at::kFloat:
+      return combine_of<float>(op);
+    case at::kDouble:
+      return combine_of<double>(op);
+    case at::kHalf:
+      return combine_of<c10::Half>(op);
+    case at::kBFloat16:
+      return combine_of<c10::BFloat16>(op);
+    case at::kByte:
+      return combine_of<uint8_t>(op);
+    case at::kChar:
+      return combine_of<int8_t>(op);
+    case at::kInt:
+      return combine_of<int32_t>(op);
+    case at::kLong:
+      return combine_of<int64_t>(op);
+    default:
+      TORCH_CHECK_VALUE(false, "simccl cannot reduce ", type, " tensors.");
   }
 }
 
@@ -61,41 +109,54 @@ std::vector<size_t> ranks_from(size_t first, size_t count) {
   return ranks;
 }
 
-// Buffers for partial results, for each thread, since several groups may reduce at a time.
-std::byte* scratch(size_t bytes) {
+// A buffer for partial results, one per thread, since several groups may reduce at a time.
+std::vector<std::byte>& scratch(size_t bytes) {
   thread_local std::vector<std::byte> kept;
   kept.resize(std::max(kept.size(), bytes));
-  return kept.data();
+  return kept;
 }
 
 struct Step {
-  ReduceOp::RedOpType op;
-  at::ScalarType type;
-  const Inputs& from;
+  Combine combine;
+  uint64_t item;
 
-  size_t item() const { return c10::elementSize(type); }
-  at::Tensor tensor(const std::byte* data, uint64_t count) const {
-    return at::from_blob(const_cast<std::byte*>(data), {static_cast<int64_t>(count)}, type);
+  void in_sequence(
+      std::byte* to, const std::vector<const std::byte*>& from, const std::vector<size_t>& ranks, uint64_t begin,
+      uint64_t end) const {
+    // Keep partial results in the output, unless another rank's input lies there.
+    const auto lies_there = [&](size_t rank) { return from[rank] + begin * item == to; };
+    const bool in_place = lies_there(ranks[0]) || std::none_of(ranks.begin(), ranks.end(), lies_there);
+    auto& part = scratch(in_place ? 0 : kBlock * item);
+    for (uint64_t at = begin; at < end; at += kBlock) {
+      const uint64_t count = std::min(kBlock, end - at);
+      std::byte* const block = to + (at - begin) * item;
+      std::byte* const sum = in_place ? block : part.data();
+      if (const auto* first = from[ranks[0]] + at * item; first != sum) {
+        std::memcpy(sum, first, count * item);
+      }
+      for (size_t i = 1; i < ranks.size(); ++i) {
+        combine(sum, from[ranks[i]] + at * item, count);
+      }
+      if (sum != block) {
+        std::memcpy(block, sum, count * item);
+      }
+    }
   }
 
-  // Writes elements [begin, end) to `to`, combined in the order of `ranks`, or in pairs.
-  void run(std::byte* to, const std::vector<size_t>& ranks, bool in_pairs, uint64_t begin, uint64_t end) const {
+  void as_tree(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
+    auto& parts = scratch(kBlock * item * from.size());
+    const auto part = [&](size_t rank) { return parts.data() + rank * kBlock * item; };
     for (uint64_t at = begin; at < end; at += kBlock) {
-      const uint64_t count = std::min(kBlock, end - at), bytes = count * item();
-      std::byte* const buffers = scratch(in_pairs ? bytes * ranks.size() : bytes);
-      const auto part = [&](size_t i) { return tensor(buffers + i * bytes, count); };
-      for (size_t i = 0; i < (in_pairs ? ranks.size() : 1); ++i) { // the output may lie over an input
-        std::memcpy(buffers + i * bytes, from[ranks[i]] + at * item(), bytes);
+      const uint64_t count = std::min(kBlock, end - at);
+      for (size_t rank = 0; rank < from.size(); ++rank) {
+        std::memcpy(part(rank), from[rank] + at * item, count * item);
       }
-      for (size_t stride = 1; in_pairs && stride < ranks.size(); stride *= 2) {
-        for (size_t i = 0; i + stride < ranks.size(); i += 2 * stride) {
-          combine(op, part(i), part(i + stride));
+      for (size_t stride = 1; stride < from.size(); stride *= 2) {
+        for (size_t rank = 0; rank + stride < from.size(); rank += 2 * stride) {
+          combine(part(rank), part(rank + stride), count);
         }
       }
-      for (size_t i = 1; !in_pairs && i < ranks.size(); ++i) {
-        combine(op, part(0), tensor(from[ranks[i]] + at * item(), count));
-      }
-      std::memcpy(to + (at - begin) * item(), buffers, bytes);
+      std::memcpy(to + (at - begin) * item, part(0), count * item);
     }
   }
 };
@@ -120,70 +181,31 @@ FoldOrder FoldOrder::parse(const std::string& text) {
   TORCH_CHECK_VALUE(false, "TORCH_EXT_SIM_REDUCE=", text, ": expected rank, ring, tree or random:SEED with a number.");
 }
 
-void Fold::run(std::byte* to, const Inputs& from, uint64_t begin, uint64_t end) const {
-  const Step step{op, type, from};
-  auto ranks = ranks_from(0, from.size());
-  if (order.kind == FoldOrder::Kind::kRing) {
-    for (uint64_t part = 0; part < ranks.size(); ++part) {
-      const uint64_t first = std::max(begin, elements * part / ranks.size());
-      const uint64_t last = std::min(end, elements * (part + 1) / ranks.size());
-      if (first < last) {
-        step.run(to + (first - begin) * step.item(), ranks_from(part + 1, ranks.size()), false, first, last);
+void Fold::run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
+  const Step step{combine_of(type, op), c10::elementSize(type)};
+  const size_t ranks = from.size();
+  switch (order.kind) {
+    case FoldOrder::Kind::kRank:
+      return step.in_sequence(to, from, ranks_from(0, ranks), begin, end);
+    case FoldOrder::Kind::kTree:
+      return step.as_tree(to, from, begin, end);
+    case FoldOrder::Kind::kRandom: {
+      auto drawn = ranks_from(0, ranks);
+      std::mt19937_64 source(order.seed * 0x9E3779B97F4A7C15u + number);
+      for (size_t left = ranks; left > 1; --left) { // std::shuffle differs between libraries
+        std::swap(drawn[left - 1], drawn[source() % left]);
       }
+      return step.in_sequence(to, from, drawn, begin, end);
     }
-    return;
-  }
-  if (order.kind == FoldOrder::Kind::kRandom) {
-    std::mt19937_64 source(order.seed * 0x9E3779B97F4A7C15u + number);
-    for (size_t left = ranks.size(); left > 1; --left) { // std::shuffle differs between libraries
-      std::swap(ranks[left - 1], ranks[source() % left]);
-    }
-  }
-  step.run(to, ranks, order.kind == FoldOrder::Kind::kTree, begin, end);
-}
-
-void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64_t number, const InputOf& input) {
-  const auto mine = static_cast<size_t>(group.rank);
-  const auto take = [&](size_t output, int peer, size_t index) {
-    const auto& to = call.outputs[output];
-    copy_bytes(to.mutable_data_ptr(), input(peer, index, to.nbytes()), to.nbytes());
-  };
-  switch (call.kind) {
-    case OpType::BARRIER:
-      return;
-    case OpType::BROADCAST:
-      if (call.root != group.rank) {
-        take(0, call.root, 0);
+    case FoldOrder::Kind::kRing:
+      for (uint64_t part = 0; part < ranks; ++part) {
+        const uint64_t first = std::max(begin, elements * part / ranks);
+        const uint64_t last = std::min(end, elements * (part + 1) / ranks);
+        if (first < last) {
+          step.in_sequence(to + (first - begin) * step.item, from, ranks_from(part + 1, ranks), first, last);
+        }
       }
       return;
-    case OpType::SCATTER:
-      return take(0, call.root, mine);
-    case OpType::ALLGATHER:
-    case OpType::GATHER: // outputs are empty except on the root
-    case OpType::ALLTOALL:
-      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
-        take(peer, static_cast<int>(peer), call.kind == OpType::ALLTOALL ? mine : 0);
-      }
-      return;
-    case OpType::ALLREDUCE:
-    case OpType::REDUCE: // likewise
-    case OpType::REDUCE_SCATTER: {
-      if (call.outputs.empty()) {
-        return;
-      }
-      const at::Tensor to = call.reduction->target(call.outputs.front());
-      const auto count = static_cast<uint64_t>(to.numel());
-      Inputs from;
-      for (int peer = 0; peer < group.size(); ++peer) {
-        from.push_back(input(peer, call.kind == OpType::REDUCE_SCATTER ? mine : 0, to.nbytes()));
-      }
-      Fold{order, call.reduction->transport_op(), to.scalar_type(), count, number}.run(
-          static_cast<std::byte*>(to.mutable_data_ptr()), from, 0, count);
-      call.reduction->finish(to, call.outputs.front());
-      return;
-    }
-    default:
-      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
   }
 }
 

@@ -13,7 +13,6 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "../std.h"
-#include "transport.h"
 
 namespace torch_ext::sim {
 
@@ -28,7 +27,7 @@ struct FoldOrder {
 
 struct Fold {
   FoldOrder order;
-  c10d::ReduceOp::RedOpType op; // of a transport's
+  c10d::ReduceOp::RedOpType op; // likewise
   at::ScalarType type;          // one that gloo has too
   uint64_t elements;            // of the whole tensor
   uint64_t number;              // of the collective
@@ -37,11 +36,5 @@ struct Fold {
   // rank; `to` may lie in one of them.
   void run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const;
 };
-
-// Input `index` of a rank, of as many bytes.
-using InputOf = std::function<const std::byte*(int peer, size_t index, uint64_t bytes)>;
-
-// Writes the outputs of a collective on this rank. number: of the collective, for the order of a reduction.
-void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64_t number, const InputOf& input);
 
 } // namespace torch_ext::sim

@@ -8,19 +8,22 @@
 //                                                      Note [Who reduces]
 //       `---------------------> over       with an error: ranks disagree, a peer has gone, time limit, abort
 //
-//   published   this rank has copied its inputs and its fingerprint to its memory, where peers read them
+//   published   this rank has copied its inputs and its fingerprint to its memory; peers read them there whatever this
+//               rank does next, so no peer depends on when it waits
 //   checked     every peer has published the same number, and all fingerprints agree
 //   sharing     ranks that wait reduce pieces of the result
 //
-// A thread that waits for a collective or polls it takes it on. The collectives of a group end in order, so a wait for
-// one does the earlier ones first.
+// A collective leaves a state only in a thread that waits for it or polls. The collectives of a group end in order, so
+// a wait for one does the earlier ones first.
 //
 // Note [Who reduces]
 // Each rank computes the result of a small all-reduce for itself, which saves a second round. The result of a large one
 // is cut into pieces, which lie in order over the input of the group's first rank, in its memory. A rank that waits
-// claims the next free piece (Slot::claims: 0 free, 1 + rank being reduced, kReduced) and reduces it; then every rank
-// copies the whole. So a rank that has launched but does not wait delays no peer, and a claim shows that its rank died
-// within the piece.
+// claims the next free piece (compare and swap on Slot::claims), reduces it, and marks it as done; then every rank
+// copies the whole. So a rank that has launched but does not wait delays no peer, and the claim on a piece shows that
+// its rank died within it.
+//
+//   claim: 0 free -> 1 + rank: being reduced -> kReduced
 #include <c10/util/Exception.h>
 
 #include "../host_tensors.h"
@@ -37,10 +40,15 @@ namespace {
 using c10d::OpType;
 
 constexpr uint32_t kReduced = ~uint32_t{0};
+static_assert(kPieces <= 64, "pieces are remembered in one word");
 
 // If a rank alone would read more than this many bytes, ranks share the work.
 constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
 constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
+
+uint32_t pieces_of(uint64_t bytes) {
+  return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
+}
 
 std::byte* input(SharedGroup& group, int peer, uint64_t number, size_t index, uint64_t bytes) {
   auto& memory = group.memory(peer);
@@ -49,43 +57,103 @@ std::byte* input(SharedGroup& group, int peer, uint64_t number, size_t index, ui
   return memory.heap(place, bytes);
 }
 
-// Moves the data of a collective on which all ranks agree. Returns the event to wait for while peers reduce pieces of
-// it; raises if one of them died in a piece.
-std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
-  const auto& call = front.call;
-  const bool is_shared = call.kind == OpType::ALLREDUCE &&
-      call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group.size()) > kAloneBytes;
-  if (!is_shared) {
-    write_outputs(call, group, group.order, front.number, [&](int peer, size_t index, uint64_t bytes) {
-      return input(group, peer, front.number, index, bytes);
-    });
-    return std::nullopt;
+std::vector<const std::byte*> inputs_of_all(SharedGroup& group, uint64_t number, size_t index, uint64_t bytes) {
+  std::vector<const std::byte*> found;
+  found.reserve(group.members.size());
+  for (int peer = 0; peer < group.size(); ++peer) {
+    found.push_back(input(group, peer, number, index, bytes));
   }
+  return found;
+}
+
+Fold fold_of(SharedGroup& group, const Pending& front, const at::Tensor& to) {
+  return {
+      group.order, front.call.reduction->transport_op(), to.scalar_type(), static_cast<uint64_t>(to.numel()),
+      front.number};
+}
+
+void move_alone(SharedGroup& group, Pending& front) {
+  auto& call = front.call;
+  const auto mine = static_cast<size_t>(group.rank);
+  const auto take = [&](size_t output, int peer, size_t index) {
+    const auto& to = call.outputs[output];
+    copy_bytes(to.mutable_data_ptr(), input(group, peer, front.number, index, to.nbytes()), to.nbytes());
+  };
+  switch (call.kind) {
+    case OpType::BARRIER:
+      return;
+    case OpType::BROADCAST:
+      if (call.root != group.rank) {
+        take(0, call.root, 0);
+      }
+      return;
+    case OpType::SCATTER:
+      return take(0, call.root, mine);
+    case OpType::ALLGATHER:
+    case OpType::GATHER: // outputs are empty except on the root
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), 0);
+      }
+      return;
+    case OpType::ALLTOALL:
+      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
+        take(peer, static_cast<int>(peer), mine);
+      }
+      return;
+    case OpType::ALLREDUCE:
+    case OpType::REDUCE: // likewise
+    case OpType::REDUCE_SCATTER: {
+      if (call.outputs.empty()) {
+        return;
+      }
+      const at::Tensor to = call.reduction->target(call.outputs.front());
+      const size_t index = call.kind == OpType::REDUCE_SCATTER ? mine : 0;
+      const auto count = static_cast<uint64_t>(to.numel());
+      if (count > 0) {
+        fold_of(group, front, to)
+            .run(
+                static_cast<std::byte*>(to.mutable_data_ptr()), inputs_of_all(group, front.number, index, to.nbytes()),
+                0, count);
+      }
+      call.reduction->finish(to, call.outputs.front());
+      return;
+    }
+    default:
+      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
+  }
+}
+
+std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look) {
+  const auto& call = front.call;
   const at::Tensor to = call.reduction->target(call.outputs.front());
   const auto count = static_cast<uint64_t>(to.numel());
   const uint64_t bytes = to.nbytes(), item = bytes / count;
-  const auto pieces = static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
-  std::vector<const std::byte*> from;
-  for (int peer = 0; peer < group.size(); ++peer) {
-    from.push_back(input(group, peer, front.number, 0, bytes));
-  }
+  const uint32_t pieces = pieces_of(bytes);
+  const auto from = inputs_of_all(group, front.number, 0, bytes);
   std::byte* result = input(group, 0, front.number, 0, bytes);
   auto& home = group.memory(0);
   auto& claims = home.slot(front.number).claims;
   const uint32_t mine = static_cast<uint32_t>(group.rank) + 1;
   const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
-  const Fold fold{group.order, call.reduction->transport_op(), to.scalar_type(), count, front.number};
+  const Fold fold = fold_of(group, front, to);
 
+  // Copy each piece that this rank has reduced to its output while it is in the cache.
+  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
+  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
+  uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
   bool did_some = false;
   for (uint32_t piece = 0; piece < pieces; ++piece) {
     uint32_t free = 0;
     if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
-      const uint64_t begin = count * piece / pieces, end = count * (piece + 1) / pieces;
-      fold.run(result + begin * item, from, begin, end);
+      const uint64_t begin = begin_of(piece), end = begin_of(piece + 1);
+      fold.run(result + begin, from, begin / item, end / item);
       claims[piece].store(kReduced, std::memory_order_release);
+      copy_bytes(out + begin, result + begin, end - begin);
+      have |= uint64_t{1} << piece;
       did_some = true;
     }
   }
+  front.reduced = have;
   if (did_some) {
     ring(home.header().reduced);
   }
@@ -96,15 +164,32 @@ std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
       const auto& process = group.members[static_cast<size_t>(peer)].process;
       if (look && process != nullptr && process->has_ended() &&
           claims[piece].load(std::memory_order_acquire) != kReduced) {
-        std::rethrow_exception(group.failure(
+        front.end(group.failure(
             c10::str(group.called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
+        return std::nullopt;
       }
       // `seen` was read before the pieces; a ring since then, even this rank's, wakes the sleeper to check again.
       return Wait{&home.header().reduced, seen, peer};
     }
   }
-  copy_bytes(to.mutable_data_ptr(), result, bytes);
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    if ((have >> piece & 1) == 0) {
+      copy_bytes(out + begin_of(piece), result + begin_of(piece), begin_of(piece + 1) - begin_of(piece));
+    }
+  }
   call.reduction->finish(to, call.outputs.front());
+  return std::nullopt;
+}
+
+// Moves the data of a collective on which all ranks agree. Returns the event to wait for while peers reduce pieces of
+// it; fails it if one of them died in a piece.
+std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
+  const auto& call = front.call;
+  if (call.kind == OpType::ALLREDUCE &&
+      call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group.size()) > kAloneBytes) {
+    return reduce_shared(group, front, look);
+  }
+  move_alone(group, front);
   return std::nullopt;
 }
 
@@ -170,26 +255,29 @@ void Lane::wait_for_writers(const Call& call) {
 
 void Lane::wait_for_slot(uint64_t number) {
   const auto deadline = std::chrono::steady_clock::now() + group_->timeout.load();
-  const auto is_behind = [&](int peer) {
-    return peer != group_->rank && group_->header(peer).finished.load(std::memory_order_acquire) + kSlots < number;
-  };
   while (true) {
-    std::unique_lock<std::mutex> lock(group_->mutex);
-    if (!pending_.empty() && pending_.front()->number + kSlots <= number) {
-      const auto oldest = pending_.front();
-      lock.unlock();
+    std::shared_ptr<Pending> oldest;
+    std::string why;
+    bool is_free = true;
+    {
+      std::lock_guard<std::mutex> lock(group_->mutex);
+      if (!pending_.empty() && pending_.front()->number + kSlots <= number) {
+        oldest = pending_.front();
+      }
+      for (int peer = 0; peer < group_->size() && is_free; ++peer) {
+        if (peer != group_->rank) {
+          is_free = group_->header(peer).finished.load(std::memory_order_acquire) + kSlots >= number;
+          why = is_free ? "" : group_->gone(peer, /*look=*/true);
+        }
+      }
+    }
+    if (oldest != nullptr) {
       settle(*oldest);
       continue;
     }
-    int peer = 0;
-    while (peer < group_->size() && !is_behind(peer)) {
-      ++peer;
-    }
-    if (peer == group_->size()) {
+    if (is_free) {
       return;
     }
-    auto why = group_->gone(peer, /*look=*/true);
-    lock.unlock();
     if (why.empty() && std::chrono::steady_clock::now() >= deadline) {
       why = c10::str("timed out: a peer is ", kSlots, " collectives behind");
     }
@@ -270,12 +358,11 @@ Wait Lane::progress(Pending& wanted, bool look) {
 
 Wait Lane::step(Pending& front, bool look) {
   try {
-    auto wait = gather(front, look);
-    if (!wait.has_value()) {
-      wait = move_data(*group_, front, look);
+    if (auto wait = gather(front, look); wait.has_value() || front.over()) {
+      return wait.value_or(Wait{});
     }
-    if (wait.has_value()) {
-      return *wait;
+    if (auto wait = move_data(*group_, front, look); wait.has_value() || front.over()) {
+      return wait.value_or(Wait{});
     }
     front.end();
   } catch (...) {
@@ -300,8 +387,9 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
     const auto why = group_->gone(peer, look);
     if (group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) != front.number) {
       if (!why.empty()) {
-        std::rethrow_exception(
+        front.end(
             group_->failure(c10::str(why, " and takes no part in what ", mine.who(), " called: ", phrase(mine), ".")));
+        return std::nullopt;
       }
       if (!missing.has_value()) {
         missing = Wait{&complete, seen, peer};
@@ -310,14 +398,16 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
     }
     ranks.push_back(participant_of(*group_, peer, front.number));
     if (const auto message = difference(mine, ranks.back()); !message.empty()) {
-      std::rethrow_exception(group_->disagreement(front.number, message));
+      front.end(group_->disagreement(front.number, message));
+      return std::nullopt;
     }
   }
   if (missing.has_value()) {
     return missing;
   }
   if (const auto message = disagreement_of_all(ranks); !message.empty()) {
-    std::rethrow_exception(group_->failure(message));
+    front.end(group_->failure(message));
+    return std::nullopt;
   }
   front.checked = true;
   return std::nullopt;

@@ -1,17 +1,16 @@
 // Transfers between two ranks of a group over shared memory.
 //
 // Note [Letters]
-// A sender copies its tensor to its own memory, appends a letter to its list for the receiver (`next` of the letter
-// before), and rings the receiver's `Header::doorbell`. So a send, even to oneself, is over when it has begun. Of
-// receives from one sender, the one that was started first takes the oldest unread letter.
+// A sender copies its tensor to its own memory and appends a letter to its list for the receiver, so a send, even to
+// oneself, is over when it has begun. A receiver reads the list of each sender; a receive takes the oldest unread
+// letter of its sender. Of receives from one sender, the one that was started first gets it.
 //
 //   sender's list   first -> letter -> letter -> letter -> 0
 //                            passed    passed    ^ cursor of the receiver: the last one it has seen
 //                            and read            |
 //                            = free              `- passed, not read: among the receiver's unread letters
 //
-// The receiver marks in `state` that it has copied a letter, and that it has gone past it: until then, the letter's
-// `next` continues the list.
+// A letter is kept until the receiver has gone past it, because its `next` continues the list.
 #include "shared_memory.h"
 
 #include "../std.h"
@@ -45,8 +44,11 @@ TransferPtr Mailbox::send(Call call) {
   const uint64_t place = group_->allocate(sizeof(Letter));
   copy_bytes(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
   auto& written = *new (&letter(group_->rank, place)) Letter{};
+  written.elements = static_cast<uint64_t>(tensor.numel());
+  written.type = static_cast<int8_t>(tensor.scalar_type());
   written.data = data;
-  written.envelope = envelope_of(call);
+  written.turn = call.turn;
+  copy_text(written.site, kSiteBytes, call.site);
   auto& last = last_sent_[static_cast<size_t>(to)];
   auto& link = last == 0 ? group_->own().first_letter(to) : letter(group_->rank, last).next;
   link.store(place, std::memory_order_release);
@@ -99,13 +101,20 @@ void Mailbox::collect(int from) {
 void Mailbox::open(Pending& to, uint64_t place) {
   const int from = to.call.root;
   const auto& tensor = to.call.outputs.front();
-  auto& received = letter(from, place);
-  const auto data = received.data;
-  const auto why = fault_of(*group_, received.envelope, to.call);
-  if (why == nullptr) {
+  const auto& received = letter(from, place);
+  const uint64_t elements = received.elements, data = received.data;
+  std::exception_ptr why;
+  if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
+    why = group_->failure(unequal_letter(
+        group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
+        group_->called(group_->rank), to.call));
+  } else if (
+      auto message = mutual_block(group_->called(from), received.turn, received.site, to.call); !message.empty()) {
+    why = group_->failure(message);
+  } else {
     copy_bytes(tensor.mutable_data_ptr(), group_->memory(from).heap(data, tensor.nbytes()), tensor.nbytes());
   }
-  letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release); // the heap may have moved
+  letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release);
   to.end(why);
 }
 
@@ -113,7 +122,7 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
   const auto& doorbell = group_->header(group_->rank).doorbell;
   const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
   // Check for ended peers before reading: they may have written just before.
-  const auto why = wanted.over() ? "" : group_->gone(wanted.call.root, look);
+  const auto why = wanted.over() ? "" : none_can_come(wanted, look);
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);
   }
@@ -127,10 +136,15 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
   }
   std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   if (!wanted.over() && !why.empty()) {
-    wanted.end(group_->failure(c10::str(why, " and sends nothing more for ", wanted.call.name, ".")));
+    wanted.end(group_->failure(why));
     std::erase_if(receiving_, [&](const auto& one) { return one.get() == &wanted; });
   }
   return wait;
+}
+
+std::string Mailbox::none_can_come(const Pending& to, bool look) const {
+  const auto why = group_->gone(to.call.root, look);
+  return why.empty() ? why : c10::str(why, " and sends nothing more for ", to.call.name, ".");
 }
 
 } // namespace torch_ext::sim

@@ -14,24 +14,27 @@
 //   +-----------------------------+ 0                  +-----------------------------+ 0
 //   | number, written last        |                    | next: the letter after it   |
 //   | inputs, counts: in the heap |                    | state: by the reader        |
-//   | claims[kPieces]: by peers   |                    | data: in the heap           |
-//   | fingerprint                 |                    | envelope                    |
+//   | claims[kPieces]: by peers   |                    | type, elements, data, turn  |
+//   | fingerprint                 |                    | site                        |
 //   +-----------------------------+                    +-----------------------------+
 //
 // A rank publishes a collective by writing its slot, then `Slot::number`. A rank that then finds all others published
 // rings `Header::complete` of rank 0, on which all sleep: of two that publish at once, at least one sees the other. The
-// slot and its data are free again when `Header::finished` of every peer is past the collective. For letters, see Note
-// [Letters] in mailbox.cpp.
+// slot and its data are free again when `Header::finished` of every peer is past the collective. A sender publishes a
+// letter by the `next` of the previous letter and the reader's `Header::doorbell`. The reader marks in `state` that it
+// has copied the letter, and that it has gone on to the next one: both marks together free the letter.
 //
 // Note [States of a group]
 //
-//   kReady ----> kLeft        the group was destroyed in good order
-//      `-------> kAborted     a thread called abort
+//   kNew --> kReady ----> kLeft        the group was destroyed in good order
+//     |         `-------> kAborted     a thread called abort
+//     `----> kRefused                  this rank cannot map a peer's memory: the group takes the other transport
 //
 // A process that dies leaves its state as it is; peers see its pidfd instead.
 //
-// The kernel frees the memory with the last process that mapped it, however that process ends. Any thread may read the
-// control area, which never moves. The heap may move when it grows: hold the group's lock.
+// Ownership: the mapping belongs to the object. The memory has no name; the kernel frees it with the last process that
+// mapped it, however that process ends. Threading: any thread may read the control area, which never moves. The heap
+// may move when it grows: hold the group's lock.
 #pragma once
 
 #include <sys/types.h>
@@ -45,10 +48,13 @@ constexpr uint64_t kSlots = 256;   // as many collectives of a group can be unde
 constexpr uint32_t kPieces = 64;   // as many parts of an all-reduce are shared out between ranks
 constexpr size_t kSiteBytes = 200; // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
+constexpr uint64_t kLayoutVersion = 2;
 
-enum class GroupState : uint8_t { kReady = 0, kLeft, kAborted };
+enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
 struct Header {
+  uint64_t version;
+  uint64_t nonce[2]; // identifies this file to a peer that has opened it
   std::atomic<uint32_t> state;
   std::atomic<uint32_t> complete; // by peers, of rank 0: grows when all have published a collective; all sleep on it
   std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
@@ -88,24 +94,21 @@ struct Turn {
   uint64_t blocking; // of a send: 1 if it blocks; of a receive: number of the last earlier send that blocks, 0: none
 };
 
-// A sender's call, for the receiver.
-struct Envelope {
-  int64_t elements;
+struct Letter {
+  std::atomic<uint64_t> next;
+  std::atomic<uint32_t> state; // by the reader
+  uint64_t elements;
+  uint64_t data;
   Turn turn;
   int8_t type;
   char site[kSiteBytes];
 };
 
-struct Letter {
-  std::atomic<uint64_t> next;
-  std::atomic<uint32_t> state; // by the reader
-  uint64_t data;
-  Envelope envelope;
-};
-
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits");
 static_assert(sizeof(Header) <= kPage && sizeof(Slot) <= kSlotStride);
+static_assert(offsetof(Header, version) == 0 && offsetof(Header, nonce) == 8 && offsetof(Header, state) == 24);
+static_assert(offsetof(Slot, number) == 0 && offsetof(Slot, claims) == 24);
 
 inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
   if (bytes > 0) { // empty tensors may have null pointers
@@ -113,14 +116,18 @@ inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
   }
 }
 
-// The initial length of a rank's file in a group of `size` ranks.
-uint64_t segment_bytes(int size);
+constexpr uint64_t control_bytes(int size) {
+  return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;
+}
 
 // Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Spins for a few microseconds
 // before it sleeps: peers rarely start a small collective further apart.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen, std::chrono::milliseconds slice);
 
-// Adds one to `word` and wakes all who sleep on it, in every process.
+// Wakes all who sleep on `word`, in every process.
+void wake(const std::atomic<uint32_t>& word);
+
+// Adds one to `word` and wakes all who sleep on it.
 void ring(std::atomic<uint32_t>& word);
 
 // Whether a process lives, by its pidfd, which no other process can take over.
@@ -128,7 +135,7 @@ class Process {
  public:
   // Null where there is no such process, or the kernel has no pidfds (before Linux 5.3). Groups share the object of a
   // pid, and so its descriptor.
-  static std::shared_ptr<Process> find(pid_t pid);
+  static std::shared_ptr<const Process> find(pid_t pid);
 
   explicit Process(pid_t pid, int file) : pid_(pid), file_(file) {}
   ~Process();
@@ -163,12 +170,18 @@ class Arena {
 
 class Segment {
  public:
-  // Maps the file of a rank in a group of `size` ranks, and takes the descriptor: `is_own` keeps it, to grow the file.
-  Segment(int file, int size, bool is_own);
-  ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
+  // Creates this rank's segment in a group of `size` ranks. Raises RuntimeError where the kernel refuses.
+  static Segment create(int size);
 
+  // Maps a peer's segment, and closes `file`. Raises RuntimeError if the file is too small for a segment.
+  static Segment open(int file, int size);
+
+  Segment() = default;
+  Segment(Segment&& other) noexcept;
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();
+
+  explicit operator bool() const { return control_ != nullptr; }
   Header& header() const { return *reinterpret_cast<Header*>(control_); }
   Slot& slot(uint64_t number) const;
   std::atomic<uint64_t>& first_letter(int to) const;
@@ -182,25 +195,22 @@ class Segment {
   // Drops the pages behind a range that is no longer used.
   void discard(uint64_t offset, uint64_t bytes);
 
+  int file() const { return file_; } // the owner's; -1 of a peer's
+
  private:
+  void map(int file, uint64_t heap_bytes);
   void remap_heap(uint64_t bytes);
 
-  int file_;
-  uint64_t control_bytes_;
-  uint64_t heap_bytes_ = 0;
   std::byte* control_ = nullptr;
   std::byte* heap_ = nullptr;
+  uint64_t control_bytes_ = 0;
+  uint64_t heap_bytes_ = 0;
+  int file_ = -1;
 };
 
-// By rank: the process, null for this rank itself, and the descriptor of its memory.
-using Addresses = std::vector<std::pair<std::shared_ptr<Process>, int>>;
-
 struct Member {
-  Member(const Addresses::value_type& address, int size)
-      : memory(address.second, size, /*is_own=*/address.first == nullptr), process(address.first) {}
-
   Segment memory;
-  const std::shared_ptr<Process> process; // of a peer
+  std::shared_ptr<const Process> process; // of a peer
 };
 
 } // namespace torch_ext::sim

@@ -1,9 +1,10 @@
 // The transport between processes, or threads, of one machine. Collectives are in lane.cpp, transfers between two ranks
-// in mailbox.cpp; segment.h lays out the memory, and _meeting.py says how ranks find it.
+// in mailbox.cpp; segment.h lays out the memory, and choice.cpp says how ranks find it.
 //
-// A transfer keeps the group's memory mapped, so it may outlive the transport. The transport starts no thread, and its
-// destructor waits for nothing: the threads that launch, wait or poll do the work. All functions but `Pending::finish`
-// and `Lane::start` require the group's lock; no thread sleeps with it.
+// Ownership: a transfer keeps the group's memory mapped, so it may outlive the transport. The transport starts no
+// thread, and its destructor waits for nothing: the threads that launch, wait or poll do the work.
+//
+// Threading: all functions but `Pending::finish` and `Lane::start` require the group's lock; no thread sleeps with it.
 #pragma once
 
 #include "../std.h"
@@ -18,20 +19,16 @@ namespace torch_ext::sim {
 struct Wait {
   const std::atomic<uint32_t>* word; // in a control area
   uint32_t seen;
-  int peer;
+  int peer; // -1: anyone
 };
 
 struct SharedGroup final : Group {
   SharedGroup(
-      const Addresses& addresses, FoldOrder order, int rank, std::vector<int64_t> global_ranks,
+      std::vector<Member> members, FoldOrder order, int rank, std::vector<int64_t> global_ranks,
       std::chrono::milliseconds timeout, bool any_device)
-      : Group(rank, std::move(global_ranks), timeout, any_device), order(order) {
-    for (const auto& address : addresses) {
-      members.emplace_back(address, static_cast<int>(addresses.size()));
-    }
-  }
+      : Group(rank, std::move(global_ranks), timeout, any_device), members(std::move(members)), order(order) {}
 
-  std::deque<Member> members;
+  std::vector<Member> members;
   const FoldOrder order;
   Arena arena;
 
@@ -76,6 +73,7 @@ class Pending final : public Transfer {
   Call call;
   const uint64_t number; // of the collective, or of the letter
   bool checked = false;  // all ranks take part and agree
+  uint64_t reduced = 0;  // the pieces of a shared all-reduce that are in the output already
 
  private:
   const std::shared_ptr<SharedGroup> group_;
@@ -106,7 +104,6 @@ class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
 
   // Advances one collective; returns the event that it then waits for, unless it is over.
   Wait step(Pending& front, bool look);
-  // Returns the event to wait for while peers are missing; raises if one is gone, or ranks disagree.
   std::optional<Wait> gather(Pending& front, bool look);
 
   const std::shared_ptr<SharedGroup> group_;
@@ -134,6 +131,7 @@ class Mailbox final : public Queue, public std::enable_shared_from_this<Mailbox>
   void release_sent();
   void collect(int from);
   void open(Pending& to, uint64_t place);
+  std::string none_can_come(const Pending& to, bool look) const;
 
   const std::shared_ptr<SharedGroup> group_;
   std::vector<uint64_t> last_sent_;          // by receiver: the end of its list

@@ -1,4 +1,4 @@
-// Makes transports, starts calls on any of them, and applies the planted faults.
+// Starts calls on any transport, and applies the planted faults.
 //
 // Note [Seams]
 // Each call of every group passes `Transport::start`, which applies the faults planted for it:
@@ -13,17 +13,18 @@
 // them. A fault is applied once in each matching group.
 //
 // Note [Transfers that block each other]
-// NCCL runs the transfers between two ranks in the order of their calls, and a send of more bytes than it buffers ends
-// when its receive has begun; whether a smaller one does depends on the machine, so it counts as one that does not
-// block. Here a send is over at once, and a program would pass that hangs on GPUs. So each rank counts its transfers
-// with a peer, a send carries the numbers along, and the receive that gets it compares. For the receive `r` and its
-// send, ranks block each other for ever if
+// NCCL runs the transfers between two ranks in the order of their calls, on one stream, and a receive ends when its
+// send has run. A send of more bytes than NCCL buffers ends when its receive has begun; whether a smaller one does
+// depends on the machine, so it counts as one that does not block. Here a send is over at once, and a program would
+// pass that hangs on GPUs. So each rank counts its transfers with a peer, a send carries the numbers along, and the
+// receive that gets it compares. For the receive `r` and its send, ranks block each other for ever if
 //
 //   the peer started more receives before its send than this rank sends before `r`: both begin with a receive
 //   the send blocks, and this rank started one that blocks before `r`, and the peer has not received it before its own
 //
-// Batched transfers (batch_isend_irecv) start together and are not counted. No check in a group of gloo, which buffers,
-// and with TORCH_EXT_SIM_P2P=buffered.
+// The numbers follow from the order of calls on either rank, so the verdict is the same in every run. Batched transfers
+// (batch_isend_irecv) start together and are not counted. No check in a group of gloo, which buffers, and with
+// TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -31,28 +32,25 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <signal.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
 #include "../bindings.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"
-#include "fold.h"
-#include "segment.h"
-#include "shared_memory.h"
 
 namespace torch_ext::sim {
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
+enum class FaultKind : uint8_t { kDelay, kDrop, kCorrupt, kKill };
+
 struct Fault {
-  std::string kind;      // the name of its function in faults.py
+  FaultKind kind;
   uint64_t at;           // number of the call in its group
   std::string group;     // by name; empty: any
-  Milliseconds duration; // of a delay; 0 of others
+  Milliseconds duration; // of a delay
 };
 
 struct Plan {
@@ -76,6 +74,20 @@ std::vector<Fault> faults_for(Group& group, uint64_t number) {
   return found;
 }
 
+// A call that never reaches its peers.
+class Dropped final : public Awaited {
+ public:
+  Dropped(std::shared_ptr<const Group> group, const Call& call)
+      : Awaited(std::move(group), c10::str(call.name, ", dropped by a planted fault,")),
+        limit_(group_->limit_of(call, kNoTimeout)) {
+    over_ = call.kind == c10d::OpType::SEND;
+  }
+  void finish(Milliseconds timeout) override { Awaited::finish(timeout == kNoTimeout ? limit_ : timeout); }
+
+ private:
+  const Milliseconds limit_;
+};
+
 at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   at::Tensor copy = host.clone();
   if (copy.nbytes() > 0) {
@@ -85,9 +97,16 @@ at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   return copy;
 }
 
-// Lets the ranks of a group meet (_meeting.py): (store, rank, size, timeout) -> Addresses, or a gloo backend. Set once,
-// never freed.
-pybind11::object* meet = nullptr;
+FaultKind kind_of(const std::string& name) {
+  static const std::map<std::string, FaultKind> kinds{
+      {"delay", FaultKind::kDelay},
+      {"drop", FaultKind::kDrop},
+      {"corrupt", FaultKind::kCorrupt},
+      {"kill", FaultKind::kKill}};
+  const auto found = kinds.find(name);
+  TORCH_CHECK_VALUE(found != kinds.end(), "unknown fault: ", name);
+  return found->second;
+}
 
 } // namespace
 
@@ -113,11 +132,10 @@ bool Awaited::advance() {
 }
 
 void Awaited::finish(Milliseconds timeout) {
-  timeout = timeout == kNoTimeout ? limit_ : timeout;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_over = [this] { return over_; };
   if (timeout == kNoTimeout) {
-    changed_.wait(lock, is_over);
+    changed_.wait(lock, is_over); // gloo has its own time limit
   } else if (!changed_.wait_for(lock, timeout, is_over)) {
     lock.unlock();
     abort(group_->failure(c10::str(what_, " timed out: it was not over after ", timeout.count(), " ms.")));
@@ -128,13 +146,15 @@ void Awaited::finish(Milliseconds timeout) {
   }
 }
 
-void Awaited::end(const std::exception_ptr& why) {
+bool Awaited::end(const std::exception_ptr& why) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!over_) {
-    over_ = true;
-    why_ = why;
-    changed_.notify_all();
+  if (over_) {
+    return false;
   }
+  over_ = true;
+  why_ = why;
+  changed_.notify_all();
+  return true;
 }
 
 uint64_t bytes_that_nccl_buffers() {
@@ -176,20 +196,23 @@ TransferPtr Transport::start(Call call) {
   }
   bool is_dropped = false, is_corrupted = false;
   for (const auto& fault : faults_for(*group_, ++started_)) {
-    std::this_thread::sleep_for(fault.duration);
-    if (fault.kind == "kill") {
-      ::kill(getpid(), SIGKILL);
+    switch (fault.kind) {
+      case FaultKind::kDelay:
+        std::this_thread::sleep_for(fault.duration);
+        break;
+      case FaultKind::kKill:
+        ::kill(getpid(), SIGKILL);
+        break;
+      case FaultKind::kDrop:
+        is_dropped = true;
+        break;
+      case FaultKind::kCorrupt:
+        is_corrupted = true;
+        break;
     }
-    is_dropped = is_dropped || fault.kind == "drop";
-    is_corrupted = is_corrupted || fault.kind == "corrupt";
   }
-  if (is_dropped) { // the call never reaches its peers
-    auto dropped = std::make_shared<Awaited>(
-        group_, c10::str(call.name, ", dropped by a planted fault,"), group_->limit_of(call, kNoTimeout));
-    if (call.kind == c10d::OpType::SEND) {
-      dropped->abort(nullptr); // over, without an error
-    }
-    return dropped;
+  if (is_dropped) {
+    return std::make_shared<Dropped>(group_, call);
   }
   if (!is_corrupted) {
     return begin(std::move(call));
@@ -208,31 +231,10 @@ TransferPtr Transport::start(Call call) {
   return begin(std::move(call));
 }
 
-std::shared_ptr<Transport> make_transport(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
-    std::chrono::milliseconds timeout, bool any_device) {
-  pybind11::gil_scoped_acquire gil;
-  const pybind11::object met = (*meet)(store, rank, global_ranks.size(), timeout);
-  if (pybind11::isinstance<c10d::Backend>(met)) {
-    return make_gloo_transport(
-        met.cast<c10::intrusive_ptr<c10d::Backend>>(),
-        std::make_shared<Group>(rank, global_ranks, timeout, any_device));
-  }
-  const char* reduce = std::getenv("TORCH_EXT_SIM_REDUCE");
-  const auto order = FoldOrder::parse(reduce == nullptr ? "" : reduce);
-  return std::make_shared<SharedMemory>(
-      std::make_shared<SharedGroup>(met.cast<Addresses>(), order, rank, global_ranks, timeout, any_device));
-}
-
-void bind_transport(pybind11::module_& m) {
-  m.def("set_meeting", [](const pybind11::function& meeting) { meet = new pybind11::object(meeting); });
-  m.def("segment_bytes", &segment_bytes);
-  pybind11::class_<Process, std::shared_ptr<Process>>(m, "Process")
-      .def_static("find", &Process::find)
-      .def("has_ended", &Process::has_ended);
+void bind_faults(pybind11::module_& m) {
   m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
     std::lock_guard<std::mutex> lock(plan.mutex);
-    plan.faults.push_back({kind, at, group, duration});
+    plan.faults.push_back({kind_of(kind), at, group, duration});
     plan.is_empty.store(false, std::memory_order_release);
   });
   m.def("clear_faults", [] {

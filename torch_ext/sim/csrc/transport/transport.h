@@ -2,8 +2,10 @@
 //
 // A transport works on host memory and knows nothing of devices, streams or works: simccl.cpp turns an operation into a
 // Call, and work.h makes a c10d::Work of the Transfer that it gets for it. There are two: shared_memory.h, and gloo.cpp
-// for ranks that cannot share memory. One thread at a time starts calls; any thread may call the other functions, all
-// without the GIL, since they block.
+// for ranks that cannot share memory. choice.cpp says which one a group gets.
+//
+// Threading: one thread at a time starts calls. All other functions may be called from any thread. None may be called
+// with the GIL held, since they block.
 #pragma once
 
 #include <c10/util/StringUtil.h>
@@ -106,7 +108,7 @@ struct Group {
   const bool any_device;                          // whether several ranks may use one device, as with gloo on CUDA
   const pid_t owner = getpid();                   // a forked child must not act for this rank
   std::atomic<std::chrono::milliseconds> timeout; // of calls that name none
-  mutable std::mutex mutex;
+  std::mutex mutex;
   std::string name; // guarded by mutex
 
   int size() const { return static_cast<int>(global_ranks.size()); }
@@ -131,20 +133,19 @@ struct Group {
 // A transfer that another thread ends, or that never ends by itself. Any thread may call it.
 class Awaited : public Transfer {
  public:
-  // what: the call, for messages. limit: of waits that name none; gloo has its own.
-  Awaited(std::shared_ptr<const Group> group, std::string what, std::chrono::milliseconds limit = kNoTimeout)
-      : group_(std::move(group)), what_(std::move(what)), limit_(limit) {}
+  // what: the call, for messages.
+  Awaited(std::shared_ptr<const Group> group, std::string what) : group_(std::move(group)), what_(std::move(what)) {}
 
   bool advance() override;
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override { end(why); }
 
  protected:
-  void end(const std::exception_ptr& why = nullptr);
+  // Returns false if the transfer was over already.
+  bool end(const std::exception_ptr& why = nullptr);
 
   const std::shared_ptr<const Group> group_;
   const std::string what_;
-  const std::chrono::milliseconds limit_;
   std::mutex mutex_; // guards what follows
   std::condition_variable changed_;
   bool over_ = false;
@@ -158,7 +159,8 @@ class Transport {
   C10_DISABLE_COPY_AND_ASSIGN(Transport);
 
   // Begins a call, and applies the faults planted for it (Note [Seams] in transport.cpp). Reads all inputs before it
-  // returns; writes the outputs until the transfer is over. May wait for peers that are far behind.
+  // returns, so they may be overwritten or freed; writes the outputs until the transfer is over. May wait for peers
+  // that are far behind.
   TransferPtr start(Call call);
 
   // Sets the limit of calls that name none.
@@ -196,8 +198,9 @@ class Transport {
   std::map<int, Pair> pairs_; // by peer
 };
 
-// Gives a group the transport that its ranks agree on: see Note [Agreeing on a transport] in _meeting.py. Blocks until
-// all ranks are there. any_device: whether several ranks may use one device.
+// Gives a group the transport that its ranks agree on (Note [Agreeing on a transport] in choice.cpp) and that
+// TORCH_EXT_SIM_TRANSPORT allows. Blocks until all ranks are there. any_device: whether several ranks may use one
+// device.
 std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
     std::chrono::milliseconds timeout, bool any_device);
