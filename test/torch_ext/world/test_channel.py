@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torch_ext.world import channel
 from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
@@ -170,6 +172,20 @@ def test_refusal_names_the_descriptor_of_the_writer(pair: Pair) -> None:
         other.receive()
     os.kill(peer, signal.SIGKILL)
     os.waitpid(peer, 0)
+
+
+def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
+    socket.setdefaulttimeout(0.001)
+    try:
+        one, other = channel_pair()
+    finally:
+        socket.setdefaulttimeout(None)
+    sender = threading.Thread(target=lambda: (time.sleep(0.1), one.send("late")))
+    sender.start()
+    assert other.receive() == ("late", [])
+    sender.join()
+    one.close()
+    other.close()
 
 
 def test_channel_does_not_touch_a_file_that_reuses_its_descriptor(pair: Pair) -> None:
