@@ -74,27 +74,6 @@ Kernel& Kernel::use(const void* data, size_t bytes, bool write) {
   return *this;
 }
 
-Kernel& Kernel::on(c10::DeviceIndex device) {
-  device_ = c10::Device(kSim, device);
-  is_settled_ = true;
-  return *this;
-}
-
-Kernel& Kernel::host_reads() {
-  host_reads_ = true;
-  return *this;
-}
-
-Kernel& Kernel::touches_nothing() {
-  touches_memory_ = false;
-  return *this;
-}
-
-Kernel& Kernel::allocates(Allocations what) {
-  allocations_ = what;
-  return *this;
-}
-
 c10::DeviceIndex Kernel::launch() {
   TORCH_INTERNAL_ASSERT(device_.has_value(), name_, " was launched without a device");
   if (touches_memory_) {
