@@ -1,9 +1,7 @@
 #include "kernel.h"
 
 #include "alias.h"
-#include "allocator.h"
 #include "checks.h"
-#include "device.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
