@@ -66,11 +66,6 @@ c10::Storage adopt_storage(const c10::Storage& host, bool sole_owner, c10::Devic
   return make_storage(std::move(data), nbytes, device_allocator());
 }
 
-bool same_layout(const at::Tensor& one, const at::Tensor& other) {
-  return one.sizes() == other.sizes() && one.strides() == other.strides() &&
-      one.storage_offset() == other.storage_offset();
-}
-
 } // namespace
 
 at::Tensor unowned_host_alias(const at::Tensor& tensor) {
@@ -139,7 +134,8 @@ void AliasSet::publish(c10::DeviceIndex device) {
       // The kernel gave an output another storage (`out.set_(...)`).
       pair.device.unsafeGetTensorImpl()->set_storage_keep_dtype(device_storage(pair.host, device));
     }
-    if (!same_layout(pair.host, pair.device)) {
+    if (pair.host.sizes() != pair.device.sizes() || pair.host.strides() != pair.device.strides() ||
+        pair.host.storage_offset() != pair.device.storage_offset()) {
       pair.device.unsafeGetTensorImpl()->set_sizes_and_strides(
           pair.host.sizes(), pair.host.strides(), pair.host.storage_offset());
     }

@@ -3,7 +3,6 @@
 #include "block_pool.h"
 #include "blocks.h"
 #include "device.h"
-#include "gpu_trace.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "machine_memory.h"

@@ -3,6 +3,7 @@
 #include "bindings.h"
 #include "block_pool.h"
 #include "blocks.h"
+#include "device.h"
 #include "std.h"
 #include "stream.h"
 

@@ -41,21 +41,20 @@ const char* choice_of_program() noexcept {
 
 // Parses as CUDA does: numbers between commas, up to the first that names no device; no devices if one is named twice.
 void choose(Devices& devices, const char* text) noexcept {
-  std::array<bool, kMaxDevices> named{};
-  while (true) {
-    char* end = nullptr;
+  for (char* end = nullptr;; text = end + 1) {
     const long number = std::strtol(text, &end, 10);
     if (end == text || number < 0 || number >= devices.all) {
       return;
     }
-    if (named[static_cast<size_t>(number)]) {
+    auto* const next = devices.among_all.begin() + devices.visible;
+    if (std::find(devices.among_all.begin(), next, number) != next) {
       devices.visible = 0;
       return;
     }
-    named[static_cast<size_t>(number)] = true;
-    devices.among_all[static_cast<size_t>(devices.visible++)] = static_cast<c10::DeviceIndex>(number);
-    text = end + std::strcspn(end, ",");
-    if (*text++ == '\0') {
+    *next = static_cast<c10::DeviceIndex>(number);
+    ++devices.visible;
+    end += std::strcspn(end, ",");
+    if (*end == '\0') {
       return;
     }
   }
@@ -69,9 +68,7 @@ Devices devices_from_environment() noexcept {
     return devices;
   }
   devices.visible = devices.all;
-  for (size_t index = 0; index < kMaxDevices; ++index) {
-    devices.among_all[index] = static_cast<c10::DeviceIndex>(index);
-  }
+  std::iota(devices.among_all.begin(), devices.among_all.end(), c10::DeviceIndex(0));
   return devices;
 }
 

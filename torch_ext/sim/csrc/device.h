@@ -16,6 +16,8 @@
 // a value from before the program began, because it was meant for GPUs.
 #pragma once
 
+#include <c10/core/impl/GPUTrace.h>
+
 #include "std.h"
 
 // See Note [Two personalities] in build.py.
@@ -41,6 +43,17 @@ namespace torch_ext::sim {
 
 constexpr c10::DeviceType kSim = c10::DeviceType::SIM_KEY;
 constexpr c10::DeviceIndex kMaxDevices = 64;
+
+// Fires the callbacks of `torch.cuda._gpu_trace` where torch's CUDA half fires them, so that torch's CUDA stream
+// sanitizer (TORCH_CUDA_SANITIZER=1) runs on simulated devices. Callbacks take the GIL.
+template <typename Fire>
+void trace(Fire fire) {
+  if constexpr (kSim == c10::DeviceType::CUDA) {
+    if (const auto* interpreter = c10::impl::GPUTrace::get_trace(); C10_UNLIKELY(interpreter != nullptr)) {
+      fire(**interpreter);
+    }
+  }
+}
 
 inline uintptr_t address_of(const void* object) {
   return reinterpret_cast<uintptr_t>(object);

@@ -131,8 +131,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
-  replace_kernels<&run_on_host, c10::DispatchKey::PrivateUse2>(c10::DispatchKey::SIM_KEY);
+  register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, c10::DispatchKey::SIM_KEY);
 }
 
 // Operators with a kernel for the host and a decomposition for every other device. The host's kernel is faster, and its

@@ -1,9 +1,7 @@
 #include "kernel.h"
 
 #include "alias.h"
-#include "allocator.h"
 #include "checks.h"
-#include "device.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
@@ -71,27 +69,6 @@ Kernel& Kernel::use(const void* data, size_t bytes, bool write) {
   if (watched_ && bytes > 0) {
     uses_.push_back({at::Tensor(), data, static_cast<int64_t>(bytes), write});
   }
-  return *this;
-}
-
-Kernel& Kernel::on(c10::DeviceIndex device) {
-  device_ = c10::Device(kSim, device);
-  is_settled_ = true;
-  return *this;
-}
-
-Kernel& Kernel::host_reads() {
-  host_reads_ = true;
-  return *this;
-}
-
-Kernel& Kernel::touches_nothing() {
-  touches_memory_ = false;
-  return *this;
-}
-
-Kernel& Kernel::allocates(Allocations what) {
-  allocations_ = what;
   return *this;
 }
 

@@ -52,17 +52,30 @@ class Kernel {
   Kernel& writes(const void* data, size_t bytes) { return use(data, bytes, /*write=*/true); }
 
   // Names the device, which another check has found. Tensors on other devices may follow: a copy has two.
-  Kernel& on(c10::DeviceIndex device);
+  Kernel& on(c10::DeviceIndex device) {
+    device_ = c10::Device(kSim, device);
+    is_settled_ = true;
+    return *this;
+  }
 
   // Declares that the host reads the result, and so knows that the stream's work up to here is over.
-  Kernel& host_reads();
+  Kernel& host_reads() {
+    host_reads_ = true;
+    return *this;
+  }
 
   // For views and questions about sizes: waits for nothing and reports nothing.
-  Kernel& touches_nothing();
+  Kernel& touches_nothing() {
+    touches_memory_ = false;
+    return *this;
+  }
 
   // Declares that the kernel's results exist already, so that its allocations are scratch, or that all of them count:
   // see Note [Scratch memory] in allocator.h. By default they may be results.
-  Kernel& allocates(Allocations what);
+  Kernel& allocates(Allocations what) {
+    allocations_ = what;
+    return *this;
+  }
 
   // Waits for the inputs, so that the kernel's work may begin. Returns the device.
   c10::DeviceIndex launch();

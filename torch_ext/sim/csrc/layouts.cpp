@@ -209,18 +209,15 @@ void run_on_buffers(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SIM_SPARSE_KEY, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
-  replace_kernels<&run_on_copies, c10::DispatchKey::SparsePrivateUse2>(c10::DispatchKey::SIM_SPARSE_KEY);
+  register_fallback<&run_on_copies, c10::DispatchKey::SparsePrivateUse2>(m, c10::DispatchKey::SIM_SPARSE_KEY);
 }
 
 TORCH_LIBRARY_IMPL(_, SIM_SPARSE_CSR_KEY, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_copies>());
-  replace_kernels<&run_on_copies, c10::DispatchKey::SparseCsrPrivateUse2>(c10::DispatchKey::SIM_SPARSE_CSR_KEY);
+  register_fallback<&run_on_copies, c10::DispatchKey::SparseCsrPrivateUse2>(m, c10::DispatchKey::SIM_SPARSE_CSR_KEY);
 }
 
 TORCH_LIBRARY_IMPL(_, SIM_NESTED_KEY, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_buffers>());
-  replace_kernels<&run_on_buffers, c10::DispatchKey::NestedTensorPrivateUse2>(c10::DispatchKey::SIM_NESTED_KEY);
+  register_fallback<&run_on_buffers, c10::DispatchKey::NestedTensorPrivateUse2>(m, c10::DispatchKey::SIM_NESTED_KEY);
 }
 
 TORCH_LIBRARY_IMPL(aten, SIM_SPARSE_KEY, m) {

@@ -96,28 +96,23 @@ bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
     const bool is_named = arguments.size() > kWord && arguments[kWord].isString();
     return is_named && (arguments[kWord].toStringView() == one || arguments[kWord].toStringView() == other);
   };
+  const auto type = arguments[0].toTensor().scalar_type();
   switch (when) {
     case When::kIntegers:
-      return c10::isIntegralType(arguments[0].toTensor().scalar_type(), /*includeBool=*/true);
-    case When::kHalves: {
-      const auto type = arguments[0].toTensor().scalar_type();
+      return c10::isIntegralType(type, /*includeBool=*/true);
+    case When::kHalves:
       return type == at::kHalf || type == at::kBFloat16;
-    }
-    case When::kScatters: {
-      const auto type = arguments[0].toTensor().scalar_type();
+    case When::kScatters:
       return (type == at::kBool || c10::isComplexType(type)) && arguments.size() > kWord &&
           arguments[kWord].isString() && !reduces_by("sum", "add");
-    }
     case When::kProducts:
       return reduces_by("prod", "multiply") && arguments[kReduction].isTensor();
     case When::kAccumulates:
       return arguments[kReduction].toBool();
     case When::kIndices:
       return arguments.size() > 1;
-    case When::kFloats: {
-      const auto type = arguments[0].toTensor().scalar_type();
+    case When::kFloats:
       return c10::isFloatingType(type) || c10::isComplexType(type);
-    }
     case When::kWeights:
       return arguments[1].isTensor() && arguments[1].toTensor().defined();
     case When::kReduced:

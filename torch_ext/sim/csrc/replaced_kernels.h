@@ -15,9 +15,10 @@ void run_composition(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(unused), stack);
 }
 
-// See Note [CUDA's kernels]. `unused` is for PrivateUse2 and the layout of `key`.
+// Registers the fallback of `key`: see Note [CUDA's kernels]. `unused` is for PrivateUse2 and the layout of `key`.
 template <c10::KernelFunction::BoxedKernelFunction* fallback, c10::DispatchKey unused>
-void replace_kernels(c10::DispatchKey key) {
+void register_fallback(torch::Library& m, c10::DispatchKey key) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<fallback>());
   if (kSim != c10::DeviceType::CUDA) {
     return;
   }

@@ -6,7 +6,6 @@
 #include "allocator.h"
 #include "bindings.h"
 #include "device.h"
-#include "gpu_trace.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "std.h"
