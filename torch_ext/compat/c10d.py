@@ -30,15 +30,20 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
+_watches_groups = False
+
+
 def watch_groups(on_destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
     """Call ``on_destroyed`` after process groups of this process were destroyed, with their names; an empty list means
     all. ``wrap``, called once, returns the replacement of torch's function that makes a group.
     """
     from torch.distributed import distributed_c10d
 
+    global _watches_groups
     make = getattr(distributed_c10d, "_new_process_group_helper", None)
-    if make is None or hasattr(make, "__wrapped__"):
+    if make is None or _watches_groups:  # not by its __wrapped__: the simulator replaces it too
         return
+    _watches_groups = True
     distributed_c10d._new_process_group_helper = wrap(make)
     forget_one, forget_all = distributed_c10d._unregister_process_group, distributed_c10d._unregister_all_process_groups
 

@@ -119,6 +119,17 @@ def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatc
         assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == report(results, verbosity=verbosity)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_unencodable_characters_are_escaped(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors="surrogateescape")  # as stdout in the C locale
+    Writer(stream).line("message caf\xe9 \ud800")
+    assert (
+        raw.getvalue().decode(encoding)
+        == ("message caf\\xe9" if encoding == "ascii" else "message caf\xe9") + " \\ud800\n"
+    )
+
+
 def test_expected_failures_pass_and_unexpected_successes_fail() -> None:
     results = [TestResult(ONE, Status.XFAIL, 0.0), TestResult(TWO, Status.UNEXPECTED_SUCCESS, 0.0)]
     text = report(results, verbosity=1)

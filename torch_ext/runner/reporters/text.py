@@ -112,7 +112,7 @@ class Writer:
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write a line, or several. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        line = "".join(self.styled(printable(text), style) for text, style in pairs).removesuffix("\n")
+        line = "".join(self.styled(self._encodable(text), style) for text, style in pairs).removesuffix("\n")
         self.wrote_s = time.monotonic()
         with writing("the report cannot be written"), self.guard():
             self._stream.write(f"{line}\n")
@@ -124,6 +124,11 @@ class Writer:
             encoding = self._stream.encoding or "utf-8"
             self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
+
+    def _encodable(self, text: str) -> str:
+        # In the C locale Python's stdout refuses a lone surrogate whatever its encoding.
+        encoding = self._stream.encoding or "utf-8"
+        return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
     def styled(self, text: str, style: str) -> str:
         """Return ``text`` with the terminal's codes for ``style``; unchanged without a terminal or colors."""
