@@ -143,9 +143,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return next_stream(checked_index(device), priority);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  void* getStreamNativeHandle(const c10::Stream stream) const override {
-    return reinterpret_cast<void*>(handle_of(stream));
-  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return handle_of(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
     report_host_block("Stream.synchronize");
@@ -163,12 +161,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       trace([&](const auto& to) { to.trace_gpu_event_creation(kSim, address_of(*event)); });
     }
     *static_cast<Event*>(*event) = sim::record(stream);
-    trace([&](const auto& to) { to.trace_gpu_event_record(kSim, address_of(*event), handle_of(stream)); });
+    trace([&](const auto& to) { to.trace_gpu_event_record(kSim, address_of(*event), address_of(handle_of(stream))); });
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       wait(stream, *static_cast<Event*>(event));
-      trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, address_of(event), handle_of(stream)); });
+      trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, address_of(event), address_of(handle_of(stream))); });
     }
   }
   bool queryEvent(void* event) const override { return event == nullptr || is_done(*static_cast<Event*>(event)); }
@@ -259,7 +257,7 @@ c10::Stream next_stream(c10::DeviceIndex device, int priority) {
   const auto turn = table_of(device).handed_out[static_cast<size_t>(kind)].fetch_add(1) % kStreamsPerClass;
   const auto stream = stream_of(device, 1 + kind * kStreamsPerClass + turn);
   notify([&](Observer& to) { to.handed_out(stream); });
-  trace([&](const auto& to) { to.trace_gpu_stream_creation(kSim, handle_of(stream)); });
+  trace([&](const auto& to) { to.trace_gpu_stream_creation(kSim, address_of(handle_of(stream))); });
   return stream;
 }
 
@@ -267,13 +265,13 @@ int priority_of(c10::StreamId id) {
   return id == 0 ? 0 : -static_cast<int>((id - 1) / kStreamsPerClass);
 }
 
-uintptr_t handle_of(c10::Stream stream) {
-  return stream.id() == 0 || stream.id() == kAtEnd ? 0 : reinterpret_cast<uintptr_t>(&track_of(stream));
+void* handle_of(c10::Stream stream) {
+  return stream.id() == 0 || stream.id() == kAtEnd ? nullptr : &track_of(stream);
 }
 
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle) {
   for (c10::StreamId id = 0; id < kStreamCount; ++id) {
-    if (handle_of(stream_of(device, id)) == handle) {
+    if (address_of(handle_of(stream_of(device, id))) == handle) {
       return id;
     }
   }
@@ -303,7 +301,7 @@ void synchronize(c10::Stream stream) {
   catch_up(stream);
   sleep_until(track_of(stream).busy_until);
   notify([&](Observer& to) { to.host_knows(stream); });
-  trace([&](const auto& to) { to.trace_gpu_stream_synchronization(kSim, handle_of(stream)); });
+  trace([&](const auto& to) { to.trace_gpu_stream_synchronization(kSim, address_of(handle_of(stream))); });
 }
 
 int64_t busy_until(c10::Stream stream) {

@@ -42,8 +42,8 @@ constexpr int kHighestPriority = 1 - static_cast<int>(kStreamClasses);
 
 int priority_of(c10::StreamId id);
 
-// The stream's handle as torch.cuda has it: 0 for a default stream.
-uintptr_t handle_of(c10::Stream stream);
+// The stream's handle as torch.cuda has it: null for a default stream.
+void* handle_of(c10::Stream stream);
 
 // The id of the stream whose native handle is `handle`; none if it is no stream of the device.
 std::optional<c10::StreamId> stream_with_handle(c10::DeviceIndex device, uintptr_t handle);

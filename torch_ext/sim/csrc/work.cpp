@@ -242,7 +242,7 @@ SimWork::SimWork(
   // NCCL's stream has waited for the current one when the end of the operation is recorded on it.
   trace([&](const auto& to) {
     to.trace_gpu_event_creation(kSim, address_of(this));
-    to.trace_gpu_event_record(kSim, address_of(this), handle_of(current_stream(device_)));
+    to.trace_gpu_event_record(kSim, address_of(this), address_of(handle_of(current_stream(device_))));
   });
 }
 
@@ -270,7 +270,9 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
   }
   running_->mark_waited_for();
   sim::wait(current_stream(device_), end_);
-  trace([&](const auto& to) { to.trace_gpu_event_wait(kSim, address_of(this), handle_of(current_stream(device_))); });
+  trace([&](const auto& to) {
+    to.trace_gpu_event_wait(kSim, address_of(this), address_of(handle_of(current_stream(device_))));
+  });
   running_->let_go();
   return true;
 }
