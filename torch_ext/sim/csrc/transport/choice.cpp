@@ -4,11 +4,11 @@
 // Every rank takes these steps when the group is made; a rank that waits past the group's time limit, or for a process
 // that has ended, raises.
 //
-//   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, a random number
+//   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, inode
 //   2. read all addresses. If one is "gloo" or names another machine or namespace, every rank takes gloo, because all
 //      ranks read the same addresses
-//   3. open each peer's memory through /proc/PID/fd and compare the random number: another process may have reused the
-//      pid, or another file the descriptor
+//   3. open each peer's memory through /proc/PID/fd and compare the inode: another process may have reused the pid, or
+//      another file the descriptor
 //   4. set the state of one's own memory: kReady if all could be opened, else kRefused
 //   5. read the states of all peers, sleeping until each is set. So all are ready, or all see a refusal and take gloo
 //
@@ -51,17 +51,16 @@ struct Address {
   std::string settings; // no spaces
   int pid = 0;
   int file = -1;
-  uint64_t nonce[2] = {0, 0};
+  uint64_t inode = 0;
 
   std::string text() const {
-    return c10::str(
-        settings, " ", machine.empty() ? "gloo" : machine, " ", pid, " ", file, " ", nonce[0], " ", nonce[1]);
+    return c10::str(settings, " ", machine.empty() ? "gloo" : machine, " ", pid, " ", file, " ", inode);
   }
 
   static Address parse(const std::vector<uint8_t>& bytes) {
     Address read;
     std::istringstream words(std::string(bytes.begin(), bytes.end()));
-    words >> read.settings >> read.machine >> read.pid >> read.file >> read.nonce[0] >> read.nonce[1];
+    words >> read.settings >> read.machine >> read.pid >> read.file >> read.inode;
     if (read.machine == "gloo") {
       read.machine.clear();
     }
@@ -82,15 +81,10 @@ std::string this_machine() {
   return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", host == nullptr ? "" : host);
 }
 
-void draw(uint64_t (&nonce)[2]) {
-  std::random_device source;
-  for (auto& word : nonce) {
-    word = uint64_t{source()} << 32 | source();
-  }
-}
-
-bool is_that_of(const Header& header, const Address& address) {
-  return header.version == kLayoutVersion && header.nonce[0] == address.nonce[0] && header.nonce[1] == address.nonce[1];
+// 0 if there is no such file.
+uint64_t inode_of(int file) {
+  struct stat about{};
+  return fstat(file, &about) == 0 ? about.st_ino : 0;
 }
 
 std::string path_of(const Address& address) {
@@ -105,16 +99,10 @@ Member open_peer(const Address& address, int size) {
     return peer;
   }
   const int file = ::open(path_of(address).c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) {
-    return peer;
-  }
-  try {
-    Segment memory = Segment::open(file, size);
-    if (is_that_of(memory.header(), address)) {
-      peer.memory = std::move(memory);
-    }
-  } catch (const c10::Error&) {
-    // Not a simccl segment: leave `peer.memory` unset.
+  if (file >= 0 && inode_of(file) == address.inode) {
+    peer.memory = std::make_unique<Segment>(file, size, /*is_own=*/false);
+  } else {
+    ::close(file);
   }
   return peer;
 }
@@ -126,7 +114,8 @@ bool has_ended(const Member& peer, const Address& address) {
 
 // Whether a running peer has closed its memory: it is ending, or has refused and uses gloo.
 bool has_closed(const Member& peer, const Address& address) {
-  return peer.process != nullptr && !peer.memory && ::access(path_of(address).c_str(), F_OK) != 0 && errno == ENOENT;
+  return peer.process != nullptr && peer.memory == nullptr && ::access(path_of(address).c_str(), F_OK) != 0 &&
+      errno == ENOENT;
 }
 
 [[noreturn]] void raise_ended(int rank, int pid) {
@@ -167,7 +156,7 @@ std::vector<Address> exchange(
 }
 
 GroupState state_of(int peer, const Member& member, Clock::time_point deadline) {
-  const auto& word = member.memory.header().state;
+  const auto& word = member.memory->header().state;
   while (true) {
     const auto state = word.load(std::memory_order_acquire);
     if (state != static_cast<uint32_t>(GroupState::kNew)) {
@@ -193,13 +182,10 @@ std::vector<Member> meet(
   mine.pid = getpid();
   if (want_shared) {
     mine.machine = this_machine();
-    draw(mine.nonce);
-    Segment memory = Segment::create(size);
-    mine.file = memory.file();
-    Header& header = memory.header();
-    header.version = kLayoutVersion;
-    std::copy(std::begin(mine.nonce), std::end(mine.nonce), header.nonce);
-    members[static_cast<size_t>(rank)].memory = std::move(memory);
+    auto& memory = members[static_cast<size_t>(rank)].memory;
+    memory = Segment::create(size);
+    mine.file = memory->file();
+    mine.inode = inode_of(mine.file);
   }
   const auto addresses = exchange(store, rank, size, timeout, mine);
   bool possible = !mine.machine.empty();
@@ -213,13 +199,13 @@ std::vector<Member> meet(
   if (!possible) {
     return {};
   }
-  auto& own = members[static_cast<size_t>(rank)].memory.header();
+  auto& own = members[static_cast<size_t>(rank)].memory->header();
   bool opened_all = true;
   for (int peer = 0; peer < size; ++peer) {
     if (peer != rank) {
       auto& member = members[static_cast<size_t>(peer)];
       member = open_peer(addresses[static_cast<size_t>(peer)], size);
-      opened_all = opened_all && static_cast<bool>(member.memory);
+      opened_all = opened_all && member.memory != nullptr;
     }
   }
   own.state.store(
@@ -228,7 +214,7 @@ std::vector<Member> meet(
   bool all_ready = opened_all;
   for (int peer = 0; peer < size; ++peer) {
     const auto& member = members[static_cast<size_t>(peer)];
-    if (peer != rank && member.memory) {
+    if (peer != rank && member.memory != nullptr) {
       all_ready = state_of(peer, member, deadline) != GroupState::kRefused && all_ready;
     }
   }
@@ -236,21 +222,18 @@ std::vector<Member> meet(
     return members;
   }
   // Do not fall back to gloo because of a rank that has ended: gloo would wait for it until the time limit.
-  for (const auto last = std::min(Clock::now() + kLongestEnd, deadline);;) {
-    bool may_be_ending = false;
-    for (int peer = 0; peer < size; ++peer) {
-      const auto& member = members[static_cast<size_t>(peer)];
-      const auto& address = addresses[static_cast<size_t>(peer)];
-      if (peer != rank && has_ended(member, address)) {
-        raise_ended(peer, address.pid);
-      }
-      may_be_ending = may_be_ending || (peer != rank && has_closed(member, address));
+  const auto last = std::min(Clock::now() + kLongestEnd, deadline);
+  for (int peer = 0; peer < size; ++peer) {
+    const auto& member = members[static_cast<size_t>(peer)];
+    const auto& address = addresses[static_cast<size_t>(peer)];
+    while (peer != rank && has_closed(member, address) && !has_ended(member, address) && Clock::now() < last) {
+      std::this_thread::sleep_for(kFirstPause);
     }
-    if (!may_be_ending || Clock::now() >= last) {
-      return {};
+    if (peer != rank && has_ended(member, address)) {
+      raise_ended(peer, address.pid);
     }
-    std::this_thread::sleep_for(kFirstPause);
   }
+  return {};
 }
 
 std::string setting(const char* variable) {

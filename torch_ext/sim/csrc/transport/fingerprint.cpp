@@ -161,32 +161,44 @@ std::string difference(const Participant& one, const Participant& other) {
       phrase(other), ".");
 }
 
-std::string unequal_letter(
-    const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
-    const Call& recv) {
-  const auto& tensor = recv.outputs.front();
-  return c10::str(
-      "ranks disagree in what is sent: ", sender, " called send of ", elements, " x ", type_name(type),
-      site[0] == '\0' ? "" : " at ", site, "; ", receiver, " called recv of ", tensor.numel(), " x ",
-      c10::toString(tensor.scalar_type()), recv.site.empty() ? "" : " at ", recv.site, ".");
+Envelope envelope_of(const Call& send) {
+  const auto& tensor = send.inputs.front();
+  Envelope envelope{tensor.numel(), send.turn, static_cast<int8_t>(tensor.scalar_type()), {}};
+  copy_text(envelope.site, kSiteBytes, send.site);
+  return envelope;
 }
 
-std::string mutual_block(const std::string& sender, const Turn& sent, const char* site, const Call& recv) {
-  const bool after_sends = sent.blocking > 0 && recv.turn.blocking > sent.opposite;
-  if (!after_sends && sent.opposite <= recv.turn.opposite) {
-    return "";
-  }
+bool fits(const Envelope& sent, const Call& recv) {
+  const auto& tensor = recv.outputs.front();
+  return sent.elements == tensor.numel() && sent.type == static_cast<int8_t>(tensor.scalar_type());
+}
+
+std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call& recv) {
   const auto at = [](const std::string& place) { return place.empty() ? "" : " at " + place; };
+  const std::string sender = group.called(recv.root);
+  if (!fits(sent, recv)) {
+    const auto& tensor = recv.outputs.front();
+    return group.failure(
+        c10::str(
+            "ranks disagree in what is sent: ", sender, " called send of ", sent.elements, " x ", type_name(sent.type),
+            at(sent.site), "; ", group.called(group.rank), " called recv of ", tensor.numel(), " x ",
+            c10::toString(tensor.scalar_type()), at(recv.site), "."));
+  }
+  const bool after_sends = sent.turn.blocking > 0 && recv.turn.blocking > sent.turn.opposite;
+  if (!after_sends && sent.turn.opposite <= recv.turn.opposite) {
+    return nullptr;
+  }
   const char* first = after_sends ? "send" : "recv";
   const char* second = after_sends ? "recv" : "send";
-  return c10::str(
-      "deadlock on a GPU: this rank called ", first, at(after_sends ? recv.blocking_site : recv.site), " before ",
-      second, ", and ", sender, " as well, whose send is", at(site),
-      ". NCCL runs the transfers of two ranks one after the other, and a send of more than ", kBufferVariable, "=",
-      bytes_that_nccl_buffers(),
-      " bytes ends only when its recv begins. Pass both to "
-      "torch.distributed.batch_isend_irecv, or let one of the two ranks call ",
-      second, " first. TORCH_EXT_SIM_P2P=buffered allows it.");
+  return group.failure(
+      c10::str(
+          "deadlock on a GPU: this rank called ", first, at(after_sends ? recv.blocking_site : recv.site), " before ",
+          second, ", and ", sender, " as well, whose send is", at(sent.site),
+          ". NCCL runs the transfers of two ranks one after the other, and a send of more than ", kBufferVariable, "=",
+          bytes_that_nccl_buffers(),
+          " bytes ends only when its recv begins. Pass both to "
+          "torch.distributed.batch_isend_irecv, or let one of the two ranks call ",
+          second, " first. TORCH_EXT_SIM_P2P=buffered allows it."));
 }
 
 std::string disagreement_of_all(const std::vector<Participant>& ranks) {

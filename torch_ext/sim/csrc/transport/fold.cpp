@@ -78,28 +78,16 @@ Combine combine_of(ReduceOp::RedOpType op) {
   TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
 }
 
-Combine combine_of(at::ScalarType type, ReduceOp::RedOpType op) {
-  switch (type) {
-    case at::kFloat:
-      return combine_of<float>(op);
-    case at::kDouble:
-      return combine_of<double>(op);
-    case at::kHalf:
-      return combine_of<c10::Half>(op);
-    case at::kBFloat16:
-      return combine_of<c10::BFloat16>(op);
-    case at::kByte:
-      return combine_of<uint8_t>(op);
-    case at::kChar:
-      return combine_of<int8_t>(op);
-    case at::kInt:
-      return combine_of<int32_t>(op);
-    case at::kLong:
-      return combine_of<int64_t>(op);
-    default:
-      TORCH_CHECK_VALUE(false, "simccl cannot reduce ", type, " tensors.");
-  }
+template <typename... Types>
+Combine combine_of_any(at::ScalarType type, ReduceOp::RedOpType op) {
+  Combine found = nullptr;
+  ((found = type == c10::CppTypeToScalarType<Types>::value ? combine_of<Types>(op) : found), ...);
+  TORCH_CHECK_VALUE(found != nullptr, "simccl cannot reduce ", type, " tensors.");
+  return found;
 }
+
+constexpr auto combine_of_type =
+    combine_of_any<float, double, c10::Half, c10::BFloat16, uint8_t, int8_t, int32_t, int64_t>;
 
 std::vector<size_t> ranks_from(size_t first, size_t count) {
   std::vector<size_t> ranks(count);
@@ -182,7 +170,7 @@ FoldOrder FoldOrder::parse(const std::string& text) {
 }
 
 void Fold::run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
-  const Step step{combine_of(type, op), c10::elementSize(type)};
+  const Step step{combine_of_type(type, op), c10::elementSize(type)};
   const size_t ranks = from.size();
   switch (order.kind) {
     case FoldOrder::Kind::kRank:
