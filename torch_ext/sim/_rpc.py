@@ -29,18 +29,15 @@ _RPC = "torch.distributed.rpc"
 
 def register() -> None:
     """Serve futures now, and RPC when it is loaded."""
-    _skip_events()
-    if hasattr(_native, "define_rpc_agent"):
-        when_imported(f"{_RPC}.options", _take_devices)
-        when_imported(f"{_RPC}.backend_registry", _serve)
 
-
-def _skip_events() -> None:
-    """Let the value of a future hold events, which cannot be pickled: torch itself skips only CUDA's."""
-
+    # The value of a future may hold events, which cannot be pickled: torch itself skips only CUDA's.
     @wrap(_jit_internal._TensorExtractor, "persistent_id")
     def persistent_id(original: Callable[..., Any], self: Any, value: object) -> Any:
         return "" if isinstance(value, torch.Event) else original(self, value)
+
+    if hasattr(_native, "define_rpc_agent"):
+        when_imported(f"{_RPC}.options", _take_devices)
+        when_imported(f"{_RPC}.backend_registry", _serve)
 
 
 def _take_devices(options: ModuleType) -> None:

@@ -15,7 +15,6 @@
 // Ranks find a memory by its owner's process and not by a name, so no file is left behind. After the last step every
 // rank has mapped every memory, and a process may end without its peers losing its data.
 
-#include <ATen/core/functional.h>
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <pybind11/chrono.h>
@@ -23,7 +22,6 @@
 #include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include "../std.h"
 #include "../without_gil.h"

@@ -1,8 +1,6 @@
 // Makes and compares fingerprints, and finds the line of Python code that calls a collective, for messages.
 #include "fingerprint.h"
 
-#include <Python.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/utils/pybind.h>
 

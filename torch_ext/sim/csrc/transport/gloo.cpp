@@ -25,15 +25,9 @@
 // gloo ends the process of a receiver that expects another size, and copies bytes without regard to types. So a sender
 // puts an envelope before its data, and a receiver requests the data after it has read the envelope. Envelopes and data
 // use separate gloo tags, each in order.
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/functional.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <unistd.h>
 
 #include "../host_tensors.h"
 #include "../std.h"
@@ -185,27 +179,29 @@ class GlooCollective final : public GlooCall, public std::enable_shared_from_thi
     });
     const bool is_to_root = call.kind == OpType::REDUCE || call.kind == OpType::GATHER;
     Tensors parts{at::empty({0}, at::kByte)};
-    std::vector<int64_t> sent;
+    std::vector<int64_t> sent, received; // in bytes
+    int64_t sum = 0;
     for (int peer = 0; peer < group_->size(); ++peer) {
       sent.push_back(0);
       if (!sources.empty() && (!is_to_root || peer == call.root)) {
         parts.push_back(sources.size() == 1 ? sources.front() : sources[static_cast<size_t>(peer)]);
         sent.back() = parts.back().numel();
       }
-      received_.push_back(bytes_from(call, peer));
+      received.push_back(bytes_from(call, peer));
+      begins_.push_back(sum);
+      sum += received.back();
     }
     at::Tensor from = at::cat(parts);
-    to_ = at::empty({std::accumulate(received_.begin(), received_.end(), int64_t{0})}, at::kByte);
+    received_ = at::empty({sum}, at::kByte);
     c10d::AllToAllOptions options;
     options.timeout = call.timeout;
-    wait_for(gloo_.alltoall_base(to_, from, received_, sent, options));
+    wait_for(gloo_.alltoall_base(received_, from, received, sent, options));
   }
 
   // The last step.
   void write() {
     write_outputs(call, *group_, {}, number_, [&](int peer, size_t /*index*/, uint64_t /*bytes*/) {
-      const auto begin = std::accumulate(received_.begin(), received_.begin() + peer, int64_t{0});
-      return static_cast<const std::byte*>(to_.const_data_ptr()) + begin;
+      return static_cast<const std::byte*>(received_.const_data_ptr()) + begins_[static_cast<size_t>(peer)];
     });
     call.inputs.clear(); // the operation may live on
     call.outputs.clear();
@@ -268,9 +264,9 @@ class GlooCollective final : public GlooCall, public std::enable_shared_from_thi
   }
 
   const uint64_t number_;
-  at::Tensor to_;                 // what peers have sent, by rank
-  std::vector<int64_t> received_; // bytes by rank
-  bool abandoned_ = false;        // guarded by mutex_
+  at::Tensor received_;         // bytes, rank by rank
+  std::vector<int64_t> begins_; // of each rank's bytes
+  bool abandoned_ = false;      // guarded by mutex_
 };
 
 constexpr int kEnvelopes = 0, kData = 1; // tags of gloo

@@ -23,8 +23,7 @@
 // copies the whole. So a rank that has launched but does not wait delays no peer, and the claim on a piece shows that
 // its rank died within it.
 //
-//   claim: 0 free -> 1 + rank: being reduced -> kReduced
-#include <c10/util/Exception.h>
+//   claim: 0 free -> 1 + rank: being reduced -> kReduced | 1 + rank
 
 #include "../host_tensors.h"
 #include "../std.h"
@@ -39,7 +38,7 @@ namespace {
 
 using c10d::OpType;
 
-constexpr uint32_t kReduced = ~uint32_t{0};
+constexpr uint32_t kReduced = uint32_t{1} << 31;
 
 // If a rank alone would read more than this many bytes, ranks share the work.
 constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
@@ -79,13 +78,19 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
   const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
   const Fold fold{group.order, call.reduction->transport_op(), to.scalar_type(), count, front.number};
 
+  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces; };
+  const auto copy = [&](uint32_t piece) {
+    const uint64_t begin = begin_of(piece) * item;
+    copy_bytes(
+        static_cast<std::byte*>(to.mutable_data_ptr()) + begin, result + begin, begin_of(piece + 1) * item - begin);
+  };
   bool did_some = false;
   for (uint32_t piece = 0; piece < pieces; ++piece) {
     uint32_t free = 0;
     if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
-      const uint64_t begin = count * piece / pieces, end = count * (piece + 1) / pieces;
-      fold.run(result + begin * item, from, begin, end);
-      claims[piece].store(kReduced, std::memory_order_release);
+      fold.run(result + begin_of(piece) * item, from, begin_of(piece), begin_of(piece + 1));
+      copy(piece); // while it is in the cache
+      claims[piece].store(kReduced | mine, std::memory_order_release);
       did_some = true;
     }
   }
@@ -94,11 +99,11 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
   }
   for (uint32_t piece = 0; piece < pieces; ++piece) {
     const uint32_t claim = claims[piece].load(std::memory_order_acquire);
-    if (claim != kReduced) {
+    if ((claim & kReduced) == 0) {
       const int peer = static_cast<int>(claim) - 1;
       const auto& process = group.members[static_cast<size_t>(peer)].process;
       if (look && process != nullptr && process->has_ended() &&
-          claims[piece].load(std::memory_order_acquire) != kReduced) {
+          (claims[piece].load(std::memory_order_acquire) & kReduced) == 0) {
         std::rethrow_exception(group.failure(
             c10::str(group.called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
       }
@@ -106,7 +111,11 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
       return {&home.header().reduced, seen, peer};
     }
   }
-  copy_bytes(to.mutable_data_ptr(), result, bytes);
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    if (claims[piece].load(std::memory_order_relaxed) != (kReduced | mine) || !to.is_alias_of(call.outputs.front())) {
+      copy(piece); // unless an earlier pass has done so
+    }
+  }
   call.reduction->finish(to, call.outputs.front());
   return {};
 }

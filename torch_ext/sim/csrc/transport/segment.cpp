@@ -1,15 +1,12 @@
 #include "segment.h"
 
-#include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "../std.h"
 

@@ -6,11 +6,6 @@
 // or the time is up, whatever function it is in: any kernel may be the one to wait.
 #include "shared_memory.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/util/Exception.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"

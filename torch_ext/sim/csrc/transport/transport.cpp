@@ -27,12 +27,8 @@
 // TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
-#include <pybind11/stl.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include "../bindings.h"
 #include "../host_tensors.h"
@@ -57,21 +53,16 @@ struct Fault {
 struct Plan {
   std::mutex mutex;
   std::vector<Fault> faults;
-  std::atomic<bool> is_empty{true};
 };
 
 Plan& plan = *new Plan(); // never freed: groups may outlive static objects
 
 std::vector<Fault> faults_for(Group& group, uint64_t number) {
   std::vector<Fault> found;
-  if (!plan.is_empty.load(std::memory_order_acquire)) {
-    const std::scoped_lock lock(plan.mutex, group.mutex);
-    for (const auto& fault : plan.faults) {
-      if (fault.at == number && (fault.group.empty() || fault.group == group.name)) {
-        found.push_back(fault);
-      }
-    }
-  }
+  const std::scoped_lock lock(plan.mutex, group.mutex);
+  std::ranges::copy_if(plan.faults, std::back_inserter(found), [&](const Fault& fault) {
+    return fault.at == number && (fault.group.empty() || fault.group == group.name);
+  });
   return found;
 }
 
@@ -240,12 +231,10 @@ void bind_faults(pybind11::module_& m) {
   m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
     std::lock_guard<std::mutex> lock(plan.mutex);
     plan.faults.push_back({kind, at, group, duration});
-    plan.is_empty.store(false, std::memory_order_release);
   });
   m.def("clear_faults", [] {
     std::lock_guard<std::mutex> lock(plan.mutex);
     plan.faults.clear();
-    plan.is_empty.store(true, std::memory_order_release);
   });
 }
 

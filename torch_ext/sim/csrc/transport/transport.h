@@ -11,7 +11,6 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <unistd.h>
 
 #include "../host_tensors.h"
 #include "../std.h"
