@@ -40,43 +40,43 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 // Limit for a process that has closed its memory to end: the kernel does one right after the other.
 constexpr auto kLongestEnd = std::chrono::seconds(1);
 
-// Number of polls of the store for missing ranks, and the pause before the second.
-constexpr int kStoreLooks = 8;
-constexpr std::chrono::microseconds kFirstPause{100};
+// Pauses between polls of the store for missing ranks, doubled from first to last.
+constexpr std::chrono::microseconds kFirstPause{100}, kLastPause{12800};
+
+constexpr const char* kGloo = "gloo";
+
+std::string setting(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? "" : text;
+}
 
 struct Address {
-  std::string machine;  // empty if this rank does not share memory
-  std::string settings; // no spaces
+  std::string settings;        // no spaces
+  std::string machine = kGloo; // kGloo if this rank does not share memory
   int pid = 0;
   int file = -1;
   uint64_t inode = 0;
 
-  std::string text() const {
-    return c10::str(settings, " ", machine.empty() ? "gloo" : machine, " ", pid, " ", file, " ", inode);
-  }
+  std::string text() const { return c10::str(settings, " ", machine, " ", pid, " ", file, " ", inode); }
 
   static Address parse(const std::vector<uint8_t>& bytes) {
     Address read;
     std::istringstream words(std::string(bytes.begin(), bytes.end()));
     words >> read.settings >> read.machine >> read.pid >> read.file >> read.inode;
-    if (read.machine == "gloo") {
-      read.machine.clear();
-    }
     return read;
   }
 };
 
-// A name that is equal only for processes that see each other's pids. TORCH_EXT_HOST separates processes that simulate
-// several machines.
+// A name that is equal only for processes that see each other's pids; kGloo if there is none. TORCH_EXT_HOST separates
+// processes that simulate several machines.
 std::string this_machine() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space{};
   if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
-    return "";
+    return kGloo;
   }
-  const char* host = std::getenv("TORCH_EXT_HOST");
-  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", host == nullptr ? "" : host);
+  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", setting("TORCH_EXT_HOST"));
 }
 
 // 0 if there is no such file.
@@ -85,87 +85,75 @@ uint64_t inode_of(int file) {
   return fstat(file, &about) == 0 ? about.st_ino : 0;
 }
 
-std::string path_of(const Address& address) {
-  return c10::str("/proc/", address.pid, "/fd/", address.file);
-}
+// Another rank of the group.
+struct Peer {
+  int rank;
+  Address address;
+  Member member{};
 
-// Opens a peer's memory; leaves it unset where that fails.
-Member open_peer(const Address& address, int size) {
-  Member peer;
-  peer.process = Process::find(address.pid);
-  if (peer.process == nullptr) {
-    return peer;
-  }
-  const int file = ::open(path_of(address).c_str(), O_RDWR | O_CLOEXEC);
-  if (file >= 0 && inode_of(file) == address.inode) {
-    peer.memory = std::make_unique<Segment>(file, size, /*is_own=*/false);
-  } else {
-    ::close(file);
-  }
-  return peer;
-}
+  bool is_open() const { return member.memory != nullptr; }
+  std::string path() const { return c10::str("/proc/", address.pid, "/fd/", address.file); }
 
-// Whether the process at `address`, on this machine, has ended.
-bool has_ended(const Member& peer, const Address& address) {
-  return peer.process != nullptr ? peer.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
-}
-
-// Whether a running peer has closed its memory: it is ending, or has refused and uses gloo.
-bool has_closed(const Member& peer, const Address& address) {
-  return peer.process != nullptr && peer.memory == nullptr && ::access(path_of(address).c_str(), F_OK) != 0 &&
-      errno == ENOENT;
-}
-
-[[noreturn]] void raise_ended(int rank, int pid) {
-  TORCH_CHECK(false, "simccl: rank ", rank, " (process ", pid, ") ended while the group was made.");
-}
-
-std::string key_of(int rank) {
-  return c10::str("address/", rank);
-}
-
-// Polls faster than a FileStore, whose 10 ms are longer than the ranks of one machine take to join.
-void wait_for_all(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<std::string>& keys,
-    std::chrono::milliseconds timeout) {
-  auto pause = kFirstPause;
-  for (int look = 0; look < kStoreLooks; ++look) {
-    if (store->check(keys)) {
+  // Opens its memory; leaves it unset where that fails.
+  void open(int size) {
+    member.process = Process::find(address.pid);
+    if (member.process == nullptr) {
       return;
     }
-    std::this_thread::sleep_for(pause);
-    pause *= 2;
+    const int file = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
+    if (file >= 0 && inode_of(file) == address.inode) {
+      member.memory = std::make_unique<Segment>(file, size, /*is_own=*/false);
+    } else {
+      ::close(file);
+    }
   }
-  store->wait(keys, timeout);
-}
+
+  // Raises if its process, on this machine, has ended.
+  void check_running() const {
+    const bool has_ended =
+        member.process != nullptr ? member.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
+    TORCH_CHECK(!has_ended, "simccl: rank ", rank, " (process ", address.pid, ") ended while the group was made.");
+  }
+
+  // Whether its process has closed its memory: it is ending, or has refused and uses gloo.
+  bool has_closed() const {
+    return member.process != nullptr && !is_open() && ::access(path().c_str(), F_OK) != 0 && errno == ENOENT;
+  }
+
+  // Waits until it has opened the memory of its peers, or has refused. Returns which.
+  GroupState state(Clock::time_point deadline) const {
+    const auto& word = member.memory->header().state;
+    while (true) {
+      const auto state = word.load(std::memory_order_acquire);
+      if (state != static_cast<uint32_t>(GroupState::kNew)) {
+        return static_cast<GroupState>(state);
+      }
+      check_running();
+      TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", rank, " stopped.");
+      sleep_while(word, state, kSlice);
+    }
+  }
+};
 
 std::vector<Address> exchange(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     const Address& mine) {
-  const std::string text = mine.text();
-  store->set(key_of(rank), std::vector<uint8_t>(text.begin(), text.end()));
   std::vector<std::string> keys;
   keys.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
-    keys.push_back(key_of(peer));
+    keys.push_back(c10::str("address/", peer));
   }
-  wait_for_all(store, keys, timeout);
+  const std::string text = mine.text();
+  store->set(keys[static_cast<size_t>(rank)], std::vector<uint8_t>(text.begin(), text.end()));
+  // Poll faster than a FileStore, whose 10 ms are longer than the ranks of one machine take to join.
+  for (auto pause = kFirstPause; !store->check(keys); pause *= 2) {
+    if (pause > kLastPause) {
+      store->wait(keys, timeout);
+      break;
+    }
+    std::this_thread::sleep_for(pause);
+  }
   return c10::fmap(keys, [&](const std::string& key) { return Address::parse(store->get(key)); });
-}
-
-GroupState state_of(int peer, const Member& member, Clock::time_point deadline) {
-  const auto& word = member.memory->header().state;
-  while (true) {
-    const auto state = word.load(std::memory_order_acquire);
-    if (state != static_cast<uint32_t>(GroupState::kNew)) {
-      return static_cast<GroupState>(state);
-    }
-    if (member.process->has_ended()) {
-      raise_ended(peer, member.process->pid());
-    }
-    TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", peer, " stopped.");
-    sleep_while(word, state, kSlice);
-  }
 }
 
 // Returns each rank's memory in order of rank, this rank's included; empty where the ranks agree on gloo. Blocks: call
@@ -174,69 +162,58 @@ std::vector<Member> meet(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     bool want_shared, const std::string& settings) {
   const auto deadline = Clock::now() + timeout;
-  std::vector<Member> members(static_cast<size_t>(size));
   Address mine;
   mine.settings = settings;
   mine.pid = getpid();
+  std::unique_ptr<Segment> own;
   if (want_shared) {
     mine.machine = this_machine();
-    auto& memory = members[static_cast<size_t>(rank)].memory;
-    memory = Segment::create(size);
-    mine.file = memory->file();
+    own = Segment::create(size);
+    mine.file = own->file();
     mine.inode = inode_of(mine.file);
   }
-  const auto addresses = exchange(store, rank, size, timeout, mine);
-  bool possible = !mine.machine.empty();
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& address = addresses[static_cast<size_t>(peer)];
+  bool possible = mine.machine != kGloo;
+  std::vector<Peer> peers;
+  for (auto& address : exchange(store, rank, size, timeout, mine)) {
+    const int peer = static_cast<int>(peers.size());
     TORCH_CHECK_VALUE(
         address.settings == settings, "simccl: rank ", rank, " has ", settings, ", but rank ", peer, " has ",
         address.settings, ". Set the variables alike on all ranks.");
     possible = possible && address.machine == mine.machine;
+    peers.push_back({peer, std::move(address)});
   }
   if (!possible) {
     return {};
   }
-  auto& own = members[static_cast<size_t>(rank)].memory->header();
-  bool opened_all = true;
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) {
-      auto& member = members[static_cast<size_t>(peer)];
-      member = open_peer(addresses[static_cast<size_t>(peer)], size);
-      opened_all = opened_all && member.memory != nullptr;
-    }
+  std::vector<Member> members(static_cast<size_t>(size));
+  members[static_cast<size_t>(rank)].memory = std::move(own);
+  auto& state = members[static_cast<size_t>(rank)].memory->header().state;
+  peers.erase(peers.begin() + rank);
+  for (auto& peer : peers) {
+    peer.open(size);
   }
-  own.state.store(
-      static_cast<uint32_t>(opened_all ? GroupState::kReady : GroupState::kRefused), std::memory_order_release);
-  wake(own.state);
-  bool all_ready = opened_all;
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& member = members[static_cast<size_t>(peer)];
-    if (peer != rank && member.memory != nullptr) {
-      all_ready = state_of(peer, member, deadline) != GroupState::kRefused && all_ready;
-    }
+  bool all_ready = std::ranges::all_of(peers, &Peer::is_open);
+  state.store(static_cast<uint32_t>(all_ready ? GroupState::kReady : GroupState::kRefused), std::memory_order_release);
+  wake(state);
+  for (const auto& peer : peers) {
+    all_ready = (!peer.is_open() || peer.state(deadline) != GroupState::kRefused) && all_ready;
   }
   if (all_ready) {
+    for (auto& peer : peers) {
+      members[static_cast<size_t>(peer.rank)] = std::move(peer.member);
+    }
     return members;
   }
   // Do not fall back to gloo because of a rank that has ended: gloo would wait for it until the time limit.
   const auto last = std::min(Clock::now() + kLongestEnd, deadline);
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& member = members[static_cast<size_t>(peer)];
-    const auto& address = addresses[static_cast<size_t>(peer)];
-    while (peer != rank && has_closed(member, address) && !has_ended(member, address) && Clock::now() < last) {
+  for (const auto& peer : peers) {
+    while (peer.has_closed() && Clock::now() < last) {
+      peer.check_running();
       std::this_thread::sleep_for(kFirstPause);
     }
-    if (peer != rank && has_ended(member, address)) {
-      raise_ended(peer, address.pid);
-    }
+    peer.check_running();
   }
   return {};
-}
-
-std::string setting(const char* variable) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? "" : text;
 }
 
 // Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend. Written in Python, which has gloo's
@@ -251,11 +228,11 @@ std::shared_ptr<Transport> make_transport(
   WithoutGil without;
   const auto kind = setting("TORCH_EXT_SIM_TRANSPORT");
   TORCH_CHECK_VALUE(
-      kind.empty() || kind == "shared" || kind == "gloo", "TORCH_EXT_SIM_TRANSPORT=", kind,
+      kind.empty() || kind == "shared" || kind == kGloo, "TORCH_EXT_SIM_TRANSPORT=", kind,
       ": expected shared or gloo.");
   const auto order = setting("TORCH_EXT_SIM_REDUCE");
   const int size = static_cast<int>(global_ranks.size());
-  auto members = meet(store, rank, size, timeout, kind != "gloo", "TORCH_EXT_SIM_REDUCE=" + order);
+  auto members = meet(store, rank, size, timeout, kind != kGloo, "TORCH_EXT_SIM_REDUCE=" + order);
   if (!members.empty()) {
     return std::make_shared<SharedMemory>(std::make_shared<SharedGroup>(
         std::move(members), FoldOrder::parse(order), rank, global_ranks, timeout, any_device));

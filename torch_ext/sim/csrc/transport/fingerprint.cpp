@@ -18,7 +18,7 @@ using c10d::OpType;
 const char* reduction_name(int8_t reduction) {
   constexpr std::array<const char*, 9> kNames{
       "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
-  return static_cast<size_t>(reduction) < kNames.size() ? kNames[static_cast<size_t>(reduction)] : "?";
+  return kNames[static_cast<size_t>(reduction)];
 }
 
 bool is_exchange(const Fingerprint& print) {
@@ -119,10 +119,6 @@ void copy_text(char* to, size_t bytes, const std::string& text) {
   to[kept] = '\0';
 }
 
-std::string type_name(int8_t type) {
-  return type < 0 ? "nothing" : c10::toString(static_cast<at::ScalarType>(type));
-}
-
 std::string phrase(const Participant& participant) {
   const auto& print = *participant.print;
   std::string text = print.name;
@@ -134,7 +130,7 @@ std::string phrase(const Participant& participant) {
     text += one
         ? c10::str(" of ", participant.counts.front())
         : c10::str(" of [", c10::Join(", ", participant.counts), "]");
-    text += " x " + type_name(print.type);
+    text += c10::str(" x ", c10::toString(static_cast<at::ScalarType>(print.type)));
   }
   if (print.root >= 0) {
     text += c10::str(", root ", print.root);
@@ -178,9 +174,9 @@ std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call
     const auto& tensor = recv.outputs.front();
     return group.failure(
         c10::str(
-            "ranks disagree in what is sent: ", sender, " called send of ", sent.elements, " x ", type_name(sent.type),
-            at(sent.site), "; ", group.called(group.rank), " called recv of ", tensor.numel(), " x ",
-            c10::toString(tensor.scalar_type()), at(recv.site), "."));
+            "ranks disagree in what is sent: ", sender, " called send of ", sent.elements, " x ",
+            c10::toString(static_cast<at::ScalarType>(sent.type)), at(sent.site), "; ", group.called(group.rank),
+            " called recv of ", tensor.numel(), " x ", c10::toString(tensor.scalar_type()), at(recv.site), "."));
   }
   const bool after_sends = sent.turn.blocking > 0 && recv.turn.blocking > sent.turn.opposite;
   if (!after_sends && sent.turn.opposite <= recv.turn.opposite) {
@@ -209,24 +205,23 @@ std::string site_of_call() {
     return "";
   }
   pybind11::gil_scoped_acquire gil;
-  std::string site;
+  const auto owned = [](auto* object) {
+    return pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(object));
+  };
   PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
-  for (int depth = 0; frame != nullptr && depth < kFramesAtMost && site.empty(); ++depth) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
+  pybind11::object keep; // the frame
+  for (int depth = 0; frame != nullptr && depth < kFramesAtMost; ++depth) {
+    const auto code = owned(PyFrame_GetCode(frame));
+    const char* file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
     if (file == nullptr) {
       PyErr_Clear();
     } else if (!is_between(file)) {
-      site = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      return std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     }
-    Py_DECREF(code);
-    PyFrameObject* back = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
+    frame = PyFrame_GetBack(frame);
+    keep = owned(frame);
   }
-  Py_XDECREF(frame);
-  return site;
+  return "";
 }
 
 } // namespace torch_ext::sim

@@ -45,9 +45,6 @@ std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call
 // sends the other an unexpected number of elements in an all-to-all. Empty without a fault.
 std::string disagreement_of_all(const std::vector<Participant>& ranks);
 
-// Element type as programs spell it, or "nothing" for -1.
-std::string type_name(int8_t type);
-
 // File and line of the innermost Python frame of the calling thread outside torch; empty where there is none. Takes the
 // GIL for about a microsecond.
 std::string site_of_call();

@@ -50,31 +50,19 @@ using Combine = void (*)(std::byte*, const std::byte*, uint64_t);
 
 template <typename T>
 Combine combine_of(ReduceOp::RedOpType op) {
-  switch (op) {
-    case ReduceOp::SUM:
-      return combine<T, kAdd>;
-    case ReduceOp::PRODUCT:
-      return combine<T, kMultiply>;
-    case ReduceOp::MIN:
-      return combine<T, kMinimum>;
-    case ReduceOp::MAX:
-      return combine<T, kMaximum>;
-    default:
-      break;
-  }
+  Combine found = nullptr;
+  const auto row = [&](ReduceOp::RedOpType of, Combine function) { found = op == of ? function : found; };
+  row(ReduceOp::SUM, combine<T, kAdd>);
+  row(ReduceOp::PRODUCT, combine<T, kMultiply>);
+  row(ReduceOp::MIN, combine<T, kMinimum>);
+  row(ReduceOp::MAX, combine<T, kMaximum>);
   if constexpr (std::is_integral_v<T>) {
-    switch (op) {
-      case ReduceOp::BAND:
-        return combine<T, kAnd>;
-      case ReduceOp::BOR:
-        return combine<T, kOr>;
-      case ReduceOp::BXOR:
-        return combine<T, kXor>;
-      default:
-        break;
-    }
+    row(ReduceOp::BAND, combine<T, kAnd>);
+    row(ReduceOp::BOR, combine<T, kOr>);
+    row(ReduceOp::BXOR, combine<T, kXor>);
   }
-  TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
+  TORCH_CHECK_VALUE(found != nullptr, "simccl cannot use a bitwise reduction with this type.");
+  return found;
 }
 
 template <typename... Types>

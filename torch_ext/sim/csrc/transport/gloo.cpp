@@ -137,21 +137,20 @@ class Line {
   std::thread thread_;
 };
 
-// One rank's description of a collective: its number, its counts (most for an all-to-all), and its fingerprint.
-at::Tensor description_of(const Call& call, uint64_t number, size_t size) {
+// One rank's description of a collective: its counts (most for an all-to-all), and its fingerprint.
+at::Tensor description_of(const Call& call, size_t size) {
   const Counts counts = counts_of(call);
   const Fingerprint print = fingerprint_of(call, counts);
   const size_t counts_bytes = 2 * size * sizeof(int64_t);
-  at::Tensor bytes = at::zeros({static_cast<int64_t>(sizeof number + counts_bytes + sizeof print)}, at::kByte);
+  at::Tensor bytes = at::zeros({static_cast<int64_t>(counts_bytes + sizeof print)}, at::kByte);
   auto* to = bytes.mutable_data_ptr<uint8_t>();
-  std::memcpy(to, &number, sizeof number);
-  copy_bytes(to + sizeof number, counts.data(), counts.size() * sizeof(int64_t));
-  std::memcpy(to + sizeof number + counts_bytes, &print, sizeof print);
+  copy_bytes(to, counts.data(), counts.size() * sizeof(int64_t));
+  std::memcpy(to + counts_bytes, &print, sizeof print);
   return bytes;
 }
 
 Participant read_description(const at::Tensor& bytes, int64_t global_rank, size_t size) {
-  const auto* counts = reinterpret_cast<const int64_t*>(bytes.const_data_ptr<uint8_t>() + sizeof(uint64_t));
+  const auto* counts = reinterpret_cast<const int64_t*>(bytes.const_data_ptr<uint8_t>());
   const auto* print = reinterpret_cast<const Fingerprint*>(counts + 2 * size);
   return {global_rank, print, {counts, print->count_size}};
 }
@@ -237,7 +236,7 @@ class GlooCollective final : public GlooCall, public std::enable_shared_from_thi
   // Raises the difference between the ranks' calls, if any.
   void compare() {
     const size_t size = group_->global_ranks.size();
-    Tensors inputs{description_of(call, number_, size)};
+    Tensors inputs{description_of(call, size)};
     TensorLists outputs(1);
     std::generate_n(std::back_inserter(outputs.front()), size, [&] { return at::empty_like(inputs.front()); });
     c10d::AllgatherOptions options;

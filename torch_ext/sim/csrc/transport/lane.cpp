@@ -123,19 +123,13 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
 // No event announces that peers are past a collective: poll at this interval.
 constexpr std::chrono::milliseconds kLookAgain{1};
 
-constexpr uint64_t aligned(uint64_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* first = static_cast<const std::byte*>(a.const_data_ptr());
-  const auto* second = static_cast<const std::byte*>(b.const_data_ptr());
-  return first < second + b.nbytes() && second < first + a.nbytes();
-}
-
 bool overlap(const Tensors& some, const Tensors& others) {
-  return std::ranges::any_of(some, [&](const auto& one) {
-    return std::ranges::any_of(others, [&](const auto& other) { return overlap(one, other); });
+  return std::ranges::any_of(some, [&](const at::Tensor& one) {
+    const auto* begin = static_cast<const std::byte*>(one.const_data_ptr());
+    return std::ranges::any_of(others, [&](const at::Tensor& other) {
+      const auto* first = static_cast<const std::byte*>(other.const_data_ptr());
+      return begin < first + other.nbytes() && first < begin + one.nbytes();
+    });
   });
 }
 
@@ -216,12 +210,12 @@ void Lane::wait_for_slot(uint64_t number) {
 void Lane::publish(const Call& call, uint64_t number) {
   const Counts counts = counts_of(call);
   Tensors sources;
-  uint64_t bytes = aligned(sizeof(uint64_t) * (call.inputs.size() + counts.size()));
+  uint64_t bytes = rounded_up(sizeof(uint64_t) * (call.inputs.size() + counts.size()), kCacheLine);
   std::vector<uint64_t> places;
   for (const auto& input : call.inputs) {
     sources.push_back(call.reduction.has_value() ? call.reduction->source(input) : input);
     places.push_back(bytes);
-    bytes += aligned(sources.back().nbytes());
+    bytes += rounded_up(sources.back().nbytes(), kCacheLine);
   }
   const uint64_t block = group_->allocate(bytes);
   std::byte* memory = group_->own().heap(block, bytes);

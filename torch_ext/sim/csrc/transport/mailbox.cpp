@@ -118,11 +118,10 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
       open(*one, place);
     }
   }
-  std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   if (!wanted.over() && !why.empty()) {
     wanted.end(group_->failure(c10::str(why, " and sends nothing more for ", wanted.call.name, ".")));
-    std::erase_if(receiving_, [&](const auto& one) { return one.get() == &wanted; });
   }
+  std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   return wait;
 }
 

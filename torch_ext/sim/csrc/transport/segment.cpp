@@ -27,7 +27,7 @@ void pause_core() {
 constexpr uint64_t kFirstHeap = uint64_t{256} << 10;
 
 uint64_t control_bytes(int size) {
-  return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;
+  return rounded_up(kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t), kPage);
 }
 
 std::byte* mapped(int file, uint64_t offset, uint64_t bytes) {
@@ -90,8 +90,8 @@ bool Process::has_ended() const {
 }
 
 uint64_t Arena::allocate(uint64_t bytes) {
-  const uint64_t length = std::max((bytes + kAlign - 1) / kAlign * kAlign, kAlign);
-  uint64_t offset = kAlign;
+  const uint64_t length = std::max(rounded_up(bytes, kCacheLine), kCacheLine);
+  uint64_t offset = kCacheLine;
   for (const auto& [start, used] : used_) {
     if (start - offset >= length) {
       break;
@@ -157,7 +157,7 @@ std::byte* Segment::heap(uint64_t offset, uint64_t bytes) {
   if (needed > heap_bytes_) {
     // The owner has grown its file before it published this range. Double the mapping, so that remaps stay rare; pages
     // beyond the end of the file are mapped but not touched.
-    remap_heap(std::max(2 * heap_bytes_, (needed + kPage - 1) / kPage * kPage));
+    remap_heap(std::max(2 * heap_bytes_, rounded_up(needed, kPage)));
   }
   return heap_ + offset;
 }
@@ -166,7 +166,7 @@ void Segment::grow(uint64_t bytes) {
   if (bytes <= heap_bytes_) {
     return;
   }
-  const uint64_t wanted = std::max(2 * heap_bytes_, (bytes + kPage - 1) / kPage * kPage);
+  const uint64_t wanted = std::max(2 * heap_bytes_, rounded_up(bytes, kPage));
   TORCH_CHECK(
       ftruncate(file_, static_cast<off_t>(control_bytes_ + wanted)) == 0, "simccl cannot get ", wanted,
       " bytes of shared memory: ", std::strerror(errno), ".");
@@ -174,7 +174,7 @@ void Segment::grow(uint64_t bytes) {
 }
 
 void Segment::discard(uint64_t offset, uint64_t bytes) {
-  const uint64_t first = (offset + kPage - 1) / kPage * kPage;
+  const uint64_t first = rounded_up(offset, kPage);
   const uint64_t last = (offset + bytes) / kPage * kPage;
   if (first < last) {
     fallocate(

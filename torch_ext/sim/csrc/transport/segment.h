@@ -44,9 +44,10 @@
 namespace torch_ext::sim {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kSlots = 256;   // as many collectives of a group can be under way
-constexpr uint32_t kPieces = 64;   // as many parts of an all-reduce are shared out between ranks
-constexpr size_t kSiteBytes = 200; // file and line of a call, cut off in front, with a closing 0
+constexpr uint64_t kCacheLine = 64; // two ranks never write to one
+constexpr uint64_t kSlots = 256;    // as many collectives of a group can be under way
+constexpr uint32_t kPieces = 64;    // as many parts of an all-reduce are shared out between ranks
+constexpr size_t kSiteBytes = 200;  // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
 constexpr uint64_t kLayoutVersion = 3;
 
@@ -100,7 +101,7 @@ struct Envelope {
   char site[kSiteBytes];
 };
 
-struct alignas(64) Letter {
+struct alignas(kCacheLine) Letter {
   std::atomic<uint64_t> next;
   std::atomic<uint32_t> state; // by the reader
   Envelope envelope;
@@ -109,6 +110,10 @@ struct alignas(64) Letter {
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits");
 static_assert(sizeof(Header) <= kPage && sizeof(Slot) <= kSlotStride);
+
+constexpr uint64_t rounded_up(uint64_t bytes, uint64_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
   if (bytes > 0) { // empty tensors may have null pointers
@@ -135,8 +140,7 @@ class Process {
 
   explicit Process(pid_t pid, int file) : pid_(pid), file_(file) {}
   ~Process();
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Process);
 
   bool has_ended() const;
   pid_t pid() const { return pid_; }
@@ -158,10 +162,8 @@ class Arena {
   uint64_t high_water() const { return high_water_; }
 
  private:
-  static constexpr uint64_t kAlign = 64; // a cache line; two ranks never write to one
-
   std::map<uint64_t, uint64_t> used_; // offset to length
-  uint64_t high_water_ = kAlign;
+  uint64_t high_water_ = kCacheLine;
 };
 
 class Segment {
@@ -172,8 +174,7 @@ class Segment {
   // Maps a rank's segment, and takes the descriptor: `is_own` keeps it, to grow the file.
   Segment(int file, int size, bool is_own);
   ~Segment();
-  Segment(const Segment&) = delete;
-  Segment& operator=(const Segment&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Segment);
 
   Header& header() const { return *reinterpret_cast<Header*>(control_); }
   Slot& slot(uint64_t number) const;
