@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -55,13 +56,9 @@ def _scatter(
 ) -> list[torch.Tensor]:
     chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
     moved = []
-    for number, (chunk, index) in enumerate(zip(chunks, devices, strict=False)):
-        stream = streams[number] if streams is not None else None
-        if stream is None:
+    for chunk, index, stream in zip(chunks, devices, streams or [None] * len(devices), strict=False):
+        with stream or contextlib.nullcontext():
             moved.append(chunk.contiguous().to(_device(index), non_blocking=True))
-        else:
-            with stream:
-                moved.append(chunk.contiguous().to(_device(index), non_blocking=True))
     return moved
 
 

@@ -8,9 +8,8 @@ without a world size, cannot have such maps.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -29,18 +28,15 @@ _RPC = "torch.distributed.rpc"
 
 def register() -> None:
     """Serve futures now, and RPC when it is loaded."""
-    _skip_events()
-    if hasattr(_native, "define_rpc_agent"):
-        when_imported(f"{_RPC}.options", _take_devices)
-        when_imported(f"{_RPC}.backend_registry", _serve)
 
-
-def _skip_events() -> None:
-    """Let the value of a future hold events, which cannot be pickled: torch itself skips only CUDA's."""
-
+    # The value of a future may hold events, which cannot be pickled: torch itself skips only CUDA's.
     @wrap(_jit_internal._TensorExtractor, "persistent_id")
     def persistent_id(original: Callable[..., Any], self: Any, value: object) -> Any:
         return "" if isinstance(value, torch.Event) else original(self, value)
+
+    if hasattr(_native, "define_rpc_agent"):
+        when_imported(f"{_RPC}.options", _take_devices)
+        when_imported(f"{_RPC}.backend_registry", _serve)
 
 
 def _take_devices(options: ModuleType) -> None:
@@ -68,21 +64,14 @@ def _serve(registry: ModuleType) -> None:
         options = kwargs.get("rpc_backend_options")
         if not kwargs.get("world_size") and (_names_sim(getattr(options, "device_maps", {})) or _has_sim(options)):
             raise ValueError(f"device maps for {NAME!r} need a group of fixed size: pass world_size to init_rpc")
-        with _our_agents():
+        # The backend looks the agent's class up in the package.
+        rpc: Any = torch.distributed.rpc
+        original = rpc.TensorPipeAgent
+        rpc.TensorPipeAgent = functools.partial(_agent, original)
+        try:
             return start(backend, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _our_agents() -> Iterator[None]:
-    """Within, the RPC backend, which looks the agent's class up in the package, gets :func:`_agent` instead."""
-    from torch.distributed import rpc
-
-    original = rpc.TensorPipeAgent
-    setattr(rpc, "TensorPipeAgent", functools.partial(_agent, original))  # noqa: B010 - mypy refuses to assign a class
-    try:
-        yield
-    finally:
-        setattr(rpc, "TensorPipeAgent", original)  # noqa: B010
+        finally:
+            rpc.TensorPipeAgent = original
 
 
 def _agent(

@@ -176,8 +176,14 @@ at::Tensor Reduction::same_bytes(const at::Tensor& host) const {
 }
 
 at::Tensor Reduction::source(const at::Tensor& host) const {
-  const bool as_it_is = !staging_type_.has_value() && !factor_.has_value();
-  return (as_it_is ? same_bytes(host) : source_copy(host)).view({-1});
+  if (!staging_type_.has_value() && !factor_.has_value()) {
+    return same_bytes(host).view({-1});
+  }
+  at::Tensor buffer = staging_type_.has_value() ? host.to(*staging_type_) : same_bytes(host).clone();
+  if (factor_.has_value()) {
+    buffer.mul_(factor_->to(buffer.scalar_type()));
+  }
+  return buffer.view({-1});
 }
 
 uint64_t Reduction::source_bytes(const at::Tensor& host) const {
@@ -188,14 +194,6 @@ at::Tensor Reduction::target(const at::Tensor& host) const {
   return staging_type_.has_value()
       ? at::empty({host.numel()}, host.options().dtype(staging_type_))
       : same_bytes(host).view({-1});
-}
-
-at::Tensor Reduction::source_copy(const at::Tensor& host) const {
-  at::Tensor buffer = staging_type_.has_value() ? host.to(*staging_type_) : same_bytes(host).clone();
-  if (factor_.has_value()) {
-    buffer.mul_(factor_->to(buffer.scalar_type()));
-  }
-  return buffer;
 }
 
 void Reduction::finish(const at::Tensor& buffer, const at::Tensor& host) const {

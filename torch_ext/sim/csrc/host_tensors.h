@@ -63,9 +63,6 @@ class Reduction {
   // has to be converted. `finish` turns the elements into the result.
   at::Tensor target(const at::Tensor& host) const;
 
-  // A copy of the elements that ranks combine, to reduce in place.
-  at::Tensor source_copy(const at::Tensor& host) const;
-
   // Turns the reduced `buffer` (or a slice of it) into the result in `host`.
   void finish(const at::Tensor& buffer, const at::Tensor& host) const;
 

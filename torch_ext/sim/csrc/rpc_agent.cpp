@@ -49,16 +49,6 @@ struct Trailer {
   uint64_t mark = kMark;
 };
 
-std::optional<Trailer> trailer_of(const Message& message) {
-  const auto& payload = message.payload();
-  if (payload.size() < sizeof(Trailer) + message.tensors().size() * sizeof(int16_t)) {
-    return std::nullopt;
-  }
-  Trailer found;
-  std::memcpy(&found, payload.data() + payload.size() - sizeof(Trailer), sizeof(Trailer));
-  return found.mark == Trailer::kMark ? std::optional(found) : std::nullopt;
-}
-
 // Replaces the tensors of `message` by host tensors and adds a trailer. Raises if the map lacks a device.
 void pack(Message& message, const DeviceMap& map, const std::string& worker, int64_t sender) {
   auto& tensors = message.tensors();
@@ -94,15 +84,19 @@ DeviceMap map_of(const DeviceMaps& maps, const std::string& worker) {
 
 // Reverses pack() at the receiver, on the current streams. Returns the sender; nothing if there is no trailer.
 std::optional<int64_t> unpack(Message& message) {
-  const auto trailer = trailer_of(message);
-  if (!trailer.has_value()) {
-    return std::nullopt;
-  }
   auto& payload = message.payload();
   auto& tensors = message.tensors();
   std::vector<int16_t> targets(tensors.size());
   const size_t listed = targets.size() * sizeof(int16_t);
-  const size_t own = payload.size() - sizeof(Trailer) - listed;
+  if (payload.size() < listed + sizeof(Trailer)) {
+    return std::nullopt;
+  }
+  const size_t own = payload.size() - listed - sizeof(Trailer);
+  Trailer trailer;
+  std::memcpy(&trailer, payload.data() + own + listed, sizeof(Trailer));
+  if (trailer.mark != Trailer::kMark) {
+    return std::nullopt;
+  }
   std::memcpy(targets.data(), payload.data() + own, listed);
   payload.resize(own);
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -110,7 +104,7 @@ std::optional<int64_t> unpack(Message& message) {
       tensors[i] = tensors[i].to(c10::Device(kSim, static_cast<c10::DeviceIndex>(targets[i])));
     }
   }
-  return trailer->sender;
+  return trailer.sender;
 }
 
 // Calls `act` with the message of a finished future, and passes it on; errors pass through.

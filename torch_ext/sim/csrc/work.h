@@ -25,9 +25,9 @@
 // thread that adds them, for DDP's hooks in the same order on all ranks, each on a stream that waits for the operation.
 //
 // Note [Flight records]
-// Torch's recorder accepts entries from torch's own backends only: nothing of `simccl` over shared memory, and gloo's
-// own calls of `simccl` over gloo, such as an all_reduce where the program called reduce_scatter_tensor. work.cpp
-// records the program's calls; _flight_record.py puts them in place of gloo's entries when the recorder is read.
+// Torch's recorder accepts entries from torch's own backends only. It records nothing of `simccl` over shared memory,
+// and gloo's own calls of `simccl` over gloo: an all-gather and an all-to-all for each call. work.cpp records the
+// program's calls; _flight_record.py puts them in place of gloo's entries when the recorder is read.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>

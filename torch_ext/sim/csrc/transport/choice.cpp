@@ -4,18 +4,17 @@
 // Every rank takes these steps when the group is made; a rank that waits past the group's time limit, or for a process
 // that has ended, raises.
 //
-//   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, a random number
+//   1. make memory, and write an address to the store: machine, pid namespace, process, descriptor, inode
 //   2. read all addresses. If one is "gloo" or names another machine or namespace, every rank takes gloo, because all
 //      ranks read the same addresses
-//   3. open each peer's memory through /proc/PID/fd and compare the random number: another process may have reused the
-//      pid, or another file the descriptor
+//   3. open each peer's memory through /proc/PID/fd and compare the inode: another process may have reused the pid, or
+//      another file the descriptor
 //   4. set the state of one's own memory: kReady if all could be opened, else kRefused
 //   5. read the states of all peers, sleeping until each is set. So all are ready, or all see a refusal and take gloo
 //
 // Ranks find a memory by its owner's process and not by a name, so no file is left behind. After the last step every
 // rank has mapped every memory, and a process may end without its peers losing its data.
 
-#include <ATen/core/functional.h>
 #include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <pybind11/chrono.h>
@@ -23,7 +22,6 @@
 #include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
-#include <unistd.h>
 
 #include "../std.h"
 #include "../without_gil.h"
@@ -42,143 +40,120 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 // Limit for a process that has closed its memory to end: the kernel does one right after the other.
 constexpr auto kLongestEnd = std::chrono::seconds(1);
 
-// Number of polls of the store for missing ranks, and the pause before the second.
-constexpr int kStoreLooks = 8;
-constexpr std::chrono::microseconds kFirstPause{100};
+// Pauses between polls of the store for missing ranks, doubled from first to last.
+constexpr std::chrono::microseconds kFirstPause{100}, kLastPause{12800};
+
+constexpr const char* kGloo = "gloo";
+
+std::string setting(const char* variable) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? "" : text;
+}
 
 struct Address {
-  std::string machine;  // empty if this rank does not share memory
-  std::string settings; // no spaces
+  std::string settings;        // no spaces
+  std::string machine = kGloo; // kGloo if this rank does not share memory
   int pid = 0;
   int file = -1;
-  uint64_t nonce[2] = {0, 0};
+  uint64_t inode = 0;
 
-  std::string text() const {
-    return c10::str(
-        settings, " ", machine.empty() ? "gloo" : machine, " ", pid, " ", file, " ", nonce[0], " ", nonce[1]);
-  }
+  std::string text() const { return c10::str(settings, " ", machine, " ", pid, " ", file, " ", inode); }
 
   static Address parse(const std::vector<uint8_t>& bytes) {
     Address read;
     std::istringstream words(std::string(bytes.begin(), bytes.end()));
-    words >> read.settings >> read.machine >> read.pid >> read.file >> read.nonce[0] >> read.nonce[1];
-    if (read.machine == "gloo") {
-      read.machine.clear();
-    }
+    words >> read.settings >> read.machine >> read.pid >> read.file >> read.inode;
     return read;
   }
 };
 
-// A name that is equal only for processes that see each other's pids. TORCH_EXT_HOST separates processes that simulate
-// several machines.
+// A name that is equal only for processes that see each other's pids; kGloo if there is none. TORCH_EXT_HOST separates
+// processes that simulate several machines.
 std::string this_machine() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space{};
   if (boot.empty() || stat("/proc/self/ns/pid", &space) != 0) {
-    return "";
+    return kGloo;
   }
-  const char* host = std::getenv("TORCH_EXT_HOST");
-  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", host == nullptr ? "" : host);
+  return c10::str(boot, "/", space.st_ino, "/", kLayoutVersion, "/", setting("TORCH_EXT_HOST"));
 }
 
-void draw(uint64_t (&nonce)[2]) {
-  std::random_device source;
-  for (auto& word : nonce) {
-    word = uint64_t{source()} << 32 | source();
-  }
+// 0 if there is no such file.
+uint64_t inode_of(int file) {
+  struct stat about{};
+  return fstat(file, &about) == 0 ? about.st_ino : 0;
 }
 
-bool is_that_of(const Header& header, const Address& address) {
-  return header.version == kLayoutVersion && header.nonce[0] == address.nonce[0] && header.nonce[1] == address.nonce[1];
-}
+// Another rank of the group.
+struct Peer {
+  int rank;
+  Address address;
+  Member member{};
 
-std::string path_of(const Address& address) {
-  return c10::str("/proc/", address.pid, "/fd/", address.file);
-}
+  bool is_open() const { return member.memory != nullptr; }
+  std::string path() const { return c10::str("/proc/", address.pid, "/fd/", address.file); }
 
-// Opens a peer's memory; leaves it unset where that fails.
-Member open_peer(const Address& address, int size) {
-  Member peer;
-  peer.process = Process::find(address.pid);
-  if (peer.process == nullptr) {
-    return peer;
-  }
-  const int file = ::open(path_of(address).c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) {
-    return peer;
-  }
-  try {
-    Segment memory = Segment::open(file, size);
-    if (is_that_of(memory.header(), address)) {
-      peer.memory = std::move(memory);
-    }
-  } catch (const c10::Error&) {
-    // Not a simccl segment: leave `peer.memory` unset.
-  }
-  return peer;
-}
-
-// Whether the process at `address`, on this machine, has ended.
-bool has_ended(const Member& peer, const Address& address) {
-  return peer.process != nullptr ? peer.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
-}
-
-// Whether a running peer has closed its memory: it is ending, or has refused and uses gloo.
-bool has_closed(const Member& peer, const Address& address) {
-  return peer.process != nullptr && !peer.memory && ::access(path_of(address).c_str(), F_OK) != 0 && errno == ENOENT;
-}
-
-[[noreturn]] void raise_ended(int rank, int pid) {
-  TORCH_CHECK(false, "simccl: rank ", rank, " (process ", pid, ") ended while the group was made.");
-}
-
-std::string key_of(int rank) {
-  return c10::str("address/", rank);
-}
-
-// Polls faster than a FileStore, whose 10 ms are longer than the ranks of one machine take to join.
-void wait_for_all(
-    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<std::string>& keys,
-    std::chrono::milliseconds timeout) {
-  auto pause = kFirstPause;
-  for (int look = 0; look < kStoreLooks; ++look) {
-    if (store->check(keys)) {
+  // Opens its memory; leaves it unset where that fails.
+  void open(int size) {
+    member.process = Process::find(address.pid);
+    if (member.process == nullptr) {
       return;
     }
-    std::this_thread::sleep_for(pause);
-    pause *= 2;
+    const int file = ::open(path().c_str(), O_RDWR | O_CLOEXEC);
+    if (file >= 0 && inode_of(file) == address.inode) {
+      member.memory = std::make_unique<Segment>(file, size, /*is_own=*/false);
+    } else {
+      ::close(file);
+    }
   }
-  store->wait(keys, timeout);
-}
+
+  // Raises if its process, on this machine, has ended.
+  void check_running() const {
+    const bool has_ended =
+        member.process != nullptr ? member.process->has_ended() : ::kill(address.pid, 0) != 0 && errno == ESRCH;
+    TORCH_CHECK(!has_ended, "simccl: rank ", rank, " (process ", address.pid, ") ended while the group was made.");
+  }
+
+  // Whether its process has closed its memory: it is ending, or has refused and uses gloo.
+  bool has_closed() const {
+    return member.process != nullptr && !is_open() && ::access(path().c_str(), F_OK) != 0 && errno == ENOENT;
+  }
+
+  // Waits until it has opened the memory of its peers, or has refused. Returns which.
+  GroupState state(Clock::time_point deadline) const {
+    const auto& word = member.memory->header().state;
+    while (true) {
+      const auto state = word.load(std::memory_order_acquire);
+      if (state != static_cast<uint32_t>(GroupState::kNew)) {
+        return static_cast<GroupState>(state);
+      }
+      check_running();
+      TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", rank, " stopped.");
+      sleep_while(word, state, kSlice);
+    }
+  }
+};
 
 std::vector<Address> exchange(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     const Address& mine) {
-  const std::string text = mine.text();
-  store->set(key_of(rank), std::vector<uint8_t>(text.begin(), text.end()));
   std::vector<std::string> keys;
   keys.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
-    keys.push_back(key_of(peer));
+    keys.push_back(c10::str("address/", peer));
   }
-  wait_for_all(store, keys, timeout);
+  const std::string text = mine.text();
+  store->set(keys[static_cast<size_t>(rank)], std::vector<uint8_t>(text.begin(), text.end()));
+  // Poll faster than a FileStore, whose 10 ms are longer than the ranks of one machine take to join.
+  for (auto pause = kFirstPause; !store->check(keys); pause *= 2) {
+    if (pause > kLastPause) {
+      store->wait(keys, timeout);
+      break;
+    }
+    std::this_thread::sleep_for(pause);
+  }
   return c10::fmap(keys, [&](const std::string& key) { return Address::parse(store->get(key)); });
-}
-
-GroupState state_of(int peer, const Member& member, Clock::time_point deadline) {
-  const auto& word = member.memory.header().state;
-  while (true) {
-    const auto state = word.load(std::memory_order_acquire);
-    if (state != static_cast<uint32_t>(GroupState::kNew)) {
-      return static_cast<GroupState>(state);
-    }
-    if (member.process->has_ended()) {
-      raise_ended(peer, member.process->pid());
-    }
-    TORCH_CHECK(Clock::now() < deadline, "simccl: the group timed out while it was made: rank ", peer, " stopped.");
-    sleep_while(word, state, kSlice);
-  }
 }
 
 // Returns each rank's memory in order of rank, this rank's included; empty where the ranks agree on gloo. Blocks: call
@@ -187,75 +162,58 @@ std::vector<Member> meet(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
     bool want_shared, const std::string& settings) {
   const auto deadline = Clock::now() + timeout;
-  std::vector<Member> members(static_cast<size_t>(size));
   Address mine;
   mine.settings = settings;
   mine.pid = getpid();
+  std::unique_ptr<Segment> own;
   if (want_shared) {
     mine.machine = this_machine();
-    draw(mine.nonce);
-    Segment memory = Segment::create(size);
-    mine.file = memory.file();
-    Header& header = memory.header();
-    header.version = kLayoutVersion;
-    std::copy(std::begin(mine.nonce), std::end(mine.nonce), header.nonce);
-    members[static_cast<size_t>(rank)].memory = std::move(memory);
+    own = Segment::create(size);
+    mine.file = own->file();
+    mine.inode = inode_of(mine.file);
   }
-  const auto addresses = exchange(store, rank, size, timeout, mine);
-  bool possible = !mine.machine.empty();
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& address = addresses[static_cast<size_t>(peer)];
+  bool possible = mine.machine != kGloo;
+  std::vector<Peer> peers;
+  for (auto& address : exchange(store, rank, size, timeout, mine)) {
+    const int peer = static_cast<int>(peers.size());
     TORCH_CHECK_VALUE(
         address.settings == settings, "simccl: rank ", rank, " has ", settings, ", but rank ", peer, " has ",
         address.settings, ". Set the variables alike on all ranks.");
     possible = possible && address.machine == mine.machine;
+    peers.push_back({peer, std::move(address)});
   }
   if (!possible) {
     return {};
   }
-  auto& own = members[static_cast<size_t>(rank)].memory.header();
-  bool opened_all = true;
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) {
-      auto& member = members[static_cast<size_t>(peer)];
-      member = open_peer(addresses[static_cast<size_t>(peer)], size);
-      opened_all = opened_all && static_cast<bool>(member.memory);
-    }
+  std::vector<Member> members(static_cast<size_t>(size));
+  members[static_cast<size_t>(rank)].memory = std::move(own);
+  auto& state = members[static_cast<size_t>(rank)].memory->header().state;
+  peers.erase(peers.begin() + rank);
+  for (auto& peer : peers) {
+    peer.open(size);
   }
-  own.state.store(
-      static_cast<uint32_t>(opened_all ? GroupState::kReady : GroupState::kRefused), std::memory_order_release);
-  wake(own.state);
-  bool all_ready = opened_all;
-  for (int peer = 0; peer < size; ++peer) {
-    const auto& member = members[static_cast<size_t>(peer)];
-    if (peer != rank && member.memory) {
-      all_ready = state_of(peer, member, deadline) != GroupState::kRefused && all_ready;
-    }
+  bool all_ready = std::ranges::all_of(peers, &Peer::is_open);
+  state.store(static_cast<uint32_t>(all_ready ? GroupState::kReady : GroupState::kRefused), std::memory_order_release);
+  wake(state);
+  for (const auto& peer : peers) {
+    all_ready = (!peer.is_open() || peer.state(deadline) != GroupState::kRefused) && all_ready;
   }
   if (all_ready) {
+    for (auto& peer : peers) {
+      members[static_cast<size_t>(peer.rank)] = std::move(peer.member);
+    }
     return members;
   }
   // Do not fall back to gloo because of a rank that has ended: gloo would wait for it until the time limit.
-  for (const auto last = std::min(Clock::now() + kLongestEnd, deadline);;) {
-    bool may_be_ending = false;
-    for (int peer = 0; peer < size; ++peer) {
-      const auto& member = members[static_cast<size_t>(peer)];
-      const auto& address = addresses[static_cast<size_t>(peer)];
-      if (peer != rank && has_ended(member, address)) {
-        raise_ended(peer, address.pid);
-      }
-      may_be_ending = may_be_ending || (peer != rank && has_closed(member, address));
+  const auto last = std::min(Clock::now() + kLongestEnd, deadline);
+  for (const auto& peer : peers) {
+    while (peer.has_closed() && Clock::now() < last) {
+      peer.check_running();
+      std::this_thread::sleep_for(kFirstPause);
     }
-    if (!may_be_ending || Clock::now() >= last) {
-      return {};
-    }
-    std::this_thread::sleep_for(kFirstPause);
+    peer.check_running();
   }
-}
-
-std::string setting(const char* variable) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? "" : text;
+  return {};
 }
 
 // Makes the gloo backend of a group: (store, rank, size, timeout) -> Backend. Written in Python, which has gloo's
@@ -270,11 +228,11 @@ std::shared_ptr<Transport> make_transport(
   WithoutGil without;
   const auto kind = setting("TORCH_EXT_SIM_TRANSPORT");
   TORCH_CHECK_VALUE(
-      kind.empty() || kind == "shared" || kind == "gloo", "TORCH_EXT_SIM_TRANSPORT=", kind,
+      kind.empty() || kind == "shared" || kind == kGloo, "TORCH_EXT_SIM_TRANSPORT=", kind,
       ": expected shared or gloo.");
   const auto order = setting("TORCH_EXT_SIM_REDUCE");
   const int size = static_cast<int>(global_ranks.size());
-  auto members = meet(store, rank, size, timeout, kind != "gloo", "TORCH_EXT_SIM_REDUCE=" + order);
+  auto members = meet(store, rank, size, timeout, kind != kGloo, "TORCH_EXT_SIM_REDUCE=" + order);
   if (!members.empty()) {
     return std::make_shared<SharedMemory>(std::make_shared<SharedGroup>(
         std::move(members), FoldOrder::parse(order), rank, global_ranks, timeout, any_device));

@@ -1,8 +1,6 @@
 // Makes and compares fingerprints, and finds the line of Python code that calls a collective, for messages.
 #include "fingerprint.h"
 
-#include <Python.h>
-#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -20,7 +18,7 @@ using c10d::OpType;
 const char* reduction_name(int8_t reduction) {
   constexpr std::array<const char*, 9> kNames{
       "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
-  return static_cast<size_t>(reduction) < kNames.size() ? kNames[static_cast<size_t>(reduction)] : "?";
+  return kNames[static_cast<size_t>(reduction)];
 }
 
 bool is_exchange(const Fingerprint& print) {
@@ -121,10 +119,6 @@ void copy_text(char* to, size_t bytes, const std::string& text) {
   to[kept] = '\0';
 }
 
-std::string type_name(int8_t type) {
-  return type < 0 ? "nothing" : c10::toString(static_cast<at::ScalarType>(type));
-}
-
 std::string phrase(const Participant& participant) {
   const auto& print = *participant.print;
   std::string text = print.name;
@@ -136,7 +130,7 @@ std::string phrase(const Participant& participant) {
     text += one
         ? c10::str(" of ", participant.counts.front())
         : c10::str(" of [", c10::Join(", ", participant.counts), "]");
-    text += " x " + type_name(print.type);
+    text += c10::str(" x ", c10::toString(static_cast<at::ScalarType>(print.type)));
   }
   if (print.root >= 0) {
     text += c10::str(", root ", print.root);
@@ -161,32 +155,44 @@ std::string difference(const Participant& one, const Participant& other) {
       phrase(other), ".");
 }
 
-std::string unequal_letter(
-    const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
-    const Call& recv) {
-  const auto& tensor = recv.outputs.front();
-  return c10::str(
-      "ranks disagree in what is sent: ", sender, " called send of ", elements, " x ", type_name(type),
-      site[0] == '\0' ? "" : " at ", site, "; ", receiver, " called recv of ", tensor.numel(), " x ",
-      c10::toString(tensor.scalar_type()), recv.site.empty() ? "" : " at ", recv.site, ".");
+Envelope envelope_of(const Call& send) {
+  const auto& tensor = send.inputs.front();
+  Envelope envelope{tensor.numel(), send.turn, static_cast<int8_t>(tensor.scalar_type()), {}};
+  copy_text(envelope.site, kSiteBytes, send.site);
+  return envelope;
 }
 
-std::string mutual_block(const std::string& sender, const Turn& sent, const char* site, const Call& recv) {
-  const bool after_sends = sent.blocking > 0 && recv.turn.blocking > sent.opposite;
-  if (!after_sends && sent.opposite <= recv.turn.opposite) {
-    return "";
-  }
+bool fits(const Envelope& sent, const Call& recv) {
+  const auto& tensor = recv.outputs.front();
+  return sent.elements == tensor.numel() && sent.type == static_cast<int8_t>(tensor.scalar_type());
+}
+
+std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call& recv) {
   const auto at = [](const std::string& place) { return place.empty() ? "" : " at " + place; };
+  const std::string sender = group.called(recv.root);
+  if (!fits(sent, recv)) {
+    const auto& tensor = recv.outputs.front();
+    return group.failure(
+        c10::str(
+            "ranks disagree in what is sent: ", sender, " called send of ", sent.elements, " x ",
+            c10::toString(static_cast<at::ScalarType>(sent.type)), at(sent.site), "; ", group.called(group.rank),
+            " called recv of ", tensor.numel(), " x ", c10::toString(tensor.scalar_type()), at(recv.site), "."));
+  }
+  const bool after_sends = sent.turn.blocking > 0 && recv.turn.blocking > sent.turn.opposite;
+  if (!after_sends && sent.turn.opposite <= recv.turn.opposite) {
+    return nullptr;
+  }
   const char* first = after_sends ? "send" : "recv";
   const char* second = after_sends ? "recv" : "send";
-  return c10::str(
-      "deadlock on a GPU: this rank called ", first, at(after_sends ? recv.blocking_site : recv.site), " before ",
-      second, ", and ", sender, " as well, whose send is", at(site),
-      ". NCCL runs the transfers of two ranks one after the other, and a send of more than ", kBufferVariable, "=",
-      bytes_that_nccl_buffers(),
-      " bytes ends only when its recv begins. Pass both to "
-      "torch.distributed.batch_isend_irecv, or let one of the two ranks call ",
-      second, " first. TORCH_EXT_SIM_P2P=buffered allows it.");
+  return group.failure(
+      c10::str(
+          "deadlock on a GPU: this rank called ", first, at(after_sends ? recv.blocking_site : recv.site), " before ",
+          second, ", and ", sender, " as well, whose send is", at(sent.site),
+          ". NCCL runs the transfers of two ranks one after the other, and a send of more than ", kBufferVariable, "=",
+          bytes_that_nccl_buffers(),
+          " bytes ends only when its recv begins. Pass both to "
+          "torch.distributed.batch_isend_irecv, or let one of the two ranks call ",
+          second, " first. TORCH_EXT_SIM_P2P=buffered allows it."));
 }
 
 std::string disagreement_of_all(const std::vector<Participant>& ranks) {
@@ -199,24 +205,23 @@ std::string site_of_call() {
     return "";
   }
   pybind11::gil_scoped_acquire gil;
-  std::string site;
+  const auto owned = [](auto* object) {
+    return pybind11::reinterpret_steal<pybind11::object>(reinterpret_cast<PyObject*>(object));
+  };
   PyFrameObject* frame = PyEval_GetFrame();
-  Py_XINCREF(frame);
-  for (int depth = 0; frame != nullptr && depth < kFramesAtMost && site.empty(); ++depth) {
-    PyCodeObject* code = PyFrame_GetCode(frame);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
+  pybind11::object keep; // the frame
+  for (int depth = 0; frame != nullptr && depth < kFramesAtMost; ++depth) {
+    const auto code = owned(PyFrame_GetCode(frame));
+    const char* file = PyUnicode_AsUTF8(reinterpret_cast<PyCodeObject*>(code.ptr())->co_filename);
     if (file == nullptr) {
       PyErr_Clear();
     } else if (!is_between(file)) {
-      site = std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      return std::string(file) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
     }
-    Py_DECREF(code);
-    PyFrameObject* back = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
-    frame = back;
+    frame = PyFrame_GetBack(frame);
+    keep = owned(frame);
   }
-  Py_XDECREF(frame);
-  return site;
+  return "";
 }
 
 } // namespace torch_ext::sim

@@ -32,21 +32,18 @@ std::string phrase(const Participant& participant);
 // The difference between two ranks' calls; empty where they agree.
 std::string difference(const Participant& one, const Participant& other);
 
-// The difference between a sender and a receiver that disagree.
-std::string unequal_letter(
-    const std::string& sender, int64_t elements, int8_t type, const char* site, const std::string& receiver,
-    const Call& recv);
+Envelope envelope_of(const Call& send);
 
-// Why a send of `sender` and the receive that gets it would block each other on a GPU (Note [Transfers that block each
-// other] in transport.cpp); empty if they would not.
-std::string mutual_block(const std::string& sender, const Turn& sent, const char* site, const Call& recv);
+// Whether a letter fits the output of its receive.
+bool fits(const Envelope& sent, const Call& recv);
+
+// The fault in a send and the receive that gets it: ranks disagree, or would block each other on a GPU (Note [Transfers
+// that block each other] in transport.cpp). Null without a fault.
+std::exception_ptr fault_of(const Group& group, const Envelope& sent, const Call& recv);
 
 // The fault in the calls of all ranks, in order, of which no two have a `difference`: two ranks use one device, or one
 // sends the other an unexpected number of elements in an all-to-all. Empty without a fault.
 std::string disagreement_of_all(const std::vector<Participant>& ranks);
-
-// Element type as programs spell it, or "nothing" for -1.
-std::string type_name(int8_t type);
 
 // File and line of the innermost Python frame of the calling thread outside torch; empty where there is none. Takes the
 // GIL for about a microsecond.

@@ -1,7 +1,6 @@
 #include "fold.h"
 
 #include <c10/util/BFloat16.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
 #include "../std.h"
@@ -51,55 +50,31 @@ using Combine = void (*)(std::byte*, const std::byte*, uint64_t);
 
 template <typename T>
 Combine combine_of(ReduceOp::RedOpType op) {
-  switch (op) {
-    case ReduceOp::SUM:
-      return combine<T, kAdd>;
-    case ReduceOp::PRODUCT:
-      return combine<T, kMultiply>;
-    case ReduceOp::MIN:
-      return combine<T, kMinimum>;
-    case ReduceOp::MAX:
-      return combine<T, kMaximum>;
-    default:
-      break;
-  }
+  Combine found = nullptr;
+  const auto row = [&](ReduceOp::RedOpType of, Combine function) { found = op == of ? function : found; };
+  row(ReduceOp::SUM, combine<T, kAdd>);
+  row(ReduceOp::PRODUCT, combine<T, kMultiply>);
+  row(ReduceOp::MIN, combine<T, kMinimum>);
+  row(ReduceOp::MAX, combine<T, kMaximum>);
   if constexpr (std::is_integral_v<T>) {
-    switch (op) {
-      case ReduceOp::BAND:
-        return combine<T, kAnd>;
-      case ReduceOp::BOR:
-        return combine<T, kOr>;
-      case ReduceOp::BXOR:
-        return combine<T, kXor>;
-      default:
-        break;
-    }
+    row(ReduceOp::BAND, combine<T, kAnd>);
+    row(ReduceOp::BOR, combine<T, kOr>);
+    row(ReduceOp::BXOR, combine<T, kXor>);
   }
-  TORCH_CHECK_VALUE(false, "simccl cannot use a bitwise reduction with this type.");
+  TORCH_CHECK_VALUE(found != nullptr, "simccl cannot use a bitwise reduction with this type.");
+  return found;
 }
 
-Combine combine_of(at::ScalarType type, ReduceOp::RedOpType op) {
-  switch (type) {
-    case at::kFloat:
-      return combine_of<float>(op);
-    case at::kDouble:
-      return combine_of<double>(op);
-    case at::kHalf:
-      return combine_of<c10::Half>(op);
-    case at::kBFloat16:
-      return combine_of<c10::BFloat16>(op);
-    case at::kByte:
-      return combine_of<uint8_t>(op);
-    case at::kChar:
-      return combine_of<int8_t>(op);
-    case at::kInt:
-      return combine_of<int32_t>(op);
-    case at::kLong:
-      return combine_of<int64_t>(op);
-    default:
-      TORCH_CHECK_VALUE(false, "simccl cannot reduce ", type, " tensors.");
-  }
+template <typename... Types>
+Combine combine_of_any(at::ScalarType type, ReduceOp::RedOpType op) {
+  Combine found = nullptr;
+  ((found = type == c10::CppTypeToScalarType<Types>::value ? combine_of<Types>(op) : found), ...);
+  TORCH_CHECK_VALUE(found != nullptr, "simccl cannot reduce ", type, " tensors.");
+  return found;
 }
+
+constexpr auto combine_of_type =
+    combine_of_any<float, double, c10::Half, c10::BFloat16, uint8_t, int8_t, int32_t, int64_t>;
 
 std::vector<size_t> ranks_from(size_t first, size_t count) {
   std::vector<size_t> ranks(count);
@@ -118,45 +93,36 @@ std::vector<std::byte>& scratch(size_t bytes) {
 
 struct Step {
   Combine combine;
-  uint64_t item;
+  uint64_t item; // bytes of an element
 
-  void in_sequence(
-      std::byte* to, const std::vector<const std::byte*>& from, const std::vector<size_t>& ranks, uint64_t begin,
-      uint64_t end) const {
+  // Writes elements [begin, end), combined in the order of `ranks`, or in pairs.
+  void run(
+      std::byte* to, const std::vector<const std::byte*>& from, const std::vector<size_t>& ranks, bool in_pairs,
+      uint64_t begin, uint64_t end) const {
     // Keep partial results in the output, unless another rank's input lies there.
     const auto lies_there = [&](size_t rank) { return from[rank] + begin * item == to; };
-    const bool in_place = lies_there(ranks[0]) || std::none_of(ranks.begin(), ranks.end(), lies_there);
-    auto& part = scratch(in_place ? 0 : kBlock * item);
+    const bool in_place = !in_pairs && (lies_there(ranks[0]) || std::ranges::none_of(ranks, lies_there));
+    auto& parts = scratch(kBlock * item * (in_pairs ? ranks.size() : 1));
     for (uint64_t at = begin; at < end; at += kBlock) {
       const uint64_t count = std::min(kBlock, end - at);
       std::byte* const block = to + (at - begin) * item;
-      std::byte* const sum = in_place ? block : part.data();
-      if (const auto* first = from[ranks[0]] + at * item; first != sum) {
-        std::memcpy(sum, first, count * item);
-      }
-      for (size_t i = 1; i < ranks.size(); ++i) {
-        combine(sum, from[ranks[i]] + at * item, count);
-      }
-      if (sum != block) {
-        std::memcpy(block, sum, count * item);
-      }
-    }
-  }
-
-  void as_tree(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
-    auto& parts = scratch(kBlock * item * from.size());
-    const auto part = [&](size_t rank) { return parts.data() + rank * kBlock * item; };
-    for (uint64_t at = begin; at < end; at += kBlock) {
-      const uint64_t count = std::min(kBlock, end - at);
-      for (size_t rank = 0; rank < from.size(); ++rank) {
-        std::memcpy(part(rank), from[rank] + at * item, count * item);
-      }
-      for (size_t stride = 1; stride < from.size(); stride *= 2) {
-        for (size_t rank = 0; rank + stride < from.size(); rank += 2 * stride) {
-          combine(part(rank), part(rank + stride), count);
+      const auto part = [&](size_t i) { return in_place ? block : parts.data() + i * kBlock * item; };
+      for (size_t i = 0; i < (in_pairs ? ranks.size() : 1); ++i) {
+        if (const auto* source = from[ranks[i]] + at * item; source != part(i)) {
+          std::memcpy(part(i), source, count * item);
         }
       }
-      std::memcpy(to + (at - begin) * item, part(0), count * item);
+      for (size_t stride = 1; in_pairs && stride < ranks.size(); stride *= 2) {
+        for (size_t i = 0; i + stride < ranks.size(); i += 2 * stride) {
+          combine(part(i), part(i + stride), count);
+        }
+      }
+      for (size_t i = 1; !in_pairs && i < ranks.size(); ++i) {
+        combine(part(0), from[ranks[i]] + at * item, count);
+      }
+      if (part(0) != block) {
+        std::memcpy(block, part(0), count * item);
+      }
     }
   }
 };
@@ -182,31 +148,25 @@ FoldOrder FoldOrder::parse(const std::string& text) {
 }
 
 void Fold::run(std::byte* to, const std::vector<const std::byte*>& from, uint64_t begin, uint64_t end) const {
-  const Step step{combine_of(type, op), c10::elementSize(type)};
-  const size_t ranks = from.size();
-  switch (order.kind) {
-    case FoldOrder::Kind::kRank:
-      return step.in_sequence(to, from, ranks_from(0, ranks), begin, end);
-    case FoldOrder::Kind::kTree:
-      return step.as_tree(to, from, begin, end);
-    case FoldOrder::Kind::kRandom: {
-      auto drawn = ranks_from(0, ranks);
-      std::mt19937_64 source(order.seed * 0x9E3779B97F4A7C15u + number);
-      for (size_t left = ranks; left > 1; --left) { // std::shuffle differs between libraries
-        std::swap(drawn[left - 1], drawn[source() % left]);
+  const Step step{combine_of_type(type, op), c10::elementSize(type)};
+  auto ranks = ranks_from(0, from.size());
+  if (order.kind == FoldOrder::Kind::kRing) {
+    for (uint64_t part = 0; part < ranks.size(); ++part) {
+      const uint64_t first = std::max(begin, elements * part / ranks.size());
+      const uint64_t last = std::min(end, elements * (part + 1) / ranks.size());
+      if (first < last) {
+        step.run(to + (first - begin) * step.item, from, ranks_from(part + 1, ranks.size()), false, first, last);
       }
-      return step.in_sequence(to, from, drawn, begin, end);
     }
-    case FoldOrder::Kind::kRing:
-      for (uint64_t part = 0; part < ranks; ++part) {
-        const uint64_t first = std::max(begin, elements * part / ranks);
-        const uint64_t last = std::min(end, elements * (part + 1) / ranks);
-        if (first < last) {
-          step.in_sequence(to + (first - begin) * step.item, from, ranks_from(part + 1, ranks), first, last);
-        }
-      }
-      return;
+    return;
   }
+  if (order.kind == FoldOrder::Kind::kRandom) {
+    std::mt19937_64 source(order.seed * 0x9E3779B97F4A7C15u + number);
+    for (size_t left = ranks.size(); left > 1; --left) { // std::shuffle differs between libraries
+      std::swap(ranks[left - 1], ranks[source() % left]);
+    }
+  }
+  step.run(to, from, ranks, order.kind == FoldOrder::Kind::kTree, begin, end);
 }
 
 } // namespace torch_ext::sim

@@ -9,7 +9,6 @@
 // Partial results have the tensor's own type, as on the wire, and are rounded after each step.
 #pragma once
 
-#include <c10/core/ScalarType.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "../std.h"

@@ -23,8 +23,7 @@
 // copies the whole. So a rank that has launched but does not wait delays no peer, and the claim on a piece shows that
 // its rank died within it.
 //
-//   claim: 0 free -> 1 + rank: being reduced -> kReduced
-#include <c10/util/Exception.h>
+//   claim: 0 free -> 1 + rank: being reduced -> kReduced | 1 + rank
 
 #include "../host_tensors.h"
 #include "../std.h"
@@ -39,16 +38,11 @@ namespace {
 
 using c10d::OpType;
 
-constexpr uint32_t kReduced = ~uint32_t{0};
-static_assert(kPieces <= 64, "pieces are remembered in one word");
+constexpr uint32_t kReduced = uint32_t{1} << 31;
 
 // If a rank alone would read more than this many bytes, ranks share the work.
 constexpr uint64_t kAloneBytes = uint64_t{256} << 10;
 constexpr uint64_t kPieceBytes = uint64_t{128} << 10;
-
-uint32_t pieces_of(uint64_t bytes) {
-  return static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
-}
 
 std::byte* input(SharedGroup& group, int peer, uint64_t number, size_t index, uint64_t bytes) {
   auto& memory = group.memory(peer);
@@ -57,158 +51,85 @@ std::byte* input(SharedGroup& group, int peer, uint64_t number, size_t index, ui
   return memory.heap(place, bytes);
 }
 
-std::vector<const std::byte*> inputs_of_all(SharedGroup& group, uint64_t number, size_t index, uint64_t bytes) {
-  std::vector<const std::byte*> found;
-  found.reserve(group.members.size());
-  for (int peer = 0; peer < group.size(); ++peer) {
-    found.push_back(input(group, peer, number, index, bytes));
-  }
-  return found;
-}
-
-Fold fold_of(SharedGroup& group, const Pending& front, const at::Tensor& to) {
-  return {
-      group.order, front.call.reduction->transport_op(), to.scalar_type(), static_cast<uint64_t>(to.numel()),
-      front.number};
-}
-
-void move_alone(SharedGroup& group, Pending& front) {
-  auto& call = front.call;
-  const auto mine = static_cast<size_t>(group.rank);
-  const auto take = [&](size_t output, int peer, size_t index) {
-    const auto& to = call.outputs[output];
-    copy_bytes(to.mutable_data_ptr(), input(group, peer, front.number, index, to.nbytes()), to.nbytes());
-  };
-  switch (call.kind) {
-    case OpType::BARRIER:
-      return;
-    case OpType::BROADCAST:
-      if (call.root != group.rank) {
-        take(0, call.root, 0);
-      }
-      return;
-    case OpType::SCATTER:
-      return take(0, call.root, mine);
-    case OpType::ALLGATHER:
-    case OpType::GATHER: // outputs are empty except on the root
-      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
-        take(peer, static_cast<int>(peer), 0);
-      }
-      return;
-    case OpType::ALLTOALL:
-      for (size_t peer = 0; peer < call.outputs.size(); ++peer) {
-        take(peer, static_cast<int>(peer), mine);
-      }
-      return;
-    case OpType::ALLREDUCE:
-    case OpType::REDUCE: // likewise
-    case OpType::REDUCE_SCATTER: {
-      if (call.outputs.empty()) {
-        return;
-      }
-      const at::Tensor to = call.reduction->target(call.outputs.front());
-      const size_t index = call.kind == OpType::REDUCE_SCATTER ? mine : 0;
-      const auto count = static_cast<uint64_t>(to.numel());
-      if (count > 0) {
-        fold_of(group, front, to)
-            .run(
-                static_cast<std::byte*>(to.mutable_data_ptr()), inputs_of_all(group, front.number, index, to.nbytes()),
-                0, count);
-      }
-      call.reduction->finish(to, call.outputs.front());
-      return;
-    }
-    default:
-      TORCH_INTERNAL_ASSERT(false, call.name, " is no collective of a transport's");
-  }
-}
-
-std::optional<Wait> reduce_shared(SharedGroup& group, Pending& front, bool look) {
+// Moves the data of a collective on which all ranks agree. Returns the event to wait for while peers reduce pieces of
+// it; raises if one of them died in a piece.
+Wait move_data(SharedGroup& group, Pending& front, bool look) {
   const auto& call = front.call;
+  const bool is_shared = call.kind == OpType::ALLREDUCE &&
+      call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group.size()) > kAloneBytes;
+  if (!is_shared) {
+    write_outputs(call, group, group.order, front.number, [&](int peer, size_t index, uint64_t bytes) {
+      return input(group, peer, front.number, index, bytes);
+    });
+    return {};
+  }
   const at::Tensor to = call.reduction->target(call.outputs.front());
   const auto count = static_cast<uint64_t>(to.numel());
   const uint64_t bytes = to.nbytes(), item = bytes / count;
-  const uint32_t pieces = pieces_of(bytes);
-  const auto from = inputs_of_all(group, front.number, 0, bytes);
+  const auto pieces = static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
+  std::vector<const std::byte*> from;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    from.push_back(input(group, peer, front.number, 0, bytes));
+  }
   std::byte* result = input(group, 0, front.number, 0, bytes);
   auto& home = group.memory(0);
   auto& claims = home.slot(front.number).claims;
   const uint32_t mine = static_cast<uint32_t>(group.rank) + 1;
   const uint32_t seen = home.header().reduced.load(std::memory_order_acquire);
-  const Fold fold = fold_of(group, front, to);
+  const Fold fold{group.order, call.reduction->transport_op(), to.scalar_type(), count, front.number};
 
-  // Copy each piece that this rank has reduced to its output while it is in the cache.
-  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces * item; };
-  auto* out = static_cast<std::byte*>(to.mutable_data_ptr());
-  uint64_t have = to.is_alias_of(call.outputs.front()) ? front.reduced : 0;
+  const auto begin_of = [&](uint32_t piece) { return count * piece / pieces; };
+  const auto copy = [&](uint32_t piece) {
+    const uint64_t begin = begin_of(piece) * item;
+    copy_bytes(
+        static_cast<std::byte*>(to.mutable_data_ptr()) + begin, result + begin, begin_of(piece + 1) * item - begin);
+  };
   bool did_some = false;
   for (uint32_t piece = 0; piece < pieces; ++piece) {
     uint32_t free = 0;
     if (claims[piece].compare_exchange_strong(free, mine, std::memory_order_acq_rel)) {
-      const uint64_t begin = begin_of(piece), end = begin_of(piece + 1);
-      fold.run(result + begin, from, begin / item, end / item);
-      claims[piece].store(kReduced, std::memory_order_release);
-      copy_bytes(out + begin, result + begin, end - begin);
-      have |= uint64_t{1} << piece;
+      fold.run(result + begin_of(piece) * item, from, begin_of(piece), begin_of(piece + 1));
+      copy(piece); // while it is in the cache
+      claims[piece].store(kReduced | mine, std::memory_order_release);
       did_some = true;
     }
   }
-  front.reduced = have;
   if (did_some) {
     ring(home.header().reduced);
   }
   for (uint32_t piece = 0; piece < pieces; ++piece) {
     const uint32_t claim = claims[piece].load(std::memory_order_acquire);
-    if (claim != kReduced) {
+    if ((claim & kReduced) == 0) {
       const int peer = static_cast<int>(claim) - 1;
       const auto& process = group.members[static_cast<size_t>(peer)].process;
       if (look && process != nullptr && process->has_ended() &&
-          claims[piece].load(std::memory_order_acquire) != kReduced) {
-        front.end(group.failure(
+          (claims[piece].load(std::memory_order_acquire) & kReduced) == 0) {
+        std::rethrow_exception(group.failure(
             c10::str(group.called(peer), " (process ", process->pid(), ") has ended within ", call.name, ".")));
-        return std::nullopt;
       }
       // `seen` was read before the pieces; a ring since then, even this rank's, wakes the sleeper to check again.
-      return Wait{&home.header().reduced, seen, peer};
+      return {&home.header().reduced, seen, peer};
     }
   }
   for (uint32_t piece = 0; piece < pieces; ++piece) {
-    if ((have >> piece & 1) == 0) {
-      copy_bytes(out + begin_of(piece), result + begin_of(piece), begin_of(piece + 1) - begin_of(piece));
+    if (claims[piece].load(std::memory_order_relaxed) != (kReduced | mine) || !to.is_alias_of(call.outputs.front())) {
+      copy(piece); // unless an earlier pass has done so
     }
   }
   call.reduction->finish(to, call.outputs.front());
-  return std::nullopt;
-}
-
-// Moves the data of a collective on which all ranks agree. Returns the event to wait for while peers reduce pieces of
-// it; fails it if one of them died in a piece.
-std::optional<Wait> move_data(SharedGroup& group, Pending& front, bool look) {
-  const auto& call = front.call;
-  if (call.kind == OpType::ALLREDUCE &&
-      call.reduction->source_bytes(call.inputs.front()) * static_cast<uint64_t>(group.size()) > kAloneBytes) {
-    return reduce_shared(group, front, look);
-  }
-  move_alone(group, front);
-  return std::nullopt;
+  return {};
 }
 
 // No event announces that peers are past a collective: poll at this interval.
 constexpr std::chrono::milliseconds kLookAgain{1};
 
-constexpr uint64_t aligned(uint64_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* first = static_cast<const std::byte*>(a.const_data_ptr());
-  const auto* second = static_cast<const std::byte*>(b.const_data_ptr());
-  return first < second + b.nbytes() && second < first + a.nbytes();
-}
-
 bool overlap(const Tensors& some, const Tensors& others) {
-  return std::ranges::any_of(some, [&](const auto& one) {
-    return std::ranges::any_of(others, [&](const auto& other) { return overlap(one, other); });
+  return std::ranges::any_of(some, [&](const at::Tensor& one) {
+    const auto* begin = static_cast<const std::byte*>(one.const_data_ptr());
+    return std::ranges::any_of(others, [&](const at::Tensor& other) {
+      const auto* first = static_cast<const std::byte*>(other.const_data_ptr());
+      return begin < first + other.nbytes() && first < begin + one.nbytes();
+    });
   });
 }
 
@@ -255,29 +176,26 @@ void Lane::wait_for_writers(const Call& call) {
 
 void Lane::wait_for_slot(uint64_t number) {
   const auto deadline = std::chrono::steady_clock::now() + group_->timeout.load();
+  const auto is_behind = [&](int peer) {
+    return peer != group_->rank && group_->header(peer).finished.load(std::memory_order_acquire) + kSlots < number;
+  };
   while (true) {
-    std::shared_ptr<Pending> oldest;
-    std::string why;
-    bool is_free = true;
-    {
-      std::lock_guard<std::mutex> lock(group_->mutex);
-      if (!pending_.empty() && pending_.front()->number + kSlots <= number) {
-        oldest = pending_.front();
-      }
-      for (int peer = 0; peer < group_->size() && is_free; ++peer) {
-        if (peer != group_->rank) {
-          is_free = group_->header(peer).finished.load(std::memory_order_acquire) + kSlots >= number;
-          why = is_free ? "" : group_->gone(peer, /*look=*/true);
-        }
-      }
-    }
-    if (oldest != nullptr) {
+    std::unique_lock<std::mutex> lock(group_->mutex);
+    if (!pending_.empty() && pending_.front()->number + kSlots <= number) {
+      const auto oldest = pending_.front();
+      lock.unlock();
       settle(*oldest);
       continue;
     }
-    if (is_free) {
+    int peer = 0;
+    while (peer < group_->size() && !is_behind(peer)) {
+      ++peer;
+    }
+    if (peer == group_->size()) {
       return;
     }
+    auto why = group_->gone(peer, /*look=*/true);
+    lock.unlock();
     if (why.empty() && std::chrono::steady_clock::now() >= deadline) {
       why = c10::str("timed out: a peer is ", kSlots, " collectives behind");
     }
@@ -292,12 +210,12 @@ void Lane::wait_for_slot(uint64_t number) {
 void Lane::publish(const Call& call, uint64_t number) {
   const Counts counts = counts_of(call);
   Tensors sources;
-  uint64_t bytes = aligned(sizeof(uint64_t) * (call.inputs.size() + counts.size()));
+  uint64_t bytes = rounded_up(sizeof(uint64_t) * (call.inputs.size() + counts.size()), kCacheLine);
   std::vector<uint64_t> places;
   for (const auto& input : call.inputs) {
     sources.push_back(call.reduction.has_value() ? call.reduction->source(input) : input);
     places.push_back(bytes);
-    bytes += aligned(sources.back().nbytes());
+    bytes += rounded_up(sources.back().nbytes(), kCacheLine);
   }
   const uint64_t block = group_->allocate(bytes);
   std::byte* memory = group_->own().heap(block, bytes);
@@ -320,7 +238,7 @@ void Lane::publish(const Call& call, uint64_t number) {
   // Only the last rank to publish sees all others and wakes them: one wake for a collective, one sleep for a rank.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   const bool is_last = std::all_of(group_->members.begin(), group_->members.end(), [&](const Member& member) {
-    return member.memory.slot(number).number.load(std::memory_order_seq_cst) == number;
+    return member.memory->slot(number).number.load(std::memory_order_seq_cst) == number;
   });
   if (is_last) {
     ring(group_->header(0).complete);
@@ -358,28 +276,29 @@ Wait Lane::progress(Pending& wanted, bool look) {
 
 Wait Lane::step(Pending& front, bool look) {
   try {
-    if (auto wait = gather(front, look); wait.has_value() || front.over()) {
-      return wait.value_or(Wait{});
+    Wait wait = gather(front, look);
+    if (wait.word == nullptr) {
+      wait = move_data(*group_, front, look);
     }
-    if (auto wait = move_data(*group_, front, look); wait.has_value() || front.over()) {
-      return wait.value_or(Wait{});
+    if (wait.word == nullptr) {
+      front.end();
     }
-    front.end();
+    return wait;
   } catch (...) {
     front.end(std::current_exception());
   }
   return {};
 }
 
-std::optional<Wait> Lane::gather(Pending& front, bool look) {
+Wait Lane::gather(Pending& front, bool look) {
   const int size = group_->size();
   if (front.checked) {
-    return std::nullopt;
+    return {};
   }
   const auto& complete = group_->header(0).complete;
   const uint32_t seen = complete.load(std::memory_order_seq_cst);
   const Participant mine = participant_of(*group_, group_->rank, front.number);
-  std::optional<Wait> missing;
+  Wait missing;
   std::vector<Participant> ranks;
   ranks.reserve(static_cast<size_t>(size));
   for (int peer = 0; peer < size; ++peer) {
@@ -387,30 +306,27 @@ std::optional<Wait> Lane::gather(Pending& front, bool look) {
     const auto why = group_->gone(peer, look);
     if (group_->memory(peer).slot(front.number).number.load(std::memory_order_acquire) != front.number) {
       if (!why.empty()) {
-        front.end(
+        std::rethrow_exception(
             group_->failure(c10::str(why, " and takes no part in what ", mine.who(), " called: ", phrase(mine), ".")));
-        return std::nullopt;
       }
-      if (!missing.has_value()) {
-        missing = Wait{&complete, seen, peer};
+      if (missing.word == nullptr) {
+        missing = {&complete, seen, peer};
       }
       continue;
     }
     ranks.push_back(participant_of(*group_, peer, front.number));
     if (const auto message = difference(mine, ranks.back()); !message.empty()) {
-      front.end(group_->disagreement(front.number, message));
-      return std::nullopt;
+      std::rethrow_exception(group_->disagreement(front.number, message));
     }
   }
-  if (missing.has_value()) {
+  if (missing.word != nullptr) {
     return missing;
   }
   if (const auto message = disagreement_of_all(ranks); !message.empty()) {
-    front.end(group_->failure(message));
-    return std::nullopt;
+    std::rethrow_exception(group_->failure(message));
   }
   front.checked = true;
-  return std::nullopt;
+  return {};
 }
 
 } // namespace torch_ext::sim

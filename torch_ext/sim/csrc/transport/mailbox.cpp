@@ -40,21 +40,15 @@ TransferPtr Mailbox::send(Call call) {
   }
   const at::Tensor& tensor = call.inputs.front();
   const uint64_t bytes = tensor.nbytes();
-  const uint64_t data = group_->allocate(bytes);
-  const uint64_t place = group_->allocate(sizeof(Letter));
-  copy_bytes(group_->own().heap(data, bytes), tensor.const_data_ptr(), bytes);
-  auto& written = *new (&letter(group_->rank, place)) Letter{};
-  written.elements = static_cast<uint64_t>(tensor.numel());
-  written.type = static_cast<int8_t>(tensor.scalar_type());
-  written.data = data;
-  written.turn = call.turn;
-  copy_text(written.site, kSiteBytes, call.site);
+  const uint64_t place = group_->allocate(sizeof(Letter) + bytes);
+  copy_bytes(group_->own().heap(place + sizeof(Letter), bytes), tensor.const_data_ptr(), bytes);
+  new (&letter(group_->rank, place)) Letter{.envelope = envelope_of(call)};
   auto& last = last_sent_[static_cast<size_t>(to)];
   auto& link = last == 0 ? group_->own().first_letter(to) : letter(group_->rank, last).next;
   link.store(place, std::memory_order_release);
   last = place;
   ring(group_->header(to).doorbell);
-  sent_.push_back({place, data});
+  sent_.push_back(place);
   auto made = std::make_shared<Pending>(group_, shared_from_this(), std::move(call), 0);
   made->end();
   return made;
@@ -62,13 +56,11 @@ TransferPtr Mailbox::send(Call call) {
 
 void Mailbox::release_sent() {
   while (!sent_.empty()) {
-    const auto [place, data] = sent_.front();
-    const auto state = letter(group_->rank, place).state.load(std::memory_order_acquire);
+    const auto state = letter(group_->rank, sent_.front()).state.load(std::memory_order_acquire);
     if (state != (kLetterRead | kLetterPassed)) {
       return;
     }
-    group_->free(place);
-    group_->free(data);
+    group_->free(sent_.front());
     sent_.pop_front();
   }
 }
@@ -101,20 +93,12 @@ void Mailbox::collect(int from) {
 void Mailbox::open(Pending& to, uint64_t place) {
   const int from = to.call.root;
   const auto& tensor = to.call.outputs.front();
-  const auto& received = letter(from, place);
-  const uint64_t elements = received.elements, data = received.data;
-  std::exception_ptr why;
-  if (static_cast<uint64_t>(tensor.numel()) != elements || static_cast<int8_t>(tensor.scalar_type()) != received.type) {
-    why = group_->failure(unequal_letter(
-        group_->called(from), static_cast<int64_t>(elements), received.type, received.site,
-        group_->called(group_->rank), to.call));
-  } else if (
-      auto message = mutual_block(group_->called(from), received.turn, received.site, to.call); !message.empty()) {
-    why = group_->failure(message);
-  } else {
-    copy_bytes(tensor.mutable_data_ptr(), group_->memory(from).heap(data, tensor.nbytes()), tensor.nbytes());
+  const auto why = fault_of(*group_, letter(from, place).envelope, to.call);
+  if (why == nullptr) {
+    const auto* data = group_->memory(from).heap(place + sizeof(Letter), tensor.nbytes());
+    copy_bytes(tensor.mutable_data_ptr(), data, tensor.nbytes());
   }
-  letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release);
+  letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release); // the heap may have moved
   to.end(why);
 }
 
@@ -122,7 +106,7 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
   const auto& doorbell = group_->header(group_->rank).doorbell;
   const Wait wait{&doorbell, doorbell.load(std::memory_order_acquire), wanted.call.root};
   // Check for ended peers before reading: they may have written just before.
-  const auto why = wanted.over() ? "" : none_can_come(wanted, look);
+  const auto why = wanted.over() ? "" : group_->gone(wanted.call.root, look);
   for (int from = 0; from < group_->size(); ++from) {
     collect(from);
   }
@@ -134,17 +118,11 @@ Wait Mailbox::progress(Pending& wanted, bool look) {
       open(*one, place);
     }
   }
-  std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   if (!wanted.over() && !why.empty()) {
-    wanted.end(group_->failure(why));
-    std::erase_if(receiving_, [&](const auto& one) { return one.get() == &wanted; });
+    wanted.end(group_->failure(c10::str(why, " and sends nothing more for ", wanted.call.name, ".")));
   }
+  std::erase_if(receiving_, [](const auto& one) { return one->over(); });
   return wait;
-}
-
-std::string Mailbox::none_can_come(const Pending& to, bool look) const {
-  const auto why = group_->gone(to.call.root, look);
-  return why.empty() ? why : c10::str(why, " and sends nothing more for ", to.call.name, ".");
 }
 
 } // namespace torch_ext::sim

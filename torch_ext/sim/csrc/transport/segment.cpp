@@ -1,17 +1,12 @@
 #include "segment.h"
 
-#include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <linux/futex.h>
 #include <poll.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "../std.h"
 
@@ -31,10 +26,14 @@ void pause_core() {
 
 constexpr uint64_t kFirstHeap = uint64_t{256} << 10;
 
-uint64_t length_of(int file) {
-  struct stat about{};
-  TORCH_CHECK(fstat(file, &about) == 0, "simccl cannot look at its shared memory: ", std::strerror(errno), ".");
-  return static_cast<uint64_t>(about.st_size);
+uint64_t control_bytes(int size) {
+  return rounded_up(kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t), kPage);
+}
+
+std::byte* mapped(int file, uint64_t offset, uint64_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(offset));
+  TORCH_CHECK(memory != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
+  return static_cast<std::byte*>(memory);
 }
 
 } // namespace
@@ -91,8 +90,8 @@ bool Process::has_ended() const {
 }
 
 uint64_t Arena::allocate(uint64_t bytes) {
-  const uint64_t length = std::max((bytes + kAlign - 1) / kAlign * kAlign, kAlign);
-  uint64_t offset = kAlign;
+  const uint64_t length = std::max(rounded_up(bytes, kCacheLine), kCacheLine);
+  uint64_t offset = kCacheLine;
   for (const auto& [start, used] : used_) {
     if (start - offset >= length) {
       break;
@@ -111,61 +110,28 @@ uint64_t Arena::free(uint64_t offset) {
   return length;
 }
 
-Segment Segment::create(int size) {
-  Segment made;
-  made.file_ = memfd_create("simccl", MFD_CLOEXEC);
-  TORCH_CHECK(made.file_ >= 0, "simccl cannot make shared memory: ", std::strerror(errno), ".");
-  made.control_bytes_ = control_bytes(size);
+std::unique_ptr<Segment> Segment::create(int size) {
+  const int file = memfd_create("simccl", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0, "simccl cannot make shared memory: ", std::strerror(errno), ".");
+  auto made = std::make_unique<Segment>(file, size, /*is_own=*/true);
   TORCH_CHECK(
-      ftruncate(made.file_, static_cast<off_t>(made.control_bytes_ + kFirstHeap)) == 0,
+      ftruncate(file, static_cast<off_t>(made->control_bytes_ + kFirstHeap)) == 0,
       "simccl cannot size its shared memory: ", std::strerror(errno), ".");
-  made.map(made.file_, kFirstHeap);
   return made;
 }
 
-Segment Segment::open(int file, int size) {
-  Segment made;
-  made.control_bytes_ = control_bytes(size);
-  const auto closed_at_end = c10::make_scope_exit([file] { ::close(file); });
-  const uint64_t length = length_of(file);
-  TORCH_CHECK(
-      length > made.control_bytes_, "The shared memory of a simccl rank has ", length, " bytes; expected more than ",
-      made.control_bytes_, ".");
-  made.map(file, length - made.control_bytes_);
-  return made;
-}
-
-void Segment::map(int file, uint64_t heap_bytes) {
-  const auto mapped = [file](uint64_t bytes, uint64_t offset) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, static_cast<off_t>(offset));
-    TORCH_CHECK(memory != MAP_FAILED, "simccl cannot map shared memory: ", std::strerror(errno), ".");
-    return static_cast<std::byte*>(memory);
-  };
-  control_ = mapped(control_bytes_, 0);
-  heap_ = mapped(heap_bytes, control_bytes_);
-  heap_bytes_ = heap_bytes;
-}
-
-Segment::Segment(Segment&& other) noexcept {
-  *this = std::move(other);
-}
-
-Segment& Segment::operator=(Segment&& other) noexcept {
-  std::swap(control_, other.control_);
-  std::swap(heap_, other.heap_);
-  std::swap(control_bytes_, other.control_bytes_);
-  std::swap(heap_bytes_, other.heap_bytes_);
-  std::swap(file_, other.file_);
-  return *this;
+Segment::Segment(int file, int size, bool is_own) : file_(file), control_bytes_(control_bytes(size)) {
+  control_ = mapped(file, 0, control_bytes_);
+  heap_ = mapped(file, control_bytes_, kFirstHeap);
+  heap_bytes_ = kFirstHeap;
+  if (!is_own) {
+    ::close(std::exchange(file_, -1));
+  }
 }
 
 Segment::~Segment() {
-  if (heap_ != nullptr) {
-    munmap(heap_, heap_bytes_);
-  }
-  if (control_ != nullptr) {
-    munmap(control_, control_bytes_);
-  }
+  munmap(heap_, heap_bytes_);
+  munmap(control_, control_bytes_);
   if (file_ >= 0) {
     ::close(file_);
   }
@@ -191,7 +157,7 @@ std::byte* Segment::heap(uint64_t offset, uint64_t bytes) {
   if (needed > heap_bytes_) {
     // The owner has grown its file before it published this range. Double the mapping, so that remaps stay rare; pages
     // beyond the end of the file are mapped but not touched.
-    remap_heap(std::max(2 * heap_bytes_, (needed + kPage - 1) / kPage * kPage));
+    remap_heap(std::max(2 * heap_bytes_, rounded_up(needed, kPage)));
   }
   return heap_ + offset;
 }
@@ -200,7 +166,7 @@ void Segment::grow(uint64_t bytes) {
   if (bytes <= heap_bytes_) {
     return;
   }
-  const uint64_t wanted = std::max(2 * heap_bytes_, (bytes + kPage - 1) / kPage * kPage);
+  const uint64_t wanted = std::max(2 * heap_bytes_, rounded_up(bytes, kPage));
   TORCH_CHECK(
       ftruncate(file_, static_cast<off_t>(control_bytes_ + wanted)) == 0, "simccl cannot get ", wanted,
       " bytes of shared memory: ", std::strerror(errno), ".");
@@ -208,7 +174,7 @@ void Segment::grow(uint64_t bytes) {
 }
 
 void Segment::discard(uint64_t offset, uint64_t bytes) {
-  const uint64_t first = (offset + kPage - 1) / kPage * kPage;
+  const uint64_t first = rounded_up(offset, kPage);
   const uint64_t last = (offset + bytes) / kPage * kPage;
   if (first < last) {
     fallocate(

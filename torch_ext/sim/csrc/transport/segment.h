@@ -14,8 +14,8 @@
 //   +-----------------------------+ 0                  +-----------------------------+ 0
 //   | number, written last        |                    | next: the letter after it   |
 //   | inputs, counts: in the heap |                    | state: by the reader        |
-//   | claims[kPieces]: by peers   |                    | type, elements, data, turn  |
-//   | fingerprint                 |                    | site                        |
+//   | claims[kPieces]: by peers   |                    | envelope                    |
+//   | fingerprint                 |                    | then the data               |
 //   +-----------------------------+                    +-----------------------------+
 //
 // A rank publishes a collective by writing its slot, then `Slot::number`. A rank that then finds all others published
@@ -44,17 +44,16 @@
 namespace torch_ext::sim {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint64_t kSlots = 256;   // as many collectives of a group can be under way
-constexpr uint32_t kPieces = 64;   // as many parts of an all-reduce are shared out between ranks
-constexpr size_t kSiteBytes = 200; // file and line of a call, cut off in front, with a closing 0
+constexpr uint64_t kCacheLine = 64; // two ranks never write to one
+constexpr uint64_t kSlots = 256;    // as many collectives of a group can be under way
+constexpr uint32_t kPieces = 64;    // as many parts of an all-reduce are shared out between ranks
+constexpr size_t kSiteBytes = 200;  // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
-constexpr uint64_t kLayoutVersion = 2;
+constexpr uint64_t kLayoutVersion = 3;
 
 enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
 struct Header {
-  uint64_t version;
-  uint64_t nonce[2]; // identifies this file to a peer that has opened it
   std::atomic<uint32_t> state;
   std::atomic<uint32_t> complete; // by peers, of rank 0: grows when all have published a collective; all sleep on it
   std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
@@ -94,30 +93,32 @@ struct Turn {
   uint64_t blocking; // of a send: 1 if it blocks; of a receive: number of the last earlier send that blocks, 0: none
 };
 
-struct Letter {
-  std::atomic<uint64_t> next;
-  std::atomic<uint32_t> state; // by the reader
-  uint64_t elements;
-  uint64_t data;
+// A sender's call, for the receiver.
+struct Envelope {
+  int64_t elements;
   Turn turn;
   int8_t type;
   char site[kSiteBytes];
 };
 
+struct alignas(kCacheLine) Letter {
+  std::atomic<uint64_t> next;
+  std::atomic<uint32_t> state; // by the reader
+  Envelope envelope;
+};
+
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "the kernel sleeps on 32 bits");
 static_assert(sizeof(Header) <= kPage && sizeof(Slot) <= kSlotStride);
-static_assert(offsetof(Header, version) == 0 && offsetof(Header, nonce) == 8 && offsetof(Header, state) == 24);
-static_assert(offsetof(Slot, number) == 0 && offsetof(Slot, claims) == 24);
+
+constexpr uint64_t rounded_up(uint64_t bytes, uint64_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
   if (bytes > 0) { // empty tensors may have null pointers
     std::memcpy(to, from, bytes);
   }
-}
-
-constexpr uint64_t control_bytes(int size) {
-  return (kPage + kSlots * kSlotStride + static_cast<uint64_t>(size) * sizeof(uint64_t) + kPage - 1) / kPage * kPage;
 }
 
 // Returns when `word` is no longer `seen`, at the latest after `slice`; may return early. Spins for a few microseconds
@@ -139,8 +140,7 @@ class Process {
 
   explicit Process(pid_t pid, int file) : pid_(pid), file_(file) {}
   ~Process();
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Process);
 
   bool has_ended() const;
   pid_t pid() const { return pid_; }
@@ -162,26 +162,20 @@ class Arena {
   uint64_t high_water() const { return high_water_; }
 
  private:
-  static constexpr uint64_t kAlign = 64; // a cache line; two ranks never write to one
-
   std::map<uint64_t, uint64_t> used_; // offset to length
-  uint64_t high_water_ = kAlign;
+  uint64_t high_water_ = kCacheLine;
 };
 
 class Segment {
  public:
   // Creates this rank's segment in a group of `size` ranks. Raises RuntimeError where the kernel refuses.
-  static Segment create(int size);
+  static std::unique_ptr<Segment> create(int size);
 
-  // Maps a peer's segment, and closes `file`. Raises RuntimeError if the file is too small for a segment.
-  static Segment open(int file, int size);
-
-  Segment() = default;
-  Segment(Segment&& other) noexcept;
-  Segment& operator=(Segment&& other) noexcept;
+  // Maps a rank's segment, and takes the descriptor: `is_own` keeps it, to grow the file.
+  Segment(int file, int size, bool is_own);
   ~Segment();
+  C10_DISABLE_COPY_AND_ASSIGN(Segment);
 
-  explicit operator bool() const { return control_ != nullptr; }
   Header& header() const { return *reinterpret_cast<Header*>(control_); }
   Slot& slot(uint64_t number) const;
   std::atomic<uint64_t>& first_letter(int to) const;
@@ -198,18 +192,17 @@ class Segment {
   int file() const { return file_; } // the owner's; -1 of a peer's
 
  private:
-  void map(int file, uint64_t heap_bytes);
   void remap_heap(uint64_t bytes);
 
+  int file_;
+  uint64_t control_bytes_;
+  uint64_t heap_bytes_ = 0;
   std::byte* control_ = nullptr;
   std::byte* heap_ = nullptr;
-  uint64_t control_bytes_ = 0;
-  uint64_t heap_bytes_ = 0;
-  int file_ = -1;
 };
 
 struct Member {
-  Segment memory;
+  std::unique_ptr<Segment> memory;
   std::shared_ptr<const Process> process; // of a peer
 };
 

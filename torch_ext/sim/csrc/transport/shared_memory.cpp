@@ -1,33 +1,10 @@
 // A rank's calls over shared memory, and their waits for peers.
 //
-// Note [The page of waits]
-// TORCH_EXT_WAIT_PAGE=FD names a descriptor of 4096 bytes of shared memory that this process inherited. A wait for a
-// peer of more than a few milliseconds has an entry there until it is over. So the supervisor can read this process's
-// waits without its help, even when it holds the GIL, is stopped, or has died. A thread with an entry continues only
-// when the peer does or the time is up, whatever function it is in: any kernel may be the one to wait.
-//
-//   offset   size   what                                                    type
-//   0        8      2: the version of this layout; 0: nothing was written   uint64
-//   64       504    entry 0; 8 of them, 504 bytes apart
-//
-//   entry +0     4     grows before and after each change: odd while it is being changed   uint32
-//         +4     4     global rank that is waited for; -1: any                             int32
-//         +8     8     since when, nanoseconds of CLOCK_MONOTONIC; 0: the entry is free    int64
-//         +16    8     number of the collective in its group; 0: a transfer                uint64
-//         +24    64    name of the group, with a closing 0
-//         +88    40    operation
-//         +128   200   file and line of the call, cut off in front
-//         +328   8     when the wait ends by itself, nanoseconds of CLOCK_MONOTONIC       int64
-//         +336   4     the thread that waits, as the kernel numbers it                    int32
-//         +340   164   -
-//
-// A reader accepts an entry if +0 was even and equal before and after. Numbers are in the machine's byte order.
+// A wait for a peer of more than a few milliseconds has an entry on the page of waits until it is over, so that the
+// supervisor can read it even when this process holds the GIL, is stopped, or has died. WaitPage is its layout: see
+// Note [The page of waits] in torch_ext/world/operations.py. A thread with an entry continues only when the peer does
+// or the time is up, whatever function it is in: any kernel may be the one to wait.
 #include "shared_memory.h"
-
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/util/Exception.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "../std.h"
 #include "fingerprint.h"
@@ -48,7 +25,7 @@ constexpr Milliseconds kLastSlice{160};
 constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 
 struct WaitEntry {
-  std::atomic<uint32_t> changes;
+  std::atomic<uint32_t> changes; // odd while the entry is being changed
   int32_t peer;
   int64_t since_ns;
   uint64_t number;
@@ -56,7 +33,7 @@ struct WaitEntry {
   char operation[kNameBytes];
   char site[kSiteBytes];
   int64_t until_ns;
-  int32_t thread;
+  int32_t thread; // as the kernel numbers it
   char reserved[164];
 };
 
@@ -70,10 +47,8 @@ struct WaitPage {
 };
 
 static_assert(sizeof(WaitEntry) == 504 && sizeof(WaitPage) <= kPage && offsetof(WaitPage, entries) == 64);
-static_assert(offsetof(WaitEntry, since_ns) == 8 && offsetof(WaitEntry, number) == 16);
-static_assert(offsetof(WaitEntry, group) == 24 && offsetof(WaitEntry, operation) == 88);
-static_assert(offsetof(WaitEntry, site) == 128);
-static_assert(offsetof(WaitEntry, until_ns) == 328 && offsetof(WaitEntry, thread) == 336);
+static_assert(offsetof(WaitEntry, since_ns) == 8 && offsetof(WaitEntry, group) == 24);
+static_assert(offsetof(WaitEntry, site) == 128 && offsetof(WaitEntry, thread) == 336);
 
 std::mutex& page_mutex = *new std::mutex(); // never freed: threads may outlive static objects
 
@@ -98,7 +73,7 @@ WaitPage* page() {
 
 // The steady clock is CLOCK_MONOTONIC.
 int64_t monotonic_ns(Clock::time_point when) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(when.time_since_epoch()).count();
+  return std::chrono::nanoseconds(when.time_since_epoch()).count();
 }
 
 template <typename Change>
@@ -112,9 +87,7 @@ void change(WaitEntry& entry, const Change& how) {
 // Holds an entry of the page for its lifetime; does nothing without a page, or if all entries are in use.
 class WaitNote {
  public:
-  WaitNote(
-      const std::string& group, const std::string& operation, const std::string& site, uint64_t number,
-      Clock::time_point until) {
+  WaitNote(const Group& group, const Call& call, uint64_t number, Clock::time_point until) {
     WaitPage* shown = page();
     if (shown == nullptr) {
       return;
@@ -128,9 +101,9 @@ class WaitNote {
     change(*entry_, [&] {
       entry_->peer = -1;
       entry_->number = number;
-      copy_text(entry_->group, sizeof entry_->group, group);
-      copy_text(entry_->operation, sizeof entry_->operation, operation);
-      copy_text(entry_->site, sizeof entry_->site, site);
+      copy_text(entry_->group, sizeof entry_->group, group.name);
+      copy_text(entry_->operation, sizeof entry_->operation, call.name);
+      copy_text(entry_->site, sizeof entry_->site, call.site);
       entry_->until_ns = monotonic_ns(until);
       entry_->thread = static_cast<int32_t>(gettid());
       entry_->since_ns = monotonic_ns(Clock::now());
@@ -172,7 +145,7 @@ std::string SharedGroup::gone(int peer, bool look) const {
     return look ? ended(peer) : "";
   }
   // The peer may have left because of the death of another rank; name that one as the cause.
-  for (int other = 0; other < static_cast<int>(members.size()); ++other) {
+  for (int other = 0; other < size(); ++other) {
     if (other != rank && other != peer && state_of(other) == GroupState::kReady) {
       if (auto why = ended(other); !why.empty()) {
         return why;
@@ -218,13 +191,12 @@ void Pending::finish(Milliseconds timeout) {
       std::lock_guard<std::mutex> lock(group_->mutex);
       if (!over_) {
         wait = queue_->progress(*this, look);
-        if (!over_ && Clock::now() >= deadline) {
-          const auto whom = wait.peer < 0 ? std::string("any rank") : group_->called(wait.peer);
-          end(group_->failure(
-              c10::str(
-                  call.what(), " timed out: it waited ", limit.count(), " ms for ", whom,
-                  ", which has not called it.")));
-        }
+      }
+      if (!over_ && Clock::now() >= deadline) {
+        end(group_->failure(
+            c10::str(
+                call.what(), " timed out: it waited ", limit.count(), " ms for ", group_->called(wait.peer),
+                ", which has not called it.")));
       }
       if (over_) {
         if (why_) {
@@ -235,9 +207,9 @@ void Pending::finish(Milliseconds timeout) {
     }
     if (look) {
       if (!note.has_value()) {
-        note.emplace(group_->name, call.name, call.site, number, deadline);
+        note.emplace(*group_, call, number, deadline);
       }
-      note->waits_for(wait.peer < 0 ? -1 : group_->global_ranks[static_cast<size_t>(wait.peer)]);
+      note->waits_for(group_->global_ranks[static_cast<size_t>(wait.peer)]);
     }
     sleep_while(*wait.word, wait.seen, slice);
     look = wait.word->load(std::memory_order_acquire) == wait.seen;

@@ -17,9 +17,9 @@ namespace torch_ext::sim {
 
 // The event that a blocked transfer waits for.
 struct Wait {
-  const std::atomic<uint32_t>* word; // in a control area
-  uint32_t seen;
-  int peer; // -1: anyone
+  const std::atomic<uint32_t>* word = nullptr; // in a control area; null: nothing to wait for
+  uint32_t seen = 0;
+  int peer = 0;
 };
 
 struct SharedGroup final : Group {
@@ -32,9 +32,9 @@ struct SharedGroup final : Group {
   const FoldOrder order;
   Arena arena;
 
-  Segment& memory(int peer) { return members[static_cast<size_t>(peer)].memory; }
+  Segment& memory(int peer) { return *members[static_cast<size_t>(peer)].memory; }
   Segment& own() { return memory(rank); }
-  Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory.header(); }
+  Header& header(int peer) const { return members[static_cast<size_t>(peer)].memory->header(); }
 
   // The reason why a peer will do no more, for messages; empty while it may. look: ask the kernel too, which costs a
   // call.
@@ -73,7 +73,6 @@ class Pending final : public Transfer {
   Call call;
   const uint64_t number; // of the collective, or of the letter
   bool checked = false;  // all ranks take part and agree
-  uint64_t reduced = 0;  // the pieces of a shared all-reduce that are in the output already
 
  private:
   const std::shared_ptr<SharedGroup> group_;
@@ -104,7 +103,8 @@ class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
 
   // Advances one collective; returns the event that it then waits for, unless it is over.
   Wait step(Pending& front, bool look);
-  std::optional<Wait> gather(Pending& front, bool look);
+  // Returns the event to wait for while peers are missing; raises if one is gone, or ranks disagree.
+  Wait gather(Pending& front, bool look);
 
   const std::shared_ptr<SharedGroup> group_;
   uint64_t started_ = 0;
@@ -122,20 +122,14 @@ class Mailbox final : public Queue, public std::enable_shared_from_this<Mailbox>
   Wait progress(Pending& wanted, bool look) override;
 
  private:
-  struct Sent {
-    uint64_t letter; // in the heap of this rank
-    uint64_t data;
-  };
-
   Letter& letter(int rank, uint64_t place) const;
   void release_sent();
   void collect(int from);
   void open(Pending& to, uint64_t place);
-  std::string none_can_come(const Pending& to, bool look) const;
 
   const std::shared_ptr<SharedGroup> group_;
   std::vector<uint64_t> last_sent_;          // by receiver: the end of its list
-  std::deque<Sent> sent_;                    // not known to be free
+  std::deque<uint64_t> sent_;                // letters not known to be free
   std::vector<uint64_t> cursor_;             // by sender
   std::vector<std::deque<uint64_t>> unread_; // letters by sender, in its heap
   std::deque<std::shared_ptr<Pending>> receiving_;

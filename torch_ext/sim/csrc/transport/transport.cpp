@@ -27,66 +27,44 @@
 // TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/util/Exception.h>
 #include <pybind11/chrono.h>
-#include <pybind11/stl.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include "../bindings.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"
+#include "fold.h"
+#include "segment.h"
 
 namespace torch_ext::sim {
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
-
-enum class FaultKind : uint8_t { kDelay, kDrop, kCorrupt, kKill };
+using c10d::OpType;
 
 struct Fault {
-  FaultKind kind;
+  std::string kind;      // the name of its function in faults.py
   uint64_t at;           // number of the call in its group
   std::string group;     // by name; empty: any
-  Milliseconds duration; // of a delay
+  Milliseconds duration; // of a delay; 0 of others
 };
 
 struct Plan {
   std::mutex mutex;
   std::vector<Fault> faults;
-  std::atomic<bool> is_empty{true};
 };
 
 Plan& plan = *new Plan(); // never freed: groups may outlive static objects
 
 std::vector<Fault> faults_for(Group& group, uint64_t number) {
   std::vector<Fault> found;
-  if (!plan.is_empty.load(std::memory_order_acquire)) {
-    const std::scoped_lock lock(plan.mutex, group.mutex);
-    for (const auto& fault : plan.faults) {
-      if (fault.at == number && (fault.group.empty() || fault.group == group.name)) {
-        found.push_back(fault);
-      }
-    }
-  }
+  const std::scoped_lock lock(plan.mutex, group.mutex);
+  std::ranges::copy_if(plan.faults, std::back_inserter(found), [&](const Fault& fault) {
+    return fault.at == number && (fault.group.empty() || fault.group == group.name);
+  });
   return found;
 }
-
-// A call that never reaches its peers.
-class Dropped final : public Awaited {
- public:
-  Dropped(std::shared_ptr<const Group> group, const Call& call)
-      : Awaited(std::move(group), c10::str(call.name, ", dropped by a planted fault,")),
-        limit_(group_->limit_of(call, kNoTimeout)) {
-    over_ = call.kind == c10d::OpType::SEND;
-  }
-  void finish(Milliseconds timeout) override { Awaited::finish(timeout == kNoTimeout ? limit_ : timeout); }
-
- private:
-  const Milliseconds limit_;
-};
 
 at::Tensor with_a_flipped_bit(const at::Tensor& host) {
   at::Tensor copy = host.clone();
@@ -95,17 +73,6 @@ at::Tensor with_a_flipped_bit(const at::Tensor& host) {
     static_cast<uint8_t*>(copy.mutable_data_ptr())[copy.element_size() - 1] ^= 0x40;
   }
   return copy;
-}
-
-FaultKind kind_of(const std::string& name) {
-  static const std::map<std::string, FaultKind> kinds{
-      {"delay", FaultKind::kDelay},
-      {"drop", FaultKind::kDrop},
-      {"corrupt", FaultKind::kCorrupt},
-      {"kill", FaultKind::kKill}};
-  const auto found = kinds.find(name);
-  TORCH_CHECK_VALUE(found != kinds.end(), "unknown fault: ", name);
-  return found->second;
 }
 
 } // namespace
@@ -132,10 +99,11 @@ bool Awaited::advance() {
 }
 
 void Awaited::finish(Milliseconds timeout) {
+  timeout = timeout == kNoTimeout ? limit_ : timeout;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto is_over = [this] { return over_; };
   if (timeout == kNoTimeout) {
-    changed_.wait(lock, is_over); // gloo has its own time limit
+    changed_.wait(lock, is_over);
   } else if (!changed_.wait_for(lock, timeout, is_over)) {
     lock.unlock();
     abort(group_->failure(c10::str(what_, " timed out: it was not over after ", timeout.count(), " ms.")));
@@ -146,15 +114,13 @@ void Awaited::finish(Milliseconds timeout) {
   }
 }
 
-bool Awaited::end(const std::exception_ptr& why) {
+void Awaited::end(const std::exception_ptr& why) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (over_) {
-    return false;
+  if (!over_) {
+    over_ = true;
+    why_ = why;
+    changed_.notify_all();
   }
-  over_ = true;
-  why_ = why;
-  changed_.notify_all();
-  return true;
 }
 
 uint64_t bytes_that_nccl_buffers() {
@@ -164,7 +130,7 @@ uint64_t bytes_that_nccl_buffers() {
 }
 
 void Transport::take_turn(Call& call) {
-  const bool is_send = call.kind == c10d::OpType::SEND;
+  const bool is_send = call.kind == OpType::SEND;
   const char* wish = std::getenv("TORCH_EXT_SIM_P2P");
   if (call.batched || group_->any_device || (wish != nullptr && std::string_view(wish) == "buffered")) {
     call.turn.opposite = is_send ? 0 : ~uint64_t{0};
@@ -196,23 +162,20 @@ TransferPtr Transport::start(Call call) {
   }
   bool is_dropped = false, is_corrupted = false;
   for (const auto& fault : faults_for(*group_, ++started_)) {
-    switch (fault.kind) {
-      case FaultKind::kDelay:
-        std::this_thread::sleep_for(fault.duration);
-        break;
-      case FaultKind::kKill:
-        ::kill(getpid(), SIGKILL);
-        break;
-      case FaultKind::kDrop:
-        is_dropped = true;
-        break;
-      case FaultKind::kCorrupt:
-        is_corrupted = true;
-        break;
+    std::this_thread::sleep_for(fault.duration);
+    if (fault.kind == "kill") {
+      ::kill(getpid(), SIGKILL);
     }
+    is_dropped = is_dropped || fault.kind == "drop";
+    is_corrupted = is_corrupted || fault.kind == "corrupt";
   }
-  if (is_dropped) {
-    return std::make_shared<Dropped>(group_, call);
+  if (is_dropped) { // the call never reaches its peers
+    auto dropped = std::make_shared<Awaited>(
+        group_, c10::str(call.name, ", dropped by a planted fault,"), group_->limit_of(call, kNoTimeout));
+    if (call.kind == OpType::SEND) {
+      dropped->end(); // as if a peer had received it
+    }
+    return dropped;
   }
   if (!is_corrupted) {
     return begin(std::move(call));
@@ -231,16 +194,47 @@ TransferPtr Transport::start(Call call) {
   return begin(std::move(call));
 }
 
+bool is_from_root(const Call& call) {
+  return call.kind == OpType::BROADCAST || call.kind == OpType::SCATTER;
+}
+
+void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64_t number, const InputOf& input) {
+  const bool has_input_per_rank =
+      call.kind == OpType::SCATTER || call.kind == OpType::REDUCE_SCATTER || call.kind == OpType::ALLTOALL;
+  const size_t index = has_input_per_rank ? static_cast<size_t>(group.rank) : 0;
+  if (call.outputs.empty() || (call.kind == OpType::BROADCAST && call.root == group.rank)) {
+    return;
+  }
+  if (!call.reduction.has_value()) {
+    for (size_t i = 0; i < call.outputs.size(); ++i) {
+      const auto& to = call.outputs[i];
+      const int peer = is_from_root(call) ? call.root : static_cast<int>(i);
+      copy_bytes(to.mutable_data_ptr(), input(peer, index, to.nbytes()), to.nbytes());
+    }
+    return;
+  }
+  const at::Tensor to = call.reduction->target(call.outputs.front());
+  const auto count = static_cast<uint64_t>(to.numel());
+  std::vector<const std::byte*> from;
+  from.reserve(group.global_ranks.size());
+  for (int peer = 0; peer < group.size(); ++peer) {
+    from.push_back(input(peer, index, to.nbytes()));
+  }
+  if (count > 0) {
+    const Fold fold{order, call.reduction->transport_op(), to.scalar_type(), count, number};
+    fold.run(static_cast<std::byte*>(to.mutable_data_ptr()), from, 0, count);
+  }
+  call.reduction->finish(to, call.outputs.front());
+}
+
 void bind_faults(pybind11::module_& m) {
   m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
     std::lock_guard<std::mutex> lock(plan.mutex);
-    plan.faults.push_back({kind_of(kind), at, group, duration});
-    plan.is_empty.store(false, std::memory_order_release);
+    plan.faults.push_back({kind, at, group, duration});
   });
   m.def("clear_faults", [] {
     std::lock_guard<std::mutex> lock(plan.mutex);
     plan.faults.clear();
-    plan.is_empty.store(true, std::memory_order_release);
   });
 }
 

@@ -11,10 +11,10 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <unistd.h>
 
 #include "../host_tensors.h"
 #include "../std.h"
+#include "fold.h"
 #include "segment.h"
 
 namespace torch_ext::sim {
@@ -108,7 +108,7 @@ struct Group {
   const bool any_device;                          // whether several ranks may use one device, as with gloo on CUDA
   const pid_t owner = getpid();                   // a forked child must not act for this rank
   std::atomic<std::chrono::milliseconds> timeout; // of calls that name none
-  std::mutex mutex;
+  mutable std::mutex mutex;
   std::string name; // guarded by mutex
 
   int size() const { return static_cast<int>(global_ranks.size()); }
@@ -133,19 +133,21 @@ struct Group {
 // A transfer that another thread ends, or that never ends by itself. Any thread may call it.
 class Awaited : public Transfer {
  public:
-  // what: the call, for messages.
-  Awaited(std::shared_ptr<const Group> group, std::string what) : group_(std::move(group)), what_(std::move(what)) {}
+  // what: the call, for messages. limit: of waits that name none; gloo has its own.
+  Awaited(std::shared_ptr<const Group> group, std::string what, std::chrono::milliseconds limit = kNoTimeout)
+      : group_(std::move(group)), what_(std::move(what)), limit_(limit) {}
 
   bool advance() override;
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override { end(why); }
 
- protected:
-  // Returns false if the transfer was over already.
-  bool end(const std::exception_ptr& why = nullptr);
+  // Ends the transfer, unless it is over.
+  void end(const std::exception_ptr& why = nullptr);
 
+ protected:
   const std::shared_ptr<const Group> group_;
   const std::string what_;
+  const std::chrono::milliseconds limit_;
   std::mutex mutex_; // guards what follows
   std::condition_variable changed_;
   bool over_ = false;
@@ -197,6 +199,15 @@ class Transport {
   uint64_t started_ = 0;      // calls
   std::map<int, Pair> pairs_; // by peer
 };
+
+// Whether a collective uses the inputs of its root alone.
+bool is_from_root(const Call& call);
+
+// Input `index` of a rank, of as many bytes.
+using InputOf = std::function<const std::byte*(int peer, size_t index, uint64_t bytes)>;
+
+// Writes the outputs of a collective on this rank. number: of the collective, for the order of a reduction.
+void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64_t number, const InputOf& input);
 
 // Gives a group the transport that its ranks agree on (Note [Agreeing on a transport] in choice.cpp) and that
 // TORCH_EXT_SIM_TRANSPORT allows. Blocks until all ranks are there. any_device: whether several ranks may use one
