@@ -10,8 +10,6 @@ import torch
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["TYPES", "set_default_tensor_type"]
-
 _DTYPES = {
     "BFloat16": torch.bfloat16,
     "Bool": torch.bool,

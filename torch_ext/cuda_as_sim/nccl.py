@@ -9,8 +9,6 @@ from typing import Any
 from torch_ext.cuda_as_sim import table
 from torch_ext.sim import _collectives, _native
 
-__all__ = ["ProcessGroupNCCL", "install"]
-
 # Methods and attributes of NCCL's class beyond those of every backend.
 _NCCL_ONLY = frozenset(
     {

@@ -21,8 +21,6 @@ from torch_ext.sim import _cuda, _module, _native
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._streams import Stream, refuse_to_share
 
-__all__: list[str] = []
-
 # torch.version.cuda: programs test that it is set, and new enough for bfloat16.
 _VERSION = "12.8"
 # Torch's own definitions work with the replaced names: classes of storages, graphs, and a table of statistics.

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import unittest
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +17,8 @@ import torch
 from torch.nn.parallel import comm
 
 from torch_ext.cuda_as_sim import legacy
-from torch_ext.sim import _devices, _module, _native
+from torch_ext.sim import _devices, _module
 from torch_ext.sim._name import NAME
-
-__all__ = ["SUBMODULES", "NeedsCudaError", "Refused", "find", "refuse"]
 
 
 class NeedsCudaError(unittest.SkipTest, NotImplementedError):
@@ -99,53 +95,9 @@ def _capability(device: Any = None) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@dataclass(frozen=True)
-class _Properties:
-    """A GPU's properties: the sizes of one of capability 8.0, the name and memory of the simulated device."""
-
-    name: str
-    index: int
-    major: int
-    minor: int
-    multi_processor_count: int = 1
-    warp_size: int = 32
-    max_threads_per_block: int = 1024
-    max_threads_per_multi_processor: int = 2048
-    regs_per_multiprocessor: int = 65536
-    shared_memory_per_block: int = 48 << 10
-    shared_memory_per_block_optin: int = 163 << 10
-    shared_memory_per_multiprocessor: int = 164 << 10
-    L2_cache_size: int = 40 << 20
-    clock_rate: int = 1_000_000  # kHz; sleep() counts in nanoseconds
-    memory_clock_rate: int = 1_000_000
-    memory_bus_width: int = 64
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    pci_bus_id: int = 0
-    pci_domain_id: int = 0
-    gcnArchName: str = ""
-
-    # Lazy: these initialize the device, after which no process can fork. Torch's helpers read the fields on import.
-
-    @property
-    def total_memory(self) -> int:
-        """In bytes."""
-        return _native.memory_limit(self.index)
-
-    @property
-    def pci_device_id(self) -> int:
-        """The number of the device among all, those that the program hides included."""
-        return _native.index_among_all(self.index)
-
-    @property
-    def uuid(self) -> uuid.UUID:
-        """A UUID made of ``pci_device_id``."""
-        return uuid.UUID(int=self.pci_device_id)
-
-
-def _properties(device: Any = None) -> _Properties:
+def _properties(device: Any = None) -> _devices.Properties:
     index = _devices.index_of(device)
-    return _Properties(_devices.get_device_name(index), index, *_capability())
+    return _devices.Properties(_devices.get_device_name(index), index, *_capability())
 
 
 def _cudart() -> Any:
@@ -169,15 +121,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "cudart": _cudart,
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
-    "is_current_stream_capturing": _native.is_current_stream_capturing,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
-    "get_allocator_backend": lambda: "native",
-    "is_tf32_supported": lambda: False,
-    "memory_cached": lambda device=None: _module.memory_reserved(device),
-    "max_memory_cached": lambda device=None: _module.max_memory_reserved(device),
-    "reset_max_memory_allocated": lambda device=None: _module.reset_peak_memory_stats(device),
-    "reset_max_memory_cached": lambda device=None: _module.reset_peak_memory_stats(device),
     "version": _version,
     "is_nccl_available": lambda: True,
     "amp_definitely_not_available": lambda: False,

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["VISIBLE", "hide_unless_set", "record", "record_at_start"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _OUTSIDE = "TORCH_EXT_SIM_VISIBLE_OUTSIDE"  # "=" and the value; empty if there was none
 # env_start and env_end among the fields of /proc/PID/stat behind the name: see proc_pid_stat(5).

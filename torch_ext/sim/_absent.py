@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["REASONS", "refuse"]
-
 _GRAPHS = "its graphs are those of torch.accelerator.Graph"
 _POOLS = "memory comes from the allocator of the device alone, which no other can replace or divide"
 _HARDWARE = "there is no hardware behind the device that could be measured"

@@ -9,8 +9,6 @@ import torch
 
 from torch_ext.sim._name import NAME
 
-__all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
-
 
 class autocast(torch.autocast):
     """``torch.autocast`` for this device."""

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import distributed as ddp
 
-from torch_ext.sim._devices import device_count, index_of
+from torch_ext.sim import _native
+from torch_ext.sim._devices import index_of
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim._patches import wrap
-
-__all__ = ["register"]
 
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 _SAFETENSORS = ("safetensors", "safetensors.torch")
@@ -54,7 +53,7 @@ def _count_devices_for_subgroups() -> None:
         def new_subgroups(
             original: Callable[..., Any], group_size: int | None = None, *args: Any, **kwargs: Any
         ) -> Any:
-            return original(device_count() if group_size is None else group_size, *args, **kwargs)
+            return original(_native.device_count() if group_size is None else group_size, *args, **kwargs)
 
 
 def _pin_for_cuda_alone(module: ModuleType) -> None:
@@ -68,15 +67,11 @@ def _pin_for_cuda_alone(module: ModuleType) -> None:
 
 def _take_device(safetensors: ModuleType) -> None:
     """Name the device as safetensors can: it knows a list of names, and plain indices of the accelerator."""
-    original = safetensors.safe_open
-    if getattr(original, "takes_sim", False):
-        return
 
-    @functools.wraps(original, updated=())
-    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+    @wrap(safetensors, "safe_open")
+    def safe_open(
+        original: Callable[..., Any], filename: Any, framework: str, device: Any = "cpu", **kwargs: Any
+    ) -> Any:
         if isinstance(device, str | torch.device) and torch.device(device).type == NAME:
             device = index_of(device)
         return original(filename, framework=framework, device=device, **kwargs)
-
-    setattr(safe_open, "takes_sim", True)  # noqa: B010 - mypy refuses attributes of functions
-    setattr(safetensors, "safe_open", safe_open)  # noqa: B010 - mypy knows no such name

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,6 @@ from torch.multiprocessing import reductions
 from torch_ext.sim import _collectives, _devices, _memory, _native, _streams
 from torch_ext.sim._imports import when_imported
 from torch_ext.sim._name import NAME
-
-__all__ = ["complete", "maybe_exchange_device"]
 
 
 def complete(process_group_nccl: type) -> None:
@@ -49,13 +47,7 @@ def _generate_code(module: object) -> None:
     from torch_ext.sim import _inductor  # noqa: F401  # registers itself; loads Inductor
 
 
-def _current_stream(index: int) -> tuple[int, int, int]:
-    stream = _streams.current_stream(index)
-    return stream.stream_id, stream.device_index, stream.device_type
-
-
-def _default_stream(index: int) -> tuple[int, int, int]:
-    stream = _streams.default_stream(index)
+def _numbers_of(stream: torch.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
 
@@ -66,6 +58,33 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
 def maybe_exchange_device(index: int) -> int:
     """As ``exchange_device``; a separate function, because Dynamo has a handler for each."""
     return _devices.exchange_device(index)
+
+
+class _Graph(torch._C._acceleratorGraph):
+    """The graphs of any accelerator, with what CUDA's have besides."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        super().__init__(keep_graph)
+        self._generators: list[torch.Generator] = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: Any = "global") -> None:
+        super().capture_begin(pool, capture_error_mode)
+        for generator in self._generators:
+            _native.capture_generator(generator)
+
+    def reset(self) -> None:
+        super().reset()
+        self._generators.clear()
+
+    def raw_cuda_graph(self) -> NoReturn:
+        raise NotImplementedError(
+            "A graph of the simulated accelerator is none of CUDA's driver: it has no cudaGraph_t."
+        )
+
+    raw_cuda_graph_exec = raw_cuda_graph
 
 
 # Functions of torch's C++ half that its Python half calls past `torch.cuda`.
@@ -83,13 +102,13 @@ _C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_cuda_sleep": _native.sleep,
     "_cuda_cudaCachingAllocator_is_enabled": lambda: False,  # turns off CUDA graphs in Inductor
     "_cuda_isCurrentStreamCapturing": _native.is_current_stream_capturing,
-    "_CUDAGraph": _native.CUDAGraph,
+    "_CUDAGraph": _Graph,
     "_graph_pool_handle": _native.graph_pool_handle,
     "_host_emptyCache": lambda: None,
     "_cuda_hasPrimaryContext": lambda index: _native.is_initialized(),
     "_cuda_getCurrentRawStream": lambda index: int(_streams.current_stream(index).stream_id),
-    "_cuda_getCurrentStream": _current_stream,
-    "_cuda_getDefaultStream": _default_stream,
+    "_cuda_getCurrentStream": lambda index: _numbers_of(_streams.current_stream(index)),
+    "_cuda_getDefaultStream": lambda index: _numbers_of(_streams.default_stream(index)),
     "_cuda_setStream": _set_stream,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 import torch
@@ -31,43 +32,6 @@ def is_available() -> bool:
     return _native.device_count() > 0
 
 
-def device_count() -> int:
-    """Return the number of devices: ``TORCH_EXT_SIM_DEVICES`` if it is set, otherwise as many as were requested, and at
-    least 4. The first use of a device fixes the number; asking for it does not.
-    """
-    return _native.device_count()
-
-
-def request_devices(count: int) -> None:
-    """Ask for at least ``count`` devices. ``TORCH_EXT_SIM_DEVICES`` takes precedence if it is set. Initialises nothing,
-    and has no effect once this process has used a device.
-
-    Raises:
-        ValueError: ``count`` is not between 1 and 64.
-    """
-    _native.request_devices(count)
-
-
-def init() -> None:
-    """Initialise the device, as its first use would."""
-    _native.init()
-
-
-def is_initialized() -> bool:
-    """Whether this process has used a device."""
-    return _native.is_initialized()
-
-
-def is_in_bad_fork() -> bool:
-    """Whether this process was forked from one that had used a device, and so may not use one itself."""
-    return _native.is_in_bad_fork()
-
-
-def current_device() -> int:
-    """Return the index of the current device of this thread."""
-    return _native.current_device()
-
-
 def set_device(device: Device) -> None:
     """Make ``device`` current in this thread.
 
@@ -95,14 +59,10 @@ class device:
 
 def exchange_device(index: int) -> int:
     """Make the device ``index`` current and return the one before; a negative index changes nothing."""
-    previous = current_device()
+    previous = _native.current_device()
     if index >= 0:
         _native.set_device(index)
     return previous
-
-
-class DeviceGuard(device):
-    """``device`` for an index, under the name that torch's modules look up."""
 
 
 class device_of(device):
@@ -125,19 +85,53 @@ def _check_index(index: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Properties:
+class Properties:
+    """The properties of a device: its name, memory and capability, and the sizes of a GPU of capability 8.0."""
+
     name: str
-    total_memory: int  # bytes
-    multi_processor_count: int
+    index: int
     major: int
     minor: int
+    multi_processor_count: int = 1
+    warp_size: int = 32
+    max_threads_per_block: int = 1024
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 48 << 10
+    shared_memory_per_block_optin: int = 163 << 10
+    shared_memory_per_multiprocessor: int = 164 << 10
+    L2_cache_size: int = 40 << 20
+    clock_rate: int = 1_000_000  # kHz; sleep() counts in nanoseconds
+    memory_clock_rate: int = 1_000_000
+    memory_bus_width: int = 64
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    pci_bus_id: int = 0
+    pci_domain_id: int = 0
+    gcnArchName: str = ""
+
+    # Lazy: these initialize the device, after which no process can fork. Torch's helpers read the fields on import.
+
+    @property
+    def total_memory(self) -> int:
+        """In bytes."""
+        return _native.memory_limit(self.index)
+
+    @property
+    def pci_device_id(self) -> int:
+        """The number of the device among all, those that the program hides included."""
+        return _native.index_among_all(self.index)
+
+    @property
+    def uuid(self) -> uuid.UUID:
+        """A UUID made of ``pci_device_id``."""
+        return uuid.UUID(int=self.pci_device_id)
 
 
-def get_device_properties(device: Device = None) -> _Properties:
+def get_device_properties(device: Device = None) -> Properties:
     """Return the properties of ``device``, such as its name and its memory in bytes."""
     index = index_of(device)
-    _native.check_index(index)
-    return _Properties(get_device_name(index), _native.memory_limit(index), 1, *get_device_capability(index))
+    return Properties(get_device_name(index), index, *get_device_capability(index))
 
 
 def get_device_name(device: Device = None) -> str:
@@ -176,16 +170,6 @@ def set_sync_debug_mode(debug_mode: int | str) -> None:
     if mode not in _SYNC_DEBUG_MODES.values():
         raise ValueError(f"Expected one of 0, 1, 2, 'default', 'warn', 'error' for debug_mode, got {debug_mode!r}.")
     _native.set_sync_debug(mode)
-
-
-def get_sync_debug_mode() -> int:
-    """Return the mode as a number."""
-    return _native.sync_debug()
-
-
-def is_current_stream_capturing() -> bool:
-    """Whether the current stream is in the capture of a graph."""
-    return _native.is_current_stream_capturing()
 
 
 def is_tf32_supported() -> bool:

@@ -19,8 +19,6 @@ from torch_ext.sim import _native
 from torch_ext.sim._name import NAME, REPORTED_BACKEND
 from torch_ext.sim._patches import wrap
 
-__all__ = ["install", "translate"]
-
 Entry = dict[str, Any]
 _TRANSPORT = "simccl/transport"  # kTransportDescription in csrc/transport/transport.h
 

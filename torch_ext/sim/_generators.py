@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._devices import Device, device_count, index_of
+from torch_ext.sim._devices import Device, index_of
 from torch_ext.sim._name import NAME
 
 
@@ -25,7 +25,7 @@ def manual_seed(seed: int) -> None:
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generators of all devices."""
-    for index in range(device_count()):
+    for index in range(_native.device_count()):
         generator_of(index).manual_seed(int(seed))
 
 
@@ -56,7 +56,7 @@ def set_rng_state(new_state: torch.Tensor, device: Device = NAME) -> None:
 
 def get_rng_state_all() -> list[torch.Tensor]:
     """Return the state of every device's generator."""
-    return [get_rng_state(index) for index in range(device_count())]
+    return [get_rng_state(index) for index in range(_native.device_count())]
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:

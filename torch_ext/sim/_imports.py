@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
-
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Call ``callback`` with the module ``name``: at once if it is loaded, else right after it has been executed."""

@@ -42,8 +42,6 @@ from torch_ext.sim import _native
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim._patches import wrap
 
-__all__ = ["CppWrapperCodegen", "Scheduling", "SimWrapperCodegen", "WrapperFxCodegen"]
-
 Scheduling = CppScheduling
 _RUN = "run_generated"
 

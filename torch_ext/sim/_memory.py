@@ -13,12 +13,12 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._absent import refuse
-from torch_ext.sim._devices import Device, index_of, is_initialized
+from torch_ext.sim._devices import Device, index_of
 
 
 def empty_cache() -> None:
     """Return idle memory of all devices to the host."""
-    if is_initialized():
+    if _native.is_initialized():
         torch.accelerator.empty_cache()
 
 

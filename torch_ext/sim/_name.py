@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from torch_ext import personality
 
-__all__ = ["IS_CUDA", "KEY", "NAME", "REPORTED_BACKEND"]
-
 # Whether this process simulates DeviceType.CUDA instead of using PrivateUse1.
 IS_CUDA = personality.is_cuda()
 NAME = personality.AS_CUDA if IS_CUDA else personality.SIM

@@ -29,8 +29,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch_ext.sim import _gloo_halves
 from torch_ext.sim._name import KEY, NAME
 
-__all__ = ["reduce_sparse_tensors", "serve_gloo", "serve_threaded_and_fake_groups"]
-
 # Backends that work on any tensor, each with a list of devices that torch knows.
 _ANY_TENSOR = ("threaded", "fake")
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["wrap"]
-
 
 def wrap(owner: Any, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function that replaces each ``owner.name`` and receives the original as its first argument.

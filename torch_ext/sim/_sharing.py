@@ -20,8 +20,6 @@ from torch.multiprocessing import reductions
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Let ``torch.multiprocessing`` send storages of the device."""

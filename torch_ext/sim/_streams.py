@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._devices import Device, current_device, index_of
+from torch_ext.sim._devices import Device, index_of
 from torch_ext.sim._name import KEY, NAME
 
 _DEVICE_TYPE = int(getattr(torch._C._autograd.DeviceType, KEY).value)
@@ -116,7 +116,7 @@ class StreamContext:
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            self._before.append((current_device(), torch.accelerator.current_stream(self.stream.device_index)))
+            self._before.append((_native.current_device(), torch.accelerator.current_stream(self.stream.device_index)))
             torch.accelerator.set_stream(self.stream)
 
     def __exit__(self, *exc_info: object) -> None:

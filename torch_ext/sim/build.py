@@ -39,16 +39,6 @@ from pathlib import Path
 from torch_ext import cache
 from torch_ext.personality import is_cuda
 
-__all__ = [
-    "BuildError",
-    "MissingCompilerError",
-    "cache_root",
-    "compiler_found",
-    "ensure_built",
-    "finished_builds",
-    "units",
-]
-
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _LIBRARY = "_native.so"
 # Torch is built with NDEBUG, without which its headers give some classes further members.
@@ -143,7 +133,7 @@ def _family_key() -> str:
     abi = f"abi{int(torch.compiled_with_cxx11_abi())}"
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     texts = (f"{path.relative_to(_SOURCES)}\0{path.read_text(encoding='utf-8')}" for path in _source_files())
-    sources = _digest(*texts, *_FLAGS, *sorted(_WIDE), *_LEVELS.values(), *_sanitizer_flags(), *_personality_flags())
+    sources = _digest(*texts, *_flags(), *sorted(_WIDE), *_LEVELS.values())
     return f"torch-{torch.__version__}-{abi}-{python}-{sources}"
 
 
@@ -161,26 +151,21 @@ def units() -> dict[str, list[Path]]:
     return found
 
 
-def _sanitizer_flags() -> tuple[str, ...]:
-    name = os.environ.get(_SANITIZER)
-    if not name:
-        return ()
-    # With null checks GCC no longer treats the address of a function as a constant, which torch's headers assert
-    # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=71962).
-    without = ("-fno-sanitize=null,nonnull-attribute,returns-nonnull-attribute",) if name == "undefined" else ()
-    return (f"-fsanitize={name}", *without, "-fno-omit-frame-pointer", "-g1")
-
-
-def _rpc_flags() -> tuple[str, ...]:
-    """Return a define if torch has RPC: a build without it lacks RPC's symbols."""
+def _flags() -> tuple[str, ...]:
+    """Return all flags, for the compiler and the linker: see Note [Two personalities]."""
     import torch
 
-    return ("-DSIM_HAS_RPC",) if hasattr(torch._C, "_rpc_init") else ()
-
-
-def _personality_flags() -> tuple[str, ...]:
-    """See Note [Two personalities]."""
-    return ("-DSIM_IS_CUDA",) if is_cuda() else ()
+    has_rpc = hasattr(torch._C, "_rpc_init")  # a build of torch without RPC lacks its symbols
+    sanitizer = os.environ.get(_SANITIZER)
+    # With null checks GCC no longer treats the address of a function as a constant, which torch's headers assert
+    # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=71962).
+    without = ("-fno-sanitize=null,nonnull-attribute,returns-nonnull-attribute",) if sanitizer == "undefined" else ()
+    return (
+        *_FLAGS,
+        *(("-DSIM_HAS_RPC",) if has_rpc else ()),
+        *(("-DSIM_IS_CUDA",) if is_cuda() else ()),
+        *((f"-fsanitize={sanitizer}", *without, "-fno-omit-frame-pointer", "-g1") if sanitizer else ()),
+    )
 
 
 def _digest(*parts: str) -> str:
@@ -252,15 +237,14 @@ def _compile(folder: Path, compiler: _Compiler) -> None:
     kineto_includes = [path for path in (f"{each}/kineto" for each in torch_includes) if os.path.isdir(path)]
     includes = [f"-isystem{path}" for path in (*torch_includes, *kineto_includes, sysconfig.get_paths()["include"])]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    sanitizer = _sanitizer_flags()
-    flags = [*_FLAGS, *_rpc_flags(), *_personality_flags(), *sanitizer, *includes]
+    flags = [*_flags(), *includes]
     commands = []
     for unit, sources in units().items():
         text = "".join(f'#include "{path}"\n' for path in sources)
         (folder / f"{unit}.cpp").write_text(text, encoding="utf-8")
         commands.append([*flags, _LEVELS[unit], "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
     _run(folder, compiler, commands)
-    link = ["-shared", *(command[-1] for command in commands), *sanitizer, *libraries]
+    link = [*_flags(), "-shared", *(command[-1] for command in commands), *libraries]
     _run(folder, compiler, [[*link, "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", _LIBRARY]])
     for left in folder.iterdir():
         if left.name != _LIBRARY:

@@ -19,8 +19,6 @@ from datetime import timedelta
 
 from torch_ext.sim import _native
 
-__all__ = ["clear", "corrupt", "delay", "drop", "kill"]
-
 
 def delay(at: int, by: timedelta, group: str | None = None) -> None:
     """Make the launching thread sleep for ``by`` before the call."""

@@ -19,7 +19,7 @@ constexpr int kPoisonByte = 0xff;
 constexpr const char* kLimitVariable = "TORCH_EXT_SIM_MEMORY";
 constexpr size_t kDefaultLimit = size_t{16} << 30;
 
-std::atomic<uint8_t> poison{0}; // one bit for each PoisonFor
+std::array<std::atomic<bool>, 2> poison{}; // by PoisonFor
 
 using Pools = std::array<std::unique_ptr<BlockPool>, kMaxDevices>;
 
@@ -52,7 +52,7 @@ void report(void* data, int64_t change, BlockPool& pool) {
 }
 
 void fill_with_poison(Block& block) {
-  if (poison.load(std::memory_order_relaxed) != 0) {
+  if (poison[0].load(std::memory_order_relaxed) || poison[1].load(std::memory_order_relaxed)) {
     std::memset(block.start, kPoisonByte, block.size);
     block.is_poisoned = true;
   }
@@ -215,12 +215,7 @@ void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
 }
 
 void set_poison(PoisonFor whom, bool enabled) {
-  const auto bit = static_cast<uint8_t>(1U << static_cast<uint8_t>(whom));
-  if (enabled) {
-    poison.fetch_or(bit);
-  } else {
-    poison.fetch_and(static_cast<uint8_t>(~bit));
-  }
+  poison.at(static_cast<size_t>(whom)) = enabled;
 }
 
 c10::Allocator* alias_allocator() {

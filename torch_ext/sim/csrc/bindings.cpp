@@ -17,6 +17,7 @@ namespace torch_ext::sim {
 namespace {
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 using c10::DeviceIndex;
 
 // --- kernels that Inductor generates: see Note [Generated kernels] in _inductor.py ---
@@ -113,14 +114,22 @@ PYBIND11_MODULE(_native, m) {
   install_allocator();
   register_profiler();
 
-  m.def("request_devices", &request_devices);
-  m.def("device_count", &device_count);
+  // Functions of `torch.sim` have their documentation here.
+  m.def(
+      "request_devices", &request_devices, "count"_a,
+      "Ask for at least ``count`` devices. ``TORCH_EXT_SIM_DEVICES`` takes precedence if it is set. Initialises "
+      "nothing, and has no effect once this process has used a device.\n\n"
+      "Raises:\n    ValueError: ``count`` is not between 1 and 64.");
+  m.def(
+      "device_count", &device_count,
+      "Return the number of devices: ``TORCH_EXT_SIM_DEVICES`` if it is set, otherwise as many as were requested, and "
+      "at least 4. The first use of a device fixes the number; asking for it does not.");
   m.def("index_among_all", [](DeviceIndex index) { return index_among_all(checked_index(index)); });
-  m.def("current_device", &current_device);
+  m.def("current_device", &current_device, "Return the index of the current device of this thread.");
   m.def("set_device", [](DeviceIndex index) { set_current_device(checked_index(index)); });
   m.def("check_index", [](DeviceIndex index) { checked_index(index); });
-  m.def("init", &ensure_initialized);
-  m.def("is_initialized", &is_initialized);
+  m.def("init", &ensure_initialized, "Initialise the device, as its first use would.");
+  m.def("is_initialized", &is_initialized, "Whether this process has used a device.");
   m.def("is_in_bad_fork", &is_in_bad_fork);
   m.def("default_generator", &default_generator);
   m.def("set_memory_limit", &set_memory_limit);
@@ -139,8 +148,9 @@ PYBIND11_MODULE(_native, m) {
     return stream_with_handle(checked_index(device), handle);
   });
   m.def("set_sync_debug", [](int mode) { sync_debug = static_cast<SyncDebug>(mode); });
-  m.def("sync_debug", [] { return static_cast<int>(sync_debug.load()); });
+  m.def("get_sync_debug_mode", [] { return static_cast<int>(sync_debug.load()); }, "Return the mode as a number.");
   m.def("sleep", &sleep);
+  m.def("stop_stream_clock", &stop_stream_clock);
   m.def("run_generated", &run_generated);
   m.def("shared_host_storage", &shared_host_storage);
   m.def("move_to_shared", &move_to_shared);
@@ -149,7 +159,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("resize_storage", [](const py::handle& storage, size_t nbytes) {
     resize_bytes(*storage_from(storage).unsafeGetStorageImpl(), nbytes);
   });
-  bind_allocator_trace(m);
   bind_memory_history(m);
   bind_pinned_memory(m);
   bind_simccl(m);

@@ -13,7 +13,6 @@ void install_hooks();            // memory_ops.cpp
 void install_pinned_allocator(); // pinned_memory.cpp
 void install_allocator();        // allocator.cpp
 
-void bind_allocator_trace(pybind11::module_& m);
 void bind_memory_history(pybind11::module_& m); // snapshots for torch's memory visualizer
 void bind_pinned_memory(pybind11::module_& m);
 void bind_simccl(pybind11::module_& m);

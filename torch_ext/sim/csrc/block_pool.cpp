@@ -54,15 +54,25 @@ int64_t inactive_bytes(const Block* block) {
       : 0;
 }
 
+void change(Stat& stat, int64_t by) {
+  if (by > 0) {
+    stat.increase(static_cast<size_t>(by));
+  } else {
+    stat.decrease(static_cast<size_t>(-by));
+  }
+}
+
 void change(StatArray& stats, bool is_small, int64_t by) {
   for (const auto kind : {StatType::AGGREGATE, is_small ? StatType::SMALL_POOL : StatType::LARGE_POOL}) {
-    auto& stat = stats[static_cast<size_t>(kind)];
-    if (by > 0) {
-      stat.increase(static_cast<size_t>(by));
-    } else {
-      stat.decrease(static_cast<size_t>(-by));
-    }
+    change(stats[static_cast<size_t>(kind)], by);
   }
+}
+
+// Counts one more (`by` is 1) or one less (-1) block or segment of `size` bytes.
+void count(StatArray& numbers, StatArray& bytes, Stat& oversize, bool is_small, size_t size, int64_t by) {
+  change(numbers, is_small, by);
+  change(bytes, is_small, by * static_cast<int64_t>(size));
+  change(oversize, is_oversize(size) ? by : 0);
 }
 
 size_t total(const StatArray& stats) {
@@ -124,17 +134,14 @@ Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, boo
 void BlockPool::count_result(Block* block) {
   std::lock_guard<std::mutex> lock(mutex_);
   block->is_scratch = false;
-  count(block);
+  count_allocated(block, 1);
+  count_active(block, 1);
 }
 
 void BlockPool::give_back(Block* block) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!block->is_scratch) {
-    change(stats_.allocation, block->segment->is_small, -1);
-    change(stats_.allocated_bytes, block->segment->is_small, -static_cast<int64_t>(block->size));
-    if (is_oversize(block->size)) {
-      stats_.oversize_allocations.decrease(1);
-    }
+    count_allocated(block, -1);
   }
   InUse use{block, 0, std::exchange(block->pending, {})};
   if (block->users.empty() && !use.is_held_up()) {
@@ -142,7 +149,7 @@ void BlockPool::give_back(Block* block) {
     return;
   }
   for (const auto& user : std::exchange(block->users, {})) {
-    use.until = std::max(use.until, end_of(user));
+    use.until = std::max(use.until, busy_until(user));
     const auto pending = pending_of(user);
     use.pending.insert(use.pending.end(), pending.begin(), pending.end());
   }
@@ -253,18 +260,6 @@ void BlockPool::reset_peaks() {
   for_each_stat(stats_, [](Stat& stat) { stat.reset_peak(); });
 }
 
-int64_t BlockPool::now() const {
-  return stream_clock();
-}
-
-int64_t BlockPool::end_of(c10::Stream stream) const {
-  return busy_until(stream);
-}
-
-void BlockPool::sleep_until(int64_t moment) const {
-  std::this_thread::sleep_for(std::chrono::nanoseconds(std::max<int64_t>(moment - now(), 0)));
-}
-
 Amounts BlockPool::totals() const {
   const size_t limit = limit_;
   const auto allowed = fraction_ < 1 ? static_cast<size_t>(fraction_ * static_cast<double>(limit)) : limit;
@@ -356,11 +351,7 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
     return nullptr;
   }
   segments_[block->segment->serial] = block->segment;
-  change(stats_.segment, is_small, 1);
-  change(stats_.reserved_bytes, is_small, static_cast<int64_t>(size));
-  if (is_oversize(size)) {
-    stats_.oversize_segments.increase(1);
-  }
+  count(stats_.segment, stats_.reserved_bytes, stats_.oversize_segments, is_small, size, 1);
   stats_.num_device_alloc += 1;
   return block;
 }
@@ -378,29 +369,29 @@ void BlockPool::hand_out(Block* block, size_t size, size_t requested, bool is_sc
   block->is_scratch = is_scratch;
   block->state = Block::State::kLive;
   if (!is_scratch) {
-    count(block);
+    count_allocated(block, 1);
+    count_active(block, 1);
   }
 }
 
-void BlockPool::count(const Block* block) {
+void BlockPool::count_allocated(const Block* block, int64_t by) {
+  count(
+      stats_.allocation, stats_.allocated_bytes, stats_.oversize_allocations, block->segment->is_small, block->size,
+      by);
+}
+
+void BlockPool::count_active(const Block* block, int64_t by) {
   const bool is_small = block->segment->is_small;
-  change(stats_.allocation, is_small, 1);
-  change(stats_.allocated_bytes, is_small, static_cast<int64_t>(block->size));
-  change(stats_.active, is_small, 1);
-  change(stats_.active_bytes, is_small, static_cast<int64_t>(block->size));
-  change(stats_.requested_bytes, is_small, static_cast<int64_t>(block->requested));
-  if (is_oversize(block->size)) {
-    stats_.oversize_allocations.increase(1);
-  }
+  change(stats_.active, is_small, by);
+  change(stats_.active_bytes, is_small, by * static_cast<int64_t>(block->size));
+  change(stats_.requested_bytes, is_small, by * static_cast<int64_t>(block->requested));
 }
 
 // No stream uses the block any more.
 void BlockPool::settle(Block* block) {
   const bool is_small = block->segment->is_small;
   if (!std::exchange(block->is_scratch, false)) {
-    change(stats_.active, is_small, -1);
-    change(stats_.active_bytes, is_small, -static_cast<int64_t>(block->size));
-    change(stats_.requested_bytes, is_small, -static_cast<int64_t>(block->requested));
+    count_active(block, -1);
   }
   block->is_dangerous = is_dangerous(block);
   block->requested = 0;
@@ -479,7 +470,7 @@ void BlockPool::poll() {
   if (in_use_.empty()) {
     return;
   }
-  const int64_t moment = now();
+  const int64_t moment = stream_clock();
   const auto over = std::stable_partition(in_use_.begin(), in_use_.end(), [&](const InUse& each) {
     return is_captured(each.block->segment->mempool) || each.until > moment ||
         (each.is_held_up() && !is_dangerous(each.block));
@@ -570,11 +561,7 @@ bool BlockPool::release(Block* block) {
   }
   remove(block);
   segments_.erase(segment->serial);
-  change(stats_.segment, segment->is_small, -1);
-  change(stats_.reserved_bytes, segment->is_small, -static_cast<int64_t>(segment->size));
-  if (is_oversize(segment->size)) {
-    stats_.oversize_segments.decrease(1);
-  }
+  count(stats_.segment, stats_.reserved_bytes, stats_.oversize_segments, segment->is_small, segment->size, -1);
   stats_.num_device_free += 1;
   unmap_segment(block);
   return true;

@@ -90,7 +90,6 @@ struct Amounts {
 class BlockPool {
  public:
   BlockPool(c10::DeviceIndex device, size_t limit) : device_(device), limit_(limit) {}
-  virtual ~BlockPool() = default;
   C10_DISABLE_COPY_AND_ASSIGN(BlockPool);
 
   c10::DeviceIndex device() const { return device_; }
@@ -125,12 +124,6 @@ class BlockPool {
   c10::CachingDeviceAllocator::DeviceStats stats();
   void reset_accumulated();
   void reset_peaks();
-
- protected:
-  // The clock of streams, which a test replaces.
-  virtual int64_t now() const;
-  virtual int64_t end_of(c10::Stream stream) const;
-  virtual void sleep_until(int64_t moment) const;
 
  private:
   struct Fit {
@@ -175,7 +168,8 @@ class BlockPool {
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
   void hand_out(Block* block, size_t size, size_t requested, bool is_scratch);
-  void count(const Block* block);
+  void count_allocated(const Block* block, int64_t by);
+  void count_active(const Block* block, int64_t by);
   void settle(Block* block);
   void insert(Block* block);
   void remove(Block* block);

@@ -226,7 +226,8 @@ void Capture::save(const Access& write) {
   }
 }
 
-void Capture::add_generator(const GeneratorState& state) {
+void Capture::add_generator(const at::Generator& generator) {
+  const auto& state = static_cast<GeneratorImpl*>(generator.unsafeGetGeneratorImpl())->state();
   std::lock_guard<std::mutex> lock(mutex_);
   generators_.emplace_back(state, state->offset);
 }
@@ -375,8 +376,7 @@ void run_step(const GraphStep& step, Slots& slots, c10::Stream stream) {
     }
   });
   {
-    const auto observed = c10::make_scope_exit([was = is_unobserved()] { set_unobserved(was); });
-    set_unobserved(true);
+    const auto observed = c10::make_scope_exit([was = std::exchange(is_unobserved, true)] { is_unobserved = was; });
     step.run(slots);
   }
   notify([&](Observer& to) { to.kernel(step.name, stream, accesses); });
@@ -387,10 +387,6 @@ class Graph final : public at::GraphImplInterface {
   explicit Graph(const at::GraphImplArgs& options = {}) : keeps_graph_(options.keep_graph) {}
   ~Graph() override { reset(); }
   C10_DISABLE_COPY_AND_ASSIGN(Graph);
-
-  void register_generator(const at::Generator& generator) {
-    generators_.push_back(static_cast<GeneratorImpl*>(generator.unsafeGetGeneratorImpl())->state());
-  }
 
   void capture_begin(MempoolId pool, at::GraphCaptureMode mode) override {
     TORCH_CHECK(
@@ -408,10 +404,7 @@ class Graph final : public at::GraphImplInterface {
     }
     mempool_ = pool == MempoolId{} ? new_mempool(/*by_user=*/false) : pool;
     capture_ = std::make_shared<Capture>(stream, mempool_, mode);
-    capture_->add_generator(static_cast<GeneratorImpl*>(default_generator(device_).unsafeGetGeneratorImpl())->state());
-    for (const auto& state : generators_) {
-      capture_->add_generator(state);
-    }
+    capture_->add_generator(default_generator(device_));
     pool_of(device_).begin_capture(mempool_);
     std::lock_guard<std::mutex> lock(captures.mutex);
     captures.by_stream[key_of(stream)] = capture_;
@@ -422,22 +415,12 @@ class Graph final : public at::GraphImplInterface {
     TORCH_CHECK(capture_ != nullptr, "capture_end() called before capture_begin().");
     TORCH_CHECK(
         current_stream(checked_index(-1)) == capture_->origin(), "Capture must end on the same stream it began on.");
-    const auto capture = std::exchange(capture_, nullptr);
-    origin_ = capture->origin();
-    try {
-      steps_ = capture->end(slots_);
-    } catch (...) {
-      pool_of(device_).end_capture(mempool_);
-      pool_of(device_).drop_graph(mempool_);
-      throw;
-    }
-    pool_of(device_).end_capture(mempool_);
+    end_capture();
     if (steps_.empty()) {
       TORCH_WARN(
           "The " SIM_TITLE
           " Graph is empty. This usually means that the graph was attempted to be captured on wrong device or stream.");
     }
-    is_captured_ = true;
     is_instantiated_ = !keeps_graph_;
   }
 
@@ -471,15 +454,11 @@ class Graph final : public at::GraphImplInterface {
 
   void reset() override {
     if (capture_ != nullptr) {
-      size_t slots = 0;
       try {
-        std::exchange(capture_, nullptr)->end(slots);
+        end_capture();
       } catch (const c10::Error&) { // NOLINT: the graph is dropped, whatever is wrong with it
       }
-      pool_of(device_).end_capture(mempool_);
-      pool_of(device_).drop_graph(mempool_);
     }
-    generators_.clear();
     if (std::exchange(is_captured_, false)) {
       steps_.clear();
       pool_of(device_).drop_graph(mempool_);
@@ -509,6 +488,20 @@ class Graph final : public at::GraphImplInterface {
   }
 
  private:
+  // Ends the capture that is under way. Raises as Capture::end does; then there is no graph.
+  void end_capture() {
+    const auto capture = std::exchange(capture_, nullptr);
+    const auto ended = c10::make_scope_exit([this] {
+      pool_of(device_).end_capture(mempool_);
+      if (!is_captured_) {
+        pool_of(device_).drop_graph(mempool_);
+      }
+    });
+    origin_ = capture->origin();
+    steps_ = capture->end(slots_);
+    is_captured_ = true;
+  }
+
   const bool keeps_graph_;
   bool is_debugged_ = false;
   bool is_captured_ = false;
@@ -517,56 +510,21 @@ class Graph final : public at::GraphImplInterface {
   MempoolId mempool_{};
   CapturePtr capture_;
   std::optional<c10::Stream> origin_;
-  std::vector<GeneratorState> generators_;
   std::vector<GraphStep> steps_;
   size_t slots_ = 0;
 };
 
-at::GraphCaptureMode mode_named(const std::string& name) {
-  static const std::map<std::string, at::GraphCaptureMode> kModes{
-      {"global", at::GraphCaptureMode::Global},
-      {"thread_local", at::GraphCaptureMode::ThreadLocal},
-      {"relaxed", at::GraphCaptureMode::Relaxed}};
-  const auto found = kModes.find(name);
-  TORCH_CHECK(
-      found != kModes.end(), "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got ", name);
-  return found->second;
-}
-
-[[noreturn]] void refuse_handle(const Graph& /*graph*/) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "A graph of the simulated accelerator is none of CUDA's driver: it has no cudaGraph_t.");
-}
-
 } // namespace
 
 void bind_graphs(pybind11::module_& m) {
-  namespace py = pybind11;
-  using namespace pybind11::literals;
   m.def("graph_pool_handle", [] { return new_mempool(/*by_user=*/true); });
-  m.def("is_current_stream_capturing", [] {
-    return is_capturing() && capture_of(current_stream(current_device())) != nullptr;
+  m.def(
+      "is_current_stream_capturing",
+      [] { return is_capturing() && capture_of(current_stream(current_device())) != nullptr; },
+      "Whether the current stream is in the capture of a graph.");
+  m.def("capture_generator", [](const at::Generator& generator) {
+    capture_of(current_stream(current_device()))->add_generator(generator);
   });
-  py::class_<Graph>(m, "CUDAGraph")
-      .def(
-          py::init([](bool keep_graph) { return std::make_unique<Graph>(at::GraphImplArgs{keep_graph}); }),
-          "keep_graph"_a = false)
-      .def(
-          "capture_begin",
-          [](Graph& self, std::optional<MempoolId> pool, const std::string& mode) {
-            self.capture_begin(pool.value_or(MempoolId{}), mode_named(mode));
-          },
-          "pool"_a = py::none(), "capture_error_mode"_a = "global")
-      .def("capture_end", &Graph::capture_end)
-      .def("instantiate", &Graph::instantiate)
-      .def("register_generator_state", &Graph::register_generator, "generator"_a)
-      .def("replay", &Graph::replay)
-      .def("reset", &Graph::reset)
-      .def("pool", &Graph::pool)
-      .def("enable_debug_mode", &Graph::enable_debug_mode)
-      .def("debug_dump", &Graph::debug_dump, "debug_path"_a)
-      .def("raw_cuda_graph", &refuse_handle)
-      .def("raw_cuda_graph_exec", &refuse_handle);
 }
 
 } // namespace torch_ext::sim

@@ -88,8 +88,8 @@ class Capture final : public std::enable_shared_from_this<Capture> {
   void save(const Access& write);
   bool owns(const void* data) const;
 
-  // Lets random kernels draw from `state` (CUDAGraph::register_generator_state); `check` raises for others.
-  void add_generator(const GeneratorState& state);
+  // Lets random kernels draw from `generator`; `check` raises for the states of others.
+  void add_generator(const at::Generator& generator);
   void check_generator(const GeneratorState& state);
 
   // Whether the mode forbids the calling thread what could disturb the capture.

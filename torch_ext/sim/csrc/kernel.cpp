@@ -13,19 +13,10 @@ namespace {
 
 constexpr int64_t kNextByte = 1; // the stride of plain bytes
 
-thread_local bool unobserved = false;
-
 } // namespace
 
 std::atomic<Observer*> current_observer{nullptr};
-
-bool is_unobserved() noexcept {
-  return unobserved;
-}
-
-void set_unobserved(bool value) noexcept {
-  unobserved = value;
-}
+constinit thread_local bool is_unobserved = false;
 
 std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
   if (!tensor.defined() || tensor.numel() == 0 || tensor.layout() != c10::kStrided || !tensor.has_storage()) {

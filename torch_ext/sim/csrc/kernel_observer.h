@@ -64,7 +64,7 @@ class Observer {
   virtual void host_knows(c10::Stream stream) noexcept = 0;
   virtual void host_knows(c10::DeviceIndex device) noexcept = 0; // everything on it, lanes included
 
-  virtual void handed_out(c10::Stream stream) noexcept = 0;
+  virtual void handed_out(c10::Stream /*stream*/) noexcept {}
 
   // Returns the moment of the operation's end. For several operations launched as one, `launched` is called for each,
   // then `joined`, which combines their moments.
@@ -72,9 +72,9 @@ class Observer {
   virtual Moment joined(c10::ArrayRef<Moment> moments) noexcept = 0;
 
   // `stream` is the current one. Called without the allocator's lock.
-  virtual void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept = 0;
-  virtual void freed(const void* data, c10::DeviceIndex device) noexcept = 0; // before it can be used again
-  virtual void used_on(const void* data, c10::Stream stream) noexcept = 0;    // record_stream
+  virtual void allocated(const void* /*data*/, size_t /*bytes*/, c10::Stream /*stream*/) noexcept {}
+  virtual void freed(const void* /*data*/, c10::DeviceIndex /*device*/) noexcept {} // before it can be used again
+  virtual void used_on(const void* /*data*/, c10::Stream /*stream*/) noexcept {}    // record_stream
   // No stream or host waited for the operation that ends at `moment`; its memory is kept until then nevertheless.
   virtual void kept_until(const void* /*data*/, const Moment& /*moment*/) noexcept {}
 };
@@ -82,13 +82,12 @@ class Observer {
 extern std::atomic<Observer*> current_observer;
 
 // True while this thread's events are suppressed because a caller reports them as one.
-bool is_unobserved() noexcept;
-void set_unobserved(bool unobserved) noexcept;
+extern constinit thread_local bool is_unobserved;
 
 // The observer of this thread; nullptr by default.
 inline Observer* observer() noexcept {
   auto* watching = current_observer.load(std::memory_order_acquire);
-  return watching == nullptr || is_unobserved() ? nullptr : watching;
+  return watching == nullptr || is_unobserved ? nullptr : watching;
 }
 
 template <typename What>

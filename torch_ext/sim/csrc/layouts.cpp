@@ -37,18 +37,6 @@ c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
   return {kSim, found.has_value() ? checked_index(*found) : current_device()};
 }
 
-// Copies between devices are torch's own code, so no operator that gets here may have tensors of both.
-void check_devices(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(argument, [&](const at::Tensor& tensor) {
-      TORCH_CHECK(
-          !tensor.defined() || tensor.device() == device || (tensor.is_cpu() && tensor.dim() == 0),
-          "Expected all tensors to be on the same device, but '", toString(op.operator_name()), "' got tensors on ",
-          device, " and ", tensor.device(), ".");
-    });
-  }
-}
-
 void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   // A collective would still use the copies after its call has returned.
   if (op.operator_name().getNamespace() != "aten") {
@@ -58,8 +46,8 @@ void run_on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = schema.arguments().size();
   const size_t first = stack->size() - count;
   const auto given = torch::jit::last(*stack, count).vec();
-  const auto device = device_of(given);
-  check_devices(op, given, device);
+  // Copies between devices are torch's own code, so no operator that gets here may have tensors of both.
+  const c10::Device device(kSim, common_device(facts_of(op), schema, given));
   for (size_t i = 0; i < count; ++i) {
     auto& argument = (*stack)[first + i];
     replace_tensors(argument, [](const at::Tensor& tensor) {

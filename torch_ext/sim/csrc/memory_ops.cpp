@@ -300,7 +300,7 @@ struct Hooks final : HooksInterface {
     return at::make_generator<GeneratorImpl>(checked_index(device));
   }
 
-  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+  bool isPinnedPtr(const void* data) const override { return pinned_block_at(data).has_value(); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Device getDeviceFromPtr(void* data) const override {
     const auto device = device_of_pointer(data);

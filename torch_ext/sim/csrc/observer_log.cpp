@@ -1,75 +1,40 @@
-// An observer that logs every call, for tests and for inspecting a program. `torch.sim` does not use it.
-#include <pybind11/stl.h>
-
+// An observer that logs kernels, operations and edges, for tests and for inspecting a program. `torch.sim` does not use
+// it.
 #include "bindings.h"
+#include "device.h"
 #include "kernel_observer.h"
 #include "std.h"
 
 namespace torch_ext::sim {
 namespace {
 
-struct LoggedAccess {
-  std::string device;
-  uintptr_t address;
-  size_t bytes;
-  bool write;
-};
+using LoggedAccess = std::tuple<std::string, uintptr_t, size_t, bool>; // device, address, bytes, whether it writes
 
-struct LogEntry {
-  explicit LogEntry(const char* kind, std::string_view name = "") : kind(kind), name(name) {}
-  LogEntry(const char* kind, c10::Stream stream, std::string_view name = "", c10::ArrayRef<Access> used = {})
-      : LogEntry(kind, name) {
-    numbers["device"] = stream.device_index();
-    numbers["stream"] = stream.id();
-    for (const auto& access : used) {
-      accesses.push_back({access.device.str(), reinterpret_cast<uintptr_t>(access.data), access.bytes, access.write});
-    }
-  }
-  LogEntry&& with(const char* number, int64_t value) && {
-    numbers[number] = value;
-    return std::move(*this);
-  }
-  LogEntry&& with(const void* data) && { return std::move(*this).with("address", reinterpret_cast<intptr_t>(data)); }
-  LogEntry&& with(const Moment& moment) && {
-    return std::move(*this).with("moment", *static_cast<const int64_t*>(moment.get()));
-  }
-
-  std::string kind; // the observer's method
-  std::string name;
-  std::map<std::string, int64_t> numbers{{"device", -1}, {"stream", -1}, {"moment", 0}, {"address", 0}};
-  std::vector<LoggedAccess> accesses;
-};
+// The observer's method, a kernel's or an operation's name, device and stream (-1: none), the number of a moment (0:
+// none), accesses. Without Python's objects: a callback must not take the GIL.
+using LogEntry = std::tuple<std::string, std::string, int64_t, int64_t, int64_t, std::vector<LoggedAccess>>;
 
 class ObserverLog final : public Observer {
  public:
   void kernel(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses) noexcept override {
-    add({"kernel", stream, name, accesses});
+    add("kernel", stream.device_index(), stream.id(), nullptr, name, accesses);
   }
-  Moment recorded(c10::Stream stream) noexcept override { return add_moment({"recorded", stream}); }
+  Moment recorded(c10::Stream stream) noexcept override {
+    return add("recorded", stream.device_index(), stream.id(), new_moment());
+  }
   void stream_waits(c10::Stream stream, const Moment& moment) noexcept override {
-    add(LogEntry("stream_waits", stream).with(moment));
+    add("stream_waits", stream.device_index(), stream.id(), moment);
   }
-  void host_knows(const Moment& moment) noexcept override { add(LogEntry("host_knows_moment").with(moment)); }
-  void host_knows(c10::Stream stream) noexcept override { add({"host_knows_stream", stream}); }
-  void host_knows(c10::DeviceIndex device) noexcept override {
-    add(LogEntry("host_knows_device").with("device", device));
+  void host_knows(const Moment& moment) noexcept override { add("host_knows_moment", -1, -1, moment); }
+  void host_knows(c10::Stream stream) noexcept override {
+    add("host_knows_stream", stream.device_index(), stream.id(), nullptr);
   }
-  void handed_out(c10::Stream stream) noexcept override { add({"handed_out", stream}); }
+  void host_knows(c10::DeviceIndex device) noexcept override { add("host_knows_device", device, -1, nullptr); }
   Moment launched(const Launch& launch) noexcept override {
-    return add_moment(
-        LogEntry("launched", launch.stream, launch.name, launch.accesses)
-            .with("sequence", static_cast<int64_t>(launch.sequence))
-            .with("peer", launch.peer)
-            .with("asynchronous", launch.asynchronous ? 1 : 0));
+    const auto stream = launch.stream;
+    return add("launched", stream.device_index(), stream.id(), new_moment(), launch.name, launch.accesses);
   }
-  Moment joined(c10::ArrayRef<Moment> /*moments*/) noexcept override { return add_moment(LogEntry("joined")); }
-  void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override {
-    add(LogEntry("allocated", stream).with(data).with("bytes", static_cast<int64_t>(bytes)));
-  }
-  void freed(const void* data, c10::DeviceIndex device) noexcept override {
-    add(LogEntry("freed").with(data).with("device", device));
-  }
-  void used_on(const void* data, c10::Stream stream) noexcept override { add(LogEntry("used_on", stream).with(data)); }
+  Moment joined(c10::ArrayRef<Moment> /*moments*/) noexcept override { return new_moment(); }
 
   std::vector<LogEntry> take() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -77,34 +42,26 @@ class ObserverLog final : public Observer {
   }
 
  private:
-  void add(LogEntry entry) {
+  Moment new_moment() { return std::make_shared<int64_t>(++moments_); }
+
+  Moment add(
+      const char* kind, int64_t device, int64_t stream, Moment moment, std::string_view name = "",
+      c10::ArrayRef<Access> used = {}) {
+    const int64_t number = moment == nullptr ? 0 : *static_cast<const int64_t*>(moment.get());
+    const auto accesses = c10::fmap(used, [](const Access& access) {
+      return LoggedAccess(access.device.str(), address_of(access.data), access.bytes, access.write);
+    });
     std::lock_guard<std::mutex> lock(mutex_);
-    entries_.push_back(std::move(entry));
-  }
-  Moment add_moment(LogEntry entry) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    entries_.push_back(std::move(entry).with("moment", ++moments_));
-    return std::make_shared<int64_t>(moments_);
+    entries_.emplace_back(kind, name, device, stream, number, accesses);
+    return moment;
   }
 
+  std::atomic<int64_t> moments_{0};
   std::mutex mutex_;
-  int64_t moments_ = 0;
   std::vector<LogEntry> entries_;
 };
 
 ObserverLog& observer_log = *new ObserverLog(); // never freed: threads may be reporting to it
-
-pybind11::dict described(const LogEntry& entry) {
-  pybind11::dict dict = pybind11::cast(entry.numbers);
-  dict["kind"] = entry.kind;
-  dict["name"] = entry.name;
-  pybind11::list accesses;
-  for (const auto& access : entry.accesses) {
-    accesses.append(pybind11::make_tuple(access.device, access.address, access.bytes, access.write));
-  }
-  dict["accesses"] = accesses;
-  return dict;
-}
 
 } // namespace
 
@@ -115,11 +72,7 @@ void bind_observer_log(pybind11::module_& m) {
   });
   m.def("stop_observer_log", [] {
     set_observer(nullptr);
-    pybind11::list entries;
-    for (const auto& entry : observer_log.take()) {
-      entries.append(described(entry));
-    }
-    return entries;
+    return observer_log.take();
   });
 }
 

@@ -111,10 +111,6 @@ c10::Allocator* pinned_allocator() {
   return &pinned;
 }
 
-bool is_pinned(const void* pointer) {
-  return pinned.find(pointer).has_value();
-}
-
 std::optional<PinnedBlock> pinned_block_at(const void* pointer) {
   return pinned.find(pointer);
 }

@@ -7,7 +7,6 @@
 namespace torch_ext::sim {
 
 c10::Allocator* pinned_allocator();
-bool is_pinned(const void* pointer);
 
 struct PinnedBlock {
   const void* start;

@@ -83,7 +83,6 @@
 #include <type_traits>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 // IWYU pragma: end_exports

@@ -14,9 +14,7 @@
 namespace torch_ext::sim {
 namespace {
 
-void sleep_until(int64_t moment) {
-  std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(moment)));
-}
+std::atomic<int64_t> clock_stopped_at{0}; // 0: the clock runs
 
 bool are_over(const Elsewheres& all) {
   if (all.empty()) {
@@ -313,8 +311,19 @@ Elsewheres pending_of(c10::Stream stream) {
 }
 
 int64_t stream_clock() {
+  if (const auto moment = clock_stopped_at.load(std::memory_order_relaxed); C10_UNLIKELY(moment != 0)) {
+    return moment;
+  }
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
+void sleep_until(int64_t moment) {
+  std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(moment)));
+}
+
+void stop_stream_clock(int64_t moment) {
+  clock_stopped_at = moment;
 }
 
 void synchronize_device(c10::DeviceIndex device) {

@@ -78,6 +78,10 @@ void synchronize_device(c10::DeviceIndex device);
 int64_t busy_until(c10::Stream stream);
 Elsewheres pending_of(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
+void sleep_until(int64_t moment);
+
+// Makes the clock stand still at `moment`; 0 lets it run. For tests, which so decide when work is over.
+void stop_stream_clock(int64_t moment);
 
 // Finishes work besides kernels in a wait for a whole device. Set once.
 extern void (*settle_others)();

@@ -29,7 +29,8 @@ import torch
 
 from torch_ext.sim import _native
 from torch_ext.sim._patches import wrap
-from torch_ext.sim.races._findings import Access, Frame, Race, merged, take
+from torch_ext.sim.races._findings import Access, Frame, Race, merged
+from torch_ext.sim.races._findings import take as found
 from torch_ext.sim.races._known import KnownRace, known_races
 from torch_ext.sim.races._report import render
 from torch_ext.sim.races._schedule import SCHEDULES, Schedule
@@ -94,12 +95,7 @@ def start(schedule: Schedule | None = None) -> None:
 def stop() -> list[Race]:
     """Stop checking, and return the races found since the last call of this function or :func:`found`."""
     _native.stop_race_check()
-    return take()
-
-
-def found() -> list[Race]:
-    """Return the races found since the last call of this function or :func:`stop`, and go on checking."""
-    return take()
+    return found()
 
 
 @contextlib.contextmanager

@@ -137,7 +137,9 @@ def merged(races: Iterable[Race]) -> list[Race]:
 
 
 def take() -> list[Race]:
-    """Return the races found since the last call, one for each pair of places."""
+    """Return the races found since the last call of this function or ``stop``, one for each pair of places, and go on
+    checking.
+    """
     return merged(
         Race(
             **{

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,8 +30,6 @@ from typing import Any
 import torch
 
 from torch_ext.sim.races._findings import Access, Race
-
-__all__ = ["KnownRace", "known_races"]
 
 _FILE = Path(__file__).with_name("known.json")
 _REQUIRED = {"summary", "link", "torch", "tests"}
@@ -125,8 +123,7 @@ def _entry(fields: Mapping[str, Any]) -> KnownRace:
         values = fields.get(name, {})
         return Side(tuple(values.get("frames", ())), values.get("lane"))
 
-    tests: Sequence[str] = fields["tests"]
     return KnownRace(
-        fields["summary"], fields["link"], tuple(tests), side("earlier"), side("later"), fields.get("reused"),
-        fields.get("pinned"),
+        fields["summary"], fields["link"], tuple(fields["tests"]), side("earlier"), side("later"),
+        fields.get("reused"), fields.get("pinned"),
     )  # fmt: skip

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from torch_ext.sim import _native
 
-__all__ = ["SCHEDULES", "VARIABLE", "Schedule", "requested"]
-
 VARIABLE = "TORCH_EXT_SCHEDULE"
-SCHEDULES = ("early", "late", "random")
+SCHEDULES = ("early", "late", "random")  # in the order of Schedule::Kind
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Schedule:
 
     def start(self) -> None:
         """Start a check on this schedule."""
-        _native.start_race_check(_native.Schedule.__members__[self.kind], self.seed)
+        _native.start_race_check(SCHEDULES.index(self.kind), self.seed)
 
     def replay(self) -> str:
         """Return the setting that replays this schedule, and its trace to compare; empty for ``early``."""

@@ -30,8 +30,6 @@ import torch
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 
-__all__ = ["AroundCollectives", "as_rank", "watch_handovers"]
-
 # Enters a context around each rank's part of each collective, until the returned function is called. The context gets
 # an object that the ranks share, the collective's name, such as `AllReduce`, and the tensors that it reads and writes.
 AroundCollectives = Callable[[Callable[..., contextlib.AbstractContextManager[None]]], Callable[[], None]]
@@ -57,8 +55,9 @@ def watch_handovers(around_collectives: AroundCollectives) -> Callable[[], None]
     _starter = threading.get_ident()
     undo = contextlib.ExitStack()
     undo.callback(around_collectives(_collective))
-    for name, wrapper in (("__enter__", _enter), ("__exit__", _exit), ("wait", _wait)):
-        _replace(undo, threading.Condition, name, wrapper(getattr(threading.Condition, name)))
+    for name, gives, takes in (("__enter__", False, True), ("__exit__", True, False), ("wait", True, True)):
+        watched = _watched(getattr(threading.Condition, name), gives=gives, takes=takes)
+        _replace(undo, threading.Condition, name, watched)
     _replace(undo, threading.Event, "is_set", _is_set(threading.Event.is_set))
     return undo.close
 
@@ -80,32 +79,17 @@ def _take(condition: Any) -> None:
         handover.take()
 
 
-def _enter(original: Callable[..., Any]) -> Callable[..., Any]:
-    def enter(self: threading.Condition) -> Any:
-        entered = original(self)
-        _take(self)
-        return entered
-
-    return enter
-
-
-def _exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(self: threading.Condition, *error: Any) -> Any:
-        _give(self)
-        return original(self, *error)
-
-    return leave
-
-
-def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wait(self: threading.Condition, timeout: float | None = None) -> Any:
-        _give(self)
+def _watched(original: Callable[..., Any], *, gives: bool, takes: bool) -> Callable[..., Any]:
+    def call(self: threading.Condition, *args: Any, **kwargs: Any) -> Any:
+        if gives:
+            _give(self)
         try:
-            return original(self, timeout)
+            return original(self, *args, **kwargs)
         finally:
-            _take(self)
+            if takes:
+                _take(self)
 
-    return wait
+    return call
 
 
 def _is_set(original: Callable[..., bool]) -> Callable[..., bool]:

@@ -10,6 +10,7 @@ import torch
 from torch_ext.sim import _native
 
 Entry = dict[str, Any]
+_FIELDS = ("kind", "name", "device", "stream", "moment", "accesses")  # of an entry of csrc/observer_log.cpp
 
 
 def observe(program: Callable[..., Any], *args: Any) -> tuple[Any, list[Entry]]:
@@ -19,12 +20,11 @@ def observe(program: Callable[..., Any], *args: Any) -> tuple[Any, list[Entry]]:
         result = program(*args)
     finally:
         entries = _native.stop_observer_log()
-    return result, entries
+    return result, [dict(zip(_FIELDS, entry, strict=True)) for entry in entries]
 
 
 def kinds(entries: list[Entry]) -> list[str]:
-    """Return the events other than allocations and frees."""
-    return [entry["kind"] for entry in entries if entry["kind"] not in ("allocated", "freed")]
+    return [entry["kind"] for entry in entries]
 
 
 def kernels(entries: list[Entry]) -> list[Entry]:

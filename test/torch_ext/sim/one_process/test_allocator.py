@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
+import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,48 +20,116 @@ SEEN = json.loads(RECORD.read_text(encoding="utf-8"))
 CHECKSUMS, HUNDREDS = SEEN["checksums"].split(), SEEN["hundreds"].split()
 
 
+SIM: Any = torch.get_device_module("sim")
+DEVICE = torch.device("sim", 3)
+_DEVICE_TYPE = SIM.default_stream().device_type
+_moments = itertools.count(time.monotonic_ns(), 1000)
+_BY_POOL = (
+    "allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
+    "inactive_split_bytes", "requested_bytes",
+)  # fmt: skip
+_COUNTS = (
+    "num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free", "max_split_size",
+)  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def _no_settings() -> Iterator[None]:
+    limit = SIM.mem_get_info(DEVICE)[1]
     yield
     torch._C._accelerator_setAllocatorSettings("")
+    SIM.set_memory_limit(limit, DEVICE)
+    SIM.set_per_process_memory_fraction(1.0, DEVICE)
+    _native.stop_stream_clock(0)
 
 
 class _Ours:
-    """Runs a sequence; every block of the trace goes back to the host with it."""
+    """Runs a sequence on a device that nothing else uses, with the clock of streams standing still."""
 
     def __init__(self, line: str) -> None:
         settings, limit, fraction, *self.calls = line.split()
+        _end_all_work()
+        SIM.empty_cache()  # before the settings change: they say what counts as oversize
         torch._C._accelerator_setAllocatorSettings("" if settings == "-" else settings)
-        self.trace = _native.AllocatorTrace(int(limit))
-        if float(fraction):
-            self.trace.set_fraction(float(fraction))
-        self.held: list[int | None] = []
+        SIM.set_memory_limit(int(limit), DEVICE)
+        SIM.set_per_process_memory_fraction(float(fraction) or 1.0, DEVICE)
+        SIM.reset_accumulated_memory_stats(DEVICE)
+        SIM.reset_peak_memory_stats(DEVICE)
+        self.held: list[torch.Tensor | None] = []
         self.addresses: list[str] = []
+        self.segments: list[int] = []  # their addresses, by number
 
     def call(self, call: str) -> None:
         first, _, second = call[1:].partition(",")
         match call[0]:
             case "a":
-                taken = self.trace.take(int(first), int(second))
-                self.held.append(taken and taken[0])
-                self.addresses.append("oom" if taken is None else f"{taken[1]}+{taken[2] // 512}")
-            case "f" if (address := self.held[int(first)]) is not None:
-                self.trace.give_back(address)
-            case "r" if (address := self.held[int(first)]) is not None:
-                self.trace.add_user(address, int(second))
+                self.allocate(int(first), int(second))
+            case "f":
+                self.held[int(first)] = None
+            case "r" if (tensor := self.held[int(first)]) is not None:
+                tensor.record_stream(_stream(int(second)))
             case "b":
-                self.trace.make_busy(int(first))
+                with SIM.stream(_stream(int(first))):
+                    SIM._sleep(1)
             case "d":
-                self.trace.finish()
+                _end_all_work()
             case "e":
-                self.trace.empty()
+                SIM.empty_cache()
+
+    def allocate(self, nbytes: int, stream: int) -> None:
+        try:
+            with SIM.stream(_stream(stream)):
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+        except torch.OutOfMemoryError:
+            self.held.append(None)
+            self.addresses.append("oom")
+            return
+        starts = [each["address"] for each in _segments() if each["address"] <= tensor.data_ptr()]
+        if _statistics()["num_device_alloc"] > len(self.segments):
+            self.segments.append(max(starts))
+        number = len(self.segments) - 1 - self.segments[::-1].index(max(starts))  # a new one may get an old address
+        self.held.append(tensor)
+        self.addresses.append(f"{number}+{(tensor.data_ptr() - max(starts)) // 512}")
 
     def checksum(self) -> str:
         value = 0
         for call in self.calls:
             self.call(call)
-            value = _crc(self.trace.stats(), value)
-        return f"{_crc([int(number) for block in self.trace.blocks() for number in block], value):08x}"
+            value = _crc(_numbers(), value)
+        states = {"active_allocated": (1, 1), "active_awaiting_free": (0, 1), "inactive": (0, 0)}
+        blocks = [
+            (block["size"], *states[block["state"]], segment["segment_type"] == "large")
+            for segment in _segments()
+            for block in segment["blocks"]
+        ]
+        self.held.clear()
+        return f"{_crc([int(number) for block in blocks for number in block], value):08x}"
+
+
+def _end_all_work() -> None:
+    """Stop the clock at a later moment: further than a sequence, of nanoseconds, has made a stream busy."""
+    _native.stop_stream_clock(next(_moments))
+
+
+def _stream(number: int) -> torch.Stream:
+    return SIM.Stream(stream_id=number, device_index=DEVICE.index, device_type=_DEVICE_TYPE)
+
+
+def _segments() -> list[dict[str, Any]]:
+    return [each for each in SIM.memory_snapshot() if each["device"] == DEVICE.index]
+
+
+def _statistics() -> dict[str, Any]:
+    return SIM.memory_stats_as_nested_dict(DEVICE)
+
+
+def _numbers() -> list[int]:
+    """All statistics, in the order of torch's struct."""
+    found = _statistics()
+    stats = [found[name][kind] for name in _BY_POOL for kind in ("all", "small_pool", "large_pool")]
+    stats += [found["oversize_allocations"], found["oversize_segments"]]
+    numbers = [stat[which] for stat in stats for which in ("current", "peak", "allocated", "freed")]
+    return [*numbers, *(found[name] for name in _COUNTS)]
 
 
 def _crc(numbers: list[int], value: int) -> int:

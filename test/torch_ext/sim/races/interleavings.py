@@ -7,6 +7,7 @@ that any interleaving can reach. Two accesses are unordered if some state could 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -248,19 +249,16 @@ def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, i
     ``fault`` is one of ``FAULTS``, or none.
     """
     plan = Plan(steps)
-    trace = _native.RaceTrace()
-    lanes = {HOST: trace.HOST, **{stream: trace.lane() for stream in range(streams)}}
+    checker = _native.RaceChecker()
+    lanes = {HOST: checker.HOST, **{stream: checker.lane() for stream in range(streams)}}
     if fault == "one stream":
         lanes[streams - 1] = lanes[streams - 2]
-    memories: dict[int, int] = {}
-    events: dict[int, int] = {}
+    memories: defaultdict[int, _native.RaceMemory] = defaultdict(_native.RaceMemory)
+    events: dict[int, _native.RaceClock] = {}
     recorded_on: dict[int, int] = {}
 
-    def memory(at: int, tensor: int) -> int:
-        block = plan.all_lives[plan.lives[at, tensor]].block
-        if block not in memories:
-            memories[block] = trace.memory()
-        return memories[block]
+    def memory(at: int, tensor: int) -> _native.RaceMemory:
+        return memories[plan.all_lives[plan.lives[at, tensor]].block]
 
     for at, step in enumerate(steps):
         match step:
@@ -269,22 +267,22 @@ def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, i
                     for tensor, exact in views:
                         view = whole(exact) if fault == "no strides" else exact
                         place = memory(at, tensor)
-                        trace.access(
+                        checker.access(
                             lanes[lane], place, is_write, view.begin, view.itemsize, view.sizes, view.strides, at
                         )
             case Record(stream, event):
                 if not (fault == "first record" and event in events):
-                    events[event] = trace.record(lanes[stream])
+                    events[event] = checker.record(lanes[stream])
                     recorded_on[event] = stream
             case Wait(lane, event):
                 if event in events and fault != ("deaf host" if lane == HOST else "deaf streams"):
                     late = fault == "late record"
-                    trace.wait(lanes[lane], trace.record(lanes[recorded_on[event]]) if late else events[event])
+                    checker.wait(lanes[lane], checker.record(lanes[recorded_on[event]]) if late else events[event])
             case Free(tensor):
                 life = plan.all_lives[plan.lives[at, tensor]]
-                trace.free(memory(at, tensor), [lanes[user] for user in life.users if fault != "no users"])
+                checker.free(memory(at, tensor), [lanes[user] for user in life.users if fault != "no users"])
                 if fault == "new memory":
                     del memories[life.block]
             case Allocate() | RecordStream():
                 pass
-    return sorted(set(trace.races()))
+    return sorted(set(checker.races()))

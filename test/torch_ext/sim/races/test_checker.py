@@ -143,55 +143,55 @@ def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(views(), views())
 def test_views_meet_exactly_if_they_share_a_byte(one: il.View, other: il.View) -> None:
-    def parts(view: il.View) -> tuple[int, int, list[int], list[int]]:
-        return (view.begin, view.itemsize, list(view.sizes), list(view.strides))
-
-    assert _native.regions_meet(parts(one), parts(other)) == bool(one.bytes & other.bytes)
+    checker, block = _native.RaceChecker(), _native.RaceMemory()
+    for origin, view in enumerate((one, other)):
+        checker.access(checker.lane(), block, True, view.begin, view.itemsize, view.sizes, view.strides, origin)
+    assert bool(checker.races()) == bool(one.bytes & other.bytes)
 
 
 def test_no_column_of_thousands_is_forgotten() -> None:
     rows, columns = 100, 5000
-    trace = _native.RaceTrace()
-    one, other, block = trace.lane(), trace.lane(), trace.memory()
+    checker = _native.RaceChecker()
+    one, other, block = checker.lane(), checker.lane(), _native.RaceMemory()
     for _ in range(2):
         for column in range(columns):
-            trace.access(one, block, True, column * 4, 4, [rows], [columns], 1)
-    assert trace.kept(block) == columns
+            checker.access(one, block, True, column * 4, 4, [rows], [columns], 1)
+    assert block.kept() == columns
     for column in (0, columns // 2, columns - 1):
-        assert trace.access(other, block, False, column * 4, 4, [1], [1], 2)
-    assert trace.is_dangerous(block, other)
-    trace.access(one, block, True, 0, 4, [rows * columns], [1], 1)
-    assert trace.kept(block) == 1
+        assert checker.access(other, block, False, column * 4, 4, [1], [1], 2)
+    assert checker.is_dangerous(block, other)
+    checker.access(one, block, True, 0, 4, [rows * columns], [1], 1)
+    assert block.kept() == 1
 
 
 def test_a_block_used_in_order_keeps_one_stretch() -> None:
-    trace = _native.RaceTrace()
-    lane, block = trace.lane(), trace.memory()
+    checker = _native.RaceChecker()
+    lane, block = checker.lane(), _native.RaceMemory()
     for _ in range(100):
-        trace.access(lane, block, True, 0, 4, [64], [1], 1)
+        checker.access(lane, block, True, 0, 4, [64], [1], 1)
         for part in range(8):
-            trace.access(lane, block, False, part * 32, 4, [8], [1], 2)
-        trace.access(lane, block, True, 0, 4, [64, 4], [4, 1], 3)
-    assert trace.kept(block) == 1 and trace.races() == []
+            checker.access(lane, block, False, part * 32, 4, [8], [1], 2)
+        checker.access(lane, block, True, 0, 4, [64, 4], [4, 1], 3)
+    assert block.kept() == 1 and checker.races() == []
 
 
 def test_wait_that_orders_nothing_new_is_reported() -> None:
-    trace = _native.RaceTrace()
-    one, other, block = trace.lane(), trace.lane(), trace.memory()
-    trace.access(one, block, True, 0, 4, [8], [1], 1)
-    event = trace.record(one)
-    assert trace.wait(other, event) is True
-    assert trace.wait(other, event) is False
-    assert trace.wait(one, event) is False
+    checker = _native.RaceChecker()
+    one, other, block = checker.lane(), checker.lane(), _native.RaceMemory()
+    checker.access(one, block, True, 0, 4, [8], [1], 1)
+    event = checker.record(one)
+    assert checker.wait(other, event) is True
+    assert checker.wait(other, event) is False
+    assert checker.wait(one, event) is False
 
 
 def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends() -> None:
-    trace = _native.RaceTrace()
-    home, side, block = trace.lane(), trace.lane(), trace.memory()
-    trace.access(home, block, True, 0, 4, [8], [1], 1)
-    trace.wait(side, trace.record(home))
-    trace.access(side, block, False, 0, 4, [8], [1], 2)
-    assert trace.is_dangerous(block, home)
-    event = trace.record(side)
-    trace.wait(trace.HOST, event)
-    assert not trace.is_dangerous(block, home)
+    checker = _native.RaceChecker()
+    home, side, block = checker.lane(), checker.lane(), _native.RaceMemory()
+    checker.access(home, block, True, 0, 4, [8], [1], 1)
+    checker.wait(side, checker.record(home))
+    checker.access(side, block, False, 0, 4, [8], [1], 2)
+    assert checker.is_dangerous(block, home)
+    event = checker.record(side)
+    checker.wait(checker.HOST, event)
+    assert not checker.is_dangerous(block, home)

@@ -137,10 +137,6 @@ bool Region::alternates_with(const Region& other) const {
   return offset >= run_ && period - offset >= other.run_;
 }
 
-bool Region::operator==(const Region& other) const {
-  return begin_ == other.begin_ && run_ == other.run_ && dims_ == other.dims_;
-}
-
 void History::add(const Region& region, const Access& access, const Clock& clock, std::vector<Conflict>& conflicts) {
   if (region.empty()) {
     return;

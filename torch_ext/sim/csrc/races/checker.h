@@ -125,7 +125,7 @@ class Region {
   bool meets(const Region& other) const;
 
   uint64_t begin() const { return begin_; }
-  bool operator==(const Region& other) const;
+  bool operator==(const Region&) const = default;
 
  private:
   struct Dim {

@@ -4,12 +4,8 @@
 // (`torch.Tensor.tolist`) stay the same, there is no cost without a check, and no way of calling is missed.
 //
 // `numpy` and DLPack export memory, whose later accesses cannot be observed. An export counts as a read of all of it.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
-#include <Python.h>
-#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -42,8 +38,8 @@ bool transfers(std::string_view name) {
 
 // The access to `tensor`; none if its memory is not pinned.
 std::optional<sim::Access> pinned_access(const at::Tensor& tensor, bool write) {
-  const bool pinned = tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data());
-  return pinned ? access_to(tensor, write) : std::nullopt;
+  const bool may_be = tensor.is_cpu() && tensor.has_storage();
+  return may_be && pinned_block_at(tensor.storage().data()) ? access_to(tensor, write) : std::nullopt;
 }
 
 // Whether resize_ with these arguments moves the tensor to larger memory.
@@ -54,7 +50,7 @@ bool outgrows_its_memory(c10::ArrayRef<const c10::IValue> arguments) {
 }
 
 std::unique_ptr<at::ObserverContext> entering(const at::RecordFunction& function) {
-  if (pinned_blocks_made() == 0 || running_kernel.device >= 0 || is_unobserved()) {
+  if (pinned_blocks_made() == 0 || running_kernel.device >= 0 || is_unobserved) {
     return nullptr;
   }
   const auto inputs = function.inputs();
@@ -106,22 +102,12 @@ struct Method {
 std::array<Method, 4> methods{
     {{"tolist", true}, {"numpy", true}, {"_to_dlpack", false}, {"_to_dlpack_versioned", false}}};
 
-// __torch_function__ calls a subclass's method again. Only the outermost call reports.
-class Calls {
- public:
-  Calls() { ++depth; }
-  ~Calls() { --depth; }
-  C10_DISABLE_COPY_AND_ASSIGN(Calls);
-  static bool is_outermost() { return depth == 1; }
-
- private:
-  static thread_local int depth;
-};
-
-thread_local int Calls::depth = 0;
+// The calls of these methods in this thread: __torch_function__ calls a subclass's method again. Only the outermost one
+// reports.
+thread_local int depth = 0;
 
 void report_read(std::string_view name, PyObject* object) try {
-  if (pinned_blocks_made() == 0 || !Calls::is_outermost() || object == nullptr || !THPVariable_Check(object)) {
+  if (pinned_blocks_made() == 0 || depth > 0 || object == nullptr || !THPVariable_Check(object)) {
     return;
   }
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -133,28 +119,26 @@ void report_read(std::string_view name, PyObject* object) try {
   return;
 }
 
-template <size_t which>
-PyObject* call_with_two(PyObject* self, PyObject* argument) {
-  const Calls calls;
-  const Method& method = methods[which];
-  PyObject* result = method.original(self, argument);
+template <typename Function, typename... Rest>
+PyObject* call_and_report(const Method& method, PyObject* first, PyObject* self, Rest... arguments) {
+  ++depth;
+  PyObject* result = reinterpret_cast<Function>(reinterpret_cast<void (*)()>(method.original))(self, arguments...);
+  --depth;
   if (result != nullptr) {
-    report_read(method.name, method.of_tensor ? self : argument);
+    report_read(method.name, method.of_tensor ? self : first);
   }
   return result;
 }
 
 template <size_t which>
+PyObject* call_with_two(PyObject* self, PyObject* argument) {
+  return call_and_report<PyCFunction>(methods[which], argument, self, argument);
+}
+
+template <size_t which>
 PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* keywords) {
-  const Calls calls;
-  const Method& method = methods[which];
-  PyObject* result = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(method.original))(
-      self, arguments, keywords);
-  if (result != nullptr) {
-    PyObject* first = PyTuple_GET_SIZE(arguments) > 0 ? PyTuple_GET_ITEM(arguments, 0) : nullptr;
-    report_read(method.name, method.of_tensor ? self : first);
-  }
-  return result;
+  PyObject* first = PyTuple_GET_SIZE(arguments) > 0 ? PyTuple_GET_ITEM(arguments, 0) : nullptr;
+  return call_and_report<PyCFunctionWithKeywords>(methods[which], first, self, arguments, keywords);
 }
 
 // The method's entry in torch's table; nullptr if this release has no such method.

@@ -1,9 +1,6 @@
 // Python's interface of the checker: start, stop, the races found, and the edges between ranks that are threads of one
-// process. RaceTrace is the checker for tests: they feed it events by hand, over memory that does not exist.
-#include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
+// process.
 #include <c10/util/SmallVector.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/utils/pybind.h>
@@ -26,13 +23,14 @@ namespace {
 bool is_checking = false; // read and written under the GIL
 Observer* before = nullptr;
 
-void start(Schedule::Kind schedule, uint64_t seed) {
+// schedule: a Schedule::Kind.
+void start(uint8_t schedule, uint64_t seed) {
   if (is_checking) {
     return;
   }
   is_checking = true;
   watch().forget();
-  watch().set_schedule(schedule, seed);
+  watch().set_schedule(static_cast<Schedule::Kind>(schedule), seed);
   before = set_observer(&watch());
   set_danger([](const void* data, size_t size, c10::Stream stream) {
     return watch().first_danger(data, size, stream);
@@ -122,66 +120,47 @@ void use(const std::string& name, const Tensors& tensors, bool write) {
   }
 }
 
-struct Numbered final : Origin {
-  explicit Numbered(uint64_t number) : Origin(number) {}
-};
-
-OriginPtr numbered(uint64_t number) {
-  return std::make_shared<Numbered>(number);
-}
-
-class Trace {
- public:
-  Lane lane() { return checker_.lanes().add(); }
-  size_t memory() {
-    memories_.emplace_back();
-    return memories_.size() - 1;
-  }
-  size_t record(Lane lane) {
-    events_.push_back(checker_.lanes().record(lane));
-    return events_.size() - 1;
-  }
-  bool wait(Lane lane, size_t event) {
-    checker_.lanes().launch(lane);
-    return checker_.lanes().wait(lane, events_.at(event));
-  }
-  bool access(
-      Lane lane, size_t memory, bool writes, uint64_t begin, uint64_t itemsize, const std::vector<int64_t>& sizes,
-      const std::vector<int64_t>& strides, uint64_t origin) {
-    checker_.lanes().launch(lane);
-    const auto kind = writes ? Kind::kWrite : Kind::kRead;
-    return checker_.access(
-        memories_.at(memory), Owner{}, Region(begin, itemsize, sizes, strides), lane, kind, 0, numbered(origin));
-  }
-  void free(size_t memory, const std::vector<Lane>& users) {
-    checker_.free(memories_.at(memory), Owner{}, users, nullptr);
-  }
-  bool is_dangerous(size_t memory, Lane lane) {
-    return checker_.first_danger(memories_.at(memory), Owner{}.bytes, lane).has_value();
-  }
-  size_t kept(size_t memory) const { return memories_.at(memory).history.size(); }
-
-  std::vector<std::pair<uint64_t, uint64_t>> races() const {
-    std::vector<std::pair<uint64_t, uint64_t>> found;
-    for (const auto& race : checker_.races()) {
-      found.emplace_back(race.earlier.origin->alike, race.later.origin->alike);
-    }
-    return found;
-  }
-
- private:
-  Checker checker_;
-  std::deque<Memory> memories_;
-  std::vector<Clock> events_;
-};
-
-bool regions_meet(
-    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& one,
-    const std::tuple<uint64_t, uint64_t, std::vector<int64_t>, std::vector<int64_t>>& other) {
-  const auto region = [](const auto& view) {
-    return Region(std::get<0>(view), std::get<1>(view), std::get<2>(view), std::get<3>(view));
-  };
-  return region(one).meets(region(other));
+// The checker for tests: they feed it events by hand, over memory that does not exist.
+void bind_checker(pybind11::module_& m) {
+  pybind11::class_<Clock>(m, "RaceClock");
+  pybind11::class_<Memory>(m, "RaceMemory").def(pybind11::init()).def("kept", [](const Memory& memory) {
+    return memory.history.size();
+  });
+  pybind11::class_<Checker>(m, "RaceChecker")
+      .def(pybind11::init())
+      .def_readonly_static("HOST", &kHost)
+      .def("lane", [](Checker& checker) { return checker.lanes().add(); })
+      .def("record", [](Checker& checker, Lane lane) { return checker.lanes().record(lane); })
+      .def(
+          "wait",
+          [](Checker& checker, Lane lane, const Clock& event) {
+            checker.lanes().launch(lane);
+            return checker.lanes().wait(lane, event);
+          })
+      .def(
+          "access",
+          [](Checker& checker, Lane lane, Memory& memory, bool writes, uint64_t begin, uint64_t itemsize,
+             const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, uint64_t origin) {
+            checker.lanes().launch(lane);
+            const Region region(begin, itemsize, sizes, strides);
+            const auto kind = writes ? Kind::kWrite : Kind::kRead;
+            return checker.access(memory, Owner{}, region, lane, kind, 0, std::make_shared<Origin>(origin));
+          })
+      .def(
+          "free",
+          [](Checker& checker, Memory& memory, const std::vector<Lane>& users) {
+            checker.free(memory, Owner{}, users, nullptr);
+          })
+      .def(
+          "is_dangerous",
+          [](const Checker& checker, const Memory& memory, Lane lane) {
+            return checker.first_danger(memory, Owner{}.bytes, lane).has_value();
+          })
+      .def("races", [](const Checker& checker) {
+        return c10::fmap(checker.races(), [](const Race& race) {
+          return std::pair(race.earlier.origin->alike, race.later.origin->alike);
+        });
+      });
 }
 
 } // namespace
@@ -204,11 +183,7 @@ const std::string* current_autograd_node() {
 }
 
 void bind_races(pybind11::module_& m) {
-  pybind11::enum_<Schedule::Kind>(m, "Schedule")
-      .value("early", Schedule::Kind::kEarly)
-      .value("late", Schedule::Kind::kLate)
-      .value("random", Schedule::Kind::kRandom);
-  m.def("start_race_check", &start, pybind11::arg("schedule") = Schedule::Kind::kEarly, pybind11::arg("seed") = 0);
+  m.def("start_race_check", &start);
   m.def("schedule_trace", [] { return watch().trace(); });
   m.def("stop_race_check", &stop);
   m.def("is_checking_races", [] { return is_checking; });
@@ -224,21 +199,9 @@ void bind_races(pybind11::module_& m) {
   m.def("begin_rank_thread", [](int rank) { watch().begin_rank(rank); });
   m.def("end_rank_thread", [] { watch().end_rank(); });
   m.def("rank_of_thread", [] { return watch().rank_of_thread(); });
-  m.def("set_unobserved", &set_unobserved);
+  m.def("set_unobserved", [](bool unobserved) { is_unobserved = unobserved; });
   m.def("use_tensors", &use);
-  pybind11::class_<Trace>(m, "RaceTrace")
-      .def(pybind11::init())
-      .def_readonly_static("HOST", &kHost)
-      .def("lane", &Trace::lane)
-      .def("memory", &Trace::memory)
-      .def("record", &Trace::record)
-      .def("wait", &Trace::wait)
-      .def("access", &Trace::access)
-      .def("free", &Trace::free)
-      .def("is_dangerous", &Trace::is_dangerous)
-      .def("kept", &Trace::kept)
-      .def("races", &Trace::races);
-  m.def("regions_meet", &regions_meet);
+  bind_checker(m);
 }
 
 } // namespace torch_ext::sim::races

@@ -1,7 +1,5 @@
 #include "watch.h"
 
-#include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
 #include "../allocator.h"
@@ -78,11 +76,9 @@ void Schedule::set(Kind kind, uint64_t seed) {
   for (auto& [block, held] : held_) {
     publish(held, nullptr);
   }
-  held_.clear();
-  counts_.clear();
+  *this = Schedule();
   kind_ = kind;
   seed_ = seed;
-  trace_ = 0;
 }
 
 bool Schedule::next_is_late(Lane lane, std::string_view kernel) {
@@ -101,10 +97,10 @@ void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoc
     held_[where.block].push_back({where, std::vector<char>(where.at, where.at + where.size), epoch});
   }
   for (const auto& where : written) {
-    const auto known = std::find_if(before.begin(), before.end(), [&](const auto& saved) {
+    const bool known = std::ranges::any_of(before, [&](const auto& saved) {
       return saved.first.at == where.at && saved.first.size == where.size;
     });
-    if (known == before.end()) {
+    if (!known) {
       std::memset(where.at, kPoison, where.size);
     }
   }
@@ -114,20 +110,16 @@ void Schedule::hold(const std::vector<Bytes>& written, const Saved& before, Epoc
 }
 
 void Schedule::publish(const void* block, const Clock& clock) {
-  const auto found = held_.find(block);
-  if (found != held_.end()) {
+  if (const auto found = held_.find(block); found != held_.end()) {
     publish(found->second, &clock);
-    if (found->second.empty()) {
-      held_.erase(found);
-    }
   }
 }
 
 void Schedule::publish(const Clock& clock) {
-  for (auto each = held_.begin(); each != held_.end();) {
-    publish(each->second, &clock);
-    each = each->second.empty() ? held_.erase(each) : std::next(each);
+  for (auto& [block, held] : held_) {
+    publish(held, &clock);
   }
+  std::erase_if(held_, [](const auto& each) { return each.second.empty(); });
 }
 
 // Publishes results that are over by `clock`; all without a clock.

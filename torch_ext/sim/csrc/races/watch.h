@@ -17,8 +17,6 @@
 // (a column of a matrix), in pinned memory, and those of collectives are never late.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 #include "../allocator.h"
