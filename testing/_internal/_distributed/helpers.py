@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch.distributed as c10d
 
@@ -27,8 +28,6 @@ from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
-
-_DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def run_subtests(
@@ -143,30 +142,19 @@ def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = None
-            for level in levels:
-                with _debug_level(level):
-                    result = function(*args, **kwargs)
-                    c10d.barrier()
+            try:
+                for level in levels:
+                    with mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": level}):
+                        c10d.set_debug_level_from_env()
+                        result = function(*args, **kwargs)
+                        c10d.barrier()
+            finally:
+                c10d.set_debug_level_from_env()
             return result
 
         return wrapper  # type: ignore[return-value]
 
     return decorator
-
-
-@contextlib.contextmanager
-def _debug_level(level: str) -> Iterator[None]:
-    before = os.environ.get(_DEBUG_VARIABLE)
-    try:
-        os.environ[_DEBUG_VARIABLE] = level
-        c10d.set_debug_level_from_env()
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_DEBUG_VARIABLE, None)
-        else:
-            os.environ[_DEBUG_VARIABLE] = before
-        c10d.set_debug_level_from_env()
 
 
 @contextlib.contextmanager
