@@ -1,7 +1,6 @@
 """Deletes waits, one at a time, in tests that reach them with the race check on. Writes studies/waits/README.md.
 
-A first run records which tests reach each wait. Then each wait is deleted in the shortest of these tests, and in more
-of them until one reports a failure.
+A first run records which tests reach each wait. A second one deletes each wait in the shortest of these tests.
 
 python -m studies.waits                  # all
 python -m studies.waits FSDP2 DDP        # only these, and prints the table
@@ -10,22 +9,20 @@ python -m studies.waits FSDP2 DDP        # only these, and prints the table
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from studies.waits.sites import FOLDER_VARIABLE, MODULES, Site, all_sites
+from test.torch_ext.interpreter import RUN_TEST, python
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).with_name("README.md")
 DEADLINE_S = 3600
 # A wait counts as redundant after this many tests have passed without it.
@@ -75,12 +72,11 @@ for each in dir({name}):
 """
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a test (``module:Class.method``) ended with some waits ``deleted``."""
+class Ending(NamedTuple):
+    """How a test (``module:Class.method``) ended with the wait ``deleted``; empty for none."""
 
     test: str
-    deleted: tuple[str, ...]
+    deleted: str
     passed: bool
     took_s: float
     text: str  # the runner's report of the failure
@@ -90,8 +86,8 @@ class Ending:
 Verdict = tuple[str, str]
 
 
-def run(selections: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "") -> list[Ending]:
-    """Run tests of classes, each with waits deleted and a pattern for its tests; ranks note in the folder ``notes``
+def run(selections: Iterable[tuple[str, str, str]], notes: str = "") -> list[Ending]:
+    """Run tests of classes, each with a wait deleted and a pattern for its tests; ranks note in the folder ``notes``
     which waits they reach.
     """
     originals = {f"Test{number:04}": each for number, each in enumerate(selections)}
@@ -101,17 +97,8 @@ def run(selections: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "")
         text += CLASS.format(name=name, module=module, cls=cls, deleted=deleted, pattern=pattern)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "test_waits.py").write_text(text)
-        command = [sys.executable, str(CHECKOUT / "run_test.py"), "--root", folder, "--device", "sim", "--json", "-"]
-        ours = {name for name in os.environ if name.startswith(("TORCH_EXT_", "PYTEST_"))} - {"TORCH_EXT_CACHE"}
-        environment = {name: value for name, value in os.environ.items() if name not in ours}
-        done = subprocess.run(
-            [*command, "--races", "error", "--timeout", "60"],
-            cwd=folder,
-            env={**environment, "PYTHONPATH": str(CHECKOUT), FOLDER_VARIABLE: notes},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        options = ("--root", folder, "--device", "sim", "--json", "-", "--races", "error", "--timeout", "60")
+        done = python(RUN_TEST, *options, folder=Path(folder), timeout_s=DEADLINE_S, **{FOLDER_VARIABLE: notes})
     endings = []
     for event in map(json.loads, done.stdout.splitlines()):
         if event["event"] == "result" and event["method"]:
@@ -126,7 +113,7 @@ def run(selections: Iterable[tuple[str, tuple[str, ...], str]], notes: str = "")
 def reach() -> dict[str, list[str]]:
     """Return which tests reach each wait, in the order in which it is deleted in them."""
     with tempfile.TemporaryDirectory() as notes:
-        endings = run([(suite, (), pattern) for suite, pattern in SUITES.items()], notes)
+        endings = run([(suite, "", pattern) for suite, pattern in SUITES.items()], notes)
         lines = [line for path in Path(notes).iterdir() for line in path.read_text().splitlines()]
     took_s = {ending.test: ending.took_s for ending in endings if ending.passed}
     tests: dict[str, set[str]] = defaultdict(set)
@@ -146,20 +133,13 @@ def _interleave_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> li
 
 def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
     """Return the verdict on each wait."""
-    tests = reach()
-    waiting = {site.id: tests[site.id][:MAX_TESTS] for site in chosen if tests.get(site.id)}
-    tries = {site: len(left) for site, left in waiting.items()}
-    evidence: dict[str, Ending] = {}
-    batch = 1
-    while waiting:
-        print(f"{len(waiting)} of {len(chosen)} waits are left", file=sys.stderr, flush=True)
-        now = [(*test.rsplit(".", 1), site) for site, left in waiting.items() for test in left[:batch]]
-        for ending in run([(suite, (site,), f"^{method}$") for suite, method, site in now]):
-            if not ending.passed:
-                evidence.setdefault(ending.deleted[0], ending)
-        waiting = {site: left[batch:] for site, left in waiting.items() if left[batch:] and site not in evidence}
-        batch *= 3
-    return {site: _verdict(evidence.get(site.id), tries.get(site.id, 0)) for site in chosen}
+    tests = {site: each[:MAX_TESTS] for site, each in reach().items()}
+    failures: dict[str, Ending] = {}
+    selections = [(*test.rsplit(".", 1), site.id) for site in chosen for test in tests.get(site.id, ())]
+    for ending in run([(suite, site, f"^{method}$") for suite, method, site in selections]):
+        if not ending.passed:
+            failures.setdefault(ending.deleted, ending)
+    return {site: _verdict(failures.get(site.id), len(tests.get(site.id, ()))) for site in chosen}
 
 
 def _verdict(evidence: Ending | None, tries: int) -> Verdict:

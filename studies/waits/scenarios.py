@@ -12,21 +12,16 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import StateDictType, fully_shard
-from torch.distributed.fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils.rnn import PackedSequence
 
-from torch_ext.testing._internal.common_distributed import DistributedTestBase
-from torch_ext.testing._internal.common_fsdp import get_devtype
+from torch_ext.testing._internal.common_fsdp import FSDPTest, get_devtype, world_mesh
 from torch_ext.testing._internal.common_utils import run_tests
-
-SHARDED, FULL = StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT
 
 
 class FailureForTest(Exception):
@@ -68,40 +63,26 @@ def _backward(model: nn.Module) -> None:
     model(_rows()).sum().backward()
 
 
-def _steps(model: nn.Module, steps: int = 2, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+def _steps(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for _ in range(steps):
         _backward(model)
         optimizer.step()
         optimizer.zero_grad()
 
 
-class ScenarioTest(DistributedTestBase):
+class ScenarioTest(FSDPTest):
     world_size = 2
-
-    def _begin(self) -> None:
-        self.create_pg(get_devtype().type)
 
 
 class TestDDP(ScenarioTest):
     def _model(self, **options: Any) -> DDP:
-        self._begin()
         return DDP(Layers(), **options)
-
-    def test_steps(self) -> None:
-        _steps(self._model(bucket_cap_mb=1e-3))
-
-    def test_buckets_as_views_and_accumulation(self) -> None:
-        model = self._model(bucket_cap_mb=1e-3, gradient_as_bucket_view=True)
-        with model.no_sync():
-            _backward(model)
-        _steps(model)
 
     def test_mixed_precision(self) -> None:
         _steps(self._model(mixed_precision=_MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)))
 
     def test_optimizer_in_backward(self) -> None:
-        self._begin()
         layers = Layers()
         _apply_optimizer_in_backward(torch.optim.SGD, layers.parameters(), {"lr": 0.1})
         model = DDP(layers)
@@ -109,7 +90,6 @@ class TestDDP(ScenarioTest):
             _backward(model)
 
     def test_inputs_from_another_device(self) -> None:
-        self._begin()
         model = DDP(Packed(), device_ids=[self.rank])
         rows = torch.ones(4, 16, device=f"{get_devtype().type}:{1 - self.rank}")
         for _ in range(2):
@@ -123,12 +103,8 @@ class TestDDP(ScenarioTest):
 
 
 class TestDTensor(ScenarioTest):
-    def _mesh(self, *sizes: int) -> Any:
-        self._begin()
-        return init_device_mesh(get_devtype().type, sizes)
-
     def test_redistribution(self) -> None:
-        mesh = self._mesh(2)
+        mesh = world_mesh(2)
         rows = distribute_tensor(_rows(8, 8), mesh, [Shard(0)])
         (rows.redistribute(mesh, [Replicate()], async_op=True) * 2).sum()
         rows.redistribute(mesh, [Shard(1)]).to_local().mul(2)
@@ -136,26 +112,19 @@ class TestDTensor(ScenarioTest):
         rows.sum().full_tensor().mul(2)
 
     def test_rows_that_two_dimensions_of_the_mesh_shard(self) -> None:
-        mesh = self._mesh(1, 2)
+        mesh = world_mesh(1, 2)
         strided = DTensor.from_local(_rows(4, 8), mesh, [Replicate(), _StridedShard(0, split_factor=2)])
         strided.full_tensor().mul(2)
 
-    def test_tensor_parallel_training(self) -> None:
-        mesh = self._mesh(2)
-        layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(get_devtype().type)
-        _steps(parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
-
     def test_functional_collectives(self) -> None:
-        self._begin()
-        rows, group = _rows(4, 4), dist.distributed_c10d._get_default_group()
+        rows, group = _rows(4, 4), self.process_group
         functional.all_reduce(rows, "sum", group).mul(2)
         functional.all_gather_tensor(rows, 1, group).mul(2)
         functional.reduce_scatter_tensor(rows, "sum", 0, group).wait().mul(2)
         functional.all_to_all_single(rows, None, None, group).mul(2)
 
     def test_functional_collectives_in_backward(self) -> None:
-        self._begin()
-        rows, group = _rows(4, 4).requires_grad_(), dist.distributed_c10d._get_default_group()
+        rows, group = _rows(4, 4).requires_grad_(), self.process_group
         for output in (
             functional.all_reduce(rows * 2, "sum", group),
             functional.all_gather_tensor_autograd(rows * 2, 0, group),
@@ -167,40 +136,11 @@ class TestDTensor(ScenarioTest):
 
 class TestFSDP1(ScenarioTest):
     def _model(self, **options: Any) -> FSDP:
-        self._begin()
-        options["device_id"] = torch.device(get_devtype().type, self.rank)
+        options["device_id"] = self.device
         layers = Layers()
         for number in range(len(layers)):
             layers[number] = FSDP(layers[number], **options)
         return FSDP(layers, **options)
-
-    def _save_and_load(self, kind: StateDictType, *configs: Any, use_orig_params: bool = True) -> None:
-        """Save a checkpoint, train on, load it, and train again."""
-        model = self._model(use_orig_params=use_orig_params)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        _steps(model, 1, optimizer)
-        with FSDP.state_dict_type(model, kind, *configs):
-            saved, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-            _steps(model, 1, optimizer)
-            model.load_state_dict(saved)
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, of_optimizer))
-        _steps(model, 1, optimizer)
-
-    def test_full_state(self) -> None:
-        self._save_and_load(FULL, use_orig_params=False)
-
-    def test_full_state_of_original_parameters(self) -> None:
-        self._save_and_load(FULL)
-
-    def test_sharded_state(self) -> None:
-        self._save_and_load(SHARDED, use_orig_params=False)
-
-    def test_sharded_state_of_original_parameters(self) -> None:
-        self._save_and_load(SHARDED)
-
-    def test_sharded_state_offloaded(self) -> None:
-        offload = {"offload_to_cpu": True}
-        self._save_and_load(SHARDED, ShardedStateDictConfig(**offload), ShardedOptimStateDictConfig(**offload))
 
     def test_unshard_ahead(self) -> None:
         model = self._model()
@@ -222,10 +162,7 @@ class TestFSDP1(ScenarioTest):
 class TestFSDP2(ScenarioTest):
     def _model(self, *, hybrid: bool = False) -> Any:
         """Layers, each of which is its own group."""
-        self._begin()
-        device = get_devtype().type
-        names = {"mesh_dim_names": ("replicate", "shard")}
-        options = {"mesh": init_device_mesh(device, (2, 1), **names)} if hybrid else {}
+        options = {"mesh": world_mesh(2, 1)} if hybrid else {}
         layers = Layers()
         for layer in layers:
             fully_shard(layer, **options)
@@ -260,7 +197,6 @@ class TestFSDP2(ScenarioTest):
         last.reshard()
 
     def test_group_of_which_a_part_runs(self) -> None:
-        self._begin()
         layers = Layers()
         fully_shard(layers[0])
         fully_shard([layers[1], layers[2]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch_ext.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixtu
 from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions carry notes since Python 3.11")
 @pytest.mark.parametrize(
     ("message", "worker"),
     [
@@ -26,20 +28,19 @@ from torch_ext.testing._internal.distributed.rpc_utils import generate_tests
         ("Error on Node 3: this backward always fails", "worker3"),
     ],
 )
-def test_failure_in_a_remote_call_names_the_remote_worker(message: str, worker: str, capfd: Any) -> None:
+def test_failure_in_a_remote_call_names_the_remote_worker(message: str, worker: str) -> None:
     with pytest.raises(ValueError) as caught:
         with dist_utils._name_remote_failures("worker0"):
             raise ValueError(message)
-    notes = "\n".join(getattr(caught.value, "__notes__", [])) + capfd.readouterr().err
+    notes = "\n".join(caught.value.__notes__)
     assert f"The failure happened in a remote call on {worker}; worker0 only reports it." in notes
 
 
-def test_local_failure_names_no_other_worker(capfd: Any) -> None:
+def test_local_failure_names_no_other_worker() -> None:
     with pytest.raises(ValueError) as caught:
         with dist_utils._name_remote_failures("worker0"):
             raise ValueError("1 != 2")
     assert not getattr(caught.value, "__notes__", [])
-    assert capfd.readouterr().err == ""
 
 
 def test_shutdown_signal_sent_during_the_wait_ends_it() -> None:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.distributed import rpc
 
 from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA
+from torch_ext.world.wording import add_note
 
 INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
@@ -61,7 +61,7 @@ def dist_init(
             self.setup_fault_injection(faulty_messages, messages_to_delay)
             if not setup_rpc:
                 return old_test_method(self, *args, **kwargs)
-            start_worker(self, worker_name(self.rank))
+            start_worker(self)
             with _name_remote_failures(worker_name(self.rank)):
                 result = old_test_method(self, *args, **kwargs)
             rpc.shutdown(graceful=clean_shutdown)
@@ -70,13 +70,13 @@ def dist_init(
     return run_as_worker
 
 
-def start_worker(test: Any, name: str, **options: Any) -> None:
+def start_worker(test: Any, name: str = "", **options: Any) -> None:
     """Start the agent of ``test``'s rank, with ``options`` set on its fixture's."""
     backend_options = test.rpc_backend_options
     for key, value in options.items():
         setattr(backend_options, key, value)
     rpc.init_rpc(
-        name,
+        name or worker_name(test.rank),
         backend=test.rpc_backend,
         rank=test.rank,
         world_size=test.world_size,
@@ -98,11 +98,7 @@ def _name_remote_failures(caller: str) -> Iterator[None]:
         hops = [name for name in map(worker_name, nodes) if name != caller]
         if hops:
             line = f"The failure happened in a remote call on {hops[-1]}; "
-            line += f"{caller} only reports it."
-            if sys.version_info >= (3, 11):
-                error.add_note(line)
-            else:
-                print(line, file=sys.stderr)
+            add_note(error, f"{line}{caller} only reports it.")
         raise
 
 
@@ -125,30 +121,6 @@ def initialize_pg(
 
 def noop() -> None:
     """Do nothing; the cheapest remote call."""
-
-
-# Errors that a caller may see when the callee's agent goes away during connecting,
-# sending or waiting.
-_SHUTDOWN_ERRORS = (
-    "(?i:eof)[: ]",
-    "(?i:connection (reset|refused|closed))",
-    "(?i:broken pipe)",
-    "(pipe|context|listener) closed",
-    "ECANCELED|operation canceled",
-    "RPC agent is shutting down|agent is not running|not initialized",
-)
-
-
-def get_shutdown_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the errors of calls to a worker that has shut down, the same
-    for every backend.
-    """
-    return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS)
-
-
-def get_timeout_error_regex(rpc_backend: Any) -> str:
-    """Return a pattern for the error of a call that timed out, likewise."""
-    return "RPC ran for more than"
 
 
 def wait_until_node_failure(

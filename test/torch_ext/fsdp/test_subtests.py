@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 from torch.distributed.fsdp import CPUOffload
 
+from torch_ext.testing._internal._distributed import helpers
 from torch_ext.testing._internal._fsdp import subtests
 
 
-class Case(subtests.SubtestMixin):
+class Case:
     """The parts of a test case that run_subtests needs, without ranks."""
 
     rank = 0
@@ -29,8 +30,8 @@ def no_group():
 
 
 def run(case, test_fn):
-    with mock.patch.object(subtests.wording, "announce", case.announced.append):
-        case.run_subtests({"value": [1, 2, 3]}, test_fn)
+    with mock.patch.object(helpers.wording, "announce", case.announced.append):
+        helpers.run_subtests(case, {"value": [1, 2, 3]}, test_fn)
 
 
 @pytest.mark.parametrize(

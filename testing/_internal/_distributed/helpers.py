@@ -10,22 +10,24 @@ import os
 import socket
 import sys
 import unittest
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat.c10d import _get_default_store
+from torch_ext.world import rank as world_rank
+from torch_ext.world import wording
 from torch_ext.world.settings import LIMIT_ATTRIBUTE, seconds_of
 from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
-
-_DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def run_subtests(
@@ -38,37 +40,40 @@ def run_subtests(
     """Call ``test_fn(*test_args, **test_kwargs, ...)`` once for each combination of the values in ``subtest_config``,
     all in the same ranks, with a barrier after each. A note on an exception names its subtest.
 
+    All ranks must skip the same subtests, whose number the run prints with the reasons. The test skips if all do.
+
     Raises:
         ValueError: there is no combination.
         AssertionError: some ranks skipped a subtest that others ran.
-        unittest.SkipTest: all ranks skipped some; the others have run.
+        unittest.SkipTest: all ranks skipped all subtests.
     """
-    skipped = run_grid(cls_inst, subtest_config, test_fn, *test_args, **test_kwargs)
-    if skipped:
-        raise unittest.SkipTest(f"{len(skipped)} subtests skipped: {', '.join(dict.fromkeys(skipped))}")
-
-
-def run_grid(
-    case: Any, config: Mapping[str, Sequence[Any]], test_fn: Callable[..., Any], *args: Any, **kwargs: Any
-) -> list[str]:
-    """Run the subtests as :func:`run_subtests` does; return the reasons of those that all ranks skipped."""
-    axes = {name: tuple(values) for name, values in config.items()}
-    empty = [name for name, values in axes.items() if not values]
+    empty = [name for name, values in subtest_config.items() if not values]
     if empty:
         raise ValueError(f"there is no subtest to run: {', '.join(map(repr, empty))} has no values")
-    skipped = []
-    grid = case._torch_ext_grids = getattr(case, "_torch_ext_grids", 0) + 1
-    for number, values in enumerate(itertools.product(*axes.values())):
-        chosen = dict(zip(axes, values, strict=True))
+    skipped = Counter[str]()
+    combinations = list(itertools.product(*subtest_config.values()))
+    grid = cls_inst._torch_ext_grids = getattr(cls_inst, "_torch_ext_grids", 0) + 1
+    for number, values in enumerate(combinations):
+        chosen = dict(zip(subtest_config, values, strict=True))
         name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
         # Not within case.subTest(), which continues after a failure: collectives of different subtests would match.
         _reset_dynamo()
-        reason = _run_subtest(name, functools.partial(test_fn, *args, **kwargs, **chosen))
+        reason = _run_subtest(name, functools.partial(test_fn, *test_args, **test_kwargs, **chosen))
         _reset_dynamo()
         if reason is not None:
-            skipped.append(reason)
-        _compare_skips(f"{case.id()}/{grid}/{number}", name, reason)
-    return skipped
+            skipped[reason] += 1
+        _compare_skips(f"{cls_inst.id()}/{grid}/{number}", name, reason)
+    if not skipped:
+        return
+    listed = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
+    summary = f"{skipped.total()} of {len(combinations)} subtests skipped: {listed}"
+    if skipped.total() == len(combinations):
+        raise unittest.SkipTest(summary)
+    if cls_inst.rank == 0:
+        # The output of a rank is shown only if the test fails.
+        process = world_rank.current()
+        announce = process.notify if process else wording.announce
+        announce(f"{cls_inst.id()}: {summary}")
 
 
 def _run_subtest(name: str, call: Callable[[], Any]) -> str | None:
@@ -137,30 +142,19 @@ def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = None
-            for level in levels:
-                with _debug_level(level):
-                    result = function(*args, **kwargs)
-                    c10d.barrier()
+            try:
+                for level in levels:
+                    with mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": level}):
+                        c10d.set_debug_level_from_env()
+                        result = function(*args, **kwargs)
+                        c10d.barrier()
+            finally:
+                c10d.set_debug_level_from_env()
             return result
 
         return wrapper  # type: ignore[return-value]
 
     return decorator
-
-
-@contextlib.contextmanager
-def _debug_level(level: str) -> Iterator[None]:
-    before = os.environ.get(_DEBUG_VARIABLE)
-    try:
-        os.environ[_DEBUG_VARIABLE] = level
-        c10d.set_debug_level_from_env()
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(_DEBUG_VARIABLE, None)
-        else:
-            os.environ[_DEBUG_VARIABLE] = before
-        c10d.set_debug_level_from_env()
 
 
 @contextlib.contextmanager

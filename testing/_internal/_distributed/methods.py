@@ -206,17 +206,14 @@ def run_method(case: Any, method: Callable[[], Any]) -> None:
     forget_body()
     run_test_method(case, result, method, check_ran)
     result.conclude()
-    _record_end(os.getpid())
-
-
-def _record_end(pid: int) -> None:
     global _ended_in
-    _ended_in = pid
+    _ended_in = os.getpid()
 
 
 def forget_body() -> None:
     """Forget the bodies that have run in this rank, so that none counts as the next test's."""
-    _record_end(0)
+    global _ended_in
+    _ended_in = 0
 
 
 def body_has_ended() -> bool:

@@ -95,12 +95,6 @@ def raise_verdict(
             print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
 
 
-def _send_trace(pipe: Connection, trace: str) -> None:
-    """Send a traceback through the pipe, as upstream does, cut to its capacity. Reports take it from the receipt."""
-    with contextlib.suppress(OSError):
-        pipe.send(trace[-_MAX_PIPE_CHARACTERS:])
-
-
 def _supported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``kwargs`` that the function accepts: existing overrides may lack some."""
     parameters = inspect.signature(function).parameters
@@ -241,7 +235,8 @@ class MultiProcessTestCase(RanksTestCase):
             rank, receipt = world_rank.current(), receipts.receipt_of(error)
             if receipt is None or rank is None or receipt.status is not RankStatus.FAILED:
                 raise
-            _send_trace(parent_pipe, receipt.trace)
+            with contextlib.suppress(OSError):  # upstream's; reports take the traceback from the receipt
+                parent_pipe.send(receipt.trace[-_MAX_PIPE_CHARACTERS:])
             rank.submit(receipts.after_expected_failure(receipt, type(self)))
             sys.exit(self.TEST_ERROR_EXIT_CODE)
         finally:

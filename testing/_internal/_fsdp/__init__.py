@@ -10,7 +10,7 @@
     extension_contract     what tensor subclasses must pass
       extension_hooks      the check of their hooks
       -> fsdp1_parity      FSDP1 against DDP
-         subtests          grids whose points may skip
+         subtests          conditions and names of subtests
         -> models          modules to wrap
            state           their parameters and buffers
           -> patches       contexts that replace what FSDP calls

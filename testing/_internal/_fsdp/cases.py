@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from torch_ext.compat.c10d import _get_default_group
 from torch_ext.compat.testing import FakeStore
-from torch_ext.testing._internal._distributed.helpers import _reset_dynamo
+from torch_ext.testing._internal._distributed.helpers import _reset_dynamo, run_subtests
 from torch_ext.testing._internal._distributed.skips import skip_rank
 from torch_ext.testing._internal._fsdp import device
 from torch_ext.testing._internal._fsdp.fsdp1_parity import TrainingMixin
 from torch_ext.testing._internal._fsdp.step_log import CollectiveLog
-from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
 from torch_ext.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
@@ -72,10 +71,12 @@ def _fresh_dynamo() -> Iterator[None]:
         _reset_dynamo()
 
 
-class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
+class FSDPTestMultiThread(MultiThreadedTestCase):
     """Ranks are threads, which share module globals, the host's random generator and
     the current device. Each test has its own default group.
     """
+
+    run_subtests = run_subtests
 
     @property
     def world_size(self) -> int:
@@ -94,6 +95,8 @@ class FSDPTestMultiThread(SubtestMixin, MultiThreadedTestCase):
 
 class FSDPTestMixin(TrainingMixin):
     """Methods of FSDP test cases whose ranks are processes."""
+
+    run_subtests = run_subtests
 
     if TYPE_CHECKING:
         file_name: str

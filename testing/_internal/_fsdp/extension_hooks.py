@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.overrides import TorchFunctionMode
+
+from torch_ext.testing._internal.common_utils import DeterministicGuard
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _SIGNATURES = {
@@ -35,13 +36,6 @@ _SIGNATURES = {
 
 class ContractError(AssertionError):
     """A tensor subclass breaks the contract of all-gather extensions."""
-
-
-# Functions that return uninitialized memory.
-_EMPTY = {
-    torch.empty, torch.empty_like, torch.empty_strided,
-    torch.Tensor.new_empty, torch.Tensor.new_empty_strided,
-}  # fmt: skip
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -61,27 +55,6 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         )
     names, _ = flatten()
     return [each for name in names for each in inner_tensors(getattr(tensor, name))]
-
-
-def scribble(tensor: torch.Tensor) -> None:
-    """Overwrite plain ``tensor`` with NaN, or for other types with their maximum."""
-    value: float = float("nan")
-    if tensor.dtype is torch.bool:
-        value = True
-    elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
-        value = torch.iinfo(tensor.dtype).max
-    with torch.no_grad():
-        tensor.fill_(value)
-
-
-class ScribbledEmpty(TorchFunctionMode):
-    """Overwrites what ``torch.empty`` and the like return."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if func in _EMPTY and type(result) is torch.Tensor and not result.is_meta:
-            scribble(result)
-        return result
 
 
 def require_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -122,20 +95,24 @@ class HookCheck:
         Raises:
             ContractError: a hook fails a check on this rank.
         """
-        inputs, metadata = self._call_pre()
-        self._check_ranks_agree(inputs)
-        outputs = [
-            each.new_empty(self.mesh.size() * each.numel()).view(-1, *each.shape[1:])
-            for each in inputs
-        ]
-        self._gather(inputs, outputs)
-        unsharded, also_freed = self._first_post(outputs, metadata)
-        # Freed memory is allocated again without its contents.
-        for tensor in (*outputs, *also_freed):
-            scribble(tensor)
-        inputs, metadata = self._call_pre()
-        self._gather(inputs, outputs)
-        self._later_post(outputs, metadata, nn.Parameter(unsharded))
+        # Uninitialized memory holds NaN meanwhile, or the maximum of other types.
+        with DeterministicGuard(True, warn_only=True):
+            inputs, metadata = self._call_pre()
+            self._check_ranks_agree(inputs)
+            outputs = [
+                each.new_empty(self.mesh.size() * each.numel()).view(
+                    -1, *each.shape[1:]
+                )
+                for each in inputs
+            ]
+            self._gather(inputs, outputs)
+            unsharded, also_freed = self._first_post(outputs, metadata)
+            # Freed memory is allocated again without its contents.
+            for tensor in (*outputs, *also_freed):
+                tensor.copy_(torch.empty_like(tensor))
+            inputs, metadata = self._call_pre()
+            self._gather(inputs, outputs)
+            self._later_post(outputs, metadata, nn.Parameter(unsharded))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -181,8 +158,7 @@ class HookCheck:
         self._require(count in (1, 5), PRE, f"{problem}{signature}.")
         stride = torch.empty(self.whole.shape, device="meta").stride()
         args = (self.mesh, self.whole.size(), stride, self.module, self.policy)
-        with ScribbledEmpty():
-            answer = self._call(PRE, *args[:count])
+        answer = self._call(PRE, *args[:count])
         self._check_pair(PRE, answer, "", "(all_gather_inputs, metadata)")
         inputs, metadata = answer
         self._check_tensors(PRE, inputs, "all_gather_inputs")
@@ -239,8 +215,7 @@ class HookCheck:
     def _first_post(
         self, outputs: Sequence[torch.Tensor], metadata: Any
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        with ScribbledEmpty():
-            answer = self._call_post(outputs, metadata)
+        answer = self._call_post(outputs, metadata)
         pair = "(unsharded tensor, tensors whose memory FSDP frees with it)"
         self._check_pair(POST, answer, " when called without out", pair)
         unsharded, also_freed = answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -27,14 +27,18 @@ from torch_ext.testing._internal._fsdp.models.base import (
     FSDPTestModel,
 )
 from torch_ext.testing._internal._fsdp.state import _zero_model, get_full_params
-from torch_ext.testing._internal._fsdp.subtests import SubtestMixin
+
+if TYPE_CHECKING:
+    from torch_ext.testing._internal.common_utils import TestCase as _TestCase
+else:
+    _TestCase = object
 
 __all__: list[str] = []  # upstream's classes have these methods
 
 _ON_DEVICE = CPUOffload()
 
 
-class TrainingMixin(SubtestMixin):
+class TrainingMixin(_TestCase):
     """Trains FSDP1 models, and compares them with a reference."""
 
     process_group: Any

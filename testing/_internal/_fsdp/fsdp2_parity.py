@@ -67,52 +67,34 @@ def check_sharded_parity(
     """
     replicated = list(replicated_module.named_parameters())
     sharded = list(sharded_module.named_parameters())
-    cls.assertEqual(
-        [name for name, _ in replicated],
-        [_without(name, prefixes_to_ignore) for name, _ in sharded],
-    )
-    for (name, whole), (_, parameter) in zip(replicated, sharded, strict=True):
-        part = _check_is_dtensor(parameter, name)
-        _check_shard(cls, whole.detach(), part, part, name)
-        _check_gradient(cls, whole, part, name)
-
-
-def _without(name: str, prefixes: tuple[str, ...]) -> str:
-    for prefix in prefixes:
-        name = name.replace(prefix, "")
-    return name
-
-
-def _check_gradient(cls: Any, whole: torch.Tensor, part: DTensor, name: str) -> None:
-    if whole.grad is None:
-        what = f"{name}: only the sharded parameter has a gradient"
-        cls.assertIsNone(part.grad, what)
-        return
-    what = f"{name}: only the replicated parameter has a gradient"
-    cls.assertIsNotNone(part.grad, what)
-    gradient = _check_is_dtensor(part.grad, f"{name}.grad")
-    found, wanted = tuple(gradient.placements), tuple(part.placements)
-    cls.assertEqual(found, wanted, f"placements of {name}.grad")
-    cls.assertEqual(gradient.device_mesh, part.device_mesh, f"mesh of {name}.grad")
-    _check_shard(cls, whole.grad, gradient, part, f"{name}.grad")
-
-
-def _check_is_dtensor(tensor: object, name: str) -> DTensor:
-    if not isinstance(tensor, DTensor):
-        why = "not a DTensor: its module is unsharded"
-        raise AssertionError(f"{name} is a {type(tensor).__name__}, {why}")
-    return tensor
+    names = [name for name, _ in sharded]
+    for prefix in prefixes_to_ignore:
+        names = [name.replace(prefix, "") for name in names]
+    cls.assertEqual(names, [name for name, _ in replicated])
+    for (name, whole), (_, part) in zip(replicated, sharded, strict=True):
+        _check_shard(cls, name, whole.detach(), part, part)
+        if (whole.grad is None) != (part.grad is None):
+            side = "sharded" if whole.grad is None else "replicated"
+            cls.fail(f"{name}: only the {side} parameter has a gradient")
+        if whole.grad is not None:
+            _check_shard(cls, f"{name}.grad", whole.grad, part.grad, part)
 
 
 def _check_shard(
-    cls: Any, whole: torch.Tensor, part: DTensor, layout: DTensor, name: str
+    cls: Any, name: str, whole: torch.Tensor, part: object, layout: object
 ) -> None:
-    if tuple(layout.placements) == (Shard(0), Shard(0)):
+    """Check that ``part`` is this rank's shard of ``whole``, laid out as ``layout``."""
+    if not (isinstance(part, DTensor) and isinstance(layout, DTensor)):
+        why = "not a DTensor: its module is unsharded"
+        raise AssertionError(f"{name} is a {type(part).__name__}, {why}")
+    mesh, placements = layout.device_mesh, tuple(layout.placements)
+    if placements == (Shard(0), Shard(0)):
         raise AssertionError(
             f"{name}: placements (Shard(0), Shard(0)) have another order of shards "
             "than in distribute_tensor. Compare full_tensor() instead."
         )
-    mesh, placements = layout.device_mesh, layout.placements
+    cls.assertEqual(tuple(part.placements), placements, f"placements of {name}")
+    cls.assertEqual(part.device_mesh, mesh, f"mesh of {name}")
     expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     cls.assertEqual(part.shape, whole.shape, f"shape of {name}")
     found, wanted = _comparable(part.to_local(), expected.to_local())

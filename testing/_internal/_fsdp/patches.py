@@ -2,21 +2,20 @@
 
 Note [Patches and threads]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks may be threads, which share the patched name and the replacement set last. A
-barrier after setting keeps a rank from running its body before every rank has set its
-replacement. A barrier before leaving keeps the name from being restored while a thread
-is in its body; a body that raises leaves without it, because a peer may never arrive.
-The last thread to leave restores what the first thread found: if each restored what it
-found, one could leave another's replacement in place.
+Ranks may be threads, which share the patched name and the replacement set last. All
+read the name between two barriers, when no rank is in an earlier context or has set its
+replacement. A third barrier keeps a rank from running its body before every rank has
+set its replacement. A barrier before leaving keeps the name from being restored while a
+thread is in its body; a body that raises leaves without it, because a peer may never
+arrive. So the last thread to leave restores what all of them have read.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -38,47 +37,10 @@ __all__ = [
 _Patch = AbstractContextManager[None]
 
 
-@dataclass
-class _Level:
-    """One depth of nested contexts over a name."""
-
-    before: Any  # what the first thread found
-    threads_inside: int = 0
-
-
 _lock = threading.Lock()
-# Keyed by the owner's id and the name, as are each thread's counts of contexts.
-_levels: defaultdict[tuple[int, str], list[_Level]] = defaultdict(list)
-
-
-class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.depths: Counter[tuple[int, str]] = Counter()
-
-
-_state = _ThreadState()
-
-
-def _enter(owner: Any, name: str, replacement: Any) -> None:
-    key = id(owner), name
-    with _lock:
-        levels, depth = _levels[key], _state.depths[key]
-        if depth == len(levels):
-            levels.append(_Level(before=_read(owner, name)))
-        levels[depth].threads_inside += 1
-        _write(owner, name, replacement)
-        _state.depths[key] += 1
-
-
-def _leave(owner: Any, name: str) -> None:
-    key = id(owner), name
-    with _lock:
-        levels = _levels[key]
-        _state.depths[key] -= 1
-        levels[_state.depths[key]].threads_inside -= 1
-        # A thread that raised may leave an outer level before another an inner one.
-        while levels and not levels[-1].threads_inside:
-            _write(owner, name, levels.pop().before)
+# How many threads are in the contexts of an owner and name that found the same value,
+# which tells nested contexts apart. Keyed by the ids of owner and value, and the name.
+_inside: Counter[tuple[int, str, int]] = Counter()
 
 
 def _read(owner: Any, name: str) -> Any:
@@ -100,13 +62,22 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     dictionary, while all ranks of the default group run their bodies. Collective. See
     Note [Patches and threads].
     """
-    _enter(owner, name, replacement)
+    dist.barrier()
+    before = _read(owner, name)
+    key = id(owner), name, id(before)
+    with _lock:
+        _inside[key] += 1
     try:
+        dist.barrier()
+        _write(owner, name, replacement)
         dist.barrier()
         yield
         dist.barrier()
     finally:
-        _leave(owner, name)
+        with _lock:
+            _inside[key] -= 1
+            if not _inside[key]:
+                _write(owner, name, before)
 
 
 def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> _Patch:

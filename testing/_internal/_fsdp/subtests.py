@@ -1,24 +1,14 @@
-"""Subtests: a test that runs once for each point of a grid. Points may skip."""
+"""Conditions and names of subtests."""
 
 from __future__ import annotations
 
-import math
 import unittest
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.fsdp import CPUOffload
 
-from torch_ext.testing._internal._distributed.helpers import run_grid
 from torch_ext.testing._internal._fsdp import device
-from torch_ext.world import rank as world_rank
-from torch_ext.world import wording
-
-if TYPE_CHECKING:
-    from torch_ext.testing._internal.common_utils import TestCase as _TestCase
-else:
-    _TestCase = object
 
 __all__ = ["skip_parameter_offload", "skip_without_accelerator", "subtest_name"]
 
@@ -34,39 +24,6 @@ def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:
     if cpu_offload is not None and cpu_offload.offload_params:
         why = "CPUOffload(offload_params=True) needs an accelerator to offload from"
         skip_without_accelerator(why)
-
-
-class SubtestMixin(_TestCase):
-    """Adds subtests that may skip to a test case."""
-
-    rank: int
-
-    def run_subtests(
-        self,
-        subtest_config: dict[str, list[Any]],
-        test_fn: Callable[..., Any],
-        *test_args: Any,
-        **test_kwargs: Any,
-    ) -> None:
-        """Run ``test_fn`` once for each combination of values in ``subtest_config``,
-        all in the same ranks.
-
-        All ranks must skip the same ones, whose number the run prints with the reasons.
-        The test skips if all combinations do.
-        """
-        number = math.prod(map(len, subtest_config.values()))
-        reasons = run_grid(self, subtest_config, test_fn, *test_args, **test_kwargs)
-        if not reasons:
-            return
-        listed = ", ".join(f"{n} x {why}" for why, n in Counter(reasons).most_common())
-        summary = f"{len(reasons)} of {number} subtests skipped: {listed}"
-        if len(reasons) == number:
-            raise unittest.SkipTest(summary)
-        if self.rank == 0:
-            # The output of a rank is shown only if the test fails.
-            process = world_rank.current()
-            announce = process.notify if process else wording.announce
-            announce(f"{self.id()}: {summary}")
 
 
 def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:

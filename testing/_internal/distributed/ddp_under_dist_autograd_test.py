@@ -189,7 +189,6 @@ class Trainer:
     ) -> None:
         self.rank = rank
         self.remote_rrefs = (remote_em_rref, remote_net_rref)
-        self.remote_grads: list[Tensor] = []
         self.trainer_group = create_trainer_group(ddp_mode)
         inner_group = self.trainer_group if ddp_mode is DdpMode.INSIDE else None
         model = HybridModel(*self.remote_rrefs, inner_group)
@@ -212,8 +211,9 @@ class Trainer:
         mini_batch: FeatureSet,
         trainer_has_less_inputs: bool,
         simulate_uneven_inputs: bool,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the last gradients of ``ddp_params`` and of ``non_ddp_params``.
+    ) -> Sequence[list[Tensor]]:
+        """Return the last gradients of ``ddp_params``, of ``non_ddp_params`` and of the
+        remote layers.
 
         With uneven inputs a batch is two steps under DDP's ``join``, and a trainer with
         less inputs stops after the first.
@@ -224,31 +224,23 @@ class Trainer:
             ddp: Any = self.hybrid_module
             join = ddp.join()
             batches = split_unevenly(mini_batch, trainer_has_less_inputs)
-        grads: dict[Tensor, Tensor] = {}
         with join:
-            for batch in batches:
-                grads = self._gradients(batch)
-        own = (self.ddp_params, self.non_ddp_params)
-        first, second = (tuple(grads[p] for p in parameters) for parameters in own)
-        return first, second
+            return [self._gradients(batch) for batch in batches][-1]
 
-    def _gradients(self, batch: FeatureSet) -> dict[Tensor, Tensor]:
+    def _gradients(self, batch: FeatureSet) -> Sequence[list[Tensor]]:
         with dist_autograd.context() as context_id:
             loss = weighted_sum(self.hybrid_module(batch), batch)
             dist_autograd.backward(context_id, [loss])
             grads = dist_autograd.get_gradients(context_id)
             # Before the context ends, which drops them on every worker.
-            self.remote_grads = [
+            remote = [
                 grad
                 for rref in self.remote_rrefs
                 for grad in _remote_method(_gradients_of, rref, context_id)
             ]
         gLogger.debug("trainer %s: loss %s, gradients %s", self.rank, loss, grads)
-        return grads
-
-    def get_remote_grads(self) -> list[Tensor]:
-        """Return the last backward's gradients of the remote layers."""
-        return self.remote_grads
+        own = (self.ddp_params, self.non_ddp_params)
+        return *([grads[p] for p in parameters] for parameters in own), remote
 
 
 def create_trainer_group(ddp_mode: DdpMode) -> dist.ProcessGroup | None:
@@ -425,15 +417,11 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
                 DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
                 DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
             }[ddp_mode]
-            under_ddp, local = future.wait()
-            remote = _remote_method(Trainer.get_remote_grads, trainers[rank])
-            for name, grads, wanted in (
-                ("layers under DDP", under_ddp, ddp),
-                ("local layers", local, non_ddp),
-                ("remote layers", remote, own.remote),
-            ):
+            names = ("layers under DDP", "local layers", "remote layers")
+            wanted = (ddp, non_ddp, own.remote)
+            for name, grads, each in zip(names, future.wait(), wanted, strict=True):
                 message = f"{name}, trainer {rank}"
-                self.assertEqual(list(grads), wanted, message, rtol=0, atol=0)
+                self.assertEqual(grads, each, message, rtol=0, atol=0)
 
     def _check_cancelled(self, examples: list[FeatureSet]) -> None:
         """Check the reference: its averages cancel, its gradients do not."""

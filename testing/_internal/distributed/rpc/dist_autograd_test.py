@@ -21,6 +21,7 @@ from torch_ext.testing._internal.dist_utils import (
     dist_init,
     initialize_pg,
     poll_until,
+    start_worker,
     wait_until_node_failure,
     worker_name,
 )
@@ -369,7 +370,7 @@ class DistAutogradTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_backward_through_a_worker_that_left_fails_as_such(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        self.start_agent(rpc_timeout=20)
+        start_worker(self, rpc_timeout=20)
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
             # Worker 0 calls worker 1 directly; worker 2 reaches it through worker 0.

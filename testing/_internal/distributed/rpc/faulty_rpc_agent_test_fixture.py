@@ -42,7 +42,8 @@ class FaultyRpcAgentTestFixture(RpcAgentTestFixture):
 
     @property
     def rpc_backend(self) -> Any:
-        # The import registers the agent and replaces BackendType.
+        # The import registers the agent and replaces BackendType, which init_rpc() does
+        # not notice where it infers the agent: not in the process of TensorPipe tests.
         from torch_ext.compat.rpc import faulty_agent_module  # noqa: F401
 
         return rpc.backend_registry.BackendType["FAULTY_TENSORPIPE"]

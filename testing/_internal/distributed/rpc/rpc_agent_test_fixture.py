@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import rpc
+from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
+    RpcAgentTestFixture as _UpstreamFixture,
+)
 
 from torch_ext.testing._internal import dist_utils
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         MultiProcessTestCase as _MixedInLater,
     )
 else:
-    _MixedInLater = ABC
+    _MixedInLater = object
 
 # How to obtain the result here, for each way to call.
 CALL_MODES: dict[str, Callable[[Any], Any]] = {
@@ -28,23 +29,22 @@ CALL_MODES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class RpcAgentTestFixture(_MixedInLater):
+# Errors that a caller may see when the callee's agent goes away during connecting,
+# sending or waiting.
+_SHUTDOWN_ERRORS = (
+    "(?i:eof)[: ]",
+    "(?i:connection (reset|refused|closed))",
+    "(?i:broken pipe)",
+    "(pipe|context|listener) closed",
+    "ECANCELED|operation canceled",
+    "RPC agent is shutting down|agent is not running|not initialized",
+)
+
+
+class RpcAgentTestFixture(_UpstreamFixture, _MixedInLater):
     """Base class of RPC suites and of agents' fixtures."""
 
     world_size = 4
-
-    @property
-    def init_method(self) -> str:
-        """The rendezvous of the RPC agents: a file of the test, or a TCP address if
-        ``RPC_INIT_WITH_TCP=1``.
-        """
-        if os.environ.get("RPC_INIT_WITH_TCP") == "1":
-            return "tcp://{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        return self.file_init_method
-
-    @property
-    def file_init_method(self) -> str:
-        return dist_utils.INIT_METHOD_TEMPLATE.format(file_name=self.file_name)
 
     @property
     def pg_init_method(self) -> str:
@@ -54,16 +54,6 @@ class RpcAgentTestFixture(_MixedInLater):
     def peer(self, distance: int = 1) -> str:
         """Return the name of the worker ``distance`` places after this, in a ring."""
         return dist_utils.worker_name((self.rank + distance) % self.world_size)
-
-    @property
-    @abstractmethod
-    def rpc_backend(self) -> Any:
-        """The agent, a member of ``rpc.BackendType``."""
-
-    @property
-    @abstractmethod
-    def rpc_backend_options(self) -> Any:
-        """Fresh options for the agent."""
 
     def call(
         self,
@@ -110,22 +100,10 @@ class RpcAgentTestFixture(_MixedInLater):
             messages.append(str(caught.exception))
         return messages
 
-    def setup_fault_injection(
-        self,
-        faulty_messages: Sequence[str] | None,
-        messages_to_delay: dict[str, float] | None,
-    ) -> None:
-        """Receive the faults given to ``dist_init``, before the options are read."""
-
-    def start_agent(self, name: str | None = None, **options: Any) -> None:
-        """Start this worker's agent, in tests with ``dist_init(setup_rpc=False)``."""
-        name = name or dist_utils.worker_name(self.rank)
-        dist_utils.start_worker(self, name, **options)
-
     def get_shutdown_error_regex(self) -> str:
         """Return a pattern for the errors of calls to a worker that has shut down."""
-        return dist_utils.get_shutdown_error_regex(self.rpc_backend)
+        return "|".join(f"({pattern})" for pattern in _SHUTDOWN_ERRORS)
 
     def get_timeout_error_regex(self) -> str:
         """Return a pattern for the error of a call that timed out."""
-        return dist_utils.get_timeout_error_regex(self.rpc_backend)
+        return "RPC ran for more than"

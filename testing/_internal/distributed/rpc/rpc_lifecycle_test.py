@@ -13,6 +13,7 @@ from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
     initialize_pg,
+    start_worker,
     wait_until_node_failure,
     worker_name,
 )
@@ -59,7 +60,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_two_workers_of_one_name_are_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is not unique|duplicate"):
-            self.start_agent("twin")
+            start_worker(self, "twin")
         self.assertFalse(private.api._is_current_rpc_agent_set())
 
     # Start.
@@ -67,7 +68,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init
     def test_second_start_is_refused(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "is already initialized"):
-            self.start_agent()
+            start_worker(self)
         self.assertEqual(self.call(remote.my_name), self.peer())
 
     @dist_init(setup_rpc=False)
@@ -91,7 +92,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_time_limit_in_the_options_is_the_default_of_calls(self) -> None:
-        self.start_agent(rpc_timeout=17)
+        start_worker(self, rpc_timeout=17)
         self.assertEqual(rpc.get_rpc_timeout(), 17)
         rpc.shutdown()
 
@@ -147,7 +148,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_graceful_shutdown_finishes_work_in_flight(self) -> None:
-        self.start_agent()
+        start_worker(self)
         futures = []
         if self.rank == 0:
             # Worker 1 reaches its shutdown at once, but must still serve these calls.
@@ -160,7 +161,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
 
     @dist_init(setup_rpc=False)
     def test_after_shutdown_calls_are_refused_and_another_is_harmless(self) -> None:
-        self.start_agent()
+        start_worker(self)
         rpc.shutdown()
         with self.assertRaisesRegex(RuntimeError, _NOT_RUNNING):
             rpc.rpc_sync("worker0", remote.my_name)
@@ -170,7 +171,7 @@ class RpcLifecycleTest(RpcAgentTestFixture):
     @dist_init(setup_rpc=False)
     def test_calls_to_a_worker_that_left_without_waiting_fail_as_such(self) -> None:
         initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        self.start_agent()
+        start_worker(self)
         dist.barrier()
         if self.rank == 1:
             rpc.shutdown(graceful=False)

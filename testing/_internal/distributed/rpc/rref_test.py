@@ -14,6 +14,7 @@ from torch_ext.compat import rpc as private
 from torch_ext.testing._internal.dist_utils import (
     dist_init,
     get_num_owners_and_forks,
+    start_worker,
     wait_until_owners_and_forks_on_rank,
     wait_until_pending_futures_and_users_flushed,
     worker_name,
@@ -306,7 +307,7 @@ class RRefTest(RpcAgentTestFixture):
 
     def _leave_a_reference_behind(self) -> None:
         """Shut down with a reference that a graceful shutdown would release."""
-        self.start_agent()
+        start_worker(self)
         rref = rpc.remote(self.peer(), torch.ones, args=([1],))
         rref.to_here()
         release = "_delete_all_user_and_unforked_owner_rrefs"
