@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
 from torch_ext.results import (
@@ -90,11 +89,6 @@ _COLORS = frozenset(("green", "yellow", "bold red", "bold yellow"))
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
 
 
-def is_live(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-
-
 class Writer:
     """Writes lines to ``stream``, with styles if it is a terminal.
 
@@ -104,25 +98,16 @@ class Writer:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._has_styles = is_live(stream)
-        # Makes the context of each write, such as one that clears a live view
-        self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._has_styles = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         self.wrote_s = time.monotonic()  # `time.monotonic` of the last line
 
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write a line, or several. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        line = "".join(self.styled(self._encodable(text), style) for text, style in pairs).removesuffix("\n")
+        line = "".join(self._styled(self._encodable(text), style) for text, style in pairs).removesuffix("\n")
         self.wrote_s = time.monotonic()
-        with writing("the report cannot be written"), self.guard():
+        with writing("the report cannot be written"):
             self._stream.write(f"{line}\n")
-            self._stream.flush()
-
-    def show(self, text: str) -> None:
-        """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
-        with contextlib.suppress(OSError, ValueError):
-            encoding = self._stream.encoding or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
 
     def _encodable(self, text: str) -> str:
@@ -130,7 +115,7 @@ class Writer:
         encoding = self._stream.encoding or "utf-8"
         return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
-    def styled(self, text: str, style: str) -> str:
+    def _styled(self, text: str, style: str) -> str:
         """Return ``text`` with the terminal's codes for ``style``; unchanged without a terminal or colors."""
         if not self._has_styles or not style or (style in _COLORS and os.environ.get("NO_COLOR")):
             return text
@@ -138,16 +123,13 @@ class Writer:
 
 
 class TextReporter:
-    """Prints ``notes``, results as they arrive, and a summary at the end of the run; if ``announce``, also a line when
-    a class begins, unless the report is quiet. ``tally`` counts each event before.
+    """Prints ``notes``, a line when a class begins unless the report is quiet, results as they arrive, and a summary at
+    the end of the run. ``tally`` counts each event before.
     """
 
-    def __init__(
-        self, tally: Tally, options: RunOptions, out: Writer, notes: Sequence[str] = (), *, announce: bool = True
-    ) -> None:
+    def __init__(self, tally: Tally, options: RunOptions, out: Writer, notes: Sequence[str] = ()) -> None:
         self._tally = tally
         self._options = options
-        self._announce = announce and options.verbosity >= 0
         self._out = out
         self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
@@ -175,7 +157,7 @@ class TextReporter:
 
     def _begin(self, began: Began) -> None:
         """Print a line when a class begins, with its number."""
-        if began.test.method or began.test in self._begun or not self._announce:
+        if began.test.method or began.test in self._begun or self._options.verbosity < 0:
             return
         self._begun.add(began.test)
         total = len(self._tally.plan.batches)
