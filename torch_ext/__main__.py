@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -41,9 +42,10 @@ _PROGRAMS = {
 
 
 def main() -> int:
-    """Run the command that this process's arguments name, by default tests, and return its exit code.
+    """Run the command that this process's arguments name, by default tests, and return its exit code. Raises SystemExit
+    with 2 for a usage error of a subcommand, with 0 after its ``--help``.
 
-    ``build`` returns 0; 1 if the simulator cannot be built or loaded; 2 for a usage error.
+    ``build`` returns 0, or 1 if the simulator cannot be built or loaded.
     """
     demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
@@ -54,9 +56,7 @@ def main() -> int:
         from torch_ext.runner.cli import main as run_tests
 
         return run_tests(upstream=upstream())
-    if rest:
-        print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
-        return 2
+    argparse.ArgumentParser("torch_ext build", description="Build the simulated accelerator.").parse_args(rest)
     try:
         from torch_ext.sim import build  # on use: the import builds the simulator
 

@@ -111,11 +111,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program of ``arguments`` and return the exit code of the command; see ``--help``."""
+    options = parse(arguments)
     try:
-        options = parse(arguments)
         settings.hang_after_s()
-    except SystemExit as stop:
-        return int(stop.code or 0)
     except ValueError as error:  # of that variable
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -131,9 +129,6 @@ def main(arguments: Sequence[str]) -> int:
         message = str(error)
     except ZygoteDiedError as error:
         message = f"{error}; the ranks ended with it"
-    except BrokenPipeError:  # the reader of the output has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BY_SIGNAL + signal.SIGPIPE
     finally:
         for number in _STOPPED_BY:
             signal.signal(number, signal.SIG_IGN)  # keep the exit code that is decided
