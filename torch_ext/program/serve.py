@@ -46,7 +46,7 @@ from torch_ext.world import files, wording
 from torch_ext.world.channel import Channel, ChannelClosedError, close_all
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
-from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError, start_root
+from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
 from torch_ext.world.zygote import read_when_loaded
 
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
@@ -69,10 +69,10 @@ def _load(
     """Return a new zygote that has loaded torch and, if ``simulated``, the simulator. ``held`` ends it."""
     device = "torch_ext.cuda_as_sim.stand_in" if environment.get(VARIABLE) == AS_CUDA else "torch_ext.sim"
     preparation = Preparation(path, (*_LOADED, *((device,) if simulated else ())))
-    root = start_root(preparation, files.folder(), environment)
+    root = RootZygote(preparation, files.folder(), environment)
     held.callback(root.close)
     root.wait_ready()
-    return ZygoteClient(root.channel, root.process.pid)
+    return root
 
 
 @contextlib.contextmanager
@@ -198,10 +198,7 @@ def main(arguments: Sequence[str]) -> int:
     idle = "end after S idle seconds (900)"
     parser.add_argument("--idle", type=typed(seconds), default=900.0, metavar="S", help=idle)
     parser.add_argument("--host", action="store_true", help="serve --device cpu and cuda, without the simulator")
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    options = parser.parse_args(arguments)
     Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         is_stale = _serve_one(not options.host, options.idle)

@@ -34,7 +34,7 @@ from torch_ext.world.child import (
     reason_not_to_fork,
 )
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
-from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
+from torch_ext.world.tree import ModuleZygote, RootZygote, ZygoteClient
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
@@ -125,7 +125,7 @@ def zygote_of_this_process() -> Channel | None:
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
     forked = (_own.forked.pid,) if _own.forked is not None else ()
-    return (*forked, _own.root.process.pid) if _own.root is not None else forked
+    return (*forked, _own.root.pid) if _own.root is not None else forked
 
 
 def watch_this_process() -> None:
@@ -205,14 +205,14 @@ def _is_alive(forked: ZygoteClient) -> bool:
 def _load(module: str) -> Channel:
     if _own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
-        _own.root = start_root(main, files.folder(), os.environ)
+        _own.root = RootZygote(main, files.folder(), os.environ)
         atexit.register(_end_root, _own)
     _own.root.wait_ready()
     if module == "__main__":
-        _own.loaded[module] = ZygoteClient(_own.root.channel, _own.root.process.pid)
+        _own.loaded[module] = _own.root
         return _own.root.channel
     order = ModuleOrder(module, sys.path[0] or os.getcwd(), dict(os.environ), tuple(sys.argv))
-    _own.loaded[module] = zygote = _own.root.load(order)
+    _own.loaded[module] = zygote = ModuleZygote(_own.root, order)
     zygote.wait_loaded()
     return zygote.channel
 
