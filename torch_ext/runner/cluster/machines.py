@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_ext import cache
-from torch_ext.results import SetupError
+from torch_ext.results import Needs, SetupError
 from torch_ext.runner.cluster.messages import Event, Line, RunClass
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.schedule import Need, cores
+from torch_ext.runner.schedule import cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
 
 
@@ -179,7 +179,7 @@ class Machines:
             self._look()
         return node in self._actors and node in self.addresses
 
-    def reserve(self, need: Need) -> Any:
+    def reserve(self, need: Needs) -> Any:
         """Ask Ray for room for a class, each host on another machine of Ray's choice; return the reservation."""
         from ray.util import placement_group
 
@@ -252,15 +252,15 @@ def in_one_line(error: Exception) -> str:
     return (messages[-1] if messages else lines[0] if lines else type(error).__name__)[:200]
 
 
-def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
+def bundle(need: Needs, largest_cpus: float, devices: int) -> dict[str, float]:
     """Return the Ray resources that a class needs on one machine, capped at the largest machine's.
 
     ``devices``: the largest number of devices that the ranks of a machine share; 0 without a limit.
 
-    >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
+    >>> bundle(Needs(processes=2), 8, 0), bundle(Needs(alone=True), 8, 0), bundle(Needs(processes=4), 8, 2)
     ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})
     """
     if devices:
-        ranks = devices if need.alone else min(need.ranks, devices)
+        ranks = devices if need.alone else min(need.processes, devices)
         return {"GPU": ranks, "CPU": largest_cpus if need.alone else 1 / _RANKS_PER_CPU}
-    return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.ranks / _RANKS_PER_CPU)}
+    return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.processes / _RANKS_PER_CPU)}

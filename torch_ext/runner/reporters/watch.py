@@ -51,7 +51,7 @@ class ProgressLines:
         lines = []
         for name, since_s in sorted(self._tally.running.values(), key=lambda one: one[1]):
             batch = self._tally.batch_of(name)
-            ranks = batch.need.ranks if batch is not None else 1
+            ranks = batch.need.processes if batch is not None else 1
             where = name.id + ("" if name.method else " (between tests)")
             lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_format_duration(now_s - since_s)}")
         return lines
