@@ -28,7 +28,6 @@ from torch_ext.world.channel import ChannelClosedError, channel_pair
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Inherited
 from torch_ext.world.settings import Limits, launcher_variables
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
@@ -148,7 +147,7 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
             zygote.channel,
-            [RankTask(rank.run, (program, each, Inherited(0)), connections=1) for each in variables],
+            [RankTask(rank.run, (program, each), connections=1) for each in variables],
             interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",

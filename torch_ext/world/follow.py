@@ -433,8 +433,8 @@ def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing. The rank's ends
-    of its connections replace the :class:`Inherited` in ``args``.
+    """The task of one rank, ``function(*args, *connections, **kwargs)`` with the rank's ends of its connections. It is
+    pickled by reference, as in multiprocessing.
     """
 
     function: Callable[..., Any]

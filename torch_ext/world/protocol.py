@@ -220,13 +220,6 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """Placeholder of connection ``index`` in a task's arguments, which are pickled before the connection exists."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class Ticket:
     """Identifies one run of one test by the test's id and the number of the run on the same ranks, from 0. A receipt
     counts only with the ticket of the current run.

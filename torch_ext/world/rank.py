@@ -37,7 +37,6 @@ from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
     Collectives,
-    Inherited,
     Notice,
     Part,
     Phase,
@@ -265,7 +264,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         threads.prepare()
         threads.belong_to(order.address)
         rank.try_send(Phase.RUNNING)
-        function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
+        function(*args, *connections, **kwargs)
     except SystemExit as left:
         if not rank.submitted:
             exits.write_text(stacks, wording.read_error(left)[1])  # tells the parent half the place
