@@ -24,7 +24,7 @@ from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, seconds, typed
 from torch_ext.world import settings, wording
-from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
@@ -173,7 +173,7 @@ class _Store:
 
     def was_used(self) -> bool:
         """Whether a rank has ever set a key; False if the store does not answer."""
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             self._channel.send("keys")
             if self._channel.poll(_STORE_S):
                 return bool(self._channel.receive()[0])

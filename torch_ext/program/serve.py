@@ -43,7 +43,7 @@ from torch_ext.program import autoload
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
-from torch_ext.world.channel import Channel, ChannelClosedError, close_all
+from torch_ext.world.channel import Channel, close_all
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
 from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
@@ -102,7 +102,7 @@ def search_path() -> tuple[str, ...]:
 
 def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
     """Return the warm zygote of socket ``name``; None if there is none. ``held`` keeps the connection open."""
-    with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or another version's
+    with contextlib.suppress(OSError, IndexError, TypeError, ValueError):  # or another version's
         with folder() as place:
             connected = _connected(place / name)
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
         is_stale = _serve_one(not options.host, options.idle)
     except KeyboardInterrupt:
         return 0
-    except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
+    except (OSError, LoadError, ZygoteDiedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if is_stale:
@@ -263,7 +263,7 @@ def _accept(line: Channel, zygote: ZygoteClient) -> bool:
     try:
         # The zygote's hidden frames, and its pid, with which the command checks a zygote that does not answer
         line.send((wording.hidden(), zygote.pid), [descriptor])
-    except (ChannelClosedError, OSError):
+    except OSError:
         return False
     finally:
         close_all([descriptor])

@@ -423,7 +423,7 @@ class World:
 def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
     """Ask a zygote for the processes that may act besides ``ranks`` (pids). No answer counts as one such process."""
     with (
-        contextlib.suppress(ChannelClosedError, OSError),
+        contextlib.suppress(OSError),
         contextlib.closing(zygote.connect(QueryProcesses(tuple(ranks)))) as local,
     ):
         if local.poll(_ANSWER_S):

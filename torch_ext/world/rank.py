@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.world import _os, exits, operations, threads, wording
-from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import UnfinishedWork, UnfinishedWorkError
 from torch_ext.world.operations import VARIABLE as WAIT_PAGE
@@ -159,7 +159,7 @@ class Rank:
 
     def try_send(self, message: Phase) -> None:
         """Send ``message``; no error if the parent half is gone."""
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             self._send(message)
 
     @_os.with_room
@@ -181,7 +181,7 @@ class Rank:
                     self._send(_look(self._is_between_tests))
                 elif message is RankRequest.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
-        except (ChannelClosedError, OSError):
+        except OSError:
             self._released.set()  # the parent half is gone
 
 

@@ -179,10 +179,7 @@ class ZygoteClient:
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
-        local = _connect(self.channel, AddClient())
-        descriptor = os.dup(local.fileno())
-        local.close()
-        return descriptor
+        return _connect(self.channel, AddClient()).detach()
 
 
 def _start_zygote(zygote: ZygoteClient, request: Start | Copy, *more: int) -> tuple[Channel, Child]:

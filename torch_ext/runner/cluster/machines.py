@@ -61,7 +61,7 @@ class Node:
                     peers[message.to].pass_on.remote(order.number, message)  # the driver notices a lost host
                 else:
                     yield message
-        except (ChannelClosedError, OSError):
+        except OSError:
             raise SupervisorDiedError("its supervisor ended") from None
         finally:
             with self._sending:
@@ -70,9 +70,9 @@ class Node:
 
     def pass_on(self, number: int, line: Line | None) -> None:
         """Pass on a message of another host of class ``number``, if that has not ended; None ends the class."""
-        with self._sending, contextlib.suppress(ChannelClosedError, OSError):
+        with self._sending:
             if number in self._channels:
-                self._channels[number].send(line)
+                self._channels[number].try_send(line)
 
     def end(self) -> None:
         """End the supervisor with its processes, and wait for that."""
