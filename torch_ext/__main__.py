@@ -39,6 +39,7 @@ _PROGRAMS = {
     "export": "torch_ext.upstream.export.command",
     "drift": "torch_ext.upstream.drift",
 }
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
@@ -81,6 +82,9 @@ def upstream() -> Upstream:
 
 def _run(command: str, rest: list[str]) -> int:
     """Run one of ``_PROGRAMS``; report an output that cannot be written in a sentence."""
+    for number in _ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _end)
     try:
         found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
         sys.stdout.flush()
@@ -93,6 +97,13 @@ def _run(command: str, rest: list[str]) -> int:
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return found
+
+
+def _end(number: int, frame: object) -> None:
+    """Raise SystemExit for a signal, so that cleanups run, and ignore further ones."""
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _open_standard_streams() -> None:

@@ -31,7 +31,7 @@ _OF_THE_PACKAGE = {
     "world": "compat machine_memory",
     "results": "world",
     "runner": "world results cache compat.untested_torch machine_memory personality",
-    "upstream": "accelerator world results compat personality unbuilt runner.interrupts",
+    "upstream": "accelerator world results compat personality unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory personality sim runner.interrupts runner.options",
     "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",

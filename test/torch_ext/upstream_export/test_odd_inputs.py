@@ -167,15 +167,20 @@ def test_interrupted_check_leaves_no_files_or_processes(checkout: Path, tmp_path
     # Replaces the import of the written files by a program that sleeps until the interrupt.
     program = (
         "import sys\n"
-        "from torch_ext.upstream.export import check, command\n"
+        "from torch_ext.__main__ import main\n"
+        "from torch_ext.upstream.export import check\n"
         f"def interrupted(copy, modules):\n    check._python(copy, ['-c', {site!r}], 'cpu', 600)\n"
         "check.import_in_copy = interrupted\n"
-        "sys.exit(command.main(sys.argv[1:]))\n"
+        "sys.exit(main())\n"
     )
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    arguments = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
+    arguments = ["export", "testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
     child = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, "export", *arguments],
+        cwd=CHECKOUT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     while not (mark.exists() and mark.read_text()):
         assert child.poll() is None, child.communicate()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import platform
-import signal
 import sys
 import tempfile
 import textwrap
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from torch_ext.runner.interrupts import Interrupts
 from torch_ext.upstream.export import check, lint, tables
 from torch_ext.upstream.export.git import CheckoutError, check_author, commit_of, file_at, mailbox
 from torch_ext.upstream.export.link import Linker
@@ -35,19 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     """Export what ``arguments`` name.
 
     Returns:
-        0; 1 if a change cannot go or fails its check; 2 for a usage error; 128 plus the number of a signal.
+        0; 1 if a change cannot go or fails its check; 2 for a usage error.
     """
     options = _parser().parse_args(arguments)
-    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         result = export(options.items, options.onto, checked=options.check)
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 128 + interrupts.number
-    finally:
-        interrupts.restore()
     for problem in result.problems:
         print(f"error: {problem}", file=sys.stderr)
     if options.output and result.mail:
