@@ -48,10 +48,6 @@ STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 
 wording.hide(r"/torch_ext/program/rank\.py")
-# Waits in these files count as waits of their callers.
-operations.look_through(
-    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
-)
 
 # Files of the frames that run the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")

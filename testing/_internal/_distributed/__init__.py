@@ -1,6 +1,6 @@
 """The modules behind ``common_distributed``: skips, helpers, and a file for each kind of ranks."""
 
-from torch_ext.world import operations, wording
+from torch_ext.world import wording
 
 _FRONT_DOORS = r"common_distributed|common_utils|hypothesis_utils"
 
@@ -19,10 +19,6 @@ wording.hide(
         "_receipt_of_call",
         "run_method",
     ),
-)
-# Functions that wait on behalf of their caller, on the simulated accelerator.
-operations.look_through(
-    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
 )
 wording.hide(r"/compat/_unittest\.py", "call", "clean_up", "<lambda>", "run_test_method")
 wording.hide(r"/compat/_unittest\.py")
