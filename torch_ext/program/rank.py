@@ -47,7 +47,6 @@ from torch_ext.world.wording import add_note, ranks_phrase
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 
-wording.hide(r"/torch_ext/program/rank\.py")
 
 # Files of the frames that run the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")

@@ -115,8 +115,7 @@ def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
         held.callback(line.close)
         if not line.poll(_CONNECT_S):
             return None
-        (frames, zygote_pid), descriptors = line.receive()
-        wording.add(frames)
+        zygote_pid, descriptors = line.receive()
         channel = Channel.from_descriptor(descriptors[0])
         held.callback(channel.close)
         return ZygoteClient(channel, zygote_pid)
@@ -261,8 +260,7 @@ def _accept(line: Channel, zygote: ZygoteClient) -> bool:
     """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
     descriptor = zygote.add_client()
     try:
-        # The zygote's hidden frames, and its pid, with which the command checks a zygote that does not answer
-        line.send((wording.hidden(), zygote.pid), [descriptor])
+        line.send(zygote.pid, [descriptor])  # the command checks by its pid a zygote that does not answer
     except OSError:
         return False
     finally:

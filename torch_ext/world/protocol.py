@@ -172,16 +172,6 @@ class CopyOrder:
 
 
 @dataclass(frozen=True)
-class HiddenFrames:
-    """Frames of the harness that reports leave out. The fields are those of :func:`~torch_ext.world.wording.hide`."""
-
-    file: str
-    functions: tuple[str, ...] = ()
-    outwards: bool = False
-    thread: bool = False
-
-
-@dataclass(frozen=True)
 class Devices:
     """The devices that the ranks of a machine share; 0 and empty if there is no limit."""
 
@@ -191,10 +181,9 @@ class Devices:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The zygote is ready. Holds the files of its modules below the project's folders, and its hidden frames."""
+    """The zygote is ready. Holds the files of its modules below the project's folders."""
 
     imported: tuple[str, ...] = ()
-    hidden_frames: tuple[HiddenFrames, ...] = ()
 
 
 @dataclass(frozen=True)

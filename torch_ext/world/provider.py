@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from torch_ext.world import _os, child, files, threads, wording
+from torch_ext.world import _os, child, files, threads
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import (
     PACKAGE_ROOT,
@@ -233,10 +233,6 @@ def _end_root(own: _Zygotes) -> None:
         own.root, own.loaded = None, {}
 
 
-wording.hide(r"/world/provider\.py", "load_module", outwards=True)
-wording.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
-
-
 def main() -> NoReturn:
     """Program of the root zygote: ``python -c ... <descriptor>``. Its first message is a
     :class:`~torch_ext.world.protocol.RootOrder`.
@@ -254,7 +250,7 @@ def main() -> NoReturn:
         except BaseException:
             command.send(NotLoaded(_trace_of_import()))
             os._exit(1)
-        command.send(Loaded(hidden_frames=wording.hidden()))
+        command.send(Loaded())
         Zygote(command, "the zygote", order.preparation, order.scratch).serve()
     except ChannelClosedError:  # the parent was interrupted, and has ended or dropped this process
         os._exit(0)
@@ -290,7 +286,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
         end_fork(None)
     faulthandler.unregister(STACK_SIGNAL)
     close_all([descriptors[1]])  # so that no child keeps it
-    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), wording.hidden()))
+    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT))))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
 

@@ -53,12 +53,6 @@ from torch_ext.world.threads import LISTENER, leave_out, observe
 # Seconds for which a rank that passed waits for its peers before it destroys its process groups.
 _RELEASE_WAIT_S = 1.0
 
-# Frames between a test and torch.
-wording.hide(r"/compat/c10d\.py")
-wording.hide(r"/world/operations\.py", "after_body", "wait_in_store")
-wording.hide(r"/world/threads\.py", "make_transport")
-wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
-
 # All ranks of a test are on this machine, and resolving the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
 

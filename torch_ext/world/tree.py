@@ -245,7 +245,6 @@ class ModuleZygote(ZygoteClient):
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
-        wording.add(message.hidden_frames)
         self.imported = message.imported
 
     def close(self) -> None:
@@ -308,7 +307,6 @@ class RootZygote(ZygoteClient):
             raise ZygoteDiedError(text) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
-        wording.add(message.hidden_frames)
         self._ready = True
 
     def close(self) -> None:
