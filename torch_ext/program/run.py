@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
             zygote.channel,
-            [RankTask(rank.run, (program, each), connections=1) for each in variables],
+            [RankTask(rank.run, (program, each)) for each in variables],
             interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
@@ -224,7 +224,7 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
     took_s = time.monotonic() - world.started_s
-    facts = [_facts_of(world, number) for number in range(len(outcomes))]
+    facts = [outcome.receipt.facts if outcome.receipt else None for outcome in outcomes]
     silent = [outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT]
     outcomes = _as_program(outcomes, options.output)
     verdict = judge(outcomes)
@@ -289,14 +289,6 @@ def _judge_usage(options: argparse.Namespace, facts: Sequence[Facts | None], sto
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
-
-
-def _facts_of(world: World, number: int) -> Facts | None:
-    connection = world.processes[number].connections[0]
-    with contextlib.suppress(EOFError, OSError):
-        if connection.poll() and isinstance(found := connection.recv(), Facts):
-            return found
-    return None
 
 
 def _forward_signal(world: World, number: int) -> None:

@@ -313,6 +313,7 @@ class Receipt:
     parts: tuple[Part, ...] = ()  # the parts that failed or, for a skip, skipped, in order; empty if unknown
     ticket: Ticket = NO_TICKET
     pid: int = 0
+    facts: Any = None  # what the rank of a program reports besides
 
     @property
     def is_expected(self) -> bool:
