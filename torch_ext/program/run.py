@@ -146,7 +146,7 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         program = replace(options.program, path=path)
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
-            zygote.channel,
+            zygote,
             [RankTask(rank.run, (program, each)) for each in variables],
             interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],

@@ -66,17 +66,12 @@ class RunZygotes:
         """Have a child of the zygote of ``file``, or of its root, count the devices that ranks must share; none if the
         child fails.
         """
-        zygote = self._own() if self._options.script else self._ready_root(file)
+        zygote = provider.zygote_for("__main__") if self._options.script else self._ready_root(file)
         with zygote.ask(_COUNT_DEVICES, None, self._environment) as (channel, _):
             with contextlib.suppress(ChannelClosedError):
                 message: Devices = channel.receive()[0]
                 return message
         return Devices(0, "")
-
-    def _own(self) -> ZygoteClient:
-        """Return this process's own zygote: it has loaded the file as ``__main__`` and has run nothing."""
-        channel = provider.zygote_for("__main__")
-        return ZygoteClient(channel, provider.pid_behind(channel))
 
     def of_file(self, file: TestFile) -> Task[ZygoteClient]:
         """Task: return the file's zygote after it has loaded the file.
@@ -86,7 +81,7 @@ class RunZygotes:
             ZygoteDiedError: the process ended during the import.
         """
         if self._options.script:
-            return self._own()
+            return provider.zygote_for("__main__")  # it has loaded the file, and has run nothing
         zygote = None
         while zygote is None or zygote is not self._of_files.get(file.name):  # another task may have dropped it
             if (zygote := self._of_files.get(file.name)) is None:

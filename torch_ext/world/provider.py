@@ -43,7 +43,7 @@ from torch_ext.world.zygote import Zygote
 class _Zygotes:
     """The zygotes of this process. A forked child starts without any: its parent's zygotes do not serve it."""
 
-    given: Channel | None = None
+    given: ZygoteClient | None = None
     lost_given: bool = False
     starts_none: bool = False
     is_watched: bool = False
@@ -54,10 +54,6 @@ class _Zygotes:
 
     def has(self, module: str) -> bool:
         return (self.forked is not None and module in self.forked_modules) or module in self.loaded
-
-    def behind(self, channel: Channel) -> ZygoteClient | None:
-        started = [*self.loaded.values(), *([self.forked] if self.forked is not None else [])]
-        return next((zygote for zygote in started if zygote.channel is channel), None)
 
 
 _own = _Zygotes()
@@ -73,14 +69,14 @@ os.register_at_fork(after_in_child=_start_without_any)
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote behind ``channel`` serve this process for every module."""
-    _own.given, _own.lost_given = channel, False
+    _own.given, _own.lost_given = ZygoteClient(channel), False
     files.use(scratch_folder)
 
 
 def given_zygote_ended() -> bool:
     """Whether the zygote of :func:`use` has ended."""
     # Zygotes send nothing here: readable = ended.
-    return _own.lost_given or (_own.given is not None and _own.given.poll())
+    return _own.lost_given or (_own.given is not None and _own.given.channel.poll())
 
 
 def never_start_ranks() -> None:
@@ -88,16 +84,16 @@ def never_start_ranks() -> None:
     _own.starts_none = True
 
 
-def zygote_for(module: str) -> Channel:
-    """Return a command channel to a zygote that has loaded ``module``; start a zygote if necessary."""
+def zygote_for(module: str) -> ZygoteClient:
+    """Return a zygote that has loaded ``module``; start a zygote if necessary."""
     if _own.given is not None:
         return _own.given
     if _own.forked is not None and module in _own.forked_modules and _is_alive(_own.forked):
-        return _own.forked.channel
+        return _own.forked
     if module in _own.loaded:
         zygote = _own.loaded[module]
         if not zygote.channel.poll():  # zygotes send nothing here: readable = ended
-            return zygote.channel
+            return zygote
         del _own.loaded[module]
         zygote.close()
         if _own.root is not None and not _own.root.channel.closed and not _own.root.channel.poll():
@@ -111,14 +107,8 @@ def zygote_for(module: str) -> Channel:
     return _load(module)
 
 
-def pid_behind(channel: Channel) -> int:
-    """Return the pid of the zygote behind a channel of :func:`zygote_for`; 0 if another process started it."""
-    zygote = _own.behind(channel)
-    return zygote.pid if zygote is not None else 0
-
-
-def zygote_of_this_process() -> Channel | None:
-    """Return a command channel to the zygote that adopts this process's orphans; None if this process adopts them."""
+def zygote_of_this_process() -> ZygoteClient | None:
+    """Return the zygote that adopts this process's orphans; None if this process adopts them."""
     return _own.given
 
 
@@ -145,20 +135,19 @@ def prepare(module: str) -> None:
         _fork()
 
 
-def forget(channel: Channel) -> None:
-    """Forget the zygote behind ``channel``, which is gone; the next request starts another."""
-    channel.close()
-    zygote = _own.behind(channel)
-    if _own.given is channel:
+def forget(zygote: ZygoteClient) -> None:
+    """Forget a zygote of :func:`zygote_for` that is gone; the next request starts another."""
+    zygote.channel.close()
+    if zygote is _own.given:
         _own.given, _own.lost_given = None, True
-    elif zygote is not None and zygote is _own.forked:
+    elif zygote is _own.forked:
         _end_fork(_own, zygote)
         _own.forked = None
-    elif zygote is not None:
+    elif zygote in _own.loaded.values():
         _end_root(_own)
 
 
-def _fork() -> Channel:
+def _fork() -> ZygoteClient:
     others = _os.identify(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
     if _own.forked is not None:
         _own.forked.close()
@@ -183,7 +172,7 @@ def _fork() -> Channel:
     remote.close()
     _own.forked, _own.forked_modules = ZygoteClient(local, pid), modules
     atexit.register(_end_fork, _own, _own.forked)
-    return local
+    return _own.forked
 
 
 def _is_loadable(name: str) -> bool:
@@ -198,11 +187,11 @@ def _is_alive(forked: ZygoteClient) -> bool:
     with contextlib.suppress(ChildProcessError):  # other code of this process has reaped the zygote
         if _os.waitpid(forked.pid, os.WNOHANG) == (0, 0):
             return True
-    forget(forked.channel)
+    forget(forked)
     return False
 
 
-def _load(module: str) -> Channel:
+def _load(module: str) -> ZygoteClient:
     if _own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
         _own.root = RootZygote(main, files.folder(), os.environ)
@@ -210,11 +199,11 @@ def _load(module: str) -> Channel:
     _own.root.wait_ready()
     if module == "__main__":
         _own.loaded[module] = _own.root
-        return _own.root.channel
+        return _own.root
     order = ModuleOrder(module, sys.path[0] or os.getcwd(), dict(os.environ), tuple(sys.argv))
     _own.loaded[module] = zygote = ModuleZygote(_own.root, order)
     zygote.wait_loaded()
-    return zygote.channel
+    return zygote
 
 
 def _end_fork(own: _Zygotes, zygote: ZygoteClient) -> None:

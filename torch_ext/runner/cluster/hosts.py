@@ -390,7 +390,7 @@ class RemoteRanks(HostRanks):
         if isinstance(payload, Receipt):  # host 0 may judge the test on receipt, so the rank's output goes first
             world.ranks[index].drain(RankStream.OUTPUT)
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
-            others = query_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            others = query_zygote(self._zygote, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
         self.send(0, world.number, stream, payload, index)
 
