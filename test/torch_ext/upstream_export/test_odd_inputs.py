@@ -50,7 +50,10 @@ def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command, which must fail with one sentence and print nothing else, and return the sentence."""
 
     def run(*arguments: object, code: int = 2, command: Callable[[list[str]], int] = main) -> str:
-        ended = command([str(each) for each in arguments])
+        try:
+            ended = command([str(each) for each in arguments])
+        except SystemExit as usage_error:
+            ended = int(str(usage_error))
         output = capfd.readouterr()
         assert (ended, output.out) == (code, ""), output
         lines = [line for line in output.err.splitlines() if "error: " in line]
@@ -176,11 +179,7 @@ def test_interrupted_check_leaves_no_files_or_processes(checkout: Path, tmp_path
     environment = {**os.environ, "TMPDIR": str(scratch)}
     arguments = ["export", "testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
     child = subprocess.Popen(
-        [sys.executable, "-c", program, "export", *arguments],
-        cwd=CHECKOUT,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program, *arguments], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
     )
     while not (mark.exists() and mark.read_text()):
         assert child.poll() is None, child.communicate()
