@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
 _HOME = "torch.distributed.autograd"
 

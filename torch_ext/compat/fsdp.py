@@ -6,7 +6,7 @@ them would not be the one that FSDP calls.
 
 from __future__ import annotations
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
 __getattr__ = lazy_names(
     __name__,

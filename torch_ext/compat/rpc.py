@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
 _HOME = "torch.distributed.rpc"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
 _UTILS = "torch.testing._internal.common_utils"
 _DISTRIBUTED = "torch.testing._internal.common_distributed"

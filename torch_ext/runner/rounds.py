@@ -34,8 +34,7 @@ from torch_ext.results import (
 from torch_ext.runner.choice import Chosen
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.tally import InOrder, Reporter, ReportFile, Tally
-from torch_ext.runner.reporters.text import TextReporter, Writer, annotate
-from torch_ext.runner.reporters.watch import ProgressLines
+from torch_ext.runner.reporters.text import ProgressLines, TextReporter, Writer, annotate
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
 

@@ -213,7 +213,6 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
-        os.environ[threads.VARIABLE] = order.address
         connections.pop(0)  # the reservation: open until this process ends
     os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
     redirect(stdout, stderr)

@@ -28,8 +28,7 @@ from torch_ext.results import (
 )
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.tally import InOrder, Tally
-from torch_ext.runner.reporters.text import Writer
-from torch_ext.runner.reporters.watch import ProgressLines
+from torch_ext.runner.reporters.text import ProgressLines, Writer
 from torch_ext.runner.rounds import Reporters
 from torch_ext.runner.schedule import make_plan
 
