@@ -145,13 +145,9 @@ class RunEnded:
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file."""
 
-    error: str  # the first line of its message, such as "ValueError: no"
+    sentence: str  # the first line of its message, such as "ValueError: no"
     trace: str  # its traceback, without the harness's own frames
     where: str = ""  # the sub-test or fixture that raised it, such as `setUpClass` of a class; empty: the test itself
-
-    @property
-    def sentence(self) -> str:
-        return self.error
 
 
 @dataclass(frozen=True, slots=True)
