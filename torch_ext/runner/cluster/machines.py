@@ -150,15 +150,13 @@ class Machines:
 
     def _start(self, ids: Sequence[str]) -> str:
         """Start an actor on each of these machines; return why one of them cannot run tests, or an empty string."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         variables = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
         variables.pop("TORCH_EXT_CACHE", None)
         actor, kept = self._ray.remote(Node), cache.folder()
         for number, node in enumerate(ids):
             if self._cluster is not None and kept is not None:
                 variables["TORCH_EXT_CACHE"] = str(kept / "cluster" / f"node-{number}")
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
             how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": where}
             self._actors[node] = actor.options(**how).remote(self._options, dict(variables))
         refused = ""
@@ -181,16 +179,14 @@ class Machines:
 
     def reserve(self, need: Needs) -> Any:
         """Ask Ray for room for a class, each host on another machine of Ray's choice; return the reservation."""
-        from ray.util import placement_group
-
         resources = bundle(need.of_each_host, self._largest_cpus, self._devices)
-        return placement_group([resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK")
+        return self._ray.util.placement_group(
+            [resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK"
+        )
 
     def nodes(self, reservation: Any, hosts: int) -> tuple[str, ...]:
         """Return the ids of the machines of a reservation; an empty tuple while there is no room."""
-        from ray.util import placement_group_table
-
-        table = placement_group_table(reservation)
+        table = self._ray.util.placement_group_table(reservation)
         created = table.get("state") == "CREATED"
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
@@ -206,12 +202,10 @@ class Machines:
 
     def leave(self, reservation: Any, nodes: Sequence[str], number: int) -> None:
         """End a class on its machines, and return its reservation to Ray."""
-        from ray.util import remove_placement_group
-
         with contextlib.suppress(Exception):  # the cluster may be gone
             for actor in filter(None, map(self._actors.get, nodes)):
                 actor.pass_on.remote(number, None)
-            remove_placement_group(reservation)
+            self._ray.util.remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
         """Wait at most ``timeout_s`` seconds for an event; return the streams that have one."""
