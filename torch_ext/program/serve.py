@@ -249,22 +249,13 @@ def _serve(zygote: ZygoteClient, listening: socket.socket, idle_s: float) -> boo
                 print(f"{wording.PREFIX}{changed} has changed: loading again", flush=True)
                 is_stale = True
             line = Channel(connected)
-            if not is_stale and is_own(connected) and _accept(line, zygote):
-                lines.append(line)
-            else:
+            if is_stale or not is_own(connected):
                 line.close()
-    return True
-
-
-def _accept(line: Channel, zygote: ZygoteClient) -> bool:
-    """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
-    descriptor = zygote.add_client()
-    try:
-        line.send(zygote.pid, [descriptor])  # the command checks by its pid a zygote that does not answer
-    except OSError:
-        return False
-    finally:
-        close_all([descriptor])
+                continue
+            descriptor = zygote.add_client()
+            line.try_send(zygote.pid, [descriptor])  # the command checks by its pid a zygote that does not answer
+            close_all([descriptor])
+            lines.append(line)
     return True
 
 
