@@ -124,7 +124,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Sent a few times a second while tests run, for views that show the time."""
+    """Time has passed. Sent a few times a second while tests run, for reporters that show the time."""
 
 
 @dataclass(frozen=True, slots=True)
