@@ -4,5 +4,3 @@ Importing this package loads neither torch nor a test module, so the runner star
 """
 
 __version__ = "0.1.0"
-
-__all__ = ["__version__"]

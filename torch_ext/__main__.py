@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import os
@@ -38,12 +39,14 @@ _PROGRAMS = {
     "export": "torch_ext.upstream.export.command",
     "drift": "torch_ext.upstream.drift",
 }
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
-    """Run the command that this process's arguments name, by default tests, and return its exit code.
+    """Run the command that this process's arguments name, by default tests, and return its exit code. Raises SystemExit
+    with 2 for a usage error of a subcommand, with 0 after its ``--help``.
 
-    ``build`` returns 0; 1 if the simulator cannot be built or loaded; 2 for a usage error.
+    ``build`` returns 0, or 1 if the simulator cannot be built or loaded.
     """
     demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
@@ -54,9 +57,7 @@ def main() -> int:
         from torch_ext.runner.cli import main as run_tests
 
         return run_tests(upstream=upstream())
-    if rest:
-        print(f"error: {command} takes no arguments, but got: {' '.join(rest)}", file=sys.stderr)
-        return 2
+    argparse.ArgumentParser("torch_ext build", description="Build the simulated accelerator.").parse_args(rest)
     try:
         from torch_ext.sim import build  # on use: the import builds the simulator
 
@@ -81,6 +82,9 @@ def upstream() -> Upstream:
 
 def _run(command: str, rest: list[str]) -> int:
     """Run one of ``_PROGRAMS``; report an output that cannot be written in a sentence."""
+    for number in _ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _end)
     try:
         found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
         sys.stdout.flush()
@@ -93,6 +97,13 @@ def _run(command: str, rest: list[str]) -> int:
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return found
+
+
+def _end(number: int, frame: object) -> None:
+    """Raise SystemExit for a signal, so that cleanups run, and ignore further ones."""
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _open_standard_streams() -> None:

@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
 
@@ -53,13 +52,6 @@ _chosen: str | None = None
 
 class UnknownDeviceError(RuntimeError):
     """``TORCH_EXT_DEVICE`` names a device type that this torch does not know or this machine lacks."""
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """Abilities of the device under test beyond computing."""
-
-    device_sleep: bool  # `device_module()._sleep` delays the device without delaying the host
 
 
 def device_type() -> str:
@@ -221,6 +213,6 @@ def has_backend(name: str) -> bool:
     return bool(dist.is_backend_available(name))
 
 
-def capabilities() -> Capabilities:
-    """Return the device's :class:`Capabilities`, by the attributes of its module rather than by its name."""
-    return Capabilities(device_sleep=_of_device("_sleep") is not None)
+def can_sleep() -> bool:
+    """Whether ``device_module()._sleep`` delays the device without delaying the host."""
+    return _of_device("_sleep") is not None

@@ -80,13 +80,24 @@ class TestName:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The resources that a test needs, as far as its class and decorators declare them before it runs."""
+    """The resources that a test needs, as far as its class and decorators declare them before it runs; those of a class
+    are enough for each of its tests.
+    """
 
     world_size: int = 0  # number of ranks; 0: none, or unknown before the test runs
     processes: int = 1  # number of processes of the ranks: `world_size`, or 1 if they are threads; at least 1
     devices: int = 0  # accelerator devices without which the test skips; 0: any number is enough
     alone: bool = False  # no other class may run at the same time
-    hosts: int = 1  # number of hosts of the ranks
+    hosts: int = 1  # number of hosts of the ranks, with as many ranks on each
+
+    @property
+    def of_each_host(self) -> Needs:
+        """The needs of a class on one of its hosts.
+
+        >>> Needs(processes=4, hosts=2).of_each_host == Needs(processes=2)
+        True
+        """
+        return Needs(processes=-(-self.processes // self.hosts), alone=self.alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Sent a few times a second while tests run, for views that show the time."""
+    """Time has passed. Sent a few times a second while tests run, for reporters that show the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +145,9 @@ class RunEnded:
 class Raised:
     """An exception outside of any rank: in a test's parent half, a fixture of its class, or the import of its file."""
 
-    error: str  # the first line of its message, such as "ValueError: no"
+    sentence: str  # the first line of its message, such as "ValueError: no"
     trace: str  # its traceback, without the harness's own frames
     where: str = ""  # the sub-test or fixture that raised it, such as `setUpClass` of a class; empty: the test itself
-
-    @property
-    def sentence(self) -> str:
-        return self.error
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,9 @@ def get_cycles_per_ms() -> float:
     once with the device's events.
 
     Raises:
-        RuntimeError: ``accelerator.capabilities().device_sleep`` is false.
+        RuntimeError: ``accelerator.can_sleep()`` is false.
     """
-    if not accelerator.capabilities().device_sleep:
+    if not accelerator.can_sleep():
         kind = accelerator.device_type()
         raise RuntimeError(f"{kind} has no _sleep; sleep on the host instead")
     module, cycles = accelerator.device_module(), 1_000_000

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-    from torch.distributed.distributed_c10d import _coalescing_manager as _coalescing_manager
-    from torch.distributed.distributed_c10d import _get_default_group as _get_default_group
-    from torch.distributed.distributed_c10d import _get_default_store as _get_default_store
-
-    # Missing from torch's stubs.
-    _dump_fr_trace_json: Callable[[bool, bool], bytes]
-    _set_thread_isolation_mode: Callable[[bool], None]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def ranks_of_groups() -> dict[str, list[int]]:

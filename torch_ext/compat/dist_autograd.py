@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch_ext.compat._lookup import lazy_names
-
-if TYPE_CHECKING:
-    from torch._C import _distributed_autograd as _autograd
-    from torch.distributed.autograd import context as context
-
-    backward, get_gradients, current_context = _autograd.backward, _autograd.get_gradients, _autograd._current_context
-    retrieve_context = _autograd._retrieve_context
+from torch_ext.compat import lazy_names
 
 _HOME = "torch.distributed.autograd"
 

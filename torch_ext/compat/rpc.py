@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch_ext.compat._lookup import lazy_names
-
-if TYPE_CHECKING:
-    from torch._C import _distributed_rpc as _rpc
-    from torch.distributed.rpc import _testing
-    from torch.distributed.rpc import api as api
-
-    WorkerInfo = _rpc.WorkerInfo
-    delete_unforked_rrefs = _rpc._delete_all_user_and_unforked_owner_rrefs
-    rref_debug_info, set_rpc_timeout = _rpc._rref_context_get_debug_info, _rpc._set_rpc_timeout
-    faulty_agent_module = _testing.__name__
-    all_gather, barrier, wait_all = api._all_gather, api._barrier, api._wait_all
-    current_agent = api._get_current_rpc_agent
+from torch_ext.compat import lazy_names
 
 _HOME = "torch.distributed.rpc"
 

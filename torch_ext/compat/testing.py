@@ -12,18 +12,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from torch_ext.compat._lookup import lazy_names
-
-if TYPE_CHECKING:
-    from torch.testing._internal.common_distributed import TEST_SKIPS as TEST_SKIPS
-    from torch.testing._internal.common_utils import FILE_SCHEMA as FILE_SCHEMA
-    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg as _install_threaded_pg
-    from torch.testing._internal.distributed.multi_threaded_pg import _uninstall_threaded_pg as _uninstall_threaded_pg
+from torch_ext.compat import lazy_names
 
 _UTILS = "torch.testing._internal.common_utils"
 _DISTRIBUTED = "torch.testing._internal.common_distributed"

@@ -5,6 +5,7 @@ Loads torch, but builds nothing and initializes no device.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.metadata
@@ -47,9 +48,7 @@ build = _read_build()
 
 def main(arguments: Sequence[str]) -> int:
     """Print the screen; return 0, or 1 if ranks cannot run on the simulated accelerator."""
-    if arguments:
-        print(f"error: doctor takes no arguments, but got: {' '.join(arguments)}", file=sys.stderr)
-        return 2
+    argparse.ArgumentParser("torch_ext doctor", description="Show this machine's features.").parse_args(arguments)
     problems = [("PROBLEM", problem) for problem in _problems()]
     for name, text in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
         print(f"{name:<14}{text}")

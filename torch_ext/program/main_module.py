@@ -18,13 +18,6 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
-from torch_ext.world import wording
-
-wording.hide(r"/torch_ext/program/main_module\.py")
-wording.hide(r"/torch_ext/program/main_module\.py", "run_main", "_run_file", outwards=True)
-wording.hide(r"(?:<frozen runpy>|/runpy\.py)")
-wording.hide(r"(?:<frozen runpy>|/runpy\.py)", "_run_code", outwards=True)
-
 
 @dataclass(frozen=True)
 class Program:

@@ -31,7 +31,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.program.autoload import WORKER
@@ -47,22 +46,14 @@ from torch_ext.world.wording import add_note, ranks_phrase
 STORE_HOST = "127.0.0.1"
 _STORE_ANSWER_S = 2.0
 
-wording.hide(r"/torch_ext/program/rank\.py")
-# Waits in these files count as waits of their callers.
-operations.look_through(
-    *(f"/torch_ext/sim/{name}.py" for name in ("_collectives", "_gloo_halves", "_patches", "races/_threads"))
-)
 
 # Files of the frames that run the program.
 _CALLERS = ("/torch_ext/program/main_module.py", "<frozen runpy>", "/runpy.py")
 
 
-def run(program: Program, variables: Mapping[str, str], facts: Connection) -> None:
-    """Run ``program`` in this rank, send one :class:`Facts` on ``facts``, submit the rank's receipt, and exit with the
-    program's code.
-    """
-    own = world_rank.this_rank()
-    pid, line = os.getpid(), os.fstat(facts.fileno())
+def run(program: Program, variables: Mapping[str, str]) -> None:
+    """Run ``program`` in this rank, submit the rank's receipt with :class:`Facts`, and exit with the program's code."""
+    own, pid = world_rank.this_rank(), os.getpid()
     os.environ.update(variables)
     os.environ[WORKER] = str(pid)
     _become_main_process()
@@ -76,20 +67,17 @@ def run(program: Program, variables: Mapping[str, str], facts: Connection) -> No
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
     code = exit_code_of(error)
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.fstat(facts.fileno()), line):  # the program may have reused its number
-            facts.send(Facts(code, _groups_made(), _uses_of_device()))
-            facts.close()
-    if not code:
+    facts = Facts(code, _groups_made(), _uses_of_device())
+    if error is None or not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
-            own.submit(Receipt(RankStatus.PASSED, time.monotonic()))
+            own.submit(Receipt(RankStatus.PASSED, time.monotonic(), facts=facts))
         finalize(LISTENER)
         sys.exit(0)
     _print_error(error)
     try:
-        own.submit(world_rank.failure(error) if error is not None else Receipt(RankStatus.FAILED, time.monotonic()))
+        own.submit(replace(world_rank.failure(error), facts=facts))
     except OSError:
-        if error is not None and not isinstance(error, SystemExit):
+        if not isinstance(error, SystemExit):
             print(wording.read_error(error)[1], end="", file=sys.stderr, flush=True)
     with contextlib.suppress(BaseException):  # after a failure, submit() has not called them
         atexit._run_exitfuncs()
@@ -157,12 +145,12 @@ def _cut(race: Any) -> Any:
     return replace(race, earlier=earlier, later=later, **places)
 
 
-def _print_error(error: BaseException | None) -> None:
+def _print_error(error: BaseException) -> None:
     """Print Python's output for the error without the traceback, which the report shows."""
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr, flush=True)
-    elif error is not None and not getattr(sys.excepthook, "__module__", "").startswith(("sys", "torch.")):
+    elif not getattr(sys.excepthook, "__module__", "").startswith(("sys", "torch.")):
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except BaseException:  # Python, too, only prints it
@@ -193,7 +181,7 @@ def serve_store(port: int, descriptors: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's report at the end of its program."""
+    """A rank's report at the end of its program, in its receipt."""
 
     exit_code: int  # of the program
     groups: int  # number of process groups that the rank made

@@ -24,11 +24,10 @@ from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, seconds, typed
 from torch_ext.world import settings, wording
-from torch_ext.world.channel import ChannelClosedError, channel_pair
+from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import Inherited
 from torch_ext.world.settings import Limits, launcher_variables
 from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, Verdict, WorldReport, judge, render
@@ -111,11 +110,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program of ``arguments`` and return the exit code of the command; see ``--help``."""
+    options = parse(arguments)
     try:
-        options = parse(arguments)
         settings.hang_after_s()
-    except SystemExit as stop:
-        return int(stop.code or 0)
     except ValueError as error:  # of that variable
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -131,9 +128,6 @@ def main(arguments: Sequence[str]) -> int:
         message = str(error)
     except ZygoteDiedError as error:
         message = f"{error}; the ranks ended with it"
-    except BrokenPipeError:  # the reader of the output has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BY_SIGNAL + signal.SIGPIPE
     finally:
         for number in _STOPPED_BY:
             signal.signal(number, signal.SIG_IGN)  # keep the exit code that is decided
@@ -152,8 +146,8 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         program = replace(options.program, path=path)
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
-            zygote.channel,
-            [RankTask(rank.run, (program, each, Inherited(0)), connections=1) for each in variables],
+            zygote,
+            [RankTask(rank.run, (program, each)) for each in variables],
             interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
@@ -179,7 +173,7 @@ class _Store:
 
     def was_used(self) -> bool:
         """Whether a rank has ever set a key; False if the store does not answer."""
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             self._channel.send("keys")
             if self._channel.poll(_STORE_S):
                 return bool(self._channel.receive()[0])
@@ -230,7 +224,7 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
         wording.announce(f"interrupted by {signal.Signals(number).name}")
         raise
     took_s = time.monotonic() - world.started_s
-    facts = [_facts_of(world, number) for number in range(len(outcomes))]
+    facts = [outcome.receipt.facts if outcome.receipt else None for outcome in outcomes]
     silent = [outcome.rank for outcome in outcomes if outcome.ending is Ending.SILENT]
     outcomes = _as_program(outcomes, options.output)
     verdict = judge(outcomes)
@@ -295,14 +289,6 @@ def _judge_usage(options: argparse.Namespace, facts: Sequence[Facts | None], sto
     for sentence in unused:
         wording.announce(f"{'error' if options.strict else 'warning'}: {sentence}")
     return 1 if unused and options.strict else 0
-
-
-def _facts_of(world: World, number: int) -> Facts | None:
-    connection = world.processes[number].connections[0]
-    with contextlib.suppress(EOFError, OSError):
-        if connection.poll() and isinstance(found := connection.recv(), Facts):
-            return found
-    return None
 
 
 def _forward_signal(world: World, number: int) -> None:

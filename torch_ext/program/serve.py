@@ -43,10 +43,10 @@ from torch_ext.program import autoload
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import seconds, typed
 from torch_ext.world import files, wording
-from torch_ext.world.channel import Channel, ChannelClosedError, close_all
+from torch_ext.world.channel import Channel, close_all
 from torch_ext.world.follow import ZygoteLostError
 from torch_ext.world.protocol import Preparation
-from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteDiedError, start_root
+from torch_ext.world.tree import LoadError, RootZygote, ZygoteClient, ZygoteDiedError
 from torch_ext.world.zygote import read_when_loaded
 
 # Variables that a process reads when it starts or loads torch, in addition to those of ``zygote.read_when_loaded``. The
@@ -69,10 +69,10 @@ def _load(
     """Return a new zygote that has loaded torch and, if ``simulated``, the simulator. ``held`` ends it."""
     device = "torch_ext.cuda_as_sim.stand_in" if environment.get(VARIABLE) == AS_CUDA else "torch_ext.sim"
     preparation = Preparation(path, (*_LOADED, *((device,) if simulated else ())))
-    root = start_root(preparation, files.folder(), environment)
+    root = RootZygote(preparation, files.folder(), environment)
     held.callback(root.close)
     root.wait_ready()
-    return ZygoteClient(root.channel, root.process.pid)
+    return root
 
 
 @contextlib.contextmanager
@@ -102,7 +102,7 @@ def search_path() -> tuple[str, ...]:
 
 def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
     """Return the warm zygote of socket ``name``; None if there is none. ``held`` keeps the connection open."""
-    with contextlib.suppress(OSError, ChannelClosedError, IndexError, TypeError, ValueError):  # or another version's
+    with contextlib.suppress(OSError, IndexError, TypeError, ValueError):  # or another version's
         with folder() as place:
             connected = _connected(place / name)
             for other in filter(None, map(_connected, place.glob(f"{name[:4]}*") if connected is None else ())):
@@ -115,8 +115,7 @@ def connect(name: str, held: contextlib.ExitStack) -> ZygoteClient | None:
         held.callback(line.close)
         if not line.poll(_CONNECT_S):
             return None
-        (frames, zygote_pid), descriptors = line.receive()
-        wording.add(frames)
+        zygote_pid, descriptors = line.receive()
         channel = Channel.from_descriptor(descriptors[0])
         held.callback(channel.close)
         return ZygoteClient(channel, zygote_pid)
@@ -198,16 +197,13 @@ def main(arguments: Sequence[str]) -> int:
     idle = "end after S idle seconds (900)"
     parser.add_argument("--idle", type=typed(seconds), default=900.0, metavar="S", help=idle)
     parser.add_argument("--host", action="store_true", help="serve --device cpu and cuda, without the simulator")
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    options = parser.parse_args(arguments)
     Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         is_stale = _serve_one(not options.host, options.idle)
     except KeyboardInterrupt:
         return 0
-    except (OSError, LoadError, ZygoteDiedError, ChannelClosedError) as error:
+    except (OSError, LoadError, ZygoteDiedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if is_stale:
@@ -253,23 +249,13 @@ def _serve(zygote: ZygoteClient, listening: socket.socket, idle_s: float) -> boo
                 print(f"{wording.PREFIX}{changed} has changed: loading again", flush=True)
                 is_stale = True
             line = Channel(connected)
-            if not is_stale and is_own(connected) and _accept(line, zygote):
-                lines.append(line)
-            else:
+            if is_stale or not is_own(connected):
                 line.close()
-    return True
-
-
-def _accept(line: Channel, zygote: ZygoteClient) -> bool:
-    """Send the command at the other end of ``line`` the data for its run; return whether the command still runs."""
-    descriptor = zygote.add_client()
-    try:
-        # The zygote's hidden frames, and its pid, with which the command checks a zygote that does not answer
-        line.send((wording.hidden(), zygote.pid), [descriptor])
-    except (ChannelClosedError, OSError):
-        return False
-    finally:
-        close_all([descriptor])
+                continue
+            descriptor = zygote.add_client()
+            line.try_send(zygote.pid, [descriptor])  # the command checks by its pid a zygote that does not answer
+            close_all([descriptor])
+            lines.append(line)
     return True
 
 

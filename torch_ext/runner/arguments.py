@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,12 +40,6 @@ Exit codes: 0 all passed or flaky (see --fail-on-flaky), 1 a test failed, 2 usag
 """
 # Holds flags that precede the typed ones.
 _VARIABLE = "TORCH_EXT_OPTIONS"
-# Options of earlier versions, and their replacements.
-_GONE = {
-    "reuse": "ranks are forked for each test, from a copy of its file's process",
-    "html": "--junit FILE has the same, for any viewer of JUnit XML, such as junit2html",
-    "trace": "--json FILE says when each class and test began and ended",
-}
 _SECTION = "[tool.torch_ext]"
 
 
@@ -78,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.fullmatch(r"unrecognized arguments: (-[^=\s]*).*", message, re.DOTALL):
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            message = f"there is no option {found[1]}{_instead(found[1], known)}"
+            message = f"there is no option {found[1]}{advice(found[1], known)}"
         raise SetupError(message)
 
     def read(self, flags: Sequence[str]) -> dict[str, Any]:
@@ -87,12 +81,6 @@ class _Parser(argparse.ArgumentParser):
         if patterns := given.pop("patterns"):
             given["include"] = [*patterns, *given.get("include", [])]
         return {field: tuple(value) if isinstance(value, list) else value for field, value in given.items()}
-
-
-def _instead(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown option: its replacement, or similar names, if there are any."""
-    gone = _GONE.get(name.lstrip("-"))
-    return f"; {gone}" if gone else advice(name, known)
 
 
 def _add(group: argparse._ArgumentGroup, row: Row) -> None:
@@ -175,7 +163,7 @@ def _flags_of(path: Path) -> list[str]:
     flags = []
     for key, value in section.items():
         if (row := rows.get(key.replace("_", "-"))) is None:
-            near = _instead(key.replace("_", "-"), rows)
+            near = advice(key.replace("_", "-"), rows)
             raise SetupError(f"{path}: {_SECTION} has the unknown key {key!r}{near}")
         if isinstance(value, bool) == bool(row.metavar):
             expected = "a value" if row.metavar else "true or false"

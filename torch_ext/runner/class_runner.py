@@ -201,8 +201,7 @@ class ClassChild:
         self._stacks, stacks_writer = os.pipe()
         self._output = _Output(options.show_output)
         output = [os.dup(self._output.fileno()) for _ in range(2)]
-        descriptors = [os.dup(remote.fileno()), place.add_client(zygote), *output, stacks_writer]
-        remote.close()
+        descriptors = [remote.detach(), place.add_client(zygote), *output, stacks_writer]
         target = "torch_ext.runner.class_process:main"
         try:
             self._child: Child = zygote.start(target, order, descriptors, place.environment)

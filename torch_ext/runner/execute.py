@@ -20,10 +20,10 @@ from torch_ext.runner.messages import TestNames
 from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.places import Machine
-from torch_ext.runner.schedule import Batch, Plan, Queue, longest_first
+from torch_ext.runner.schedule import Batch, Plan, Queue, cores, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
-from torch_ext.world import _os, wording
+from torch_ext.world import wording
 from torch_ext.world.channel import ChannelClosedError, close_all
 from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import STACK_SIGNAL, Devices
@@ -36,8 +36,7 @@ from torch_ext.world.tree import (
     ZygoteDiedError,
 )
 
-# Seconds without news after which one more import may run, so that hung imports block no other; and between ticks.
-_IDLE_S, _TICK_S = 2.0, 0.25
+_TICK_S = 0.25
 
 
 class RunExecutor:
@@ -57,20 +56,14 @@ class RunExecutor:
             atexit.register(self.close)
 
     def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
-        """See :class:`Executor`. Imports one file per core concurrently, and more while imports hang."""
-        waiting, at_once, active_s = deque(files), os.cpu_count() or 1, _os.monotonic()
-        found: list[Collected] = []
-        loop = Loop(lambda: None, _IDLE_S)
+        """See :class:`Executor`. Imports one file per core concurrently."""
+        waiting, found, loop = deque(files), list[Collected](), Loop()
         try:
             while waiting or loop:
-                while waiting and len(loop) < at_once:
+                while waiting and len(loop) < cores():
                     loop.add(self._collect(waiting.popleft(), found))
                 if loop and not found:
                     loop.turn()
-                if found:
-                    active_s = _os.monotonic()
-                elif _os.monotonic() - active_s > _IDLE_S:
-                    at_once, active_s = at_once + 1, _os.monotonic()
                 yield from found
                 found.clear()
         finally:

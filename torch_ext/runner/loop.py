@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch_ext.world import _os
-from torch_ext.world.channel import Channel
 from torch_ext.world.settings import ProcessDeadline
 
 T = TypeVar("T")
@@ -23,31 +22,33 @@ class _HasFileno(Protocol):
     def fileno(self) -> int: ...
 
 
+class _Source(_HasFileno, Protocol):
+    def poll(self) -> bool: ...
+
+
 class Pause(NamedTuple):
-    """A task's wait: ends when one of ``files`` is readable, or when ``_os.monotonic()`` passes ``until_s`` or a file's
-    ``deadline_s``.
-    """
+    """A task's wait: ends when one of ``files`` is readable, or when ``_os.monotonic()`` passes ``until_s``."""
 
     files: tuple[_HasFileno | int, ...]
     until_s: float = float("inf")
 
-    def resolve(self) -> tuple[set[int], float]:
-        """Return the descriptors of the files (-1: closed), and the end of the wait if none becomes readable."""
-        descriptors = {file if isinstance(file, int) else file.fileno() for file in self.files}
-        return descriptors, min([self.until_s, *(getattr(file, "deadline_s", self.until_s) for file in self.files)])
+    @property
+    def descriptors(self) -> set[int]:
+        """The descriptors of the files; -1: closed."""
+        return {file if isinstance(file, int) else file.fileno() for file in self.files}
 
 
 Task = Generator[Pause, None, T]
 
 
-def arrives(channel: Channel, limit_s: float, pid: int) -> Task[bool]:
-    """Task: wait for ``channel`` and return whether it is readable. Gives up after ``limit_s`` seconds, unless process
-    ``pid``, which writes to the channel, still computes then.
+def arrives(source: _Source, limit_s: float, pid: int) -> Task[bool]:
+    """Task: wait for ``source``, such as a channel, and return whether it is ready. Gives up after ``limit_s`` seconds,
+    unless process ``pid``, which writes to it, still computes then.
     """
     deadline = ProcessDeadline(limit_s, _os.monotonic())
-    while not channel.poll():
-        yield Pause((channel,), deadline.look_s)
-        if not channel.poll() and deadline.is_over(_os.monotonic(), _os.cpu_time_s(pid)):
+    while not source.poll():
+        yield Pause((source,), deadline.look_s)
+        if not source.poll() and deadline.is_over(_os.monotonic(), _os.cpu_time_s(pid)):
             return False
     return True
 
@@ -68,12 +69,12 @@ class Loop:
 
     def turn(self) -> None:
         """Wait until a task can go on, and run every task that can. Also returns after a tick."""
-        waits = [(task, *wait.resolve()) for task, wait in self._tasks.items()]
-        left_s = min(self._tick_s, min(end_s for *_, end_s in waits) - _os.monotonic())
+        waits = [(task, wait.descriptors, wait.until_s) for task, wait in self._tasks.items()]
+        left_s = min(self._tick_s, min(until_s for *_, until_s in waits) - _os.monotonic())
         ready = _readable(set().union(*(descriptors for _, descriptors, _ in waits)), max(0.0, left_s))
         now_s = _os.monotonic()
-        for task, descriptors, end_s in waits:
-            if task in self._tasks and (descriptors & ready or now_s >= end_s):
+        for task, descriptors, until_s in waits:
+            if task in self._tasks and (descriptors & ready or now_s >= until_s):
                 self._advance(task)
         self._tick()
 

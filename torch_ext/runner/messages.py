@@ -16,13 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch_ext.results import Needs, Problem, TestName, TestResult
-from torch_ext.world import wording
-
-# Hide frames of the sending process here, for both sides: the supervisor reads the output of a class process without
-# loading its modules.
-wording.hide(r"/runner/class_process\.py", "main", outwards=True)
-wording.hide(r"/runner/class_process\.py", "call_and_check", "clean_up_and_check", "set_up_class")
-wording.hide(r"/runner/interrupts\.py", "_handle")
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from torch_ext.results import (
 from torch_ext.runner.choice import Chosen
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.reporters.tally import InOrder, Reporter, ReportFile, Tally
-from torch_ext.runner.reporters.text import TextReporter, Writer, annotate, is_live
-from torch_ext.runner.reporters.watch import LiveWatch, PlainWatch
+from torch_ext.runner.reporters.text import ProgressLines, TextReporter, Writer, annotate
 from torch_ext.runner.schedule import Plan
 from torch_ext.runner.steps import Executor, Judge
 
@@ -52,8 +51,7 @@ class Reporters:
         notes: Sequence[str] = (),
     ) -> None:
         self.tally = Tally(plan)
-        stream = sys.stderr if options.json == "-" else sys.stdout
-        out, files = Writer(stream), list[Reporter]()
+        out, files = Writer(sys.stderr if options.json == "-" else sys.stdout), list[Reporter]()
         self._at_end: list[Callable[[Tally, bool], None]] = []
         if options.json:
             from torch_ext.runner.reporters.jsonlines import JsonReporter
@@ -66,11 +64,8 @@ class Reporters:
             self._at_end.append(partial(write_junit, options=options, file=junit, start_s=time.time()))
         if options.github:
             self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=out))
-        often = options.verbosity >= 0
-        live = is_live(stream) and often and not options.show_output
-        text = TextReporter(self.tally, options, out, notes, announce=not live)
-        make_watch = LiveWatch if live else partial(PlainWatch, often=often)
-        watch = make_watch(self.tally, expected_s, out)
+        text = TextReporter(self.tally, options, out, notes)
+        watch = ProgressLines(self.tally, expected_s, out, often=options.verbosity >= 0)
         self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
 
     def __call__(self, event: Event) -> None:

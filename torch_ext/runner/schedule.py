@@ -17,31 +17,13 @@ from torch_ext.runner.names import TestFile
 _UNKNOWN_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The needs of a running class."""
-
-    ranks: int = 1  # maximal number of ranks of its tests; at least 1, and 1 if ranks are threads
-    alone: bool = False  # no other class runs at the same time
-    hosts: int = 1  # number of hosts of its ranks, with as many ranks on each
-
-    @property
-    def of_each_host(self) -> Need:
-        """The need on one of its hosts.
-
-        >>> Need(ranks=4, hosts=2).of_each_host
-        Need(ranks=2, alone=False, hosts=1)
-        """
-        return Need(-(-self.ranks // self.hosts), self.alone)
-
-
 class Batch(NamedTuple):
     """The selected tests of one class, which share its ``setUpClass``, in the order in which they run."""
 
     file: TestFile
     cls: str
     tests: tuple[TestName, ...]
-    need: Need = Need()
+    need: Needs = Needs()
     expected_s: float = 0.0  # their duration in their last run
 
     @property
@@ -96,11 +78,10 @@ def make_plan(
     )
 
 
-def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Need:
-    known = [needs[test] for test in tests if test in needs]
-    ranks = max((each.processes for each in known), default=1)
-    hosts = max((each.hosts for each in known), default=1)
-    return Need(ranks, any(each.alone for each in known), hosts)
+def _need_of(tests: Iterable[TestName], needs: Mapping[TestName, Needs]) -> Needs:
+    known = [needs[test] for test in tests if test in needs] or [Needs()]
+    processes, hosts = max(each.processes for each in known), max(each.hosts for each in known)
+    return Needs(processes=processes, alone=any(each.alone for each in known), hosts=hosts)
 
 
 def cores() -> int:
@@ -108,13 +89,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def slots_of(need: Need, slots: int) -> int:
+def slots_of(need: Needs, slots: int) -> int:
     """Return how many of ``slots`` a class holds: one for each rank; all if it has more ranks or must run alone.
 
-    >>> slots_of(Need(ranks=2), 4), slots_of(Need(ranks=8), 4), slots_of(Need(ranks=1, alone=True), 4)
+    >>> slots_of(Needs(processes=2), 4), slots_of(Needs(processes=8), 4), slots_of(Needs(alone=True), 4)
     (2, 4, 4)
     """
-    return slots if need.alone else min(max(1, need.ranks), slots)
+    return slots if need.alone else min(need.processes, slots)
 
 
 class Slots:

@@ -18,18 +18,17 @@ over shorter ones.
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch_ext.results import SetupError, TestName
 
 _Parts = tuple[str, ...]
-# One way to read a pattern: the parts of a path, and the one or two names that follow it.
-_Reading = tuple[_Parts, _Parts]
+# One way to read a pattern: a path without suffix, and the one or two names that follow it.
+_Reading = tuple[str, _Parts]
 
 
 class SelectionError(SetupError):
@@ -67,22 +66,16 @@ def resolve(text: str, files: Sequence[str], prefixes: Sequence[str] = ()) -> Pa
     >>> sorted(resolve("test/fsdp/", files, ["test/"]).files), sorted(resolve("test_a", files).files)
     (['fsdp/test_a.py', 'fsdp/test_b.py'], ['fsdp/test_a.py', 'rpc/test_a.py'])
     """
-    addresses = _addresses(tuple(files))
     readings = [reading for spelling in _spellings(text, prefixes) for reading in _readings(spelling)]
     rules = [_is_file, _ends_file] if text.endswith(".py") else [_is_file, _is_folder, _ends_file]
     rules = [_is_folder] if text.endswith("/") else rules
-    if whole := _first_match(rules, [(path, names) for path, names in readings if not names], addresses):
+    if whole := _first_match(rules, [(path, names) for path, names in readings if not names], files):
         return PatternTarget(text, whole[1])
     anchored = [(path, names) for path, names in readings if path and names]
-    if match := _first_match((_is_file, _ends_file), anchored, addresses):
+    if match := _first_match([_is_file, _ends_file], anchored, files):
         return PatternTarget(text, match[1], (match[0],))
     bare = tuple(names for path, names in readings if names and not path)
     return PatternTarget(text, frozenset(files) if bare else frozenset(), bare, anchored=False)
-
-
-@functools.lru_cache(maxsize=8)  # computed once for thousands of patterns
-def _addresses(files: tuple[str, ...]) -> dict[str, _Parts]:
-    return {file: _split(file.removesuffix(".py"), "/") for file in files}
 
 
 def _spellings(text: str, prefixes: Sequence[str]) -> list[str]:
@@ -99,41 +92,41 @@ def _split(text: str, separator: str) -> _Parts:
 
 def _readings(text: str) -> Iterator[_Reading]:
     path, separator, names = text.partition("::")
+    is_path = path.endswith((".py", "/"))
     folder, _, last = path.rpartition("/")
     folders, stem = _split(folder, "/"), last.removesuffix(".py")
-    is_path = path.endswith((".py", "/"))
     # A dot can be part of a folder's name, or separate names; before a slash it never separates.
     plain, dotted = (*folders, *_split(stem, "/")), (*folders, *_split(stem, "."))
     if separator:
-        yield dotted, tuple(re.split(r"::|\.", names))
+        yield "/".join(dotted), tuple(re.split(r"::|\.", names))
         if len(dotted) == 1 and not folders and not is_path:
-            yield (), (*dotted, names)
+            yield "", (*dotted, names)
         return
-    yield plain, ()
+    yield "/".join(plain), ()
     least = len(dotted) if is_path else max(len(folders), len(dotted) - 2)
     for end in range(len(dotted), least - 1, -1):
-        yield dotted[:end], dotted[end:]
+        yield "/".join(dotted[:end]), dotted[end:]
 
 
-def _is_file(path: _Parts, address: _Parts) -> bool:
-    return path == address
+def _is_file(path: str, file: str) -> bool:
+    return f"{path}.py" == file
 
 
-def _is_folder(path: _Parts, address: _Parts) -> bool:
-    return len(path) < len(address) and address[: len(path)] == path
+def _is_folder(path: str, file: str) -> bool:
+    return not path or file.startswith(f"{path}/")
 
 
-def _ends_file(path: _Parts, address: _Parts) -> bool:
-    return bool(path) and address[-len(path) :] == path
+def _ends_file(path: str, file: str) -> bool:
+    return bool(path) and f"/{file}".endswith(f"/{path}.py")
 
 
 def _first_match(
-    rules: Sequence[Callable[[_Parts, _Parts], bool]], readings: Sequence[_Reading], addresses: Mapping[str, _Parts]
+    rules: Sequence[Callable[[str, str], bool]], readings: Sequence[_Reading], files: Sequence[str]
 ) -> tuple[_Parts, frozenset[str]] | None:
     """Return the names of the first reading, by the strongest rule, that matches a file, with its files, if any."""
     for rule, (path, names) in itertools.product(rules, readings):
-        if files := frozenset(file for file, address in addresses.items() if rule(path, address)):
-            return names, files
+        if matched := frozenset(file for file in files if rule(path, file)):
+            return names, matched
     return None
 
 

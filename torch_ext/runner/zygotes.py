@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch_ext.results import SetupError
 from torch_ext.runner.interrupts import held
-from torch_ext.runner.loop import Pause, Task, arrives
+from torch_ext.runner.loop import Task, arrives
 from torch_ext.runner.names import TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import provider
@@ -22,7 +22,6 @@ from torch_ext.world.tree import (
     ZygoteClient,
     ZygoteCopy,
     ZygoteDiedError,
-    start_root,
 )
 from torch_ext.world.wording import own_message
 
@@ -56,7 +55,7 @@ class RunZygotes:
                 # In the root rather than in each file's zygote: most files of a run need these modules.
                 preload = (*self._ahead, *_PRELOAD, *self._options.harness[:1], *first_uses(str(file.path)))
                 with held():
-                    self._root = start_root(Preparation(path, preload), self._scratch, self._environment)
+                    self._root = RootZygote(Preparation(path, preload), self._scratch, self._environment)
             self._root.wait_ready()
         except (LoadError, ZygoteDiedError) as error:
             trace = str(error)
@@ -67,21 +66,12 @@ class RunZygotes:
         """Have a child of the zygote of ``file``, or of its root, count the devices that ranks must share; none if the
         child fails.
         """
-        if self._options.script:
-            zygote = self._own()
-        else:
-            root = self._ready_root(file)
-            zygote = ZygoteClient(root.channel, root.process.pid)
+        zygote = provider.zygote_for("__main__") if self._options.script else self._ready_root(file)
         with zygote.ask(_COUNT_DEVICES, None, self._environment) as (channel, _):
             with contextlib.suppress(ChannelClosedError):
                 message: Devices = channel.receive()[0]
                 return message
         return Devices(0, "")
-
-    def _own(self) -> ZygoteClient:
-        """Return this process's own zygote: it has loaded the file as ``__main__`` and has run nothing."""
-        channel = provider.zygote_for("__main__")
-        return ZygoteClient(channel, provider.pid_behind(channel))
 
     def of_file(self, file: TestFile) -> Task[ZygoteClient]:
         """Task: return the file's zygote after it has loaded the file.
@@ -91,20 +81,21 @@ class RunZygotes:
             ZygoteDiedError: the process ended during the import.
         """
         if self._options.script:
-            return self._own()
-        while True:
-            if (zygote := self._of_files.get(file.name)) is None:  # another task may have dropped it
+            return provider.zygote_for("__main__")  # it has loaded the file, and has run nothing
+        zygote = None
+        while zygote is None or zygote is not self._of_files.get(file.name):  # another task may have dropped it
+            if (zygote := self._of_files.get(file.name)) is None:
                 first, argv = (*self._ahead, *self._options.harness), (str(file.path),)
                 order = ModuleOrder(file.module, str(file.import_root), self._environment, argv, first)
-                zygote = self._of_files[file.name] = self._ready_root(file).load(order, self.limit_s)
-            try:
-                if zygote.channel.poll() or zygote.check():
-                    zygote.wait_loaded()
-                    return zygote
-            except ZygoteDiedError:
-                self.forget(file, zygote)
-                raise
-            yield Pause((zygote.channel,), zygote.look_s)
+                zygote = self._of_files[file.name] = ModuleZygote(self._ready_root(file), order)
+            if not (yield from arrives(zygote, self.limit_s, zygote.pid)):
+                zygote.end_hung(self.limit_s)
+        try:
+            zygote.wait_loaded()
+        except ZygoteDiedError:
+            self.forget(file, zygote)
+            raise
+        return zygote
 
     def copy_of(self, file: TestFile) -> Task[ZygoteCopy]:
         """Task: return a copy of the file's zygote for one class; the caller closes it. See Note [Neighbours].
@@ -139,7 +130,7 @@ class RunZygotes:
             provider.forget(provider.zygote_for("__main__"))
         elif (known := self._of_files.get(file.name)) and zygote in (None, known):
             self._of_files.pop(file.name).close()
-        if self._root is not None and self._root.process.poll() is not None:
+        if self._root is not None and self._root.has_ended:
             self.close()
 
     def close(self) -> None:

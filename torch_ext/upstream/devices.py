@@ -31,7 +31,7 @@ def install() -> None:
     module.instantiate_device_type_tests = _for_device_under_test(  # type: ignore[attr-defined]
         module.instantiate_device_type_tests, module.device_type_test_bases
     )
-    if accelerator.capabilities().device_sleep:
+    if accelerator.can_sleep():
         upstream_module("common_utils").get_cycles_per_ms = _cycles_per_ms  # type: ignore[attr-defined]
     distributed = upstream_module("common_distributed")
     distributed.HAS_ACCELERATOR = True  # type: ignore[attr-defined]  # upstream asks three vendors

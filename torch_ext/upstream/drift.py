@@ -47,19 +47,17 @@ class Entry:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the differences; return 0, or 2 for a usage error."""
+    """Print the differences; return 0, or 2 without such a checkout."""
     summary = "List the names of our helpers that differ from upstream's."
     parser = argparse.ArgumentParser("torch_ext drift", description=summary)
     parser.add_argument("--against", default="installed", metavar="CHECKOUT", help="default: the installed torch")
     parser.add_argument("--json", action="store_true", help="print every name, the same ones included, as JSON")
+    options = parser.parse_args(arguments)
     try:
-        options = parser.parse_args(arguments)
         entries = drift(options.against)
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except SystemExit as stop:
-        return int(stop.code or 0)
     print(json.dumps([asdict(entry) for entry in entries], indent=1) if options.json else as_text(entries))
     return 0
 

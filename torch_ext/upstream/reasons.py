@@ -94,7 +94,7 @@ def advise(skip: str, source: str) -> str:
 def _errors(problem: Problem) -> list[str]:
     """Return the first line of each exception of ``problem``; an empty text for a problem without one."""
     if isinstance(problem, Raised):
-        return [problem.error]
+        return [problem.sentence]
     outcomes = problem.report.outcomes if isinstance(problem, RanksFailed) else ()
     receipts = [outcome.receipt for outcome in outcomes if not outcome.ok and outcome.receipt is not None]
     # Transport errors only follow from a lost peer: skip them, unless they name a reason themselves.

@@ -122,6 +122,10 @@ class Channel:
         else:
             self._socket.detach()
 
+    def detach(self) -> int:
+        """Return the descriptor, which the caller owns now; the channel is closed."""
+        return self._socket.detach()
+
     def shut(self) -> None:
         """End the connection for both ends, and wake a thread that waits in :meth:`receive`."""
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -152,7 +156,7 @@ class Channel:
 
     def try_send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message; no error if the process at the other end is gone."""
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             self.send(message, descriptors)
 
     def connect(self, message: Any, descriptors: Sequence[int] = ()) -> Channel:

@@ -20,9 +20,8 @@ interpreter.
 Note [Trial fork]
 ~~~~~~~~~~~~~~~~~
 OpenBLAS is the exception: importing numpy starts its threads, whose fork handlers end them before every fork until the
-next use. So if there are threads, fork one child that ends at once, and see which threads survive. Without the trial
-(``TORCH_EXT_TRIAL_FORK=0``), every program that has imported numpy gets fresh interpreters, which are slower but
-correct, unless it sets ``OPENBLAS_NUM_THREADS=1``.
+next use. So if there are threads, fork one child that ends at once, and see which threads survive. Without the trial,
+every program that has imported numpy would get fresh interpreters, which are slower.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from torch_ext.world import _os, settings
+from torch_ext.world import _os
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.protocol import Preparation
 
@@ -269,7 +268,7 @@ _DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "
 
 def reason_not_to_fork() -> str:
     """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]."""
-    if len(_os.threads_of()) > 1 and settings.trial_fork():
+    if len(_os.threads_of()) > 1:
         _trial_fork()
     if len(_os.threads_of()) > 1:
         return f"it runs other threads: {_describe_threads()}"

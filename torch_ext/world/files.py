@@ -291,8 +291,7 @@ def open_rank(
     capture, output = open_capture(rank, show)
     process = RankProcess(rank, name, channel, capture, stacks, page)
     shared = [descriptor for descriptor in (page.descriptor, reservation) if descriptor >= 0]
-    inherited = [os.dup(remote.fileno()), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
-    remote.close()
+    inherited = [remote.detach(), output, os.dup(output), stacks_writer, *map(os.dup, shared)]
     for _ in range(connections):
         own, other = Pipe()
         process.connections.append(own)

@@ -50,6 +50,7 @@ from torch_ext.world.protocol import (
     Wait,
 )
 from torch_ext.world.settings import Limits, ProcessDeadline
+from torch_ext.world.tree import ZygoteClient
 from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
 
 # Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
@@ -67,7 +68,7 @@ class World:
     child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
     """
 
-    zygote: Channel
+    zygote: ZygoteClient
     group: Channel
     processes: list[RankProcess]
     ticket: Ticket
@@ -420,11 +421,11 @@ class World:
             process.detach()
 
 
-def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
+def query_zygote(zygote: ZygoteClient, ranks: Collection[int]) -> tuple[str, ...]:
     """Ask a zygote for the processes that may act besides ``ranks`` (pids). No answer counts as one such process."""
     with (
-        contextlib.suppress(ChannelClosedError, OSError),
-        contextlib.closing(zygote.connect(QueryProcesses(tuple(ranks)))) as local,
+        contextlib.suppress(OSError),
+        contextlib.closing(zygote.channel.connect(QueryProcesses(tuple(ranks)))) as local,
     ):
         if local.poll(_ANSWER_S):
             return tuple(str(each) for each in local.receive()[0])
@@ -433,8 +434,8 @@ def query_zygote(zygote: Channel, ranks: Collection[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The task of one rank: ``function(*args, **kwargs)``, pickled by reference as in multiprocessing. The rank's ends
-    of its connections replace the :class:`Inherited` in ``args``.
+    """The task of one rank, ``function(*args, *connections, **kwargs)`` with the rank's ends of its connections. It is
+    pickled by reference, as in multiprocessing.
     """
 
     function: Callable[..., Any]
@@ -447,7 +448,7 @@ class RankTask:
 
 @_os.with_room
 def start_world(
-    zygote: Channel,
+    zygote: ZygoteClient,
     tasks: Sequence[RankTask],
     *,
     interpreter: bool = False,  # give every rank a fresh interpreter instead of forking it
@@ -459,8 +460,8 @@ def start_world(
 ) -> World:
     """Start one rank per task, in order, and return when all processes exist.
 
-    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now. ``zygote`` is a
-    command channel to a zygote that has loaded the modules of the tasks.
+    The ranks get the environment, working directory, umask and ``sys.argv`` that this process has now. ``zygote`` has
+    loaded the modules of the tasks.
 
     Raises:
         ZygoteLostError: the zygote is gone.
@@ -488,10 +489,10 @@ def start_world(
     world = World(zygote, group, processes, Ticket(test))
     try:
         orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
-        zygote.send(Start(orders, dict(os.environ), interpreter, spares), [remote.fileno(), *chain(*inherited)])
+        zygote.channel.send(Start(orders, dict(os.environ), interpreter, spares), [remote.fileno(), *chain(*inherited)])
     except ChannelClosedError as error:
         world.close()
-        raise ZygoteLostError(f"{_end_reason(zygote)}: no ranks can be started") from error
+        raise ZygoteLostError(f"{_end_reason(zygote.channel)}: no ranks can be started") from error
     except BaseException:
         world.close()
         raise

@@ -63,8 +63,12 @@ _WAITING_FILES = (
 )
 # Dispatches every operator; the type of the receiver decides whether it waits.
 _OPERATORS = "/torch/_ops.py"
-# A wait in these files, or in files given to look_through(), counts as the caller's.
-_looked_through = ["/torch_ext/compat/c10d.py", "/torch_ext/compat/testing.py", "/torch_ext/world/threads.py"]
+# A wait in these files counts as the caller's.
+_LOOKED_THROUGH = tuple(
+    f"/torch_ext/{name}.py"
+    for name in ("compat/c10d", "compat/testing", "world/threads", "sim/_collectives", "sim/_gloo_halves",
+                 "sim/_patches", "sim/races/_threads")
+)  # fmt: skip
 _LOCKS = ("/threading.py", "/queue.py", "/multiprocessing/connection.py", "/multiprocessing/queues.py")
 # Functions of the waiting files that need all ranks; RPC's, the last, only if it knows the number of its workers.
 _NEEDS_EVERYONE = frozenset(
@@ -116,15 +120,10 @@ class Operation:
     sliced: bool = False  # whether it polls
 
 
-def look_through(*files: str) -> None:
-    """Count waits in ``files`` (ends of paths) as waits of their callers, from now on."""
-    _looked_through.extend(file for file in files if file not in _looked_through)
-
-
 def operation_of(frame: FrameType) -> Operation:
     """Return the operation of a thread whose innermost Python frame is ``frame``."""
     position = f"{id(frame)}:{frame.f_lasti}"
-    while frame.f_code.co_filename.endswith((*_LOCKS, *_looked_through)) and frame.f_back is not None:
+    while frame.f_code.co_filename.endswith((*_LOCKS, *_LOOKED_THROUGH)) and frame.f_back is not None:
         frame = frame.f_back
     if frame.f_code.co_filename == __file__ and frame.f_code.co_name == "wait_in_store" and frame.f_back is not None:
         return _in_store(frame, frame.f_back, f"{position}:{frame.f_locals.get('began_s')}")
@@ -199,7 +198,7 @@ def _in_torch(frame: FrameType, position: str) -> Operation:
     names, limit_s, inner = [], math.inf, frame
     outer: FrameType | None = frame
     while outer is not None and (
-        "/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(tuple(_looked_through))
+        "/torch/" in outer.f_code.co_filename or outer.f_code.co_filename.endswith(_LOOKED_THROUGH)
     ):
         names.append(outer.f_code.co_name)
         limit_s = min(limit_s, *(_seconds(outer.f_locals.get(name)) for name in _LIMITS))

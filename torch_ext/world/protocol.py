@@ -172,16 +172,6 @@ class CopyOrder:
 
 
 @dataclass(frozen=True)
-class HiddenFrames:
-    """Frames of the harness that reports leave out. The fields are those of :func:`~torch_ext.world.wording.hide`."""
-
-    file: str
-    functions: tuple[str, ...] = ()
-    outwards: bool = False
-    thread: bool = False
-
-
-@dataclass(frozen=True)
 class Devices:
     """The devices that the ranks of a machine share; 0 and empty if there is no limit."""
 
@@ -191,10 +181,9 @@ class Devices:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The zygote is ready. Holds the files of its modules below the project's folders, and its hidden frames."""
+    """The zygote is ready. Holds the files of its modules below the project's folders."""
 
     imported: tuple[str, ...] = ()
-    hidden_frames: tuple[HiddenFrames, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,13 +206,6 @@ class Wait:
     everyone: bool = False  # needs all ranks, as the creation of a process group does
     transport: bool = False  # an operation of a process group, a store or RPC
     over: bool = False  # the body is over, and the harness waits for the other ranks
-
-
-@dataclass(frozen=True)
-class Inherited:
-    """Placeholder of connection ``index`` in a task's arguments, which are pickled before the connection exists."""
-
-    index: int
 
 
 @dataclass(frozen=True)
@@ -331,6 +313,7 @@ class Receipt:
     parts: tuple[Part, ...] = ()  # the parts that failed or, for a skip, skipped, in order; empty if unknown
     ticket: Ticket = NO_TICKET
     pid: int = 0
+    facts: Any = None  # what the rank of a program reports besides
 
     @property
     def is_expected(self) -> bool:

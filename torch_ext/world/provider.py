@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from torch_ext.world import _os, child, files, threads, wording
+from torch_ext.world import _os, child, files, threads
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair, close_all
 from torch_ext.world.child import (
     PACKAGE_ROOT,
@@ -34,7 +34,7 @@ from torch_ext.world.child import (
     reason_not_to_fork,
 )
 from torch_ext.world.protocol import STACK_SIGNAL, CopyOrder, Loaded, ModuleOrder, NotLoaded, Preparation
-from torch_ext.world.tree import RootZygote, ZygoteClient, start_root
+from torch_ext.world.tree import ModuleZygote, RootZygote, ZygoteClient
 from torch_ext.world.wording import announce
 from torch_ext.world.zygote import Zygote
 
@@ -43,7 +43,7 @@ from torch_ext.world.zygote import Zygote
 class _Zygotes:
     """The zygotes of this process. A forked child starts without any: its parent's zygotes do not serve it."""
 
-    given: Channel | None = None
+    given: ZygoteClient | None = None
     lost_given: bool = False
     starts_none: bool = False
     is_watched: bool = False
@@ -54,10 +54,6 @@ class _Zygotes:
 
     def has(self, module: str) -> bool:
         return (self.forked is not None and module in self.forked_modules) or module in self.loaded
-
-    def behind(self, channel: Channel) -> ZygoteClient | None:
-        started = [*self.loaded.values(), *([self.forked] if self.forked is not None else [])]
-        return next((zygote for zygote in started if zygote.channel is channel), None)
 
 
 _own = _Zygotes()
@@ -73,14 +69,14 @@ os.register_at_fork(after_in_child=_start_without_any)
 
 def use(channel: Channel, scratch_folder: str) -> None:
     """Have the zygote behind ``channel`` serve this process for every module."""
-    _own.given, _own.lost_given = channel, False
+    _own.given, _own.lost_given = ZygoteClient(channel), False
     files.use(scratch_folder)
 
 
 def given_zygote_ended() -> bool:
     """Whether the zygote of :func:`use` has ended."""
     # Zygotes send nothing here: readable = ended.
-    return _own.lost_given or (_own.given is not None and _own.given.poll())
+    return _own.lost_given or (_own.given is not None and _own.given.channel.poll())
 
 
 def never_start_ranks() -> None:
@@ -88,16 +84,16 @@ def never_start_ranks() -> None:
     _own.starts_none = True
 
 
-def zygote_for(module: str) -> Channel:
-    """Return a command channel to a zygote that has loaded ``module``; start a zygote if necessary."""
+def zygote_for(module: str) -> ZygoteClient:
+    """Return a zygote that has loaded ``module``; start a zygote if necessary."""
     if _own.given is not None:
         return _own.given
     if _own.forked is not None and module in _own.forked_modules and _is_alive(_own.forked):
-        return _own.forked.channel
+        return _own.forked
     if module in _own.loaded:
         zygote = _own.loaded[module]
         if not zygote.channel.poll():  # zygotes send nothing here: readable = ended
-            return zygote.channel
+            return zygote
         del _own.loaded[module]
         zygote.close()
         if _own.root is not None and not _own.root.channel.closed and not _own.root.channel.poll():
@@ -111,21 +107,15 @@ def zygote_for(module: str) -> Channel:
     return _load(module)
 
 
-def pid_behind(channel: Channel) -> int:
-    """Return the pid of the zygote behind a channel of :func:`zygote_for`; 0 if another process started it."""
-    zygote = _own.behind(channel)
-    return zygote.pid if zygote is not None else 0
-
-
-def zygote_of_this_process() -> Channel | None:
-    """Return a command channel to the zygote that adopts this process's orphans; None if this process adopts them."""
+def zygote_of_this_process() -> ZygoteClient | None:
+    """Return the zygote that adopts this process's orphans; None if this process adopts them."""
     return _own.given
 
 
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
     forked = (_own.forked.pid,) if _own.forked is not None else ()
-    return (*forked, _own.root.process.pid) if _own.root is not None else forked
+    return (*forked, _own.root.pid) if _own.root is not None else forked
 
 
 def watch_this_process() -> None:
@@ -145,20 +135,19 @@ def prepare(module: str) -> None:
         _fork()
 
 
-def forget(channel: Channel) -> None:
-    """Forget the zygote behind ``channel``, which is gone; the next request starts another."""
-    channel.close()
-    zygote = _own.behind(channel)
-    if _own.given is channel:
+def forget(zygote: ZygoteClient) -> None:
+    """Forget a zygote of :func:`zygote_for` that is gone; the next request starts another."""
+    zygote.channel.close()
+    if zygote is _own.given:
         _own.given, _own.lost_given = None, True
-    elif zygote is not None and zygote is _own.forked:
+    elif zygote is _own.forked:
         _end_fork(_own, zygote)
         _own.forked = None
-    elif zygote is not None:
+    elif zygote in _own.loaded.values():
         _end_root(_own)
 
 
-def _fork() -> Channel:
+def _fork() -> ZygoteClient:
     others = _os.identify(set(_os.children_of(_os.getpid())).difference(zygotes()))  # started by imports
     if _own.forked is not None:
         _own.forked.close()
@@ -183,7 +172,7 @@ def _fork() -> Channel:
     remote.close()
     _own.forked, _own.forked_modules = ZygoteClient(local, pid), modules
     atexit.register(_end_fork, _own, _own.forked)
-    return local
+    return _own.forked
 
 
 def _is_loadable(name: str) -> bool:
@@ -198,23 +187,23 @@ def _is_alive(forked: ZygoteClient) -> bool:
     with contextlib.suppress(ChildProcessError):  # other code of this process has reaped the zygote
         if _os.waitpid(forked.pid, os.WNOHANG) == (0, 0):
             return True
-    forget(forked.channel)
+    forget(forked)
     return False
 
 
-def _load(module: str) -> Channel:
+def _load(module: str) -> ZygoteClient:
     if _own.root is None:
         main = preparation_of_this_process(("__main__",) if module == "__main__" else ())
-        _own.root = start_root(main, files.folder(), os.environ)
+        _own.root = RootZygote(main, files.folder(), os.environ)
         atexit.register(_end_root, _own)
     _own.root.wait_ready()
     if module == "__main__":
-        _own.loaded[module] = ZygoteClient(_own.root.channel, _own.root.process.pid)
-        return _own.root.channel
+        _own.loaded[module] = _own.root
+        return _own.root
     order = ModuleOrder(module, sys.path[0] or os.getcwd(), dict(os.environ), tuple(sys.argv))
-    _own.loaded[module] = zygote = _own.root.load(order)
+    _own.loaded[module] = zygote = ModuleZygote(_own.root, order)
     zygote.wait_loaded()
-    return zygote.channel
+    return zygote
 
 
 def _end_fork(own: _Zygotes, zygote: ZygoteClient) -> None:
@@ -231,10 +220,6 @@ def _end_root(own: _Zygotes) -> None:
         if own.root is not None:
             own.root.close()
         own.root, own.loaded = None, {}
-
-
-wording.hide(r"/world/provider\.py", "load_module", outwards=True)
-wording.hide(r"<frozen importlib\._bootstrap(?:_external)?>", "_call_with_frames_removed")
 
 
 def main() -> NoReturn:
@@ -254,7 +239,7 @@ def main() -> NoReturn:
         except BaseException:
             command.send(NotLoaded(_trace_of_import()))
             os._exit(1)
-        command.send(Loaded(hidden_frames=wording.hidden()))
+        command.send(Loaded())
         Zygote(command, "the zygote", order.preparation, order.scratch).serve()
     except ChannelClosedError:  # the parent was interrupted, and has ended or dropped this process
         os._exit(0)
@@ -290,7 +275,7 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
         end_fork(None)
     faulthandler.unregister(STACK_SIGNAL)
     close_all([descriptors[1]])  # so that no child keeps it
-    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT)), wording.hidden()))
+    command.send(Loaded(_files_below((order.import_root, PACKAGE_ROOT))))
     preparation = Preparation(tuple(entry or os.getcwd() for entry in sys.path), (*order.first, order.name))
     Zygote(command, f"the zygote of {order.name}", preparation).serve()
 

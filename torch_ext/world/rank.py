@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torch_ext.world import _os, exits, operations, threads, wording
-from torch_ext.world.channel import Channel, ChannelClosedError
+from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import UnfinishedWork, UnfinishedWorkError
 from torch_ext.world.operations import VARIABLE as WAIT_PAGE
@@ -37,7 +37,6 @@ from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     STACK_SIGNAL,
     Collectives,
-    Inherited,
     Notice,
     Part,
     Phase,
@@ -53,12 +52,6 @@ from torch_ext.world.threads import LISTENER, leave_out, observe
 
 # Seconds for which a rank that passed waits for its peers before it destroys its process groups.
 _RELEASE_WAIT_S = 1.0
-
-# Frames between a test and torch.
-wording.hide(r"/compat/c10d\.py")
-wording.hide(r"/world/operations\.py", "after_body", "wait_in_store")
-wording.hide(r"/world/threads\.py", "make_transport")
-wording.hide(r"/world/exits\.py", "_write_stacks", "_exit", "kill_after_writing")
 
 # All ranks of a test are on this machine, and resolving the host's name may be slow, wrong or refused.
 _ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": threads.LOOPBACK, "TP_SOCKET_IFNAME": threads.LOOPBACK}
@@ -160,7 +153,7 @@ class Rank:
 
     def try_send(self, message: Phase) -> None:
         """Send ``message``; no error if the parent half is gone."""
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             self._send(message)
 
     @_os.with_room
@@ -182,7 +175,7 @@ class Rank:
                     self._send(_look(self._is_between_tests))
                 elif message is RankRequest.STACKS:
                     faulthandler.dump_traceback(self._stacks, all_threads=True)
-        except (ChannelClosedError, OSError):
+        except OSError:
             self._released.set()  # the parent half is gone
 
 
@@ -220,7 +213,6 @@ def main(order: RankOrder, descriptors: Sequence[int]) -> int:
     if order.has_page:
         os.environ[WAIT_PAGE] = str(connections.pop(0))
     if order.address:
-        os.environ[threads.VARIABLE] = order.address
         connections.pop(0)  # the reservation: open until this process ends
     os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
     redirect(stdout, stderr)
@@ -265,7 +257,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         threads.prepare()
         threads.belong_to(order.address)
         rank.try_send(Phase.RUNNING)
-        function(*(connections[a.index] if isinstance(a, Inherited) else a for a in args), **kwargs)
+        function(*args, *connections, **kwargs)
     except SystemExit as left:
         if not rank.submitted:
             exits.write_text(stacks, wording.read_error(left)[1])  # tells the parent half the place

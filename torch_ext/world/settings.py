@@ -80,11 +80,6 @@ def hang_after_s() -> float:
     return float(value) if value else _HANG_AFTER_S
 
 
-def trial_fork() -> bool:
-    """Whether to make a trial fork in a process with several threads. See Note [Trial fork]."""
-    return os.environ.get("TORCH_EXT_TRIAL_FORK") != "0"
-
-
 def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the prefixes of variables that libraries read when they load: ``known`` ones and the user's."""
     value = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")

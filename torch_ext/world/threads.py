@@ -300,7 +300,6 @@ def _handles_signals() -> bool:
 # Transports
 
 LOOPBACK = "lo"
-VARIABLE = "TORCH_EXT_ADDRESS"
 _ATTEMPTS = 16
 
 _address = ""  # set by belong_to()

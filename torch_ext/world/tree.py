@@ -38,15 +38,12 @@ from torch_ext.world.protocol import (
     Start,
     Started,
 )
-from torch_ext.world.settings import ProcessDeadline
 
 # Set in every zygote: otherwise importing numpy starts threads, and asking torch for a GPU starts a driver, and neither
 # survives a fork. Children get the user's values back. See Note [Fork safety].
 ZYGOTE_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-# For a process that runs tests without a supervisor, such as pytest.
-_NO_LIMIT_S = 1e6
 # Seconds of silence after which to check whether a signal has stopped a zygote.
 _SILENCE_S = 2.0
 # Seconds for the whole tree to end, including leftovers that end by themselves.
@@ -182,17 +179,14 @@ class ZygoteClient:
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
-        local = _connect(self.channel, AddClient())
-        descriptor = os.dup(local.fileno())
-        local.close()
-        return descriptor
+        return _connect(self.channel, AddClient()).detach()
 
 
-def _start_zygote(zygote: Channel, request: Start | Copy, pid: int, *more: int) -> tuple[Channel, Child]:
+def _start_zygote(zygote: ZygoteClient, request: Start | Copy, *more: int) -> tuple[Channel, Child]:
     """Start a zygote below ``zygote``; return its command channel. ``more``: additional descriptors for it."""
     local, remote = channel_pair()
     try:
-        return local, Child(zygote, request, [remote.fileno(), *more], pid)
+        return local, Child(zygote.channel, request, [remote.fileno(), *more], zygote.pid)
     except BaseException:
         local.close()
         raise
@@ -205,37 +199,29 @@ class ModuleZygote(ZygoteClient):
 
     process: Child
 
-    def __init__(self, root: Channel, order: ModuleOrder, limit_s: float, root_pid: int = 0) -> None:
+    def __init__(self, root: RootZygote, order: ModuleOrder) -> None:
         self.order = order
         self.imported: tuple[str, ...] | None = None  # files of the project; None while it loads
         self._stacks, stacks_writer = os.pipe()
         # The root's own environment: a different one could prevent a fork. The order carries the module's environment.
         request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
         try:
-            channel, process = _start_zygote(root, request, root_pid, stacks_writer)
+            channel, process = _start_zygote(root, request, stacks_writer)
         except BaseException:
             os.close(self._stacks)
             raise
         finally:
             os.close(stacks_writer)
         super().__init__(channel, process.pid, process)
-        self._limit_s = limit_s
         self._hung: HungImportError | None = None
-        self._deadline = ProcessDeadline(limit_s, _os.monotonic())
 
-    @property
-    def look_s(self) -> float:
-        """Call :meth:`check` at this time (``time.monotonic``) while the module loads."""
-        return self._deadline.look_s
+    def poll(self) -> bool:
+        """Whether :meth:`wait_loaded` returns or raises at once."""
+        return self.imported is not None or self._hung is not None or self.channel.poll()
 
-    def check(self) -> bool:
-        """Kill the import if it hangs; return whether :meth:`wait_loaded` now returns or raises at once."""
-        if self.imported is not None or self._hung is not None:
-            return True
-        if not self._deadline.is_over(_os.monotonic(), _os.cpu_time_s(self.pid)):
-            return False
-        name = self.order.name
-        text = f"the import of {name} took longer than its limit of {self._limit_s:g} s, and was ended"
+    def end_hung(self, limit_s: float) -> None:
+        """Kill an import that hangs at its limit of ``limit_s`` seconds; :meth:`wait_loaded` then raises."""
+        text = f"the import of {self.order.name} took longer than its limit of {limit_s:g} s, and was ended"
         if _os.is_stopped(self.pid):
             text += ": it had been stopped by a signal (SIGSTOP)"
         else:
@@ -244,14 +230,11 @@ class ModuleZygote(ZygoteClient):
             text = f"{stacks}\n\n{text}; its stacks are above" if stacks else text
         self.kill()
         self._hung = HungImportError(text)
-        return True
 
     def wait_loaded(self) -> None:
-        """Wait until the module is imported. Raises LoadError if the import fails or exceeds its time limit."""
+        """Wait until the module is imported. Raises LoadError if the import has failed, or was ended."""
         if self.imported is not None:
             return
-        while self._hung is None and not self.channel.poll(max(0.0, self.look_s - _os.monotonic())):
-            self.check()
         if self._hung is not None:
             raise self._hung
         try:
@@ -262,7 +245,6 @@ class ModuleZygote(ZygoteClient):
             raise ZygoteDiedError(f"the process died while importing {self.order.name}") from error
         if isinstance(message, NotLoaded):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
-        wording.add(message.hidden_frames)
         self.imported = message.imported
 
     def close(self) -> None:
@@ -280,7 +262,7 @@ class ZygoteCopy(ZygoteClient):
     process: Child
 
     def __init__(self, original: ZygoteClient) -> None:
-        channel, process = _start_zygote(original.channel, Copy(), original.pid)
+        channel, process = _start_zygote(original, Copy())
         super().__init__(channel, process=process)
 
     def wait_loaded(self) -> None:
@@ -293,28 +275,26 @@ class ZygoteCopy(ZygoteClient):
         self.pid = self.process.pid
 
 
-def start_root(preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> RootZygote:
-    """Start the process that loads torch once for a whole run: it imports the modules of ``preparation`` and, when this
+class RootZygote(ZygoteClient):
+    """The process that loads torch once for a whole run: it imports the modules of ``preparation`` and, when this
     process is gone, even if killed, removes the folder ``scratch``. Its environment is ``environment`` plus
     :data:`ZYGOTE_ENVIRONMENT`.
     """
-    _os.require_supported()
-    local, remote = channel_pair()
-    command = interpreter("torch_ext.world.provider", remote.fileno())
-    environment = {**environment, **ZYGOTE_ENVIRONMENT}
-    process = subprocess.Popen(command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
-    remote.close()
-    local.send(RootOrder(preparation, scratch))
-    return RootZygote(local, process)
 
+    def __init__(self, preparation: Preparation, scratch: str, environment: Mapping[str, str]) -> None:
+        _os.require_supported()
+        local, remote = channel_pair()
+        command = interpreter("torch_ext.world.provider", remote.fileno())
+        environment = {**environment, **ZYGOTE_ENVIRONMENT}
+        self._program = subprocess.Popen(command, pass_fds=[remote.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        remote.close()
+        super().__init__(local, self._program.pid)
+        self._ready = False
+        local.send(RootOrder(preparation, scratch))
 
-@dataclass(eq=False)
-class RootZygote:
-    """The first client's view of the process that has loaded torch once for the whole run."""
-
-    channel: Channel
-    process: subprocess.Popen[bytes]
-    _ready: bool = False
+    @property
+    def has_ended(self) -> bool:
+        return self._program.poll() is not None
 
     def wait_ready(self) -> None:
         """Wait until the modules are imported. Raises LoadError if an import fails."""
@@ -323,36 +303,28 @@ class RootZygote:
         try:
             message, _ = self.channel.receive()
         except ChannelClosedError as error:
-            text = f"the root zygote ended with code {self.process.wait()} while it loaded torch"
+            text = f"the root zygote ended with code {self._program.wait()} while it loaded torch"
             raise ZygoteDiedError(text) from error
         if isinstance(message, NotLoaded):
             raise LoadError(message.trace)
-        wording.add(message.hidden_frames)
         self._ready = True
-
-    def load(self, order: ModuleOrder, limit_s: float = _NO_LIMIT_S) -> ModuleZygote:
-        """Load a module, within ``limit_s`` seconds, in its own zygote; several may load at once. Raises LoadError if a
-        module that every zygote needs cannot be loaded.
-        """
-        self.wait_ready()
-        return ModuleZygote(self.channel, order, limit_s, self.process.pid)
 
     def close(self) -> None:
         """End the tree and wait for its end; kill the processes that do not end by themselves."""
         self.channel.close()
         if not self._ready:  # the root has started no process yet
             self._kill()
-        if self.process.poll() is None:
-            end_s, watch = _os.monotonic() + _END_S, _os.watch_exit(self.process.pid)
+        if not self.has_ended:
+            end_s, watch = _os.monotonic() + _END_S, _os.watch_exit(self.pid)
             try:
                 while not readable(watch, _SILENCE_S):
-                    if _os.monotonic() > end_s or _os.is_stopped(self.process.pid):
+                    if _os.monotonic() > end_s or _os.is_stopped(self.pid):
                         self._kill()
             finally:
                 os.close(watch)
-        self.process.wait()
+        self._program.wait()
 
     def _kill(self) -> None:
-        if self.process.poll() is None:
-            for pid in [*_os.descendants_of(self.process.pid), self.process.pid]:
+        if not self.has_ended:
+            for pid in [*_os.descendants_of(self.pid), self.pid]:
                 _os.end_process(pid)

@@ -3,10 +3,9 @@ Standard library and own layer only.
 
 Note [Hidden frames]
 ~~~~~~~~~~~~~~~~~~~~
-Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. Each layer
-registers its frames with :func:`hide` at import. Only tracebacks leave out whole files: a rank may hang in any function
-of these files, so stacks leave out only the functions that a layer names. A zygote sends its list with
-:class:`~torch_ext.world.protocol.Loaded` to the supervisor, which loads none of these layers.
+Between the start of a rank and the body of its test lie frames of the harness, the same in every failure. ``_HIDDEN``
+lists those of all layers, because the supervisor trims stacks and loads none of these layers. Only tracebacks leave out
+whole files: a rank may hang in any function of these files, so stacks leave out only the functions that are named.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch_ext.world import _os
-from torch_ext.world.protocol import HiddenFrames
 
 _Key = TypeVar("_Key")
 
@@ -170,29 +168,52 @@ _FRAME = r'  File "[^"]*", line \d+ in .*\n'
 # Maximal number of chained exceptions in a report, counted from the last.
 _MAX_LINKS = 20
 
-_hidden: dict[HiddenFrames, None] = {}
+
+class HiddenFrames(NamedTuple):
+    """Frames that reports leave out. See Note [Hidden frames]."""
+
+    file: str  # regular expression that matches the end of the file's path
+    functions: tuple[str, ...] = ()  # leave out their frames; empty: every frame of the file, in tracebacks only
+    outwards: bool = False  # in stacks, also leave out the callers of the functions
+    thread: bool = False  # in stacks, leave out every thread that runs one of the functions
 
 
-def hide(file: str, *functions: str, outwards: bool = False, thread: bool = False) -> None:
-    """Leave frames out of reports from now on. See Note [Hidden frames].
-
-    Args:
-        file: regular expression that matches the end of the file's path, such as ``r"/world/rank\\.py"``.
-        functions: leave out their frames, in stacks and tracebacks. None: every frame of the file, in tracebacks only.
-        outwards: in stacks, also leave out the callers of ``functions``.
-        thread: in stacks, leave out every thread that runs one of ``functions``.
-    """
-    _hidden[HiddenFrames(file, functions, outwards, thread)] = None
-
-
-def hidden() -> tuple[HiddenFrames, ...]:
-    """Return all frames registered in this process."""
-    return tuple(_hidden)
-
-
-def add(frames: Iterable[HiddenFrames]) -> None:
-    """Register the frames that another process has registered."""
-    _hidden.update(dict.fromkeys(frames))
+_ROOMS = r"/testing/_internal/(?:hypothesis_utils|_distributed/\w+)\.py"
+_RUNPY = r"(?:<frozen runpy>|/runpy\.py)"
+_HIDDEN = (
+    # The world, and what lies between its functions
+    HiddenFrames(re.escape(os.path.dirname(os.path.abspath(__file__)) + os.sep) + "[^/]*"),
+    HiddenFrames(r"/world/rank\.py", ("_listen",), thread=True),
+    HiddenFrames(r"/world/rank\.py", ("_run_task",), outwards=True),
+    HiddenFrames(r"/world/provider\.py", ("load_module",), outwards=True),
+    HiddenFrames(r"/world/operations\.py", ("after_body", "wait_in_store")),
+    HiddenFrames(r"/world/threads\.py", ("make_transport",)),
+    HiddenFrames(r"/world/exits\.py", ("_write_stacks", "_exit", "kill_after_writing")),
+    HiddenFrames(r"/compat/c10d\.py"),
+    HiddenFrames(r"/torch/distributed/c10d_logger\.py"),
+    HiddenFrames(r"/multiprocessing/process\.py"),
+    HiddenFrames(r"/asyncio/(?:runners|base_events)\.py", ("run", "run_until_complete")),
+    HiddenFrames(r"<frozen importlib\._bootstrap(?:_external)?>", ("_call_with_frames_removed",)),
+    # A test's body in unittest
+    HiddenFrames(r"/unittest/(?:async_case|case|mock|suite)\.py"),
+    HiddenFrames(r"/unittest/case\.py", ("run", "doCleanups", "_callTestMethod")),
+    HiddenFrames(r"/compat/_unittest\.py"),
+    HiddenFrames(r"/compat/_unittest\.py", ("call", "clean_up", "<lambda>", "run_test_method")),
+    HiddenFrames(r"/testing/_internal/(?:common_distributed|common_utils)\.py"),
+    HiddenFrames(_ROOMS),
+    HiddenFrames(_ROOMS, ("wrapper", "run_test", "_run", "run_rank", "serve", "in_rank", "_receipt_of_body",
+                          "_receipt_of_call", "run_method")),
+    HiddenFrames(r"/testing/_internal/_fsdp/cases\.py", ("_run",)),
+    # The parent half
+    HiddenFrames(r"/runner/class_process\.py", ("main",), outwards=True),
+    HiddenFrames(r"/runner/class_process\.py", ("call_and_check", "clean_up_and_check", "set_up_class")),
+    HiddenFrames(r"/runner/interrupts\.py", ("_handle",)),
+    # A program
+    HiddenFrames(r"/torch_ext/program/(?:main_module|rank)\.py"),
+    HiddenFrames(r"/torch_ext/program/main_module\.py", ("run_main", "_run_file"), outwards=True),
+    HiddenFrames(_RUNPY),
+    HiddenFrames(_RUNPY, ("_run_code",), outwards=True),
+)  # fmt: skip
 
 
 def read_error(error: BaseException) -> tuple[str, str]:
@@ -309,7 +330,7 @@ def _trim(shown: traceback.TracebackException, links: int) -> None:
         for frame in shown.stack
         if not any(
             (not each.functions or frame.name in each.functions) and re.search(f"(?:{each.file})$", frame.filename)
-            for each in _hidden
+            for each in _HIDDEN
         )
     ]
     if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
@@ -325,7 +346,7 @@ def _trim(shown: traceback.TracebackException, links: int) -> None:
 def trim_stacks(text: str) -> str:
     """Return faulthandler's output without hidden frames and the list of extension modules."""
     # Whole threads first: they contain frames that the other patterns would match.
-    in_order = sorted((each for each in _hidden if each.functions), key=lambda each: (not each.thread, each.outwards))
+    in_order = sorted((each for each in _HIDDEN if each.functions), key=lambda each: (not each.thread, each.outwards))
     patterns = (*map(_pattern, in_order), r"^Extension modules: .*\n?")
     return re.sub("|".join(patterns), "", text, flags=re.MULTILINE)
 
@@ -335,13 +356,3 @@ def _pattern(each: HiddenFrames) -> str:
     if each.thread:
         return rf"^(?:Current )?[Tt]hread .*\n(?:{_FRAME})*?{frame}(?:{_FRAME})*\n?"
     return f"^{frame}(?:{_FRAME})*" if each.outwards else f"^{frame}"
-
-
-_OWN = re.escape(os.path.dirname(os.path.abspath(__file__)) + os.sep)
-hide(rf"{_OWN}[^/]*")
-hide(r"/world/rank\.py", "_listen", thread=True)
-hide(r"/world/rank\.py", "_run_task", outwards=True)
-hide(r"/multiprocessing/process\.py")
-hide(r"/unittest/(?:async_case|case|mock|suite)\.py")
-hide(r"/asyncio/(?:runners|base_events)\.py", "run", "run_until_complete")
-hide(r"/torch/distributed/c10d_logger\.py")

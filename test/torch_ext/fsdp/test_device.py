@@ -72,11 +72,11 @@ def test_default_world_size(count, expected):
 
 @pytest.mark.parametrize(("can_sleep", "slept"), [(True, [3000]), (False, [0.003])])
 def test_delay_sleeps_on_a_device_that_can_and_in_the_host_otherwise(can_sleep, slept):
-    capabilities, calls = accelerator.Capabilities(device_sleep=can_sleep), []
+    calls = []
     module = SimpleNamespace(_sleep=calls.append) if can_sleep else None
     host_sleep = pytest.fail if can_sleep else calls.append
     with (
-        mock.patch.object(accelerator, "capabilities", return_value=capabilities),
+        mock.patch.object(accelerator, "can_sleep", return_value=can_sleep),
         mock.patch.object(torch, "get_device_module", return_value=module),
         mock.patch("torch_ext.testing._internal.common_utils.get_cycles_per_ms", return_value=1000.0),
         mock.patch.object(device.time, "sleep", host_sleep),

@@ -325,7 +325,8 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_usage_error_says_what_to_do(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
     assert message in capsys.readouterr().err
 
 

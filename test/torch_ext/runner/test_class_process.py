@@ -89,7 +89,7 @@ def test_interrupt_is_a_failure_with_its_traceback(methods: dict[str, Callable[.
     ended = ending(case(**methods))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
-    assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
+    assert isinstance(problem, Raised) and problem.sentence == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
 def test_test_without_a_result_from_unittest_is_a_failure() -> None:
@@ -189,7 +189,7 @@ def test_method_whose_call_runs_nothing_is_refused(where: str, method: Callable[
     ended = ending(case(**{where: method}))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
-    assert isinstance(problem, Raised) and problem.error.startswith(f"TypeError: {where}() returned a ")
+    assert isinstance(problem, Raised) and problem.sentence.startswith(f"TypeError: {where}() returned a ")
 
 
 def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
@@ -201,9 +201,9 @@ def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
             yield
 
     (problem,) = ending(Asynchronous("test_runs")).problems
-    assert isinstance(problem, Raised) and problem.error == "AssertionError: it ran"
+    assert isinstance(problem, Raised) and problem.sentence == "AssertionError: it ran"
     (problem,) = ending(Asynchronous("test_generator")).problems
-    assert isinstance(problem, Raised) and "returned a generator" in problem.error
+    assert isinstance(problem, Raised) and "returned a generator" in problem.sentence
 
 
 def test_method_on_the_instance_is_unchanged() -> None:

@@ -14,7 +14,7 @@ from benchmarks.simulate import Span, lower_bound, makespan, simulate
 from test.torch_ext.runner.fakes import file
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.places import Machine
-from torch_ext.runner.schedule import Batch, Need, Plan, Queue, make_plan, slots_of
+from torch_ext.runner.schedule import Batch, Plan, Queue, make_plan, slots_of
 from torch_ext.world.protocol import Devices
 
 # The classes of all suites in a recorded run on two cores: seconds, ranks, number of the file.
@@ -36,7 +36,7 @@ RECORDED = [
 def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), copies: int = 1) -> Plan:
     return Plan(
         tuple(
-            Batch(file(f"f{where}"), f"C{number}_{copy}", (), Need(ranks, number in alone), seconds)
+            Batch(file(f"f{where}"), f"C{number}_{copy}", (), Needs(processes=ranks, alone=number in alone), seconds)
             for number, (seconds, ranks, where) in enumerate(classes)
             for copy in range(copies)
         )
@@ -97,7 +97,7 @@ def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
     tests = [TestName("a.py", "A", "1"), TestName("a.py", "A", "2"), TestName("a.py", "B", "1")]
     needs = {tests[0]: Needs(4, 4, 0), tests[1]: Needs(2, 2, 0, alone=True), tests[2]: Needs(4, 1, 0)}
     made = make_plan([file("a")], tests, needs, lambda test: 2.0)
-    assert [(batch.need, batch.expected_s) for batch in made] == [(Need(4, True), 4.0), (Need(1), 2.0)]
+    assert [(batch.need, batch.expected_s) for batch in made] == [(Needs(processes=4, alone=True), 4.0), (Needs(), 2.0)]
 
 
 @pytest.mark.parametrize("length", [20, 55, 90])

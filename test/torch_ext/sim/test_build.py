@@ -62,7 +62,7 @@ def test_build_command_shows_the_path_of_the_build() -> None:
 
 def test_build_command_refuses_arguments() -> None:
     finished = python("-m", "torch_ext", "build", "-v")
-    assert finished.returncode == 2 and finished.stderr == "error: build takes no arguments, but got: -v\n"
+    assert finished.returncode == 2 and "torch_ext build: error: unrecognized arguments: -v" in finished.stderr
 
 
 @pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])

@@ -123,7 +123,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "_chosen", kind)
 
 
-def test_host_is_one_device_over_gloo_without_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_is_one_device_over_gloo_that_cannot_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     choose("cpu", monkeypatch)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
     monkeypatch.setattr(torch.cpu, "request_devices", lambda count: pytest.fail("asked"), raising=False)
@@ -132,7 +132,7 @@ def test_host_is_one_device_over_gloo_without_capabilities(monkeypatch: pytest.M
     assert accelerator.device_module() is torch.cpu
     assert accelerator.device_count() == 1
     assert accelerator.backend() == "gloo"
-    assert accelerator.capabilities() == accelerator.Capabilities(device_sleep=False)
+    assert not accelerator.can_sleep()
     assert [accelerator.current_device(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
 
 
@@ -148,7 +148,7 @@ def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch:
 
 
 @pytest.mark.parametrize(("names", "sleeps"), [({}, False), ({"_sleep": object}, True)])
-def test_capabilities_come_from_the_device_module(
+def test_ability_to_sleep_comes_from_the_device_module(
     machine: types.SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
     names: dict[str, object],
@@ -156,7 +156,7 @@ def test_capabilities_come_from_the_device_module(
 ) -> None:
     choose("xpu", monkeypatch)
     machine.module = pretend_module(**names)
-    assert accelerator.capabilities() == accelerator.Capabilities(device_sleep=sleeps)
+    assert accelerator.can_sleep() is sleeps
 
 
 def test_devices_are_requested_from_modules_that_can_make_them(

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_ext.compat import MissingTorchNameError
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import MissingTorchNameError, lazy_names
 
 Area = Callable[..., types.ModuleType]
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from torch_ext.compat._lookup import lazy_names
+from torch_ext.compat import lazy_names
 from torch_ext.upstream.export.link import Linker
 from torch_ext.upstream.export.lint import problems
 from torch_ext.upstream.export.modules import Module, Tree

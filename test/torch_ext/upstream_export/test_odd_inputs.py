@@ -50,7 +50,10 @@ def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command, which must fail with one sentence and print nothing else, and return the sentence."""
 
     def run(*arguments: object, code: int = 2, command: Callable[[list[str]], int] = main) -> str:
-        ended = command([str(each) for each in arguments])
+        try:
+            ended = command([str(each) for each in arguments])
+        except SystemExit as usage_error:
+            ended = int(str(usage_error))
         output = capfd.readouterr()
         assert (ended, output.out) == (code, ""), output
         lines = [line for line in output.err.splitlines() if "error: " in line]
@@ -167,13 +170,14 @@ def test_interrupted_check_leaves_no_files_or_processes(checkout: Path, tmp_path
     # Replaces the import of the written files by a program that sleeps until the interrupt.
     program = (
         "import sys\n"
-        "from torch_ext.upstream.export import check, command\n"
+        "from torch_ext.__main__ import main\n"
+        "from torch_ext.upstream.export import check\n"
         f"def interrupted(copy, modules):\n    check._python(copy, ['-c', {site!r}], 'cpu', 600)\n"
         "check.import_in_copy = interrupted\n"
-        "sys.exit(command.main(sys.argv[1:]))\n"
+        "sys.exit(main())\n"
     )
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    arguments = ["testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
+    arguments = ["export", "testing/_internal/_fsdp/step_log.py", "--onto", str(checkout), "--check"]
     child = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], cwd=CHECKOUT, env=environment, stderr=subprocess.PIPE, text=True
     )

@@ -16,6 +16,8 @@ from torch_ext.world import threads
 ADDRESSES = """
 import socket
 
+from torch_ext.world import threads
+
 
 def what_is_open():
     held = set()
@@ -43,7 +45,7 @@ def check_addresses(case):
         " ".join(name for name in what_is_open() if name.startswith("pipe:")),
     )
     case.check()
-    own = os.environ["TORCH_EXT_ADDRESS"]
+    own = threads._address
     dist.barrier(dist.new_group())
     assert listening() == {own}, listening()
     for device in (
@@ -62,7 +64,6 @@ class TestFresh(Ranks):
         check_addresses(self)
 
     def test_interface_of_its_own(self):
-        own = os.environ["TORCH_EXT_ADDRESS"]
         device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.2")
         assert listening() == {"127.0.0.2"}, listening()
 

@@ -26,6 +26,7 @@ from torch_ext.world.operations import WaitPage
 from torch_ext.world.outcome import Ending
 from torch_ext.world.protocol import Collectives, Ended, Phase, RankRequest, RankStatus, Receipt, Ticket
 from torch_ext.world.settings import Limits
+from torch_ext.world.tree import ZygoteClient
 from torch_ext.world.verdict import WorldReport, judge, render
 
 # Seconds, far above the duration of a pump.
@@ -47,7 +48,7 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
             stacks, write = os.pipe()
             os.close(write)  # closed, as the ends of a rank that has ended
             processes.append(RankProcess(rank, f"rank {rank}", line, Capture(0, output, None), stacks, WaitPage()))
-        with World(zygote, group, processes, TICKET) as world:
+        with World(ZygoteClient(zygote), group, processes, TICKET) as world:
             for process in processes:
                 process.pid = NO_PROCESS
 
@@ -281,7 +282,7 @@ def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open() -> 
     )
     try:
         with pytest.raises(OSError, match=expected):
-            start_world(zygote, [RankTask(os.getpid)] * 50)
+            start_world(ZygoteClient(zygote), [RankTask(os.getpid)] * 50)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(os.listdir("/proc/self/fd")) < len(files) + 12  # one rank

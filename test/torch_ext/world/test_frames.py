@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,12 +14,12 @@ TEST_FRAME = f'  File "{MINE}", line 5 in test_hang\n'
 HEAD = "Current thread 0x00007e (most recent call first):\n"
 
 
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    before = dict(wording._hidden)
-    yield
-    wording._hidden.clear()
-    wording._hidden.update(before)
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def hide(file: str, *functions: str) -> None:
+        monkeypatch.setattr(wording, "_HIDDEN", (*wording._HIDDEN, wording.HiddenFrames(file, functions)))
+
+    return hide
 
 
 def test_stacks_lose_the_world_and_keep_the_test() -> None:
@@ -37,12 +37,12 @@ def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown() -> None:
     assert wording.trim_stacks(stacks) == stacks
 
 
-def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks() -> None:
+def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks(hide: Callable[..., None]) -> None:
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/layer.py", line 2 in other\n'
     assert wording.trim_stacks(stacks) == stacks
-    wording.hide(r"/layer\.py")
+    hide(r"/layer\.py")
     assert wording.trim_stacks(stacks) == stacks
-    wording.hide(r"/layer\.py", "call")
+    hide(r"/layer\.py", "call")
     assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME + '  File "/x/layer.py", line 2 in other\n'
 
 
@@ -60,34 +60,25 @@ def error_of(function: object) -> BaseException:
     return caught.value
 
 
-def test_a_traceback_loses_the_functions_that_are_named() -> None:
-    wording.hide(re.escape(__file__), "calls")
+def test_a_traceback_loses_the_functions_that_are_named(hide: Callable[..., None]) -> None:
+    hide(re.escape(__file__), "calls")
     reason, trace = wording.read_error(error_of(calls))
     assert reason == "ValueError: no"
     assert "in raises" in trace and "in calls" not in trace and "in error_of" in trace
 
 
-def test_a_traceback_of_hidden_frames_alone_is_shown_whole() -> None:
-    wording.hide(re.escape(__file__))
+def test_a_traceback_of_hidden_frames_alone_is_shown_whole(hide: Callable[..., None]) -> None:
+    hide(re.escape(__file__))
     _, trace = wording.read_error(error_of(calls))
     assert "in raises" in trace and "in calls" in trace
 
 
-def test_causes_are_trimmed_too() -> None:
-    wording.hide(re.escape(__file__), "calls")
+def test_causes_are_trimmed_too(hide: Callable[..., None]) -> None:
+    hide(re.escape(__file__), "calls")
     outer = RuntimeError("outer")
     outer.__cause__ = error_of(calls)
     assert "in calls" not in wording.read_error(outer)[1]
     assert "ValueError: no" in wording.read_error(outer)[1]
-
-
-def test_hidden_frames_can_be_sent_to_another_process() -> None:
-    wording.hide(r"/layer\.py", "call", outwards=True)
-    frames = wording.hidden()
-    wording._hidden.clear()
-    wording.add(frames)
-    stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/main.py", line 1 in <module>\n'
-    assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME
 
 
 def test_no_control_character_is_printed_raw() -> None:

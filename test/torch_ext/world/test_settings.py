@@ -35,12 +35,7 @@ def test_variables_read_at_load_force_a_fresh_interpreter(
     assert (message in why) if message else why == ""
 
 
-@pytest.mark.parametrize(("switch", "forks"), [(None, 1), ("0", 0)])
-def test_a_trial_fork_is_made_only_where_there_are_threads(
-    monkeypatch: pytest.MonkeyPatch, switch: str | None, forks: int
-) -> None:
-    if switch is not None:
-        monkeypatch.setenv("TORCH_EXT_TRIAL_FORK", switch)
+def test_a_trial_fork_is_made_only_where_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(child, "_trial_fork", lambda: calls.append(1))
     monkeypatch.setattr(child._os, "threads_of", lambda: {1})
@@ -48,7 +43,7 @@ def test_a_trial_fork_is_made_only_where_there_are_threads(
     assert calls == []
     monkeypatch.setattr(child._os, "threads_of", lambda: {1, 2})
     assert "runs other threads" in child.reason_not_to_fork()
-    assert len(calls) == forks
+    assert len(calls) == 1
 
 
 @pytest.mark.processes

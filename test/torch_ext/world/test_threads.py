@@ -29,7 +29,6 @@ from torch_ext.world.threads import ThreadState, judge_threads
 
 # Zygotes and parent halves do the same.
 threads.prepare()
-operations.look_through("/torch_ext/sim/races/_threads.py")
 
 INF = math.inf
 IN_TEST = Operation(Wait("test_a (test_a.py:3)"), None, "1:2")

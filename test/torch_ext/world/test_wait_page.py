@@ -114,7 +114,7 @@ def hang_with_a_slow_record():
 
 
 if __name__ == "__main__":
-    wording._hidden.clear()  # the listener is what this is about
+    wording._HIDDEN = ()  # the listener is what this is about
     with start_world(provider.zygote_for("__main__"), [RankTask(hang_with_a_slow_record)]) as world:
         (outcome,) = world.wait(Limits(test_s=2))
     print(outcome.ending, outcome.output, outcome.stacks)

@@ -28,7 +28,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, RankStatus
+from torch_ext.world.protocol import RankStatus
 from torch_ext.world.settings import HostFile, Limits, hosts_of, is_multi_host, timeout_of
 
 __unittest = True
@@ -141,7 +141,7 @@ class MultiProcContinuousTest(RanksTestCase):
         descriptor, cls.rdvz_file = tempfile.mkstemp(dir=files.folder())
         os.close(descriptor)
         hosts = hosts_of(cls)
-        arguments = (int(world_size), HostFile(cls.rdvz_file) if hosts > 1 else cls.rdvz_file, Inherited(0))
+        arguments = (int(world_size), HostFile(cls.rdvz_file) if hosts > 1 else cls.rdvz_file)
         tasks = [RankTask(cls._rank_main, (rank, *arguments), connections=1) for rank in range(int(world_size))]
         cls._world = start_ranks(cls.__module__, tasks, cls.__qualname__, hosts)
         cls.processes, cls._processes_spawned = cls._world.processes, True

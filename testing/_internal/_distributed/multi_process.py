@@ -26,7 +26,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Outcome
-from torch_ext.world.protocol import Inherited, RankStatus
+from torch_ext.world.protocol import RankStatus
 from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_of, ranks_per_host, timeout_of
 from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 from torch_ext.world.wording import left_behind
@@ -183,7 +183,7 @@ class MultiProcessTestCase(RanksTestCase):
         kwargs = _supported(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
         hosts = hosts_of(self)
         devices = max(ranks_per_host(size, hosts), required_devices(type(self), name))
-        arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name, Inherited(0))
+        arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name)
         tasks = [
             RankTask(receipts.run_rank, (type(self), devices, rank, *arguments), kwargs, connections=1)
             for rank in range(size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from torch_ext.testing._internal.common_distributed import (
     MultiThreadedTestCase,
 )
 from torch_ext.testing._internal.common_utils import FILE_SCHEMA, set_rng_seed
-from torch_ext.world import wording
 from torch_ext.world.operations import after_body
 from torch_ext.world.settings import hosts_of, is_multi_host
 
@@ -38,8 +36,6 @@ __all__ = [
     "FSDPTestMixin",
     "FSDPTestMultiThread",
 ]
-
-wording.hide(re.escape(__file__), "_run")
 
 
 def _skip_without_devices(world_size: int) -> None:

@@ -110,7 +110,7 @@ def delay(milliseconds: float) -> None:
     if milliseconds <= 0:
         return
     kind = get_devtype().type
-    if kind == accelerator.device_type() and accelerator.capabilities().device_sleep:
+    if kind == accelerator.device_type() and accelerator.can_sleep():
         from torch_ext.testing._internal.common_utils import get_cycles_per_ms
 
         cycles = int(milliseconds * get_cycles_per_ms())

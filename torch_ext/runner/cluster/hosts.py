@@ -72,7 +72,7 @@ class _RankEnds:
 
     def _pass_on(self, stream: _Stream) -> None:
         file, payload = self._files[stream], None
-        with contextlib.suppress(ChannelClosedError, OSError):
+        with contextlib.suppress(OSError):
             payload = file.receive()[0] if isinstance(file, Channel) else os.read(file, _PART_BYTES) or None
         if payload is None:
             self._callbacks.unwatch(file)
@@ -87,7 +87,7 @@ class _RankEnds:
 
     def write(self, stream: _Stream, payload: Any) -> None:
         """Write a message or bytes from the other machine; None closes the stream. Blocks while a pipe is full."""
-        with contextlib.suppress(ChannelClosedError, OSError, KeyError):  # the rank has closed the stream
+        with contextlib.suppress(OSError, KeyError):  # the rank has closed the stream
             file = self._files[stream]
             if isinstance(file, Channel) and payload is None:
                 file.shut()
@@ -183,9 +183,7 @@ class RankProxy(HostRanks):
         """Return the descriptor of a new command channel; ``zygote`` starts this host's ranks."""
         local, remote = channel_pair()
         self._callbacks.watch(local, lambda: self._on_client(local, zygote))
-        descriptor = os.dup(remote.fileno())
-        remote.close()
-        return descriptor
+        return remote.detach()
 
     # The parent half
 
@@ -193,8 +191,7 @@ class RankProxy(HostRanks):
         try:
             message, descriptors = client.receive()
             if isinstance(message, QueryProcesses):  # for this host; RemoteRanks answers for each other host
-                with contextlib.suppress(ChannelClosedError):
-                    zygote.channel.send(message, descriptors)
+                zygote.channel.try_send(message, descriptors)
                 close_all(descriptors)
             else:
                 self._start(message, descriptors, zygote)
@@ -256,8 +253,7 @@ class RankProxy(HostRanks):
             if host:
                 self.send(host, world.number, RankStream.GROUP, message)
             elif world.here is not None:
-                with contextlib.suppress(ChannelClosedError):
-                    world.here.send(message)
+                world.here.try_send(message)
 
     def _abandon(self, world: _ProxyWorld) -> None:
         del self._worlds[world.number]
@@ -306,8 +302,7 @@ class RankProxy(HostRanks):
             left = tuple(replace(each, index=world.order.index((host, each.index))) for each in message.left_behind)
             index, time_s = world.order.index((host, message.index)), message.time_s + self._shift_s.get(host, 0.0)
             passed = replace(message, index=index, left_behind=left, time_s=time_s)
-        with contextlib.suppress(ChannelClosedError):
-            world.group.send(passed)
+        world.group.try_send(passed)
 
 
 @dataclass
@@ -339,8 +334,7 @@ class RemoteRanks(HostRanks):
             elif line.payload is None:
                 self._abandon(world)
             else:
-                with contextlib.suppress(ChannelClosedError, OSError):
-                    world.group.send(line.payload)
+                world.group.try_send(line.payload)
 
     def _start(self, number: int, request: Start, origin: Mapping[str, str]) -> None:
         group, remote = channel_pair()
@@ -354,9 +348,8 @@ class RemoteRanks(HostRanks):
             localized = self._localized(order.payload, origin)
             orders.append(replace(order, payload=localized, descriptors=len(own)))
         start = replace(request, orders=tuple(orders), environment=orders[0].payload.environment)
-        with contextlib.suppress(ChannelClosedError):  # the group's channel ends as well, and reports it
-            self._zygote.channel.send(start, [remote.fileno(), *inherited])
-        remote.close()
+        inherited.insert(0, remote.detach())
+        self._zygote.channel.try_send(start, inherited)  # if the zygote is gone, the group's channel reports it
         close_all(inherited)
 
     def _open_rank(self, world: _RemoteWorld, order: Order) -> list[int]:
@@ -364,8 +357,7 @@ class RemoteRanks(HostRanks):
         local, remote = channel_pair()
         output, output_writer = os.pipe()
         stacks, stacks_writer = os.pipe()
-        inherited = [os.dup(remote.fileno()), output_writer, os.dup(output_writer), stacks_writer]
-        remote.close()
+        inherited = [remote.detach(), output_writer, os.dup(output_writer), stacks_writer]
         shared = order.payload.has_page + bool(order.payload.address)
         pairs = [socket.socketpair() for _ in range(order.descriptors - len(inherited) - shared)]
         files = _files_of(local, output, stacks, [own.detach() for own, _ in pairs])
@@ -398,7 +390,7 @@ class RemoteRanks(HostRanks):
         if isinstance(payload, Receipt):  # host 0 may judge the test on receipt, so the rank's output goes first
             world.ranks[index].drain(RankStream.OUTPUT)
         if isinstance(payload, Progress) and payload.blocked and not payload.among_ranks:
-            others = query_zygote(self._zygote.channel, world.pids)  # host 0 cannot see them
+            others = query_zygote(self._zygote, world.pids)  # host 0 cannot see them
             payload = replace(payload, blocked=not others, may_act=others)
         self.send(0, world.number, stream, payload, index)
 

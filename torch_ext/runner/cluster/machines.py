@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch_ext import cache
-from torch_ext.results import SetupError
+from torch_ext.results import Needs, SetupError
 from torch_ext.runner.cluster.messages import Event, Line, RunClass
 from torch_ext.runner.options import RunOptions
-from torch_ext.runner.schedule import Need, cores
+from torch_ext.runner.schedule import cores
 from torch_ext.world.channel import Channel, ChannelClosedError, channel_pair
 
 
@@ -61,7 +61,7 @@ class Node:
                     peers[message.to].pass_on.remote(order.number, message)  # the driver notices a lost host
                 else:
                     yield message
-        except (ChannelClosedError, OSError):
+        except OSError:
             raise SupervisorDiedError("its supervisor ended") from None
         finally:
             with self._sending:
@@ -70,9 +70,9 @@ class Node:
 
     def pass_on(self, number: int, line: Line | None) -> None:
         """Pass on a message of another host of class ``number``, if that has not ended; None ends the class."""
-        with self._sending, contextlib.suppress(ChannelClosedError, OSError):
+        with self._sending:
             if number in self._channels:
-                self._channels[number].send(line)
+                self._channels[number].try_send(line)
 
     def end(self) -> None:
         """End the supervisor with its processes, and wait for that."""
@@ -150,15 +150,13 @@ class Machines:
 
     def _start(self, ids: Sequence[str]) -> str:
         """Start an actor on each of these machines; return why one of them cannot run tests, or an empty string."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         variables = {name: value for name, value in os.environ.items() if name.startswith("TORCH_EXT_")}
         variables.pop("TORCH_EXT_CACHE", None)
         actor, kept = self._ray.remote(Node), cache.folder()
         for number, node in enumerate(ids):
             if self._cluster is not None and kept is not None:
                 variables["TORCH_EXT_CACHE"] = str(kept / "cluster" / f"node-{number}")
-            where = NodeAffinitySchedulingStrategy(node, soft=False)
+            where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
             how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": where}
             self._actors[node] = actor.options(**how).remote(self._options, dict(variables))
         refused = ""
@@ -179,18 +177,16 @@ class Machines:
             self._look()
         return node in self._actors and node in self.addresses
 
-    def reserve(self, need: Need) -> Any:
+    def reserve(self, need: Needs) -> Any:
         """Ask Ray for room for a class, each host on another machine of Ray's choice; return the reservation."""
-        from ray.util import placement_group
-
         resources = bundle(need.of_each_host, self._largest_cpus, self._devices)
-        return placement_group([resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK")
+        return self._ray.util.placement_group(
+            [resources] * need.hosts, strategy="STRICT_SPREAD" if need.hosts > 1 else "PACK"
+        )
 
     def nodes(self, reservation: Any, hosts: int) -> tuple[str, ...]:
         """Return the ids of the machines of a reservation; an empty tuple while there is no room."""
-        from ray.util import placement_group_table
-
-        table = placement_group_table(reservation)
+        table = self._ray.util.placement_group_table(reservation)
         created = table.get("state") == "CREATED"
         return tuple(str(table["bundles_to_node_id"][host]) for host in range(hosts)) if created else ()
 
@@ -206,12 +202,10 @@ class Machines:
 
     def leave(self, reservation: Any, nodes: Sequence[str], number: int) -> None:
         """End a class on its machines, and return its reservation to Ray."""
-        from ray.util import remove_placement_group
-
         with contextlib.suppress(Exception):  # the cluster may be gone
             for actor in filter(None, map(self._actors.get, nodes)):
                 actor.pass_on.remote(number, None)
-            remove_placement_group(reservation)
+            self._ray.util.remove_placement_group(reservation)
 
     def ready(self, streams: Sequence[Any], timeout_s: float) -> list[Any]:
         """Wait at most ``timeout_s`` seconds for an event; return the streams that have one."""
@@ -252,15 +246,15 @@ def in_one_line(error: Exception) -> str:
     return (messages[-1] if messages else lines[0] if lines else type(error).__name__)[:200]
 
 
-def bundle(need: Need, largest_cpus: float, devices: int) -> dict[str, float]:
+def bundle(need: Needs, largest_cpus: float, devices: int) -> dict[str, float]:
     """Return the Ray resources that a class needs on one machine, capped at the largest machine's.
 
     ``devices``: the largest number of devices that the ranks of a machine share; 0 without a limit.
 
-    >>> bundle(Need(ranks=2), 8, 0), bundle(Need(ranks=2, alone=True), 8, 0), bundle(Need(ranks=4), 8, 2)
+    >>> bundle(Needs(processes=2), 8, 0), bundle(Needs(alone=True), 8, 0), bundle(Needs(processes=4), 8, 2)
     ({'CPU': 0.5}, {'CPU': 8}, {'GPU': 2, 'CPU': 0.25})
     """
     if devices:
-        ranks = devices if need.alone else min(need.ranks, devices)
+        ranks = devices if need.alone else min(need.processes, devices)
         return {"GPU": ranks, "CPU": largest_cpus if need.alone else 1 / _RANKS_PER_CPU}
-    return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.ranks / _RANKS_PER_CPU)}
+    return {"CPU": largest_cpus if need.alone else min(largest_cpus, need.processes / _RANKS_PER_CPU)}

@@ -89,12 +89,7 @@ class _Supervisor:
 
     def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
         """Task: run a class and pass it its other hosts' messages, until the actor ends it or closes its channel."""
-
-        def send(message: Event | Line | None) -> None:
-            with contextlib.suppress(ChannelClosedError):  # the actor is gone
-                channel.send(message)
-
-        run = self._execute(order, send)
+        run = self._execute(order, channel.try_send)
         self._loop.add(run)
         while True:
             while not channel.poll():

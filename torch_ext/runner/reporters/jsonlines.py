@@ -94,7 +94,7 @@ def _address(test: TestName) -> dict[str, str]:
 
 def _problem(problem: Problem) -> dict[str, Any]:
     if isinstance(problem, Raised):
-        return {"kind": "raised", "summary": problem.error, "trace": problem.trace, "where": problem.where}
+        return {"kind": "raised", "summary": problem.sentence, "trace": problem.trace, "where": problem.where}
     if isinstance(problem, RanksFailed):
         verdict = problem.report.verdict
         return {

@@ -115,7 +115,7 @@ def _failure(case: Element, result: TestResult, kind: str = "") -> None:
 def _type(result: TestResult) -> str:
     problem = next(iter(result.problems), None)
     if isinstance(problem, Raised):
-        return _clean(problem.error.partition(":")[0])
+        return _clean(problem.sentence.partition(":")[0])
     if isinstance(problem, RanksFailed):
         culprits = problem.report.verdict.culprits
         endings = [each.ending.value for each in problem.report.outcomes if each.rank in culprits[:1]]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import timedelta
 from typing import TextIO
 
 from torch_ext.results import (
@@ -24,6 +24,7 @@ from torch_ext.results import (
     Status,
     TestName,
     TestResult,
+    Tick,
 )
 from torch_ext.runner.options import TABLE, RunOptions
 from torch_ext.runner.reporters.tally import COLUMNS, Tally, counts, writing
@@ -90,11 +91,6 @@ _COLORS = frozenset(("green", "yellow", "bold red", "bold yellow"))
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
 
 
-def is_live(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-
-
 class Writer:
     """Writes lines to ``stream``, with styles if it is a terminal.
 
@@ -104,25 +100,16 @@ class Writer:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._has_styles = is_live(stream)
-        # Makes the context of each write, such as one that clears a live view
-        self.guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._has_styles = stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         self.wrote_s = time.monotonic()  # `time.monotonic` of the last line
 
     def line(self, *parts: str | tuple[str, str]) -> None:
         """Write a line, or several. A part is a text, or a text with its style on a terminal."""
         pairs = [(part, "") if isinstance(part, str) else part for part in parts]
-        line = "".join(self.styled(self._encodable(text), style) for text, style in pairs).removesuffix("\n")
+        line = "".join(self._styled(self._encodable(text), style) for text, style in pairs).removesuffix("\n")
         self.wrote_s = time.monotonic()
-        with writing("the report cannot be written"), self.guard():
+        with writing("the report cannot be written"):
             self._stream.write(f"{line}\n")
-            self._stream.flush()
-
-    def show(self, text: str) -> None:
-        """Write ``text``, which moves the cursor. Ignores errors, since the report's next line raises them."""
-        with contextlib.suppress(OSError, ValueError):
-            encoding = self._stream.encoding or "utf-8"
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
             self._stream.flush()
 
     def _encodable(self, text: str) -> str:
@@ -130,7 +117,7 @@ class Writer:
         encoding = self._stream.encoding or "utf-8"
         return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
-    def styled(self, text: str, style: str) -> str:
+    def _styled(self, text: str, style: str) -> str:
         """Return ``text`` with the terminal's codes for ``style``; unchanged without a terminal or colors."""
         if not self._has_styles or not style or (style in _COLORS and os.environ.get("NO_COLOR")):
             return text
@@ -138,16 +125,13 @@ class Writer:
 
 
 class TextReporter:
-    """Prints ``notes``, results as they arrive, and a summary at the end of the run; if ``announce``, also a line when
-    a class begins, unless the report is quiet. ``tally`` counts each event before.
+    """Prints ``notes``, a line when a class begins unless the report is quiet, results as they arrive, and a summary at
+    the end of the run. ``tally`` counts each event before.
     """
 
-    def __init__(
-        self, tally: Tally, options: RunOptions, out: Writer, notes: Sequence[str] = (), *, announce: bool = True
-    ) -> None:
+    def __init__(self, tally: Tally, options: RunOptions, out: Writer, notes: Sequence[str] = ()) -> None:
         self._tally = tally
         self._options = options
-        self._announce = announce and options.verbosity >= 0
         self._out = out
         self._begun: set[TestName] = set()
         self._printed: set[Batch] = set()
@@ -175,7 +159,7 @@ class TextReporter:
 
     def _begin(self, began: Began) -> None:
         """Print a line when a class begins, with its number."""
-        if began.test.method or began.test in self._begun or not self._announce:
+        if began.test.method or began.test in self._begun or self._options.verbosity < 0:
             return
         self._begun.add(began.test)
         total = len(self._tally.plan.batches)
@@ -275,6 +259,57 @@ def _counted(
     parts = [(f"{found[one]} {one.value}", _STYLES[one] if found[one] else "") for one in shown]
     parts += [(f"{missing} not run", "yellow")] * bool(missing)
     return [each for part in parts for each in (", ", part)][1:]
+
+
+# Seconds without a line after which to write one, so that the run does not look dead; the same with --quiet.
+_SILENCE_S, _QUIET_S = 20.0, 60.0
+
+
+class ProgressLines:
+    """Adds a progress line to a report after a while without output, three times a minute if ``often``, else once.
+    ``expected_s``: the expected duration of a test; None if unknown.
+    """
+
+    def __init__(
+        self, tally: Tally, expected_s: Callable[[TestName], float | None], out: Writer, *, often: bool = True
+    ) -> None:
+        self._tally = tally
+        self._expected_s = expected_s
+        self._out = out
+        self._silence_s = _SILENCE_S if often else _QUIET_S
+
+    def __call__(self, event: Event) -> None:
+        now_s = time.monotonic()
+        if isinstance(event, Tick) and now_s - self._out.wrote_s > self._silence_s:
+            self._out.line(self.summary(now_s))
+            for line in self.under_way(now_s):
+                self._out.line(f"  running: {line}")
+
+    def summary(self, now_s: float) -> str:
+        """Return the progress of the run in one line, with an estimate of the remaining time at the present pace."""
+        planned, waiting = self._tally.plan.tests, self._tally.waiting
+        done, took_s = len(planned) - len(waiting), now_s - self._tally.began_s
+        found, parts = counts(self._tally.results), [f"[{done}/{len(planned)}]"]
+        parts += [f"{found[one]} {one.value}" for one in COLUMNS if found[one]]
+        parts.append(_format_duration(took_s))
+        waiting_s, planned_s = (sum(self._expected_s(test) or 1.0 for test in tests) for tests in (waiting, planned))
+        if done and waiting:
+            parts.append(f"about {_format_duration(waiting_s * took_s / (planned_s - waiting_s))} left")
+        return "  ".join(parts)
+
+    def under_way(self, now_s: float) -> list[str]:
+        """Return a line for each running class, the longest-running test first."""
+        lines = []
+        for name, since_s in sorted(self._tally.running.values(), key=lambda one: one[1]):
+            batch = self._tally.batch_of(name)
+            ranks = batch.need.processes if batch is not None else 1
+            where = name.id + ("" if name.method else " (between tests)")
+            lines.append(f"{where}  {ranks} rank{'s' * (ranks != 1)}  {_format_duration(now_s - since_s)}")
+        return lines
+
+
+def _format_duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=int(seconds)))
 
 
 # Length limit of a GitHub annotation: a line on stdout that GitHub shows beside the code, ten per step and level.

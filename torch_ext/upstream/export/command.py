@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import platform
-import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -35,17 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     """Export what ``arguments`` name.
 
     Returns:
-        0; 1 if a change cannot go or fails its check; 2 for a usage error; 128 plus the number of a signal.
+        0; 1 if a change cannot go or fails its check; 2 for a usage error.
     """
+    options = _parser().parse_args(arguments)
     try:
-        options = _parser().parse_args(arguments)
-        with _exit_on_signals():
-            result = export(options.items, options.onto, checked=options.check)
+        result = export(options.items, options.onto, checked=options.check)
     except CheckoutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except SystemExit as stop:
-        return int(stop.code or 0)
     for problem in result.problems:
         print(f"error: {problem}", file=sys.stderr)
     if options.output and result.mail:
@@ -53,26 +48,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         sys.stdout.buffer.write(result.mail.encode())  # UTF-8, in any terminal
     return 1 if result.problems else 0
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Make signals raise SystemExit within the block, so that cleanups run; restores their handlers."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    def end(number: int, frame: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -209,19 +209,16 @@ class Linker:
     def _expression_edit(self, module: str, name: str, spine: Sequence[ast.expr], target: Target) -> Edit | None:
         """Return the edit that spells our name as an expression of upstream's, which lacks the name."""
         found = self.ours.find(module, name)
-        words, best = f"{found[0].name if found else module}.{name}", None
-        for place, node in enumerate(spine):
-            if place:
-                words += f".{node.attr}" if isinstance(node, ast.Attribute) else "()"
-            best = (words, node) if words in tables.EXPRESSIONS else best
-        if best is None:
+        called = spine[1] if len(spine) > 1 and isinstance(spine[1], ast.Call) else None
+        words = f"{found[0].name if found else module}.{name}{'()' if called else ''}"
+        if words not in tables.EXPRESSIONS:
             return None
-        text, needed = tables.EXPRESSIONS[best[0]]
+        text, needed = tables.EXPRESSIONS[words]
         home, _, attribute = needed.partition(":")
         if home and home != target.module:
             target.import_name(attribute or home, Import(home, attribute))
-        arguments = best[1].args if isinstance(best[1], ast.Call) else ()
-        return replace_node(best[1], text.format(*map(ast.unparse, arguments)) if arguments else text)
+        arguments = called.args if called else ()
+        return replace_node(called or spine[0], text.format(*map(ast.unparse, arguments)) if arguments else text)
 
     def _upstream_name(self, use: _Reference, piece: Piece) -> str:
         """Return upstream's name for ours, and import it into the file."""

@@ -21,7 +21,7 @@ EXPRESSIONS: dict[str, tuple[str, str]] = {
     f"{_ACCELERATOR}.backend()": (f"torch.distributed.get_default_backend_for_device({_TYPE})", "torch"),
     f"{_ACCELERATOR}.current_device()": (f"torch.device({_TYPE}, {{0}})", "torch"),
     f"{_ACCELERATOR}.set_device_index()": ("torch.accelerator.set_device_index({0})", "torch"),
-    f"{_ACCELERATOR}.capabilities().device_sleep": ('hasattr(torch.get_device_module(), "_sleep")', "torch"),
+    f"{_ACCELERATOR}.can_sleep()": ('hasattr(torch.get_device_module(), "_sleep")', "torch"),
 }
 
 # Files that go in place of ours, which need the engine.

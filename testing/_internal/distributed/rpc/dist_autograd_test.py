@@ -341,7 +341,7 @@ class DistAutogradTest(RpcAgentTestFixture):
                 with self.subTest(why), self.assertRaisesRegex(RuntimeError, why):
                     dist_autograd.backward(context_id, roots)
             with self.assertRaises(TypeError):
-                dist_autograd.backward(context_id, None)  # type: ignore[arg-type] # the mistake under test
+                dist_autograd.backward(context_id, None)  # the mistake under test
         no_context = "Could not find autograd context with id"
         with self.assertRaisesRegex(RuntimeError, no_context):
             dist_autograd.backward(context_id, [loss])
