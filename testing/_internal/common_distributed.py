@@ -80,5 +80,6 @@ if message := untested_torch():
 
 
 def __getattr__(name: str) -> Any:
-    # On use, because upstream's file imports many private names.
+    # On use, so that importing this module does not require every private name that
+    # upstream's file imports.
     return upstream_name("common_distributed", name)

@@ -78,7 +78,8 @@ def set_rng_seed(seed: int | None = None) -> None:
         accelerator.device_module().manual_seed_all(number)
 
 
-# TestCase.setUp seeds through this name.
+# TestCase.setUp seeds through this name in the parent half of every test, while ranks
+# start.
 _upstream.set_rng_seed = set_rng_seed
 
 

@@ -60,7 +60,8 @@ class MultiProcContinuousTest(RanksTestCase):
 
     pg: ClassVar[c10d.ProcessGroup]
     processes: ClassVar[list[RankProcess]] = []
-    _processes_spawned: ClassVar[bool] = False  # upstream's: its subclasses without ranks set it
+    # Upstream's name: its subclasses without ranks set it, and override the methods that start and end ranks.
+    _processes_spawned: ClassVar[bool] = False
     _world: ClassVar[World | None] = None
 
     @classmethod

@@ -56,7 +56,8 @@ def run_subtests(
     for number, values in enumerate(combinations):
         chosen = dict(zip(subtest_config, values, strict=True))
         name = ", ".join(f"{axis}={value!r}" for axis, value in chosen.items())
-        # Not within case.subTest(), which continues after a failure: collectives of different subtests would match.
+        # Not within case.subTest(), which continues after a failure: the next subtest's collectives would then match
+        # this one's on ranks where it has not failed.
         _reset_dynamo()
         reason = _run_subtest(name, functools.partial(test_fn, *test_args, **test_kwargs, **chosen))
         _reset_dynamo()
@@ -114,7 +115,7 @@ def _compare_skips(key: str, name: str, reason: str | None) -> None:
 
 
 def _reset_dynamo() -> None:
-    # If it is not loaded, there is nothing to reset.
+    # Importing it takes half a second; if it is not loaded, there is nothing to reset.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()

@@ -158,7 +158,7 @@ class _Result(unittest.TestResult):
             return
         self._failed.append(failed)
         if name and world_rank.current() is not None:
-            # The rank goes on, and may hang: only this shows the failure.
+            # The rank goes on, and may hang in a collective that its peers do not call: only this shows the failure.
             with contextlib.suppress(Exception):  # the test may have closed it
                 print(f"sub-test {name} failed: {wording.read_error(error)[0]}", file=sys.stderr, flush=True)
 

@@ -113,7 +113,7 @@ class MultiThreadedTestCase(RanksTestCase):
         self = cls(test_name)
         self.rank = rank
         if hasattr(self, "_tls"):
-            # Tolerances that a test overrides are thread-local.
+            # Tolerances that a test overrides are thread-local, so each rank needs its own.
             self._tls = threading.local()
             self._tls.precision = TestCase._precision
             self._tls.rel_tol = TestCase._rel_tol

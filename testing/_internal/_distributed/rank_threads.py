@@ -135,7 +135,7 @@ def is_of_this_test() -> bool:
 def start(world_size: int, target: Callable[[int], object]) -> list[RankThread]:
     """Start a thread for each rank; each calls ``target`` with its rank."""
     prepare_for_threads()
-    # A mesh sets its thread's device only if the process has used no device yet.
+    # A mesh sets its thread's device only if the process has used no device yet, which would depend on thread order.
     accelerator.initialize()
     check = receipts.race_check_of_threads()
     operations.test_began()

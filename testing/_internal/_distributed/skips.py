@@ -49,7 +49,7 @@ class _SkipTable(dict[str, TestSkip]):
         return _too_few_devices(_ANY_REASON, int(count))
 
 
-# The exit codes are upstream's.
+# The exit codes are upstream's: test classes elsewhere call sys.exit() with them.
 TEST_SKIPS: dict[str, TestSkip] = _SkipTable(
     {
         "backend_unavailable": TestSkip(72, "The process group's backend is not available on this machine."),

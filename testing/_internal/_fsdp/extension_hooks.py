@@ -209,7 +209,8 @@ class HookCheck:
     def _call_post(
         self, outputs: Sequence[torch.Tensor], metadata: Any, **out: torch.Tensor
     ) -> Any:
-        # FSDP calls this hook with autograd on, and the other with autograd off.
+        # FSDP calls this hook during forward, with autograd on, and the other hook with
+        # autograd off.
         return self._call(POST, tuple(outputs), metadata, self._dtype, **out)
 
     def _first_post(

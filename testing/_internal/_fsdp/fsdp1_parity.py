@@ -88,8 +88,9 @@ class TrainingMixin(_TestCase):
             raise ValueError(f"got num_steps={num_steps}, expected at least 1")
         is_fsdp, compute = isinstance(model, FSDP), device.get_devtype()
         mixed_type = mixed_precision.param_dtype if mixed_precision else None
-        # FSDP casts its inputs itself.
+        # Under mixed precision FSDP casts its inputs itself; other wrappers do not.
         input_type = None if is_fsdp else mixed_type
+        # Autocast computes losses in float32 too.
         loss_type = (is_fsdp and mixed_type) or torch.float32
         if use_pure_fp16:
             input_type = loss_type = torch.float16
@@ -98,13 +99,15 @@ class TrainingMixin(_TestCase):
         reshards = strategy not in private.NO_RESHARD_AFTER_FORWARD_STRATEGIES
         test_model: Any = model.module
         loss_device = next(model.parameters()).device
-        # Adam would hide a wrong scale.
+        # With momentum, each step depends on all gradients so far. Adam would hide a
+        # wrong scale.
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         options = {"device": compute.type, **(sharded_grad_scaler_kwargs or {})}
         scaler = ShardedGradScaler(enabled=enable_sharded_grad_scaler, **options)
         for _ in range(num_steps):
             optimizer.zero_grad()
             with torch.amp.autocast(compute.type, dtype=mixed_type, enabled=autocast):
+                # Inputs are on the compute device even if parameters are offloaded.
                 inputs = _cast(test_model.get_input(compute), input_type)
                 output = model(*inputs)
                 if offloads and reshards:
@@ -209,7 +212,8 @@ class TrainingMixin(_TestCase):
         full = get_full_params(sharded)
         # Under mixed precision only the reference has a float32 loss.
         torch.testing.assert_close(loss, expected, check_dtype=False)
-        # In half precision the two optimizers round differently.
+        # In half precision the two optimizers round differently, so only the losses are
+        # compared.
         if mixed_precision is None and not use_pure_fp16:
             wanted = list(reference.parameters())
             message = "FSDP did not match the reference: {}".format

@@ -306,7 +306,8 @@ def averaged_gradients(grads: Sequence[ExpectedGradients]) -> ExpectedGradients:
     return ExpectedGradients(first, second, [])
 
 
-# A condition would lose a notification that comes before a worker waits.
+# A condition alone is not enough: a notification is lost if the master signals before a
+# worker starts to wait.
 shutdown_signal = threading.Event()
 
 
@@ -376,7 +377,8 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         ]
         create_trainer_group(ddp_mode)
         examples = get_training_examples()
-        # Gradients that cancel do not tell an average from zeros.
+        # Gradients that cancel do not tell an average from zeros, so the last round
+        # weighs trainers unequally.
         unequal = [
             batch._replace(values=batch.values * (rank + 1))
             for rank, batch in enumerate(examples)

@@ -70,7 +70,7 @@ class TransformerWithSharedParams(FSDPTestModel):
             self.eval()
 
     def get_input(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        # Callers then draw the same numbers in every step.
+        # Callers then draw the same numbers in every step, but others on each rank.
         torch.manual_seed(1 + self.rank)
         source, target = (
             torch.arange(steps * self.bs, device=device)
