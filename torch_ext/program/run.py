@@ -148,14 +148,11 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         world = start_world(
             zygote,
             [RankTask(rank.run, (program, each)) for each in variables],
-            interpreter=settings.wants_interpreter(),
             show=_LIVE[options.output],
             name="rank",
             test=options.program.target,
         )
         with world:
-            if world.why_interpreter:
-                wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
             return _wait(world, options, store, interrupts)
 
 

@@ -21,7 +21,7 @@ import select
 import selectors
 import socket
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from os import fstat  # bound at import: a test may replace it
 from typing import Any
@@ -291,11 +291,14 @@ def _hung_up(descriptor: int) -> bool:
     return bool(ready.poll(0))
 
 
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors, ignoring those that are closed already."""
-    for descriptor in descriptors:
+def close_all(files: Iterable[int | Channel]) -> None:
+    """Close descriptors and channels, ignoring those that are closed already."""
+    for file in files:
         with contextlib.suppress(OSError):
-            os.close(descriptor)
+            if isinstance(file, Channel):
+                file.close()
+            else:
+                os.close(file)
 
 
 def _descriptor_of(inode: int) -> int:

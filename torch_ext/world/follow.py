@@ -82,7 +82,6 @@ class World:
         self._delayed_before_s: dict[int, float] = {}
         self._phases: dict[int, Phase] = {}
         self._interrupted: set[int] = set()
-        self.why_interpreter = ""
         self.store: object = None  # the ranks' rendezvous, if this process serves it; kept alive with the world
         self._receipts: list[tuple[int, Receipt]] = []
         self._left: set[int] = set()
@@ -137,7 +136,8 @@ class World:
                 ) from None
             return
         if isinstance(message, Started):
-            self.why_interpreter = message.why_interpreter
+            if message.why_interpreter:
+                wording.announce(f"{message.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
             for process, pid in zip(self.processes, message.pids, strict=True):
                 process.pid = pid
             for process, host in zip(self.processes, message.hosts, strict=bool(message.hosts)):
@@ -451,7 +451,6 @@ def start_world(
     zygote: ZygoteClient,
     tasks: Sequence[RankTask],
     *,
-    interpreter: bool = False,  # give every rank a fresh interpreter instead of forking it
     spares: int = 0,  # number of processes that the zygote forks ahead for the next call
     show: bool | Live = False,  # also print the ranks' output; True: each line with its rank in front
     name: str = "process",  # name of each process, before its rank
@@ -489,7 +488,9 @@ def start_world(
     world = World(zygote, group, processes, Ticket(test))
     try:
         orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
-        zygote.channel.send(Start(orders, dict(os.environ), interpreter, spares), [remote.fileno(), *chain(*inherited)])
+        zygote.channel.send(
+            Start(orders, dict(os.environ), settings.wants_interpreter(), spares), [remote.fileno(), *chain(*inherited)]
+        )
     except ChannelClosedError as error:
         world.close()
         raise ZygoteLostError(f"{_end_reason(zygote.channel)}: no ranks can be started") from error

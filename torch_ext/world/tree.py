@@ -73,7 +73,6 @@ class Child:
 
     def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
         self.pid = 0
-        self.why_interpreter = ""
         self.ended: Ended | None = None
         self._zygote_pid = zygote_pid
         self._group = _connect(zygote, request, descriptors)
@@ -106,7 +105,7 @@ class Child:
         except ChannelClosedError as error:
             raise ZygoteDiedError("the zygote was killed") from error
         if isinstance(message, Started):
-            self.pid, self.why_interpreter = message.pids[0], message.why_interpreter
+            self.pid = message.pids[0]
         elif isinstance(message, Ended):
             self.ended = message
 
@@ -150,16 +149,9 @@ class ZygoteClient:
         if self.pid:
             _os.end_process(self.pid)
 
-    def start(
-        self,
-        target: str,
-        payload: Any,
-        descriptors: Sequence[int],
-        environment: Mapping[str, str],
-        interpreter: bool = False,
-    ) -> Child:
+    def start(self, target: str, payload: Any, descriptors: Sequence[int], environment: Mapping[str, str]) -> Child:
         """Start a child that runs ``target(payload, descriptors)``."""
-        request = Start((Order(target, payload, len(descriptors)),), dict(environment), interpreter)
+        request = Start((Order(target, payload, len(descriptors)),), dict(environment))
         return Child(self.channel, request, descriptors, self.pid)
 
     @contextlib.contextmanager
@@ -170,20 +162,18 @@ class ZygoteClient:
 
         Raises as :meth:`start`.
         """
-        local, remote = channel_pair()
-        with contextlib.closing(local):
-            with contextlib.closing(remote):
-                child = self.start(target, payload, [remote.fileno(), *more], environment)
-            with contextlib.closing(child):
-                yield local, child
+        request = Start((Order(target, payload, 1 + len(more)),), dict(environment))
+        local, child = _start_with_channel(self, request, *more)
+        with contextlib.closing(local), contextlib.closing(child):
+            yield local, child
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
         return _connect(self.channel, AddClient()).detach()
 
 
-def _start_zygote(zygote: ZygoteClient, request: Start | Copy, *more: int) -> tuple[Channel, Child]:
-    """Start a zygote below ``zygote``; return its command channel. ``more``: additional descriptors for it."""
+def _start_with_channel(zygote: ZygoteClient, request: Start | Copy, *more: int) -> tuple[Channel, Child]:
+    """Start a child of ``zygote`` with a channel, the first of its descriptors, before ``more``; return our end."""
     local, remote = channel_pair()
     try:
         return local, Child(zygote.channel, request, [remote.fileno(), *more], zygote.pid)
@@ -206,7 +196,7 @@ class ModuleZygote(ZygoteClient):
         # The root's own environment: a different one could prevent a fork. The order carries the module's environment.
         request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
         try:
-            channel, process = _start_zygote(root, request, stacks_writer)
+            channel, process = _start_with_channel(root, request, stacks_writer)
         except BaseException:
             os.close(self._stacks)
             raise
@@ -262,7 +252,7 @@ class ZygoteCopy(ZygoteClient):
     process: Child
 
     def __init__(self, original: ZygoteClient) -> None:
-        channel, process = _start_zygote(original, Copy())
+        channel, process = _start_with_channel(original, Copy())
         super().__init__(channel, process=process)
 
     def wait_loaded(self) -> None:

@@ -263,7 +263,7 @@ def place_in(stacks: str) -> str:
     """
     threads = [_THREAD.split(stacks)[0], *reversed(_THREAD.split(stacks)[1:])]
     threads.sort(key=lambda text: not text.startswith("Current"))
-    return next((place for text in threads if (place := _format_frames(_frames(text)))), "")
+    return next((place for text in threads if (place := _format_stack(text))), "")
 
 
 def place_in_rpc(stacks: str) -> str:
@@ -275,19 +275,16 @@ def place_in_rpc(stacks: str) -> str:
     'at test_a.py:31'
     """
     for text in _THREAD.split(stacks):
-        if _HANDLER in text and _CALLER not in text and (place := _format_frames(_frames(text))):
+        if _HANDLER in text and _CALLER not in text and (place := _format_stack(text)):
             return place
     return ""
 
 
-def _frames(text: str) -> list[tuple[str, int, str]]:
-    """Return the frames of one thread's stack, the innermost first."""
+def _format_stack(text: str) -> str:
+    """Describe the user's place in the stack of one thread; empty if there is none."""
     read = [(found[1], int(found[2]), found[4], bool(found[3])) for found in _WRITTEN.finditer(text)]
-    return [frame[:3] for frame in (read[::-1] if read and read[0][3] else read)]
-
-
-def _format_frames(frames: Sequence[tuple[str, int, str]]) -> str:
-    found = _place(frames)
+    innermost_first = read[::-1] if read and read[0][3] else read
+    found = _place([frame[:3] for frame in innermost_first])
     if not found:
         return ""
     inside, line = found

@@ -339,13 +339,7 @@ class Zygote:
     def _forget(self) -> None:
         """In a child: close the descriptors of the zygote and of other children, so that each closes with its owner."""
         close_all(self._in_transit)
-        for file in self._callbacks.files:
-            if isinstance(file, Channel):
-                file.close()
-            else:
-                os.close(file)
-        for spare in self._spares:
-            spare.order_channel.close()
+        close_all((*self._callbacks.files, *(spare.order_channel for spare in self._spares)))
         self._callbacks.close()
 
     def _execute(self, environment: dict[str, str]) -> _Child:

@@ -21,7 +21,7 @@ from torch_ext.testing._internal._distributed.hosts import assign_hosts, meeting
 from torch_ext.testing._internal._distributed.methods import PARENT_HALF, RanksTestCase, count_ranks
 from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
-from torch_ext.world import _os, files, provider, settings, verdict, wording
+from torch_ext.world import _os, files, provider, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
@@ -60,7 +60,6 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
             world = start_world(
                 zygote,
                 ranks,
-                interpreter=settings.wants_interpreter(),
                 spares=settings.spare_count(len(ranks)),
                 show=settings.show_output(),
                 test=test,
@@ -71,8 +70,6 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
             provider.forget(zygote)
             if is_last:
                 raise
-    if world.why_interpreter:
-        wording.announce(f"{world.why_interpreter}; every rank gets a fresh interpreter, which takes seconds")
     return world
 
 

@@ -105,10 +105,7 @@ class _RankEnds:
         files, self._files = self._files, {}
         for file in files.values():
             self._callbacks.unwatch(file)
-            if isinstance(file, Channel):
-                file.close()
-            else:
-                os.close(file)
+        close_all(files.values())
 
 
 class HostRanks:
@@ -148,8 +145,7 @@ class HostRanks:
         """Abandon all ranks. Idempotent."""
         for world in list(self._worlds.values()):
             self._abandon(world)
-        for channel in self._callbacks.files:
-            channel.close()
+        close_all(self._callbacks.files)
         self._callbacks.close()
 
     def _abandon(self, world: Any) -> None:
