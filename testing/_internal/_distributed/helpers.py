@@ -69,7 +69,7 @@ def run_subtests(
     summary = f"{skipped.total()} of {len(combinations)} subtests skipped: {listed}"
     if skipped.total() == len(combinations):
         raise unittest.SkipTest(summary)
-    if cls_inst.rank == 0:
+    if c10d.get_rank() == 0:
         # The output of a rank is shown only if the test fails.
         process = world_rank.current()
         announce = process.notify if process else wording.announce
