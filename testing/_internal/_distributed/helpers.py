@@ -27,6 +27,15 @@ from torch_ext.world.settings import LIMIT_ATTRIBUTE, seconds_of
 from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
 
+__all__ = [
+    "captured_output",
+    "create_tcp_store",
+    "init_multigpu_helper",
+    "run_subtests",
+    "with_dist_debug_levels",
+    "with_timeout",
+]
+
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
