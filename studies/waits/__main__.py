@@ -134,9 +134,12 @@ def _interleave_classes(tests: Iterable[str], took_s: Mapping[str, float]) -> li
 def measure(chosen: Sequence[Site]) -> dict[Site, Verdict]:
     """Return the verdict on each wait."""
     tests = {site: each[:MAX_TESTS] for site, each in reach().items()}
+    selections = []
+    for site in chosen:
+        for suite, _, method in (test.rpartition(".") for test in tests.get(site.id, ())):
+            selections.append((suite, site.id, f"^{method}$"))
     failures: dict[str, Ending] = {}
-    selections = [(*test.rsplit(".", 1), site.id) for site in chosen for test in tests.get(site.id, ())]
-    for ending in run([(suite, site, f"^{method}$") for suite, method, site in selections]):
+    for ending in run(selections):
         if not ending.passed:
             failures.setdefault(ending.deleted, ending)
     return {site: _verdict(failures.get(site.id), len(tests.get(site.id, ()))) for site in chosen}

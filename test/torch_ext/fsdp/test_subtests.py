@@ -14,8 +14,6 @@ from torch_ext.testing._internal._fsdp import subtests
 class Case:
     """The parts of a test case that run_subtests needs, without ranks."""
 
-    rank = 0
-
     def __init__(self):
         self.announced = []
 
@@ -29,8 +27,9 @@ def no_group():
         yield
 
 
-def run(case, test_fn):
-    with mock.patch.object(helpers.wording, "announce", case.announced.append):
+def run(case, test_fn, rank=0):
+    rank_of_group = mock.patch("torch.distributed.get_rank", return_value=rank)
+    with rank_of_group, mock.patch.object(helpers.wording, "announce", case.announced.append):
         helpers.run_subtests(case, {"value": [1, 2, 3]}, test_fn)
 
 
@@ -44,14 +43,13 @@ def run(case, test_fn):
 )
 def test_skipped_subtest_leaves_the_others_to_run(rank, skipped, announced):
     case, seen = Case(), []
-    case.rank = rank
 
     def body(value):
         if value == skipped:
             raise unittest.SkipTest("two is not for this machine")
         seen.append(value)
 
-    run(case, body)
+    run(case, body, rank)
     assert seen == [value for value in (1, 2, 3) if value != skipped]
     assert case.announced == announced
 

@@ -31,6 +31,8 @@ from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import RankStatus
 from torch_ext.world.settings import HostFile, Limits, hosts_of, is_multi_host, timeout_of
 
+__all__ = ["MultiProcContinuousTest"]
+
 __unittest = True
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not

@@ -27,6 +27,15 @@ from torch_ext.world.settings import LIMIT_ATTRIBUTE, seconds_of
 from torch_ext.world.verdict import check_ran
 from torch_ext.world.wording import add_note, ranks_phrase
 
+__all__ = [
+    "captured_output",
+    "create_tcp_store",
+    "init_multigpu_helper",
+    "run_subtests",
+    "with_dist_debug_levels",
+    "with_timeout",
+]
+
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 
@@ -70,7 +79,7 @@ def run_subtests(
     summary = f"{skipped.total()} of {len(combinations)} subtests skipped: {listed}"
     if skipped.total() == len(combinations):
         raise unittest.SkipTest(summary)
-    if cls_inst.rank == 0:
+    if c10d.get_rank() == 0:
         # The output of a rank is shown only if the test fails.
         process = world_rank.current()
         announce = process.notify if process else wording.announce

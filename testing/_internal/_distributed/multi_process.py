@@ -31,6 +31,8 @@ from torch_ext.world.settings import ADDRESS_VARIABLE, HostFile, Limits, hosts_o
 from torch_ext.world.verdict import Judgement, WorldFailure, WorldReport, judge
 from torch_ext.world.wording import left_behind
 
+__all__ = ["DEFAULT_WORLD_SIZE", "DistributedTestBase", "MultiProcessTestCase"]
+
 __unittest = True
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not

@@ -26,6 +26,8 @@ from torch_ext.world.outcome import Outcome
 from torch_ext.world.settings import TIMEOUT_DEFAULT, seconds_of, timeout_of
 from torch_ext.world.verdict import check_ran
 
+__all__ = ["MultiThreadedTestCase", "spawn_threads_and_init_comms"]
+
 __unittest = True
 
 __tracebackhide__ = True  # pytest: its frames say nothing that the report of the ranks does not

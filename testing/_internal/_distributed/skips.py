@@ -15,6 +15,21 @@ import torch.distributed as c10d
 from torch_ext import accelerator
 from torch_ext.compat import testing as torch_testing
 
+__all__ = [
+    "ACCELERATOR_DIST_BACKENDS",
+    "TEST_SKIPS",
+    "TestSkip",
+    "at_least_x_gpu",
+    "get_required_world_size",
+    "requires_accelerator_dist_backend",
+    "requires_gloo",
+    "requires_nccl",
+    "requires_world_size",
+    "skip_if_lt_x_gpu",
+    "skip_if_no_gpu",
+    "skip_if_rocm_multiprocess",
+]
+
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 ACCELERATOR_DIST_BACKENDS = ["nccl", "xccl", "hccl"]

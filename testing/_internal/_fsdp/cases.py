@@ -95,6 +95,7 @@ class FSDPTestMixin(TrainingMixin):
     run_subtests = run_subtests
 
     if TYPE_CHECKING:
+        rank: int
         file_name: str
         init_method: Any
         run_test: Callable[[str, Any], None]

@@ -93,12 +93,14 @@ def _check_shard(
             f"{name}: placements (Shard(0), Shard(0)) have another order of shards "
             "than in distribute_tensor. Compare full_tensor() instead."
         )
-    cls.assertEqual(tuple(part.placements), placements, f"placements of {name}")
-    cls.assertEqual(part.device_mesh, mesh, f"mesh of {name}")
+    found = tuple(part.placements)
+    if (found, part.device_mesh) != (placements, mesh):
+        layouts = f"{found} over {part.device_mesh}, expected {placements} over {mesh}"
+        raise AssertionError(f"placements of {name} are {layouts}")
     expected = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     cls.assertEqual(part.shape, whole.shape, f"shape of {name}")
-    found, wanted = _comparable(part.to_local(), expected.to_local())
-    cls.assertEqual(found, wanted, msg=lambda text: f"{name}: {text}")
+    local, wanted = _comparable(part.to_local(), expected.to_local())
+    cls.assertEqual(local, wanted, msg=lambda text: f"{name}: {text}")
 
 
 def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
