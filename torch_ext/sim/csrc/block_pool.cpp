@@ -3,6 +3,7 @@
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"
+#include "kernel_observer.h"
 #include "memory_history.h"
 #include "std.h"
 #include "stream.h"
@@ -20,8 +21,6 @@ using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
 using Settings = c10::CachingAllocator::AcceleratorAllocatorConfig;
-
-std::atomic<FirstDanger> danger{nullptr};
 
 // Up to the next of `divisions` equal steps between two powers of two.
 size_t round_to_division(size_t nbytes, size_t divisions) {
@@ -92,10 +91,6 @@ size_t segment_size(size_t nbytes) {
     return kSmallBuffer;
   }
   return size < kMinLargeAlloc ? Settings::large_segment_size() : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
-}
-
-void set_danger(FirstDanger ask) {
-  danger = ask;
 }
 
 Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, bool is_scratch) {
@@ -210,8 +205,9 @@ bool BlockPool::is_captured(MempoolId mempool) const {
 }
 
 bool BlockPool::is_dangerous(const Block* block) const {
-  const auto ask = danger.load();
-  return ask != nullptr && ask(block->start, block->size, stream_of(device_, block->segment->home)).has_value();
+  auto* const watching = current_observer.load();
+  const auto home = stream_of(device_, block->segment->home);
+  return watching != nullptr && watching->first_danger(block->start, block->size, home).has_value();
 }
 
 void BlockPool::fill_blocks_of(uint64_t capture, int byte) {
@@ -271,9 +267,9 @@ bool BlockPool::collects_garbage() const {
 }
 
 Block* BlockPool::take_idle(bool is_small, Fit fit) {
-  const auto ask = danger.load();
-  const bool ignores_danger = dangerous_ == 0 || ask == nullptr || fit.mempool != MempoolId{};
-  if (Block* block = ignores_danger ? nullptr : take_dangerous(is_small, fit, ask)) {
+  auto* const watching = current_observer.load();
+  const bool ignores_danger = dangerous_ == 0 || watching == nullptr || fit.mempool != MempoolId{};
+  if (Block* block = ignores_danger ? nullptr : take_dangerous(is_small, fit, *watching)) {
     return block;
   }
   auto& idle = idle_of(is_small);
@@ -295,14 +291,14 @@ Block* BlockPool::take_idle(bool is_small, Fit fit) {
 }
 
 // See Note [Dangerous blocks].
-Block* BlockPool::take_dangerous(bool is_small, Fit fit, FirstDanger ask) {
+Block* BlockPool::take_dangerous(bool is_small, Fit fit, Observer& watching) {
   auto& blocks = idle_of(is_small).blocks;
   for (auto each = blocks.lower_bound(fit); each != blocks.end() && fit.is_served_by(*each); ++each) {
     Block* block = *each;
     if (!block->is_dangerous) {
       continue;
     }
-    const auto first = ask(block->start, block->size, stream_of(device_, fit.home));
+    const auto first = watching.first_danger(block->start, block->size, stream_of(device_, fit.home));
     if (!first.has_value()) {
       block->is_dangerous = false;
       --dangerous_;

@@ -30,6 +30,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "kernel_observer.h"
 #include "std.h"
 #include "stream.h"
 
@@ -38,14 +39,8 @@ namespace torch_ext::sim {
 // Which memory a request exhausts: the device's or the machine's (machine_memory.h).
 enum class Short : uint8_t { kDevice, kMachine };
 
-// The first of `size` bytes at `data` whose earlier owner's work could race with an owner on `stream`, if any.
-using FirstDanger = std::optional<size_t> (*)(const void* data, size_t size, c10::Stream stream);
-
 // The bytes of a new segment for a request.
 size_t segment_size(size_t nbytes);
-
-// Sets the check that runs at every free and request; nullptr turns it off.
-void set_danger(FirstDanger ask);
 
 // Snapshots of a block and of a segment.
 struct BlockFacts {
@@ -164,7 +159,7 @@ class BlockPool {
   Amounts totals() const;
   Idle& idle_of(bool is_small) { return is_small ? small_ : large_; }
   Block* take_idle(bool is_small, Fit fit);
-  Block* take_dangerous(bool is_small, Fit fit, FirstDanger ask);
+  Block* take_dangerous(bool is_small, Fit fit, Observer& watching);
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
   void hand_out(Block* block, size_t size, size_t requested, bool is_scratch);

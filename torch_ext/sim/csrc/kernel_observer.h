@@ -75,6 +75,11 @@ class Observer {
   virtual void allocated(const void* /*data*/, size_t /*bytes*/, c10::Stream /*stream*/) noexcept {}
   virtual void freed(const void* /*data*/, c10::DeviceIndex /*device*/) noexcept {} // before it can be used again
   virtual void used_on(const void* /*data*/, c10::Stream /*stream*/) noexcept {}    // record_stream
+  // The first of `size` bytes at `data` whose earlier owner's work could race with an owner on `stream`, if any. Called
+  // at every free and request, also of threads whose events are suppressed, with the allocator's lock.
+  virtual std::optional<size_t> first_danger(const void* /*data*/, size_t /*size*/, c10::Stream /*stream*/) noexcept {
+    return std::nullopt;
+  }
   // No stream or host waited for the operation that ends at `moment`; its memory is kept until then nevertheless.
   virtual void kept_until(const void* /*data*/, const Moment& /*moment*/) noexcept {}
 };

@@ -71,7 +71,6 @@
 #include <random>
 #include <ranges>
 #include <set>
-#include <shared_mutex>
 #include <span>
 #include <sstream>
 #include <stdexcept>

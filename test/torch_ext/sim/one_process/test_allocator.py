@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import struct
@@ -36,6 +37,8 @@ _COUNTS = (
 @pytest.fixture(autouse=True)
 def _no_settings() -> Iterator[None]:
     limit = SIM.mem_get_info(DEVICE)[1]
+    gc.collect()
+    SIM.empty_cache()
     yield
     torch._C._accelerator_setAllocatorSettings("")
     SIM.set_memory_limit(limit, DEVICE)
@@ -48,8 +51,6 @@ class _Ours:
 
     def __init__(self, line: str) -> None:
         settings, limit, fraction, *self.calls = line.split()
-        _end_all_work()
-        SIM.empty_cache()  # before the settings change: they say what counts as oversize
         torch._C._accelerator_setAllocatorSettings("" if settings == "-" else settings)
         SIM.set_memory_limit(int(limit), DEVICE)
         SIM.set_per_process_memory_fraction(float(fraction) or 1.0, DEVICE)
@@ -103,6 +104,8 @@ class _Ours:
             for block in segment["blocks"]
         ]
         self.held.clear()
+        _end_all_work()
+        SIM.empty_cache()  # before the settings change: they say what counts as oversize
         return f"{_crc([int(number) for block in blocks for number in block], value):08x}"
 
 

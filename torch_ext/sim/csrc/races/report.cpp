@@ -7,7 +7,6 @@
 
 #include "../allocator.h"
 #include "../bindings.h"
-#include "../block_pool.h"
 #include "../device.h"
 #include "../kernel.h"
 #include "../kernel_observer.h"
@@ -32,9 +31,6 @@ void start(uint8_t schedule, uint64_t seed) {
   watch().forget();
   watch().set_schedule(static_cast<Schedule::Kind>(schedule), seed);
   before = set_observer(&watch());
-  set_danger([](const void* data, size_t size, c10::Stream stream) {
-    return watch().first_danger(data, size, stream);
-  });
   set_poison(PoisonFor::kRaces, true);
   begin_host_reads();
 }
@@ -47,7 +43,6 @@ void stop() {
   watch().set_schedule(Schedule::Kind::kEarly, 0);
   end_host_reads();
   set_poison(PoisonFor::kRaces, false);
-  set_danger(nullptr);
   set_observer(before);
 }
 

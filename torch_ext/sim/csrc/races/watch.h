@@ -132,13 +132,11 @@ class Watch final : public Observer {
   void allocated(const void* data, size_t bytes, c10::Stream stream) noexcept override;
   void freed(const void* data, c10::DeviceIndex device) noexcept override;
   void used_on(const void* data, c10::Stream stream) noexcept override;
+  std::optional<size_t> first_danger(const void* data, size_t size, c10::Stream stream) noexcept override;
   void kept_until(const void* data, const Moment& moment) noexcept override;
 
   // A host operator has read or written pinned memory.
   void host_used(std::string_view name, c10::ArrayRef<sim::Access> accesses) noexcept;
-
-  // The first of `size` bytes at `data` on which an earlier owner's work could race with an owner on `stream`.
-  std::optional<size_t> first_danger(const void* data, size_t size, c10::Stream stream) noexcept;
 
   // `begin_rank` registers the calling thread as a rank; its clock starts as a copy of the host's. `end_rank` merges
   // its clock into the host's. See Note [Ranks that are threads] in checker.h.
