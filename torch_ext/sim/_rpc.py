@@ -64,14 +64,15 @@ def _serve(registry: ModuleType) -> None:
         options = kwargs.get("rpc_backend_options")
         if not kwargs.get("world_size") and (_names_sim(getattr(options, "device_maps", {})) or _has_sim(options)):
             raise ValueError(f"device maps for {NAME!r} need a group of fixed size: pass world_size to init_rpc")
-        # The backend looks the agent's class up in the package.
-        rpc: Any = torch.distributed.rpc
-        original = rpc.TensorPipeAgent
-        rpc.TensorPipeAgent = functools.partial(_agent, original)
+        from torch.distributed import rpc
+
+        package: Any = rpc  # where the backend looks up the agent's class
+        original = package.TensorPipeAgent
+        package.TensorPipeAgent = functools.partial(_agent, original)
         try:
             return start(backend, *args, **kwargs)
         finally:
-            rpc.TensorPipeAgent = original
+            package.TensorPipeAgent = original
 
 
 def _agent(
