@@ -1,7 +1,7 @@
 """Changes torch's code in this process, one line here or there, as a mistake would.
 
 A function's code object is exchanged in place, so that modules which imported the function earlier run the changed code
-too. Runs in ranks and in zygotes of the tests that need it, and of ``studies/waits``; torch_ext does not import it.
+too. Runs in ranks and in zygotes of the tests that need it; torch_ext does not import it.
 """
 
 from __future__ import annotations
