@@ -117,7 +117,7 @@ void use(const std::string& name, const Tensors& tensors, bool write) {
 
 // The checker for tests: they feed it events by hand, over memory that does not exist.
 void bind_checker(pybind11::module_& m) {
-  pybind11::class_<Clock>(m, "RaceClock");
+  const pybind11::class_<Clock> clock(m, "RaceClock");
   pybind11::class_<Memory>(m, "RaceMemory").def(pybind11::init()).def("kept", [](const Memory& memory) {
     return memory.history.size();
   });
