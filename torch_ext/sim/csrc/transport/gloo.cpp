@@ -27,12 +27,12 @@
 // use separate gloo tags, each in order.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"
-#include "fold.h"
 #include "segment.h"
 #include "transport.h"
 
@@ -248,6 +248,7 @@ class GlooCollective final : public GlooCall, public std::enable_shared_from_thi
       std::rethrow_exception(group_->failure(c10::str("in ", phrase(own), ", gloo says: ", error.what())));
     }
     std::vector<Participant> ranks;
+    ranks.reserve(size);
     for (size_t peer = 0; peer < size; ++peer) {
       ranks.push_back(read_description(outputs.front()[peer], group_->global_ranks[peer], size));
     }

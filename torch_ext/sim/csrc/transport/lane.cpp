@@ -68,6 +68,7 @@ Wait move_data(SharedGroup& group, Pending& front, bool look) {
   const uint64_t bytes = to.nbytes(), item = bytes / count;
   const auto pieces = static_cast<uint32_t>(std::clamp<uint64_t>(bytes / kPieceBytes, 1, kPieces));
   std::vector<const std::byte*> from;
+  from.reserve(group.members.size());
   for (int peer = 0; peer < group.size(); ++peer) {
     from.push_back(input(group, peer, front.number, 0, bytes));
   }
