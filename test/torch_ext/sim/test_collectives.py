@@ -38,38 +38,17 @@ def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> N
 
 
 @ranks.world_of(2)
-def test_types_that_nccl_lacks_are_refused(rank: int, world_size: int) -> None:
+def test_types_and_reductions_that_nccl_lacks_are_refused(rank: int, world_size: int) -> None:
     for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
         x = torch.empty(2, dtype=dtype, device="sim")
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, 1 - rank)):
             with pytest.raises(TypeError, match="data type is not supported for NCCL process group: "):
                 call(x)
-
-
-@ranks.world_of(2)
-def test_differing_types_are_a_type_error_as_with_nccl(rank: int, world_size: int) -> None:
     one, two = torch.ones(2, device="sim"), torch.ones(4, dtype=torch.float64, device="sim")
     with pytest.raises(TypeError, match="same type"):
         dist.all_gather_into_tensor(two, one)
     with pytest.raises(TypeError, match="same type"):
         dist.reduce_scatter_tensor(one, two)
-
-
-@ranks.world_of(2)
-def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int) -> None:
-    for factor in (0.25, torch.tensor([0.25], device="sim")):
-        op = dist._make_nccl_premul_sum(factor)
-        x = torch.full((2,), float(rank + 1), device="sim")
-        dist.all_reduce(x, op)
-        assert x.tolist() == [0.75, 0.75]
-        given = torch.full((4,), float(rank + 1), device="sim")
-        part = torch.empty(2, device="sim")
-        dist.reduce_scatter_tensor(part, given, op)
-        assert part.tolist() == [0.75, 0.75] and given.tolist() == [float(rank + 1)] * 4
-
-
-@ranks.world_of(2)
-def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> None:
     for name in ("BAND", "BOR", "BXOR"):
         with pytest.raises(ValueError, match=f"Cannot use ReduceOp.{name} with NCCL"):
             dist.all_reduce(torch.ones(1, device="sim", dtype=torch.int32), getattr(OPS, name))
@@ -84,6 +63,19 @@ def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> N
     for call in (dist.broadcast, dist.reduce):
         with pytest.raises(dist.DistBackendError, match=r"invalid root 2 \(root should be in the 0..2 range\)"):
             call(torch.ones(1, device="sim"), 2)
+
+
+@ranks.world_of(2)
+def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int) -> None:
+    for factor in (0.25, torch.tensor([0.25], device="sim")):
+        op = dist._make_nccl_premul_sum(factor)
+        x = torch.full((2,), float(rank + 1), device="sim")
+        dist.all_reduce(x, op)
+        assert x.tolist() == [0.75, 0.75]
+        given = torch.full((4,), float(rank + 1), device="sim")
+        part = torch.empty(2, device="sim")
+        dist.reduce_scatter_tensor(part, given, op)
+        assert part.tolist() == [0.75, 0.75] and given.tolist() == [float(rank + 1)] * 4
 
 
 # Collectives whose tensors ProcessGroupNCCL hands to NCCL as they are, on one with other strides and on another.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from test.torch_ext.interpreter import RUN_TEST
 from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
@@ -59,29 +57,6 @@ class TestWhere(Ranks):
     def test_where(self):
         print("this rank is on", accelerator.device_type())
 """
-EMPTY = """
-# What a forked rank finds at its start.
-LOADED = set()
-os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
-
-
-class TestEmpty(Ranks):
-    world_size = 1
-
-    def test_empty(self):
-        note("imported", json.dumps(sorted(set(sys.modules) - LOADED)))
-
-
-if __name__ == "__main__":
-    run_tests()
-"""
-WAYS = {
-    "run_test.py": (RUN_TEST, "--root", "."),
-    "file": ("test_suite.py",),
-    "file with --device": ("test_suite.py", "--device", "sim"),
-    "unittest": ("-m", "unittest", "test_suite"),
-    "pytest": ("-m", "pytest", "-q", "test_suite.py"),
-}
 BUILT = {"TORCH_EXT_CACHE": str(cache.folder())}
 ON_SIM = {"TORCH_EXT_DEVICE": "sim", **BUILT}
 CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
@@ -102,14 +77,6 @@ def test_device_count_follows_the_test_or_the_user(
         run = suite.run("-k", tests, extra={**ON_SIM, **more})
     assert run.out.splitlines()[-1] == counts, run
     assert ("Needs 6 accelerator devices" in run.out) == bool(more)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_empty_rank_imports_nothing_however_its_file_is_started(way: str, tmp_path: Path) -> None:
-    with suite_of(tmp_path, EMPTY) as suite:
-        run = suite.finish(suite.start([*WAYS[way]], CHOOSES if "--device" in WAYS[way] else ON_SIM))
-    assert run.code == 0, run
-    assert json.loads((tmp_path / "imported").read_text()) == []
 
 
 @pytest.mark.skipif(

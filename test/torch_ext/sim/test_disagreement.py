@@ -96,13 +96,9 @@ def test_receiver_reports_a_differing_size_or_type(rank: int, world_size: int) -
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_two_ranks_on_one_device_are_refused(rank: int, world_size: int) -> None:
+def test_two_ranks_on_one_device_and_tensors_on_two_are_refused(rank: int, world_size: int) -> None:
     torch.get_device_module("sim").set_device(0)
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 both use sim:0 in all_reduce"):
         dist.all_reduce(_x())
-
-
-@ranks.world_of(1)
-def test_tensors_on_two_devices_are_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"got a tensor on sim:2 and one on sim:3; all tensors of a call"):
         dist.all_gather_into_tensor(torch.empty(4, device="sim:2"), torch.ones(4, device="sim:3"))

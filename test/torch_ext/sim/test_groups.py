@@ -193,7 +193,7 @@ def test_completion_hook_is_called_for_a_failed_work_too(rank: int, world_size: 
 
 
 @ranks.world_of(2)
-def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) -> None:
+def test_barriers_are_on_the_device_and_monitored_ones_on_the_host(rank: int, world_size: int) -> None:
     refusal = "only implemented for GLOO|requires a group with a CPU-capable backend"
     with pytest.raises(ValueError, match=refusal):  # as for NCCL
         dist.monitored_barrier(dist.new_group(backend="simccl"))
@@ -202,10 +202,6 @@ def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) ->
     with contextlib.nullcontext() if served else pytest.raises(ValueError, match=refusal):
         dist.monitored_barrier()
     dist.monitored_barrier(dist.new_group(backend="gloo"))
-
-
-@ranks.world_of(2)
-def test_barrier_of_a_group_is_on_the_device(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="simccl")
     group.barrier().wait()
     group.barrier(timeout=timedelta(seconds=60)).wait()

@@ -32,18 +32,6 @@ def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
 # --- wait ---
 
 
-@ranks.world_of(2)
-def test_receives_do_not_block_the_host_either(rank: int, world_size: int) -> None:
-    x = full(0.0)
-    if rank == 0:
-        dist.recv(x, 1)
-        store().set("go", "")
-        assert (x + 1).tolist() == [6.0] * 3
-    else:
-        store().wait(["go"])
-        dist.send(full(5.0), 0)
-
-
 def _event() -> Any:
     event = SIM.Event()
     event.record()
@@ -96,11 +84,12 @@ def test_wait_returns_at_once_and_the_next_read_waits_without_the_gil(rank: int,
 
 
 @ranks.world_of(2)
-def test_other_streams_do_not_wait_and_queries_show_completion(rank: int, world_size: int) -> None:
+def test_other_streams_do_not_wait_and_events_show_completion_and_time(rank: int, world_size: int) -> None:
     x, y, side = full(), full(4.0), SIM.Stream()
     if rank == 0:
-        event, work = SIM.Event(), _reduce(x)
-        work.wait()
+        start, event = (SIM.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        _reduce(x).wait()
         event.record()
         with SIM.stream(side):
             assert (y + 1).tolist() == [5.0] * 3  # blocks for ever if it waits for rank 1
@@ -108,38 +97,29 @@ def test_other_streams_do_not_wait_and_queries_show_completion(rank: int, world_
         assert not SIM.current_stream().query() and not event.query()
         store().set("go", "")
         assert x.tolist() == [2.0] * 3
-        assert SIM.current_stream().query() and event.query()
+        assert SIM.current_stream().query() and event.query() and start.elapsed_time(event) > 0
     else:
         store().wait(["go"])
         dist.all_reduce(x)
 
 
 @ranks.world_of(2)
-def test_device_synchronize_covers_operations_without_a_wait(rank: int, world_size: int) -> None:
-    x, y = full(), full(0.0)
+def test_receives_do_not_block_the_host_and_its_device_synchronizes_all(rank: int, world_size: int) -> None:
+    x, y, z = full(), full(0.0), full(0.0)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # and lets go of the work
         received = dist.irecv(y, 1)
+        dist.recv(z, 1)
         store().set("go", "")
+        assert (z + 1).tolist() == [5.0] * 3
         SIM.synchronize()
         assert received is not None and received.is_completed()
     else:
         store().wait(["go"])
         dist.all_reduce(x)
         dist.send(full(3.0), 0)
+        dist.send(full(4.0), 0)
     assert x.tolist() == [2.0] * 3 and (rank == 1 or y.tolist() == [3.0] * 3)
-
-
-@ranks.world_of(2)
-def test_events_around_an_operation_time_it(rank: int, world_size: int) -> None:
-    start, end = SIM.Event(enable_timing=True), SIM.Event(enable_timing=True)
-    x = full()
-    start.record()
-    work = _reduce(x)
-    work.wait()
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) > 0
 
 
 # --- calls that are no asynchronous ones ---

@@ -29,23 +29,14 @@ def _transport(group: dist.ProcessGroup | None = None) -> str:
 # --- which one ---
 
 
-def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup | None = None) -> None:
-    assert _transport(group) == kind
-    x = full()
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [world_size] * 3
-
-
-@ranks.world_of(2)
-def test_transport_is_shared_memory_by_default(rank: int, world_size: int) -> None:
-    _check_kind(rank, world_size, "shared")
-
-
 @ranks.world_of(3)
-def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_size: int) -> None:
+def test_transport_is_shared_memory_unless_one_rank_cannot_share(rank: int, world_size: int) -> None:
+    assert _transport() == "shared"
     if rank == 1:
         os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # emulates a rank on another machine
-    _check_kind(rank, world_size, "gloo", dist.new_group(backend="simccl"))
+    group, x = dist.new_group(backend="simccl"), full()
+    dist.all_reduce(x, group=group)
+    assert _transport(group) == "gloo" and x.tolist() == [world_size] * 3
 
 
 @ranks.world_of(2)
