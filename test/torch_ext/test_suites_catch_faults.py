@@ -91,7 +91,8 @@ ReportOf = Callable[[str], Report]
 @pytest.fixture(scope="module")
 def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
     """Runs on a device the tests that this run of pytest asks for: all take minutes, a single one seconds."""
-    asked = {(item.name.partition("[")[0], item.callspec.id) for item in request.session.items if is_of_a_device(item)}
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    asked = {(item.name.partition("[")[0], item.callspec.id) for item in items}
 
     @functools.cache
     def report_of(device: str) -> Report:
@@ -105,10 +106,6 @@ def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return run(folder, device, sorted(selected))
 
     return report_of
-
-
-def is_of_a_device(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and hasattr(item, "callspec")
 
 
 def id_of(name: str) -> str:

@@ -13,7 +13,6 @@ import io
 import json
 import pickle
 import re
-import subprocess
 import sys
 import traceback
 import types
@@ -555,26 +554,6 @@ def _double(queue: typing.Any, back: typing.Any) -> None:
     x = queue.get()
     back.put(x * 2)
     queue.get()
-
-
-def forks_before_the_first_use() -> None:
-    """Queries do not count as use of the device: CUDA too works in a child that is forked after them."""
-    source = (
-        "import os, torch\n"
-        "assert torch.cuda.is_available() and torch.cuda.device_count() == 4\n"
-        "pid = os.fork()\n"
-        "if not pid:\n    os._exit(0 if torch.ones(1).cuda().is_cuda else 1)\n"
-        "assert os.waitpid(pid, 0)[1] == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", source], check=True)
-
-
-def visible_devices() -> None:
-    source = (
-        "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '2,1'\nimport torch\n"
-        "assert torch.cuda.device_count() == 2 and torch.ones(1, device='cuda:1').device.index == 1\n"
-    )
-    subprocess.run([sys.executable, "-c", source], check=True)
 
 
 def inductor() -> None:

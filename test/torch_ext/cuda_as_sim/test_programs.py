@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group(os.environ.get("BACKEND"))
+assert __name__ == "__main__" and torch.cuda.device_count() == 2
 assert dist.get_backend() in ("nccl", "undefined") and dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
 assert dist.get_default_backend_for_device("cuda") == "nccl"
 x = torch.full((2,), rank + 1.0, device="cuda")

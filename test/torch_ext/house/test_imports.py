@@ -87,12 +87,9 @@ def wrong_imports(path: Path) -> list[str]:
         if not target or target == layer or each.name in ("torch_ext", "torch_ext.__version__"):
             continue
         if not below(each.name, LAYERS[layer]) and not (each.lazy and (name, each.name) in _UP):
-            found.append(f"{shown(path)}:{each.line} imports {each.name}, but {layer} may import {_or(LAYERS[layer])}")
+            allowed = " or ".join(sorted(LAYERS[layer])) or "nothing of this project"
+            found.append(f"{shown(path)}:{each.line} imports {each.name}, but {layer} may import {allowed}")
     return found
-
-
-def _or(layers: frozenset[str]) -> str:
-    return " or ".join(sorted(layers)) or "nothing of this project"
 
 
 def test_every_part_of_the_package_has_its_layer() -> None:
@@ -188,13 +185,10 @@ def test_no_package_imports_in_a_circle(package: str) -> None:
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
-def _imports_torch(path: Path) -> bool:
-    return any(below(each.name, ["torch"]) for each in imports(tree_of(path)))
-
-
 @pytest.mark.parametrize("package", ["torch_ext/runner", "torch_ext/world"])
 def test_no_package_imports_torch_by_name(package: str) -> None:
-    assert [shown(path) for path in python_files(package) if _imports_torch(path)] == []
+    files = {shown(path): imports(tree_of(path)) for path in python_files(package)}
+    assert [name for name, found in files.items() if any(below(each.name, ["torch"]) for each in found)] == []
 
 
 def modules_after(statement: str) -> set[str]:

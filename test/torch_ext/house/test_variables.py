@@ -28,17 +28,15 @@ def read_by(source: str) -> set[str]:
     return {name for name in names if NAME.fullmatch(name)}
 
 
-def read_natively(source: str) -> set[str]:
-    """Return our variables that are string literals of a C++ source."""
-    return set(re.findall(rf'"({NAME.pattern})"', source))
-
-
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
 def _read_in(files: list[Path]) -> set[str]:
-    return {name for path in files for name in (read_by if path.suffix == ".py" else read_natively)(_text(path))}
+    """Return our variables that Python code reads, and those that are string literals of C++ sources."""
+    python = {name for path in files if path.suffix == ".py" for name in read_by(_text(path))}
+    native = (_text(path) for path in files if path.suffix != ".py")
+    return python | {name for text in native for name in re.findall(rf'"({NAME.pattern})"', text)}
 
 
 def test_variables_read_are_documented() -> None:

@@ -10,18 +10,6 @@ from pathlib import Path
 from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import EXAMPLE, torchrun
 
-_NAMES_CUDA = """
-import os, torch, torch.distributed as dist
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl")
-tensor = torch.ones(2, device=f"cuda:{rank}")
-dist.all_reduce(tensor)
-line = f"{__name__} {tensor.device.type == 'cuda'} {tensor.tolist()} {torch.cuda.device_count()}\\n"
-os.write(1, line.encode())  # in one piece: unbuffered ranks print the parts of a line apart
-dist.destroy_process_group()
-"""
-
 
 def test_two_agents_train_on_sim(tmp_path: Path) -> None:
     """Two hosts, emulated: they find each other by torchrun's own rendezvous."""
@@ -37,11 +25,7 @@ def test_two_agents_train_on_sim(tmp_path: Path) -> None:
     assert sum("step 4: loss" in each.out for each in ended) >= 1
 
 
-def test_cuda_means_sim_in_workers_and_silent_fake_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(_NAMES_CUDA)
-    ended = torchrun("--nproc-per-node", "2", "program.py", folder=tmp_path, TORCH_EXT_SIM="cuda")
-    assert ended.out.splitlines() == ["__main__ True [2.0, 2.0] 2"] * 2
-    assert ended.code == 0
+def test_silent_fake_is_reported(tmp_path: Path) -> None:
     (tmp_path / "fake.py").write_text("import torch\n")
     ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
     # The first worker that fails has torchrun end the other.

@@ -221,7 +221,6 @@ RAISED = Raised("KeyboardInterrupt", "Traceback ...")
 ENDED, REPORTED, LEFT = ClassEnded(), ClassEnded(True), ClassEnded(True, RAISED)
 
 
-UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
 # Whether a test runs, how many have ended and are left, the last word, and how the process died; then the result.
 ENDS = [
     (ClassFacts(False, 3, 0, ENDED), (None, False)),
@@ -245,7 +244,7 @@ ENDS = [
     *((ClassFacts(False, ended, 2, None, KILLED, lost_zygote=True), (None, True)) for ended in (0, 1)),
     (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), (KILLED, False)),
     # Tests that unittest leaves out are missed.
-    (ClassFacts(False, 0, 2, ENDED), (UNBEGUN, False)),
+    (ClassFacts(False, 0, 2, ENDED), (Remark("unittest ended the class before 2 of its tests began."), False)),
     (ClassFacts(False, 1, 2, ENDED), (None, True)),
 ]
 

@@ -26,12 +26,6 @@ DICT, TUPLE, ONE = (f"{INPUT}::{name.replace('.', '::')}" for name in LAYOUT[INP
 CALL = f"{RPC}::TestRpc::test_call"
 
 
-def test_everything_passes(cli: Cli) -> None:
-    done = cli()
-    assert (done.code, cli.ran) == (0, [DICT, TUPLE, ONE, CALL])
-    assert done.out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped"
-
-
 @pytest.mark.parametrize(
     ("status", "code"), [(Status.SKIPPED, 0), (Status.XFAIL, 0), (Status.FAILED, 1), (Status.UNEXPECTED_SUCCESS, 1)]
 )

@@ -217,10 +217,6 @@ def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
     assert found == sorted([*names, "a/api_test.py"])
 
 
-def test_a_root_without_tests_holds_none(tmp_path: Path) -> None:
-    assert find_test_files(tmp_path) == find_test_files(tmp_path / "nowhere") == ()
-
-
 def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: Path) -> None:
     write_suite(tmp_path, dict.fromkeys(["root/__init__.py", "root/pkg/__init__.py"], ()))
     write_suite(tmp_path, dict.fromkeys(["root/pkg/test_a.py", "root/plain/test_b.py", "root/pkg/plain/test_c.py"], ()))

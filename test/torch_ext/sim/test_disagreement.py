@@ -101,4 +101,4 @@ def test_two_ranks_on_one_device_and_tensors_on_two_are_refused(rank: int, world
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 both use sim:0 in all_reduce"):
         dist.all_reduce(_x())
     with pytest.raises(ValueError, match=r"got a tensor on sim:2 and one on sim:3; all tensors of a call"):
-        dist.all_gather_into_tensor(torch.empty(4, device="sim:2"), torch.ones(4, device="sim:3"))
+        dist.all_gather_into_tensor(torch.empty(8, device="sim:2"), torch.ones(4, device="sim:3"))

@@ -25,19 +25,15 @@ class TestOnCpu(DistributedTestBase):
         self.addCleanup(patched.stop)
         super().setUp()
 
-    def test_the_group_spans_the_ranks_and_reduces(self) -> None:
+    def test_groups_span_the_ranks_and_each_gets_its_device_and_the_world_size(self) -> None:
         group = self.create_pg("cpu")
         assert (group.size(), group.rank()) == (2, self.rank)
         assert c10d.get_backend(group) == self.backend("cpu") == "gloo"
         total = torch.tensor([self.rank + 1.0])
         c10d.all_reduce(total)
         assert total.item() == 3
-
-    def test_smaller_group_spans_the_requested_ranks(self) -> None:
         if self.rank == 0:
             assert self.create_pg("cpu", world_size=1).size() == 1
-
-    def test_each_rank_gets_its_device_and_the_world_size(self) -> None:
         assert os.environ["WORLD_SIZE"] == "2"
         assert self.rank_to_device("cpu") == {0: [0], 1: [0]}
         assert self.backend("cuda:1") == "nccl"

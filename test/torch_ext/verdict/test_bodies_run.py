@@ -247,9 +247,20 @@ def source() -> str:
     return text
 
 
+# Files of one name in two folders, which are not taken for each other.
+OF_ONE_NAME = {
+    f"{folder}/test_same.py": class_of("TestSame", "unittest.TestCase", {"folder": (end, statement)}, on="True")
+    for folder, end, statement in (
+        ("one", "passed", "pass"),
+        ("other", "failed: not the same", "raise_('not the same')"),
+    )
+}
+
+
 def test_each_body_ends_as_its_row_states(tmp_path: Path) -> None:
-    files = {"test_suite.py": source(), "test_module.py": MODULE}
-    check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
+    files = {"test_suite.py": source(), "test_module.py": MODULE, **OF_ONE_NAME}
+    path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])  # as of a runner started in the second folder
+    check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4", "PYTHONPATH": path}, deadline_s=200)
 
 
 def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
@@ -265,19 +276,3 @@ def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
         found = suite.run_pytest("-k", " or ".join(names))
         assert found.code == 1 and not re.search(" passed| xfailed", found.out.splitlines()[-1]), found
         assert found.status["test_is_killed"] == "failed", found
-
-
-def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    ends = {"one": "passed", "other": "failed: not the same"}
-    files = {
-        f"{folder}/test_same.py": class_of(
-            "TestSame",
-            "unittest.TestCase",
-            {"folder": (end, f"self.assertIn('one', {folder!r}, 'not the same')")},
-            on="True",
-        )
-        for folder, end in ends.items()
-    }
-    # Emulates a runner started in the second folder.
-    path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])
-    check_rows(tmp_path, files, extra={"PYTHONPATH": path})

@@ -12,7 +12,6 @@ import pytest
 
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import suite_of
-from torch_ext import cache
 
 SOURCE = """
 import socket
@@ -177,14 +176,6 @@ def test_each_wait_ends_as_its_row_states(tmp_path: Path) -> None:
         source += class_of(f"TestOver_{base}", base, OVER, on="self.rank == 0") + "\n    world_size = 2\n"
     options = ("--timeout", "60", "--slots", "32")
     check_rows(tmp_path, source, *options, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
-
-
-def test_shorter_loop_is_reported_with_the_line_of_the_last_barrier(tmp_path: Path) -> None:
-    """Simccl compares the calls: its message has the caller of the barrier, and no line of the harness."""
-    row = {"loop": ("failed by 1: called barrier at...cases.py:", "dist.all_reduce(torch.ones(3, device='sim'))")}
-    source = "\nfrom torch_ext.testing._internal.common_fsdp import FSDPTest\n"
-    source += class_of("TestShorter", "FSDPTest", row, on="self.rank == 0") + "\n    world_size = 2\n"
-    check_rows(tmp_path, source, "--device", "sim", extra={"TORCH_EXT_CACHE": str(cache.folder())})
 
 
 # A file whose import starts a daemon that ends a rank's wait, later than a hang is proven.

@@ -13,22 +13,6 @@ from test.torch_ext.world.suites import suite_of
 from torch_ext.world.operations import WaitPage, waits_of_threads
 from torch_ext.world.protocol import Wait
 
-SOURCE = """
-import mmap, struct
-
-
-class TestPage(Ranks):
-    timeout = 3
-
-    def test_page(self):
-        number = int(os.environ["TORCH_EXT_WAIT_PAGE"])
-        page = mmap.mmap(number, 4096)
-        struct.pack_into("=Q", page, 0, 2)
-        text = b"2", b"all_reduce", b"model.py:7"
-        struct.pack_into("=IiqQ64s40s200s", page, 64, 2, 1 - self.rank, 5, 9, *text)
-        os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
 
 @pytest.fixture
 def page() -> Iterator[tuple[WaitPage, mmap.mmap]]:
@@ -87,13 +71,6 @@ def test_files_that_are_no_pages_are_ignored(monkeypatch: pytest.MonkeyPatch, tm
         for number in (str(other.fileno()), "-1", "no number", "1000000"):
             monkeypatch.setenv("TORCH_EXT_WAIT_PAGE", number)
             assert waits_of_threads() == {}
-
-
-def test_report_has_the_waits_of_a_rank_that_cannot_answer(tmp_path: Path) -> None:
-    with suite_of(tmp_path, SOURCE) as suite:
-        run = suite.run()
-    assert run.status == {"test_page": "failed"}, run
-    assert "was in #9 all_reduce in group 2, called at model.py:7" in run.text["test_page"], run
 
 
 HANG = """

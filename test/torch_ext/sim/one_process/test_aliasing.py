@@ -25,10 +25,7 @@ def test_conjugate_and_negative_views_resolve_on_the_device() -> None:
     assert x.conj().imag.resolve_neg().tolist() == [-2.0, 1.0]
     assert x.conj().cpu().tolist() == [1 - 2j, 3 + 1j]
     assert torch.vdot(x, x).item() == 15
-
-
-def test_output_that_a_kernel_leaves_lazily_conjugated_is_the_same_number() -> None:
-    torch.manual_seed(0)
+    # A kernel may leave its output lazily conjugated.
     a, b = torch.randn(3, 3, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
     factors, pivots = torch.linalg.lu_factor(a)
     expected = torch.linalg.lu_solve(factors, pivots, b, left=False, adjoint=True)

@@ -101,12 +101,6 @@ def test_non_blocking_calls_report_no_host_read(name: str) -> None:
     assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
 
-def _moments(entries: list[Entry]) -> list[int]:
-    """Return the moment of each entry, counted from the first one."""
-    numbers = [entry["moment"] for entry in entries if entry["moment"]]
-    return [number - numbers[0] for number in numbers]
-
-
 def test_stream_ordering_is_reported_in_order() -> None:
     one, two, event = SIM.Stream(), SIM.Stream(), SIM.Event()
 
@@ -128,7 +122,8 @@ def test_stream_ordering_is_reported_in_order() -> None:
         "recorded", "stream_waits", "host_knows_moment", "host_knows_moment", "recorded", "stream_waits",
         "host_knows_stream", "host_knows_stream", "host_knows_device", "recorded", "stream_waits",
     ]  # fmt: skip
-    assert _moments(entries) == [0, 0, 0, 0, 1, 1, 2, 2]
+    moments = [entry["moment"] for entry in entries if entry["moment"]]
+    assert [moment - moments[0] for moment in moments] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [entry["stream"] for entry in entries if entry["kind"] == "stream_waits"] == [two.stream_id] * 3
 
 

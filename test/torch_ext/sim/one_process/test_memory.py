@@ -22,6 +22,8 @@ def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
     assert SIM.max_memory_allocated("sim:3") >= before + 512 + 2 * 4096
     del x, y
     assert SIM.memory_allocated("sim:3") == before
+    summary = SIM.memory_summary("sim:3")
+    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
 
 
 def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
@@ -39,11 +41,6 @@ def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
         SIM.set_memory_limit(total, "sim:2")
 
 
-def test_the_summary_is_that_of_cuda() -> None:
-    summary = SIM.memory_summary("sim:3")
-    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
-
-
 def test_poison_shows_unset_and_freed_memory() -> None:
     SIM.set_poison(True)
     try:
@@ -53,14 +50,11 @@ def test_poison_shows_unset_and_freed_memory() -> None:
         SIM.set_poison(False)
 
 
-def test_pinned_ranges_are_known_exactly() -> None:
+def test_pinned_ranges_are_known_exactly_and_states_are_staged_in_them() -> None:
     pinned = torch.empty(100, pin_memory=True)
     assert pinned.is_pinned() and pinned[50:].is_pinned()
     assert not torch.empty(100).is_pinned()
     assert torch.ones(4).pin_memory().to("sim", non_blocking=True).tolist() == [1.0] * 4
-
-
-def test_states_are_staged_in_pinned_and_shared_memory() -> None:
     state = {"x": torch.arange(3.0, device="sim")}
     staged = _create_cpu_state_dict(state, pin_memory=True, share_memory=True)
     _copy_state_dict(state, staged)

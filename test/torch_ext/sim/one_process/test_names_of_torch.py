@@ -25,12 +25,6 @@ def test_device_guards_put_the_device_back() -> None:
     assert SIM._exchange_device(0) == 1
 
 
-def test_submodules_have_the_names_of_other_accelerators() -> None:
-    assert SIM.memory.memory_allocated is SIM.memory_allocated
-    assert SIM.random.manual_seed is SIM.manual_seed
-    assert SIM.streams.Stream is SIM.Stream
-
-
 def test_eager_flex_attention_matches_the_hosts() -> None:
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -27,6 +27,7 @@ MIXED_CALLS: dict[str, _Call] = {
     "host batch norm": lambda device, host, other: nn.BatchNorm1d(3)(device),
     "host embedding": lambda device, host, other: nn.Embedding(3, 3)(torch.tensor([0], device="sim")),
     "set_ over devices": lambda device, host, other: torch.empty(0, device="sim:1").set_(device),
+    "sparse on host": lambda device, host, other: torch.mm(device.to_sparse(), host),
     "where": lambda device, host, other: torch.where(device > 0, device, host),
     "index on another device": lambda device, host, other: device[torch.tensor([0], device="sim:1")],
 }
@@ -66,8 +67,3 @@ def test_device_index_out_of_range_is_an_error() -> None:
 def test_missing_operator_names_operator_and_device() -> None:
     with pytest.raises(NotImplementedError, match=r"aten::_cudnn_init_dropout_state.* sim:0"):
         torch.ops.aten._cudnn_init_dropout_state(0.5, True, 1, device="sim")
-
-
-def test_sparse_tensor_of_the_host_is_no_operand() -> None:
-    with pytest.raises(RuntimeError, match=r"same device, but 'aten::mm' got tensors on sim:0 and cpu"):
-        torch.mm(torch.eye(3, device="sim").to_sparse(), torch.eye(3))

@@ -19,10 +19,6 @@ from test.torch_ext.sim.races import stage
 from test.torch_ext.sim.races.test_zoo import PAIRS
 
 
-def by_races(pair: stage.Pair, fixed: bool) -> str:
-    return "reported" if stage.run(pair, fixed=fixed) else "silent"
-
-
 def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
     sanitizer = _sanitizer.cuda_sanitizer
     sanitizer.dispatch.event_handler.__init__()  # type: ignore[misc]  # forgets the program before
@@ -41,7 +37,10 @@ def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
     return "silent"
 
 
-CHECKERS = {"torch.sim.races": by_races, "CUDA stream sanitizer": by_sanitizer}
+CHECKERS = {
+    "torch.sim.races": lambda pair, fixed: "reported" if stage.run(pair, fixed=fixed) else "silent",
+    "CUDA stream sanitizer": by_sanitizer,
+}
 
 
 def main() -> None:

@@ -27,21 +27,16 @@ def main():
 
 
 class Bodies:
-    def own_stream(self, here, side, fixed):
+    def own_stream(self, here, side, fixed, use=lambda x: x.mul(3)):
         x = tensor(here)
         with SIM.stream(side):
             x.fill_(2)
         if fixed:
             main().wait_stream(side)
-        x.mul(3)
+        use(x)
 
     def collective_input_written_before(self, here, side, fixed):
-        x = tensor(here)
-        with SIM.stream(side):
-            x.fill_(2)
-        if fixed:
-            main().wait_stream(side)
-        dist.all_reduce(x)
+        self.own_stream(here, side, fixed, dist.all_reduce)
 
     def collective_input_written_after(self, here, side, fixed):
         x, whole = tensor(here), tensor(here, 128)
