@@ -2,8 +2,6 @@
 pytest-xdist, and adds ``--long``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Runs Python in a separate process, as a user of this checkout does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

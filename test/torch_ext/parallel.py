@@ -1,7 +1,5 @@
 """How pytest-xdist spreads the tests below this folder: which tests share a process, and which files start first."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePosixPath
 

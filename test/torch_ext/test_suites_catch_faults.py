@@ -5,8 +5,6 @@ the suite must notice. Its ranks make the fault before they run the test. By def
 is made, since all take half an hour; the others are marked ``long``.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os
@@ -89,13 +87,13 @@ ReportOf = Callable[[str], Report]
 
 
 @pytest.fixture(scope="module")
-def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
+def report_of(request, tmp_path_factory):
     """Runs on a device the tests that this run of pytest asks for: all take minutes, a single one seconds."""
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     asked = {(item.name.partition("[")[0], item.callspec.id) for item in items}
 
     @functools.cache
-    def report_of(device: str) -> Report:
+    def report_of(device):
         here = {name: fault for name, fault in FAULTS.items() if fault.device == device and not missing(fault)}
         faulty = {name: fault for name, fault in here.items() if ("test_suites_detect_faults", id_of(name)) in asked}
         selected = {full_name(fault, f"Test_{name}") for name, fault in faulty.items()}
@@ -136,7 +134,7 @@ DEFAULT = {(fault.device, fault.module, fault.cls): name for name, fault in reve
     "name",
     [pytest.param(each, id=id_of(each), marks=() if each in DEFAULT else pytest.mark.long) for each in FAULTS],
 )
-def test_suites_detect_faults(report_of: ReportOf, name: str) -> None:
+def test_suites_detect_faults(report_of, name):
     fault = FAULTS[name]
     if why := missing(fault):
         pytest.skip(f"this torch words it in another way: {why}")
@@ -150,14 +148,14 @@ def test_suites_detect_faults(report_of: ReportOf, name: str) -> None:
 
 @pytest.mark.long  # `.ci/run` runs the suites as they are
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_suites_pass_without_faults(report_of: ReportOf, device: str) -> None:
+def test_suites_pass_without_faults(report_of, device):
     sound = {full_name(fault, fault.cls) for fault in FAULTS.values() if fault.device == device and not missing(fault)}
     report = report_of(device)
     passed = {test for test, (status, _) in report.endings.items() if status == "passed"}
     assert sound - passed == set(), report.output[-4000:]
 
 
-def test_every_fault_is_valid_python_and_applies_to_its_torch() -> None:
+def test_every_fault_is_valid_python_and_applies_to_its_torch():
     import torch
 
     if torch.__version__.startswith("2.13."):

@@ -13,8 +13,6 @@ A test may start processes if its file imports what starts them, or a helper of 
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -4,8 +4,6 @@
 is CUDA's documentation, or the same computation on the host.
 """
 
-from __future__ import annotations
-
 import copy
 import enum
 import importlib

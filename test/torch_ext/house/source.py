@@ -1,7 +1,5 @@
 """Reads imports, private torch names and literal device types from source, without running it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -116,7 +114,7 @@ def device_literals(tree: ast.AST) -> list[tuple[int, str]]:
     That is a comparison (``==``, ``!=``, ``in``, ``not in``), a test of the beginning of a string, a ``case``, and a
     dictionary keyed by device types.
     """
-    return sorted({(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if _chooses(node)})  # type: ignore[attr-defined]
+    return sorted({(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if _chooses(node)})
 
 
 def _chooses(node: ast.AST) -> bool:

@@ -1,7 +1,5 @@
 """``docs/architecture.md`` fits the tree: every file, name and message that it mentions is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -29,7 +27,7 @@ def messages() -> set[str]:
     return found
 
 
-def test_architecture_draws_every_message() -> None:
+def test_architecture_draws_every_message():
     assert {"Start", "Receipt", "TestEnded"} <= messages()
     picture = TEXT.partition("## Processes")[2].partition("```mermaid")[2].partition("```")[0]
     labels = re.findall(r'-- "([^"]*)" -->', picture)  # on the arrows between processes
@@ -37,7 +35,7 @@ def test_architecture_draws_every_message() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_links_have_targets(page: Path) -> None:
+def test_links_have_targets(page):
     text = page.read_text(encoding="utf-8")
     headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     broken = [link for link in LINK.findall(text) if not _leads_somewhere(page, link, headings)]
@@ -55,7 +53,7 @@ def _leads_somewhere(page: Path, link: str, headings: set[str]) -> bool:
     return "://" in link or (page.parent / link.partition("#")[0]).exists()
 
 
-def test_mentioned_files_exist() -> None:
+def test_mentioned_files_exist():
     files = [*PAGES, CHECKOUT / "run_test.py", *CODE]
     files += [path for folder in ("test", "benchmarks", "docs") for path in python_files(folder)]
     known = [f"/{shown(path)}" for path in files]
@@ -64,7 +62,7 @@ def test_mentioned_files_exist() -> None:
     assert sorted(name for name in mentioned if not any(path.endswith(f"/{name}") for path in known)) == []
 
 
-def test_mentioned_names_exist() -> None:
+def test_mentioned_names_exist():
     words = {word for path in CODE for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     outside_code = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     mentioned = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_][\w.]*)`", outside_code)}

@@ -2,12 +2,9 @@
 and an empty rank of it imports nothing; ``coverage`` counts the lines that run in its ranks and in the parent half.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -87,7 +84,7 @@ _LINE = re.compile(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
+def test_the_same_tests_pass_fail_and_skip(tmp_path, way):
     settings, lines = LINES.get(way, (None, ()))
     if settings is None:
         settings = tmp_path / "settings"

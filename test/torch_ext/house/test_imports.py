@@ -1,7 +1,5 @@
 """Imports point down: checked in every source file, then in running interpreters."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pkgutil
@@ -92,16 +90,16 @@ def wrong_imports(path: Path) -> list[str]:
     return found
 
 
-def test_every_part_of_the_package_has_its_layer() -> None:
+def test_every_part_of_the_package_has_its_layer():
     parts = {module_name(path) for path in python_files("torch_ext")} | {"torch_ext.testing"}
     assert {name for name in parts if layer_of(name) == "torch_ext"} == {"torch_ext"}
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     assert [problem for path in FILES for problem in wrong_imports(path)] == []
 
 
-def test_no_string_names_a_module_of_a_layer_above() -> None:
+def test_no_string_names_a_module_of_a_layer_above():
     """Zygotes and the runner import modules by such names."""
     named = {
         (shown(path), node.value)
@@ -116,7 +114,7 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
 
 
 @pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
-def test_runner_and_upstream_do_not_import_each_other(package: str, other: str) -> None:
+def test_runner_and_upstream_do_not_import_each_other(package, other):
     """Neither imports nor names the other: ``torch_ext/__main__.py`` combines them."""
     sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
@@ -135,7 +133,7 @@ def private_helpers(path: Path) -> list[str]:
     return found
 
 
-def test_suites_import_helpers_from_modules_that_upstream_has() -> None:
+def test_suites_import_helpers_from_modules_that_upstream_has():
     suites = python_files("test/distributed")
     assert any(below(each.name, [f"{_HELPERS}.common_fsdp"]) for path in suites for each in imports(tree_of(path)))
     assert [problem for path in suites for problem in private_helpers(path)] == []
@@ -152,13 +150,13 @@ def test_suites_import_helpers_from_modules_that_upstream_has() -> None:
         (f"import {_HELPERS}._distributed.skips", False),
     ],
 )
-def test_an_import_of_a_private_helper_is_found(line: str, allowed: bool, tmp_path: Path) -> None:
+def test_an_import_of_a_private_helper_is_found(line, allowed, tmp_path):
     file = tmp_path / "suite.py"
     file.write_text(line, encoding="utf-8")
     assert (private_helpers(file) == []) is allowed
 
 
-def test_expected_files_exist() -> None:
+def test_expected_files_exist():
     names = {shown(path) for path in FILES}
     assert {"torch_ext/world/tree.py", "testing/_internal/common_utils.py", "setup.py", shown(Path(__file__))} <= names
     assert not any(name.startswith("torch_ext/testing/") for name in names)
@@ -174,7 +172,7 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["torch_ext.world", "torch_ext.runner", "torch_ext.sim", "torch_ext.compat"])
-def test_no_package_imports_in_a_circle(package: str) -> None:
+def test_no_package_imports_in_a_circle(package):
     """A cycle, lazy imports included, means that two modules are one or that a third is missing."""
     graph = {
         module_name(path): {each for each in rooms_imported(path) if path.name != "__init__.py"}
@@ -186,7 +184,7 @@ def test_no_package_imports_in_a_circle(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["torch_ext/runner", "torch_ext/world"])
-def test_no_package_imports_torch_by_name(package: str) -> None:
+def test_no_package_imports_torch_by_name(package):
     files = {shown(path): imports(tree_of(path)) for path in python_files(package)}
     assert [name for name, found in files.items() if any(below(each.name, ["torch"]) for each in found)] == []
 
@@ -235,7 +233,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
     ],
     ids=["package", "cli", "tree", "follow", "world", "runner", "command", "tests", "hypothesis"],
 )
-def test_each_part_loads_no_more_than_it_needs(statement: str, layers: set[str] | None, unloaded: set[str]) -> None:
+def test_each_part_loads_no_more_than_it_needs(statement, layers, unloaded):
     """The supervising side loads neither torch nor tests; test files load neither the runner nor upstream's harness."""
     loaded = modules_after(statement)
     assert layers is None or ours(loaded) == layers

@@ -1,12 +1,9 @@
 """Public names: upstream's are defined here, all others resolve to torch's, and compat finds what it promises."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ assert len(AREAS) > 4
 
 
 @pytest.mark.parametrize(("module", "names"), [(common_distributed, DISTRIBUTED), (common_utils, UTILS)])
-def test_upstream_names_are_defined_here_and_exported(module: ModuleType, names: list[str]) -> None:
+def test_upstream_names_are_defined_here_and_exported(module, names):
     assert sorted(set(names) - vars(module).keys() & set(module.__all__)) == []
 
 
@@ -48,12 +45,12 @@ def test_upstream_names_are_defined_here_and_exported(module: ModuleType, names:
         ("distributed.rpc_utils", "generate_tests"),
     ],
 )
-def test_upstream_modules_have_their_upstream_paths(module: str, name: str) -> None:
+def test_upstream_modules_have_their_upstream_paths(module, name):
     assert importlib.util.find_spec(f"torch.testing._internal.{module}") is not None
     assert name in vars(importlib.import_module(f"torch_ext.testing._internal.{module}"))
 
 
-def test_classes_are_ours_and_other_names_are_torchs() -> None:
+def test_classes_are_ours_and_other_names_are_torchs():
     from torch.testing._internal import common_distributed as upstream
 
     for name in ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase"):
@@ -78,7 +75,7 @@ def names_for_type_checkers(area: str) -> set[str]:
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
+def test_every_name_of_compat_is_in_the_installed_torch(area):
     module = importlib.import_module(area)
     missing = []
     for name in places_of(area):
@@ -90,7 +87,7 @@ def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_compat_exports_resolve_and_are_visible_to_type_checkers(area: str) -> None:
+def test_compat_exports_resolve_and_are_visible_to_type_checkers(area):
     module, places = importlib.import_module(area), places_of(area)
     assert all(place.startswith("torch") and place.count(":") == 1 for known in places.values() for place in known)
     promised = set(getattr(module, "__all__", places))

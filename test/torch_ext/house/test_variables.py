@@ -1,7 +1,5 @@
 """Every environment variable of ours that code reads is documented, and every one that is mentioned is read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def _read_in(files: list[Path]) -> set[str]:
     return python | {name for text in native for name in re.findall(rf'"({NAME.pattern})"', text)}
 
 
-def test_variables_read_are_documented() -> None:
+def test_variables_read_are_documented():
     read = _read_in([*PACKAGE, *NATIVE])
     assert {"TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT", "TORCH_EXT_SIM_DEVICES", "TORCH_EXT_SIM_SANITIZE"} <= read
     documents = map(_text, [*PAGES, *DOCUMENTED_IN])
@@ -53,7 +51,7 @@ def _only_set() -> set[str]:
     return {name for line in lines for name in NAME.findall(line)}
 
 
-def test_mentioned_variables_are_read() -> None:
+def test_mentioned_variables_are_read():
     read = _read_in([*PACKAGE, *NATIVE, *OTHERS]) | _only_set()
     mentioned = {(name, shown(path)) for path in [*PAGES, *PACKAGE, *NATIVE] for name in NAME.findall(_text(path))}
     assert sorted((name, path) for name, path in mentioned if name not in read) == []
@@ -72,5 +70,5 @@ OTHERS_THAN_READERS = [
 
 
 @pytest.mark.parametrize("source", READERS + OTHERS_THAN_READERS)
-def test_variable_readers_are_recognized(source: str) -> None:
+def test_variable_readers_are_recognized(source):
     assert read_by(source) == ({"TORCH_EXT_X"} if source in READERS else set())

@@ -1,7 +1,5 @@
 """Runs ``torch_ext run`` and torchrun on small programs, and finds processes that they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

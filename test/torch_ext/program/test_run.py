@@ -1,13 +1,10 @@
 """``torch_ext run``: the environment of a program, the report of its end, and no leftovers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +54,7 @@ _FINDS = r"""
 """
 
 
-def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
+def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     ended = run("-n 2", _FINDS, "--alpha", "-m", "b", folder=tmp_path)
     assert ended.err == ""
     assert sorted(ended.out.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
@@ -73,9 +70,7 @@ def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 11)", 128 + 11, "rank 1 was killed by SIGSEGV at program.py:3"),
     ],
 )
-def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
-    body: str, code: int, message: str, tmp_path: Path
-) -> None:
+def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(body, code, message, tmp_path):
     program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {body}\n"
     if code == 7:
         program += "time.sleep(600)\n"
@@ -86,7 +81,7 @@ def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
     assert ended.code == code
 
 
-def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) -> None:
+def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path):
     ended = run(
         "-n 2 --device cpu --output rank0", "import os\nprint('done', flush=True)\nos._exit(0)", folder=tmp_path
     )
@@ -94,14 +89,14 @@ def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) 
     assert "ranks 0, 1 ended by os._exit(0)" in ended.err
 
 
-def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path):
     program = "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     ended = run("-n 2 --device cpu", program + "os._exit(0) if dist.get_rank() else dist.barrier()", folder=tmp_path)
     assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.err
     assert ended.code == 1
 
 
-def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: Path) -> None:
+def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path):
     program = """
         import os
         os.closerange(3, 1024)
@@ -117,7 +112,7 @@ def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: 
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError('no data')", "sys.exit(3)"])
-def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: Path) -> None:
+def test_globals_are_finalized_and_files_written_at_the_end(end, tmp_path):
     program = f"""
         import os, sys
 
@@ -137,7 +132,7 @@ def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: 
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
 
-def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path) -> None:
+def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
     """Names and store stay the same, and a rank may join before its peers have destroyed the previous group."""
     program = """
         import time
@@ -164,13 +159,13 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
-def test_build_failure_is_one_line(options: str, tmp_path: Path) -> None:
+def test_build_failure_is_one_line(options, tmp_path):
     ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
     assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.err
     assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
 
 
-def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path: Path) -> None:
+def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path):
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
     ended = run("-n 2 --hang end", program, folder=tmp_path)
@@ -179,7 +174,7 @@ def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path: Path) -> None:
     assert ended.code == 1
 
 
-def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path: Path) -> None:
+def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path):
     """This process, outside the run, ends a wait that no process of the run can end."""
     program = """
         import os, signal, threading
@@ -208,7 +203,7 @@ def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path: Path) -> 
     assert process.returncode == 1
 
 
-def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path) -> None:
+def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path):
     """No frame of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
     program = (
         "import os, torch, torch.distributed as dist\n"
@@ -228,7 +223,7 @@ def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path
     assert ended.code == 1
 
 
-def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
+def test_memory_and_races_are_those_of_the_device(tmp_path):
     text = EXAMPLE.read_text()
     out_of_memory = run("-n 2 --memory 32KiB", text, folder=tmp_path)
     assert "raised torch.OutOfMemoryError" in out_of_memory.err
@@ -243,7 +238,7 @@ def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
     assert found.code == 1
 
 
-def test_silent_fake_is_an_error_with_strict(tmp_path: Path) -> None:
+def test_silent_fake_is_an_error_with_strict(tmp_path):
     ended = run("-n 2 --strict", "import torch\ntorch.ones(2).sum()", folder=tmp_path)
     assert "error: none of the 2 ranks made a process group" in ended.err
     assert "used no simulated device" in ended.err
@@ -267,19 +262,19 @@ _GATHERS = "found = [None, None]; dist.all_gather_object(found, dist.get_rank())
         _GATHERS + "dist.destroy_process_group()",
     ],
 )
-def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program: str, tmp_path: Path) -> None:
+def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + program, folder=tmp_path)
     assert (ended.code, ended.err) == (0, "")
 
 
 @pytest.mark.parametrize("also", ["", _GATHERS])
-def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also: str, tmp_path: Path) -> None:
+def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + also + "dist.all_reduce(torch.ones(3))", folder=tmp_path)
     assert "used no simulated device and computed on the host." in ended.err
     assert ended.code == 1
 
 
-def test_processes_of_a_rank_need_not_join_the_job(tmp_path: Path) -> None:
+def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
     (tmp_path / "helper.py").write_text("import torch\n")
     started = "import subprocess, sys; subprocess.run([sys.executable, 'helper.py'], check=True); "
     ended = run(
@@ -291,7 +286,7 @@ def test_processes_of_a_rank_need_not_join_the_job(tmp_path: Path) -> None:
     assert (ended.code, ended.out, ended.err) == (0, "", "")
 
 
-def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
     program = """
         import time
         try:
@@ -324,20 +319,18 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
         ("--device cpu --races error a.py", "--races is for the simulated accelerator"),
     ],
 )
-def test_a_usage_error_says_what_to_do(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_says_what_to_do(words, message, capsys):
     assert main(words.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_limit_that_is_no_number_is_a_usage_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_that_is_no_number_is_a_usage_error(monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXT_HANG_AFTER", "nan")
     assert main([__file__]) == 2
     assert capsys.readouterr().err.startswith("error: TORCH_EXT_HANG_AFTER is 'nan'; expected")
 
 
-def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+def test_a_command_without_standard_streams_runs(tmp_path):
     (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
     command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}

@@ -1,17 +1,14 @@
 """Unmodified torchrun, with ``TORCH_EXT_SIM`` in the environment."""
 
-from __future__ import annotations
-
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import EXAMPLE, torchrun
 
 
-def test_two_agents_train_on_sim(tmp_path: Path) -> None:
+def test_two_agents_train_on_sim(tmp_path):
     """Two hosts, emulated: they find each other by torchrun's own rendezvous."""
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", tmp_path.name)
     with socket.socket() as held:  # stays bound and never listens, so that no other process gets the port
@@ -25,7 +22,7 @@ def test_two_agents_train_on_sim(tmp_path: Path) -> None:
     assert sum("step 4: loss" in each.out for each in ended) >= 1
 
 
-def test_silent_fake_is_reported(tmp_path: Path) -> None:
+def test_silent_fake_is_reported(tmp_path):
     (tmp_path / "fake.py").write_text("import torch\n")
     ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
     # The first worker that fails has torchrun end the other.
@@ -34,7 +31,7 @@ def test_silent_fake_is_reported(tmp_path: Path) -> None:
     assert ended.code != 0
 
 
-def test_entry_point_is_inactive_by_default() -> None:
+def test_entry_point_is_inactive_by_default():
     program = "import sys; from torch_ext.program.autoload import load; load(); print(sorted(sys.modules))"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Fakes for the half of the runner that starts processes, and a suite for them to run."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class FakeExecutor:
         self.interrupt_at = ""
         self.open = 0
 
-    def open_executor(self, options: RunOptions) -> FakeExecutor:
+    def open_executor(self, options: RunOptions):
         self.options.append(options)
         self.open += 1
         return self

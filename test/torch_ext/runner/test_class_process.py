@@ -1,7 +1,5 @@
 """What a class process reports about a test, and the meaning of its end, without processes: silence is no pass."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
@@ -12,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from torch_ext.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.results import Died, Raised, Remark, Status, TestName, TestResult
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.class_runner import ClassFacts, decide_next
 from torch_ext.runner.messages import ClassEnded, TestEnded
@@ -55,11 +53,11 @@ def interrupt(self: unittest.TestCase) -> None:
 
 
 @pytest.mark.parametrize("where", ["test_a", "a cleanup"])
-def test_a_trace_begins_in_the_code_of_the_test(where: str) -> None:
-    def fails(*of_a_method: unittest.TestCase) -> None:
+def test_a_trace_begins_in_the_code_of_the_test(where):
+    def fails(*of_a_method):
         signal.raise_signal(signal.SIGINT)
 
-    def adds(self: unittest.TestCase) -> None:
+    def adds(self):
         self.addCleanup(fails)
 
     ended = ending(case(test_a=fails if where == "test_a" else adds))
@@ -85,20 +83,20 @@ def interrupt_in_subtest(self: unittest.TestCase) -> None:
     ],
     ids=["setUp", "test_a", "tearDown", "in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
 )
-def test_interrupt_is_a_failure_with_its_traceback(methods: dict[str, Callable[..., Any]]) -> None:
+def test_interrupt_is_a_failure_with_its_traceback(methods):
     ended = ending(case(**methods))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
     assert isinstance(problem, Raised) and problem.error == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
-def test_test_without_a_result_from_unittest_is_a_failure() -> None:
+def test_test_without_a_result_from_unittest_is_a_failure():
     class Silent(unittest.TestCase):
-        def run(self, result: Any = None) -> Any:
+        def run(self, result=None):
             result.startTest(self)
             result.stopTest(self)
 
-        def test_a(self) -> None:
+        def test_a(self):
             pass
 
     ended = ending(Silent("test_a"))
@@ -123,17 +121,17 @@ def fail_in_a_part(self: unittest.TestCase) -> None:
 
 @pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("inner", ["run", "__call__"])
-def test_class_that_repeats_a_test_has_one_merged_result(expected: bool, inner: str) -> None:
+def test_class_that_repeats_a_test_has_one_merged_result(expected, inner):
     for number in (1, 2, 3):
         for endings in itertools.product(ENDINGS, repeat=number):
             tests = []
             for _ in range(2):
                 left = list(endings)
 
-                def body(self: unittest.TestCase, left: list[str] = left) -> None:
+                def body(self, left=left):
                     ENDINGS[left.pop(0)](self)
 
-                def again(self: unittest.TestCase, result: Any = None, left: list[str] = left) -> None:
+                def again(self, result=None, left=left):
                     while left:
                         getattr(unittest.TestCase, inner)(self, result)
 
@@ -151,17 +149,17 @@ def test_class_that_repeats_a_test_has_one_merged_result(expected: bool, inner: 
             assert ("ran this test" in message) == (number > 1 and ended.status is Status.FAILED)
 
 
-def test_test_run_by_another_test_has_a_separate_result() -> None:
+def test_test_run_by_another_test_has_a_separate_result():
     class Beside(unittest.TestCase):
-        def run(self, result: Any = None) -> Any:
+        def run(self, result=None):
             super().run(result)
             if self._testMethodName == "test_a":
                 Beside("test_b").run(result)
 
-        def test_a(self) -> None:
+        def test_a(self):
             pass
 
-        def test_b(self) -> None:
+        def test_b(self):
             self.fail("b fails")
 
     channel = FakeChannel()
@@ -185,19 +183,19 @@ def generator(self: unittest.TestCase) -> Iterator[None]:
 
 @pytest.mark.parametrize("method", [coroutine, generator])
 @pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
-def test_method_whose_call_runs_nothing_is_refused(where: str, method: Callable[..., Any]) -> None:
+def test_method_whose_call_runs_nothing_is_refused(where, method):
     ended = ending(case(**{where: method}))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
     assert isinstance(problem, Raised) and problem.error.startswith(f"TypeError: {where}() returned a ")
 
 
-def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
+def test_awaited_tests_run_and_other_coroutines_are_refused():
     class Asynchronous(unittest.IsolatedAsyncioTestCase):
-        async def test_runs(self) -> None:
+        async def test_runs(self):
             self.fail("it ran")
 
-        def test_generator(self) -> Iterator[None]:
+        def test_generator(self):
             yield
 
     (problem,) = ending(Asynchronous("test_runs")).problems
@@ -206,11 +204,11 @@ def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
     assert isinstance(problem, Raised) and "returned a generator" in problem.error
 
 
-def test_method_on_the_instance_is_unchanged() -> None:
+def test_method_on_the_instance_is_unchanged():
     test = case()
-    before = test.test_a  # type: ignore[attr-defined]
+    before = test.test_a
     check_calls(test)
-    assert test.test_a == before  # type: ignore[attr-defined]
+    assert test.test_a == before
 
 
 # The end of a class process: silence is no pass
@@ -250,5 +248,5 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("facts", "following"), ENDS)
-def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: tuple[Problem | None, bool]) -> None:
+def test_decision_after_the_end_of_a_class_process(facts, following):
     assert decide_next(facts, facts.death or EXITED) == following

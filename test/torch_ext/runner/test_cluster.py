@@ -1,7 +1,5 @@
 """Tests on a Ray cluster: three raylets on this machine, of which one is killed while it runs a class."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +166,7 @@ class TestLost(DistributedTestBase):
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address():
     """The address of a cluster whose head runs no tests: the driver would go down with the head's raylet."""
     from ray.cluster_utils import Cluster
 
@@ -184,7 +181,7 @@ def address() -> Iterator[str]:
 
 
 @needs_ray
-def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: str) -> None:
+def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path, address):
     notes, suite = tmp_path / "notes", tmp_path / "suite"
     notes.mkdir()
     suite.mkdir()
@@ -210,7 +207,7 @@ def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: st
             raise
     assert runner.returncode == 1, (out, err)
     recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    ended: dict[str, Any] = {one["test"]: one["status"] for one in recorded if one["event"] == "result"}
+    ended = {one["test"]: one["status"] for one in recorded if one["event"] == "result"}
     assert Counter(ended.values()) == {"passed": 6, "failed": 1}, (out, err)
     assert ended["test_all.py::TestOne::test_fails"] == "failed" and "look at" not in err
     assert len([one for one in recorded if one["event"] == "result"]) == 7, "each test has one result"
@@ -226,7 +223,7 @@ def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: st
 
 
 @needs_ray
-def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Path, address: str) -> None:
+def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path, address):
     notes, suite, events = tmp_path / "notes", tmp_path / "suite", tmp_path / "events.jsonl"
     notes.mkdir()
     suite.mkdir()
@@ -290,7 +287,7 @@ def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str
     return note.read_text()
 
 
-def test_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="--cluster needs Ray, which is not installed here; install it with: pip inst"):
         Machines(RunOptions(Path("/root"), cluster="local:2"))
@@ -307,8 +304,8 @@ class Recorder(HostRanks):
         self.heard.append(line.payload)
 
 
-def test_messages_that_overtake_each_other_are_handled_in_order() -> None:
-    sent: list[Line] = []
+def test_messages_that_overtake_each_other_are_handled_in_order():
+    sent = []
     first, second, receiver = Recorder(1, sent), Recorder(2, sent), Recorder(0, [])
     for number in range(3):
         first.send(0, 1, RankStream.OUTPUT, f"first {number}")

@@ -3,8 +3,6 @@
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -56,7 +54,7 @@ class Runs:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Runs:
+def run(tmp_path):
     return Runs(tmp_path)
 
 
@@ -99,16 +97,14 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("between", "asked"), BETWEEN)
-def test_second_run_imports_changed_and_untrusted_files(
-    run: Runs, between: Callable[[Runs], object], asked: list[str]
-) -> None:
+def test_second_run_imports_changed_and_untrusted_files(run, between, asked):
     assert run() == (EXPECTED, ALL)
     assert len(run.entries) == len(run.files)
     between(run)
     assert run() == (EXPECTED, asked)
 
 
-def test_changed_environment_makes_names_stale_and_devices_have_separate_entries(run: Runs) -> None:
+def test_changed_environment_makes_names_stale_and_devices_have_separate_entries(run):
     for other in ({}, {"device": "sim"}):
         assert run({**AROUND, **other})[1] == ALL
     assert run()[1] == run({**AROUND, "device": "sim"})[1] == []
@@ -116,14 +112,14 @@ def test_changed_environment_makes_names_stale_and_devices_have_separate_entries
         assert run({**AROUND, **other})[1] == ALL
 
 
-def test_a_file_that_fails_to_import_is_never_remembered(run: Runs) -> None:
+def test_a_file_that_fails_to_import_is_never_remembered(run):
     run.collector.errors = {"a/test_a.py": "ImportError: gone"}
     assert run()[0] == [["ImportError: gone"], []]
     run.collector.errors = {}
     assert run() == (EXPECTED, FIRST)
 
 
-def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run: Runs) -> None:
+def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run):
     run.collector.on_collect = lambda: run.files[0].path.write_text("# saved by an editor just now\n", "utf-8")
     run()
     run.collector.on_collect = lambda: None
@@ -131,13 +127,13 @@ def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run: Runs) -
 
 
 @pytest.mark.parametrize("why", ["a file in its place", "disk full", "no folder", "no torch", "others may write it"])
-def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    def fail(*paths: object) -> None:
+def test_a_cache_that_cannot_be_used_is_no_error(run, monkeypatch, why):
+    def fail(*paths):
         raise OSError("disk full")
 
     folder = run.folder
     assert folder is not None
-    before: list[Path] = []
+    before = []
     if why == "a file in its place":
         folder.parent.mkdir()
         folder.write_text("a file where the folder should be", encoding="utf-8")
@@ -156,7 +152,7 @@ def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
-def test_environment_key_differs_by_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_key_differs_by_installed_versions(monkeypatch):
     from importlib import metadata
 
     import torch_ext
@@ -169,20 +165,20 @@ def test_environment_key_differs_by_installed_versions(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert environment_key("cpu") != found
 
-    def missing(name: str) -> str:
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     assert environment_key("cpu") is None
 
 
-def test_a_name_belongs_to_the_root_it_was_found_below(run: Runs, tmp_path: Path) -> None:
+def test_a_name_belongs_to_the_root_it_was_found_below(run, tmp_path):
     run()
     run.files, run.collector = find_test_files(tmp_path / "root/a"), FakeCollector({"test_a.py": ["TestA.test_1"]})
     assert run()[0] == [[TestName("test_a.py", "TestA", "test_1").id]]
 
 
-def test_a_cache_that_is_made_is_the_users_alone(run: Runs) -> None:
+def test_a_cache_that_is_made_is_the_users_alone(run):
     run()
     assert run.folder is not None
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run.folder, run.folder / "names", *run.entries))
@@ -191,7 +187,7 @@ def test_a_cache_that_is_made_is_the_users_alone(run: Runs) -> None:
 ASKED = (Needs(4, 4, 2), Needs(2, 1, 0, alone=True))
 
 
-def test_needs_and_imports_are_remembered(run: Runs) -> None:
+def test_needs_and_imports_are_remembered(run):
     tests = tuple(TestName(run.files[0].name, "TestA", method) for method in ("test_1", "test_2"))
     collected = Collected(run.files[0], tests, (str(run.helper),), needs=ASKED)
     NameCache(run.folder, AROUND).store(collected, time.time_ns())
@@ -200,7 +196,7 @@ def test_needs_and_imports_are_remembered(run: Runs) -> None:
     assert set(remembered.imported) == {str(run.files[0].path), str(run.helper)}
 
 
-def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
+def test_only_test_files_are_found_in_order(tmp_path):
     names = ["b/test_b.py", "test_z.py", "a/test_a.py", "a/test_a2.py"]
     strangers = [
         "a/api_test.py",
@@ -217,7 +213,7 @@ def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
     assert found == sorted([*names, "a/api_test.py"])
 
 
-def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: Path) -> None:
+def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path):
     write_suite(tmp_path, dict.fromkeys(["root/__init__.py", "root/pkg/__init__.py"], ()))
     write_suite(tmp_path, dict.fromkeys(["root/pkg/test_a.py", "root/plain/test_b.py", "root/pkg/plain/test_c.py"], ()))
     found = {file.name: (file.module, file.import_root) for file in find_test_files(tmp_path / "root")}
@@ -228,7 +224,7 @@ def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: P
     }
 
 
-def test_module_name_matches_pytest() -> None:
+def test_module_name_matches_pytest():
     path = Path(__file__).resolve()
     file = describe(path, path.parents[2])
     assert (file.name, file.module) == ("torch_ext/runner/test_names.py", __name__)

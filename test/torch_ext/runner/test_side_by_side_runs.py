@@ -1,7 +1,5 @@
 """Runs that share the cores have the results of a run of one class after another."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -20,7 +18,7 @@ def run(cache: Path, *arguments: str) -> tuple[int, dict[str, str], str]:
 
 
 @pytest.mark.long  # half an hour on two cores
-def test_ten_parallel_runs_of_the_fsdp_suites_have_no_flake_that_a_sequential_run_has_not(tmp_path: Path) -> None:
+def test_ten_parallel_runs_of_the_fsdp_suites_have_no_flake_that_a_sequential_run_has_not(tmp_path):
     alone = run(tmp_path, "-j", "1")
     for number in range(10):
         *found, out = run(tmp_path, "--slots", str(8 * (os.cpu_count() or 1)))

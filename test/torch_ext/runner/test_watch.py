@@ -1,7 +1,5 @@
 """Output while tests run: a live view on a terminal, lines in a pipe; the report stays whole."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -42,7 +40,7 @@ def passed(test: TestName) -> TestResult:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """The time, which a test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -62,7 +60,7 @@ class Watched:
             self.watch(event)
 
 
-def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now: list[float]) -> None:
+def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now):
     run = Watched(io.StringIO())
     assert run.watch.summary(101.0) == "[0/3]  1 s" and run.watch.under_way(101.0) == []
     for now[0], event in ((101.0, Began(TestName("a.py", "TestA"))), (102.0, Began(ONE)), (103.0, Began(OTHER))):
@@ -74,7 +72,7 @@ def test_the_view_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now:
     assert run.watch.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
 
 
-def test_the_view_counts_a_test_once_however_often_it_runs(now: list[float]) -> None:
+def test_the_view_counts_a_test_once_however_often_it_runs(now):
     run = Watched(io.StringIO())
     for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
         run(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3))
@@ -86,7 +84,7 @@ def test_the_view_counts_a_test_once_however_often_it_runs(now: list[float]) -> 
     assert run.watch.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky  1 s")
 
 
-def test_a_pipe_gets_a_line_after_long_silence(now: list[float]) -> None:
+def test_a_pipe_gets_a_line_after_long_silence(now):
     stream, quiet = io.StringIO(), io.StringIO()
     often, rarely = Watched(stream), Watched(quiet, often=False)
     often(Began(ONE))
@@ -139,7 +137,7 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     raw, piped = report(Terminal(), monkeypatch), report(io.StringIO(), monkeypatch)
     assert "a.py::TestA::test_1: no progress\n  stacks\n" in piped
@@ -149,7 +147,7 @@ def test_a_terminal_gets_a_view_and_in_the_end_the_report_of_a_pipe(monkeypatch:
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
-def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch, name, value):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert re.search(r"\x1b\[[\d;]*31m", report(Terminal(), monkeypatch)), "else this test looks for nothing"
@@ -187,8 +185,8 @@ def event_of(word: str) -> Event:
         ("C1 A. round B1 C1 A1", "A. C1 round A1"),  # B waits for A again
     ],
 )
-def test_the_first_class_passes_through_and_the_rest_waits(happens: str, expected: str) -> None:
-    handed_on: list[Event] = []
+def test_the_first_class_passes_through_and_the_rest_waits(happens, expected):
+    handed_on = []
     ordered = InOrder(FOUR, handed_on.append)
     for word in happens.split():
         ordered(event_of(word))

@@ -4,14 +4,10 @@ They may run on several cores: ``-n auto --dist loadgroup``. Tests that start ra
 process that runs one needs a zygote that has loaded its module.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +27,7 @@ except RuntimeError as error:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
+def group():
     """A default group of this process only."""
     torch.get_device_module("sim").set_device(0)
     dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -40,7 +36,7 @@ def group() -> Iterator[Any]:
 
 
 @pytest.fixture(params=["shared", "gloo"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request, monkeypatch):
     """The transport of groups created from now on, in ranks too."""
     monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
     return str(request.param)

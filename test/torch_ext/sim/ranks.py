@@ -4,8 +4,6 @@ Pytest forks the ranks' zygote after collection (see conftest.py), before a test
 that has used one cannot use it.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal
@@ -54,8 +52,8 @@ def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[.
         test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
         signature = inspect.signature(body)
         of_test = list(signature.parameters.values())[2 if world_size else 1 :]
-        test.__signature__ = signature.replace(parameters=of_test)  # type: ignore[attr-defined]
-        test.body = body  # type: ignore[attr-defined]
+        test.__signature__ = signature.replace(parameters=of_test)
+        test.body = body
         return test
 
     return make

@@ -2,8 +2,6 @@
 reduction and size: gloo's bits, NCCL's scaled sums, lists of unequal sizes, and collectives in one call.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable
@@ -20,7 +18,7 @@ OPS = dist.ReduceOp
 
 
 @ranks.world_of(2)
-def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> None:
+def test_unequal_sizes_of_types_that_gloo_lacks(rank, world_size):
     """Tensors travel as bytes, so sizes and splits change."""
     for dtype in (torch.bool, torch.complex64):
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
@@ -38,7 +36,7 @@ def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> N
 
 
 @ranks.world_of(2)
-def test_types_and_reductions_that_nccl_lacks_are_refused(rank: int, world_size: int) -> None:
+def test_types_and_reductions_that_nccl_lacks_are_refused(rank, world_size):
     for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
         x = torch.empty(2, dtype=dtype, device="sim")
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, 1 - rank)):
@@ -66,7 +64,7 @@ def test_types_and_reductions_that_nccl_lacks_are_refused(rank: int, world_size:
 
 
 @ranks.world_of(2)
-def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int) -> None:
+def test_premultiplied_sum_scales_and_keeps_its_input(rank, world_size):
     for factor in (0.25, torch.tensor([0.25], device="sim")):
         op = dist._make_nccl_premul_sum(factor)
         x = torch.full((2,), float(rank + 1), device="sim")
@@ -93,7 +91,7 @@ IN_MEMORY_ORDER: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 @ranks.world_of(2)
-def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size: int) -> None:
+def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank, world_size):
     whole = torch.arange(32.0, device="sim").view(4, 8) + 32 * rank
     transposed, holes = whole[:, :4].contiguous().t(), whole[:, ::2]
     for name, call in IN_MEMORY_ORDER.items():
@@ -120,7 +118,7 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size:
         dist.recv(part)
     with pytest.raises(RuntimeError, match="getDuration only works if timing was enabled"):
         work._get_duration()
-    dist.group.WORLD._enable_collectives_timing()  # type: ignore[union-attr]
+    dist.group.WORLD._enable_collectives_timing()
     timed = dist.all_reduce(part, async_op=True)
     assert timed is not None
     timed.wait()
@@ -133,7 +131,7 @@ def _values(rank: int, numel: int) -> torch.Tensor:
 
 
 @ranks.world_of(2)
-def test_coalesced_calls(rank: int, world_size: int) -> None:
+def test_coalesced_calls(rank, world_size):
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     every = [torch.stack([_values(r, n) for r in range(world_size)]) for n in (3, 4)]
     mine = [each[rank].to("sim") for each in every]
@@ -177,8 +175,8 @@ def test_coalesced_calls(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(3)
-def test_all_to_all_of_unequal_sizes(rank: int, world_size: int) -> None:
-    def block(sender: int, receiver: int) -> torch.Tensor:
+def test_all_to_all_of_unequal_sizes(rank, world_size):
+    def block(sender, receiver):
         return _values(sender, (sender + 2 * receiver) % 4)  # some are empty
 
     outputs = [torch.empty_like(block(r, rank), device="sim") for r in range(world_size)]
@@ -188,7 +186,7 @@ def test_all_to_all_of_unequal_sizes(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(2)
-def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, world_size: int) -> None:
+def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank, world_size):
     # NCCL refuses these too, at the root, which alone sees all sizes.
     unequal = [torch.ones(r + 1, device="sim") for r in range(world_size)]
     store = dist.distributed_c10d._get_default_store()
@@ -207,7 +205,7 @@ def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, 
 
 
 @ranks.world_of(2)
-def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
+def test_transfer_without_a_wait_completes(rank, world_size):
     received = torch.empty(1, device="sim")
     work = dist.irecv(received, 1, tag=7) if rank == 0 else None
     dist.barrier()
@@ -262,9 +260,7 @@ def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: st
     ],
     ids=["both send first", "both receive first", "both send little first", "in turn", "batched"],
 )
-def test_transfers_that_block_each_other_on_a_gpu_are_refused(
-    transport: str, kind: str, numel: int, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfers_that_block_each_other_on_a_gpu_are_refused(transport, kind, numel, error, monkeypatch):
     ranks.run(2, _check_exchange, kind, numel, error)
     if error and transport == "shared":
         monkeypatch.setenv("TORCH_EXT_SIM_P2P", "buffered")

@@ -1,7 +1,5 @@
 """``simccl`` over both transports, gloo and the threaded group, on the suite that every c10d backend is held to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import unittest
@@ -24,7 +22,7 @@ class _OnSim(BackendConformance):
     device_type = "sim"
     backend_name = "simccl"
     transport: ClassVar[str]
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     # gloo lacks the last two types: the transport over gloo sends them as other types.
     types = (*BackendConformance.types, torch.bool, torch.complex64)
     lacks = {"dense tensors in another order than row-major": "ProcessGroupNCCL refuses them"}
@@ -44,10 +42,10 @@ class _OnSim(BackendConformance):
         rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
         return rows > 1 if dtype == torch.bool else rows
 
-    def setUp(self) -> None:
-        self.addCleanup(os.environ.pop, TRANSPORT, None)  # type: ignore[attr-defined]  # mixed into a test case
+    def setUp(self):
+        self.addCleanup(os.environ.pop, TRANSPORT, None)  # mixed into a test case
         os.environ[TRANSPORT] = self.transport
-        super().setUp()  # type: ignore[misc]
+        super().setUp()
 
 
 class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
@@ -61,7 +59,7 @@ class TestSimcclOverGloo(_OnSim, DistributedTestBase):
 class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
     lacks = {"coalescing": "gloo has none"}
@@ -79,7 +77,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
 class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
     device_type = "cpu"
     backend_name = "threaded"
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     lacks = {
         "reduce": "not written",
         "send and recv": "there are no transfers",
@@ -94,7 +92,7 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         "disagreement is named": "tells one rank while the others wait",
     }
 
-    def setUp(self) -> None:
+    def setUp(self):
         super().setUp()
         self._spawn_threads()
 
@@ -144,7 +142,7 @@ def _run_out_of_tree(
     return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
 
 
-def test_suite_runs_on_an_out_of_tree_backend(tmp_path: Path) -> None:
+def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one")
     assert ran.returncode == 0, ran.stderr
 
@@ -156,7 +154,7 @@ def test_suite_runs_on_an_out_of_tree_backend(tmp_path: Path) -> None:
         ('{"scater": "not written yet"}', "names unknown features: ['scater']"),
     ],
 )
-def test_features_listed_as_lacking_must_be_missing(lacks: str, message: str, tmp_path: Path) -> None:
+def test_features_listed_as_lacking_must_be_missing(lacks, message, tmp_path):
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one", lacks=lacks)
     assert ran.returncode == 1 and message in ran.stderr + ran.stdout, ran.stderr
 
@@ -173,7 +171,7 @@ class _Corrupted(_OnSim, DistributedTestBase):
 
 
 @pytest.mark.parametrize("test", ["test_reductions", "test_all_gather", "test_one_to_all_and_all_to_one"])
-def test_one_flipped_bit_fails_the_suite(test: str) -> None:
+def test_one_flipped_bit_fails_the_suite(test):
     result = unittest.TestResult()
     _Corrupted(test).run(result)
     assert len(result.failures) + len(result.errors) == 1, result

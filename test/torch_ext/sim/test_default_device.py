@@ -1,9 +1,6 @@
 """Which device a run chooses by default; the simulated one has as many devices as a test asks for."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,9 +67,7 @@ CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
         ("asks_for_six or asks_for_few", {"TORCH_EXT_SIM_DEVICES": "4"}, "1 passed, 0 failed, 2 skipped"),
     ],
 )
-def test_device_count_follows_the_test_or_the_user(
-    tests: str, more: dict[str, str], counts: str, tmp_path: Path
-) -> None:
+def test_device_count_follows_the_test_or_the_user(tests, more, counts, tmp_path):
     with suite_of(tmp_path, SUITE) as suite:
         run = suite.run("-k", tests, extra={**ON_SIM, **more})
     assert run.out.splitlines()[-1] == counts, run
@@ -82,7 +77,7 @@ def test_device_count_follows_the_test_or_the_user(
 @pytest.mark.skipif(
     "torch.accelerator.current_accelerator().type != 'sim'", reason="torch prefers an accelerator of this machine"
 )
-def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path: Path) -> None:
+def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path):
     with suite_of(tmp_path, WHERE) as suite:
         by_unittest = suite.run_unittest(extra={**CHOOSES, "TORCH_EXT_SHOW_OUTPUT": "1"})
         for run in (suite.run("--show-output", extra=CHOOSES), by_unittest):
@@ -90,7 +85,7 @@ def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path: Path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run would choose the accelerator of this machine")
-def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path: Path) -> None:
+def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path):
     missing = {"CXX": str(tmp_path / "no-compiler"), "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_DEVICE": ""}
     with suite_of(tmp_path, WHERE) as suite:
         run = suite.run("--show-output", extra=missing)

@@ -1,7 +1,5 @@
 """Ranks that call different collectives get an error at the call or wait that shows both calls, and go on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +45,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("name", PLANTED)
 @ranks.world_of(2, backend="simccl")
-def test_each_rank_reports_both_calls(rank: int, world_size: int, name: str) -> None:
+def test_each_rank_reports_both_calls(rank, world_size, name):
     dist.all_reduce(_x())
     *calls, one, other = PLANTED[name]
     with pytest.raises(RuntimeError, match="simccl on rank") as caught:
@@ -62,7 +60,7 @@ def test_each_rank_reports_both_calls(rank: int, world_size: int, name: str) -> 
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_asynchronous_mismatch_raises_at_the_wait(rank: int, world_size: int) -> None:
+def test_asynchronous_mismatch_raises_at_the_wait(rank, world_size):
     work = dist.all_reduce(_x(4 + rank), async_op=True)
     assert work is not None
     with pytest.raises(RuntimeError, match="disagree in the number of elements"):
@@ -79,7 +77,7 @@ def test_asynchronous_mismatch_raises_at_the_wait(rank: int, world_size: int) ->
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_receiver_reports_a_differing_size_or_type(rank: int, world_size: int) -> None:
+def test_receiver_reports_a_differing_size_or_type(rank, world_size):
     if rank == 0:
         dist.send(_x(3), 1)
         dist.send(_x(4, torch.int32), 1)
@@ -96,7 +94,7 @@ def test_receiver_reports_a_differing_size_or_type(rank: int, world_size: int) -
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_two_ranks_on_one_device_and_tensors_on_two_are_refused(rank: int, world_size: int) -> None:
+def test_two_ranks_on_one_device_and_tensors_on_two_are_refused(rank, world_size):
     torch.get_device_module("sim").set_device(0)
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 both use sim:0 in all_reduce"):
         dist.all_reduce(_x())

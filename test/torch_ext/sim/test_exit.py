@@ -4,8 +4,6 @@ In the programs here a device thread is sure to need Python after finalization h
 Note [Threads at exit] (``csrc/finalization.cpp``) lets it finish.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,7 +157,7 @@ def run(program: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[int,
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -> None:
+def test_a_program_ends_as_it_would_without_a_device(end, tmp_path):
     text, code, shown = ENDS[end]
     before = EARLIER if end == "exit functions" else ""
     ended, output = run(before + SIM + BACKWARD + LATE + text, tmp_path)
@@ -168,7 +166,7 @@ def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_ends_well_however_it_was_started(way: str, tmp_path: Path) -> None:
+def test_a_program_ends_well_however_it_was_started(way, tmp_path):
     text, options = WAYS[way]
     code, output = run(text, tmp_path, options)
     assert (code, ABORTED in output) == (0, False), output
@@ -179,7 +177,7 @@ FINALIZED = [way for way in WAYS if way != "torch_ext run"]
 
 
 @pytest.mark.parametrize("way", ["script", *(pytest.param(way, marks=pytest.mark.long) for way in FINALIZED[1:])])
-def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
+def test_without_the_exit_function_it_aborts(way, tmp_path):
     text, options = WAYS[way]
     code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, options)
     # The status of the process itself, of its child, or of torchrun, which reports that of its worker.
@@ -187,7 +185,7 @@ def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
     assert ABORTED in output or "Fatal Python error: PyEval_SaveThread" in output, output
 
 
-def test_the_exit_function_may_be_called_twice_and_starts_no_threads(tmp_path: Path) -> None:
+def test_the_exit_function_may_be_called_twice_and_starts_no_threads(tmp_path):
     count = "print(len(os.listdir('/proc/self/task')))\n"
     called = "from torch_ext.sim import _native\n_native.before_finalization()\n"
     code, output = run(SIM + count + called + count + BACKWARD + "backward()", tmp_path)

@@ -1,7 +1,5 @@
 """Peers of a rank that dies or stays away get an error in time, and never hang."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -38,7 +36,7 @@ IN_WHAT: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", IN_WHAT)
 @ranks.world_of(3, killed=1)
-def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str) -> None:
+def test_peers_of_a_dead_rank_get_an_error(rank, world_size, name):
     dist.all_reduce(full())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +47,7 @@ def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str
 
 
 @ranks.world_of(2)
-def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size: int) -> None:
+def test_time_limit_is_the_groups_or_the_argument_of_wait(rank, world_size):
     # All ranks that wait for rank 0 here have the default group's limit.
     assert ranks.SHORT < ranks.GROUP_TIMEOUT
     brief = dist.new_group(timeout=ranks.SHORT)
@@ -110,7 +108,7 @@ class _Waiter(threading.Thread):
 
 @pytest.mark.parametrize("name", PENDING)
 @ranks.world_of(2, timeout=timedelta(hours=1))  # beyond the tests' deadline: nothing but the abort can end the wait
-def test_abort_ends_what_is_pending(rank: int, world_size: int, name: str) -> None:
+def test_abort_ends_what_is_pending(rank, world_size, name):
     if rank == 0:
         work, group = PENDING[name](), c10d._get_default_group()
         waiter = _Waiter(work)

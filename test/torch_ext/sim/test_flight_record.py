@@ -1,7 +1,5 @@
 """Torch's flight recorder shows the operations of ``simccl`` that a program called, one entry each."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time
@@ -68,7 +66,7 @@ CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2, backend="simccl")
-def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -> None:
+def test_every_collective_has_one_entry_of_its_own(rank, world_size):
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     for call, *_ in CALLS:
         call(rank)
@@ -87,7 +85,7 @@ def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -
 
 
 @ranks.world_of(2)
-def test_entries_distinguish_groups_and_backends(rank: int, world_size: int) -> None:
+def test_entries_distinguish_groups_and_backends(rank, world_size):
     groups = [dist.new_group(backend="simccl", group_desc=desc) for desc in ("ring", None)]
     dist.all_reduce(_x(3), group=groups[0])
     dist.broadcast(_x(5), 0, group=groups[1])
@@ -111,6 +109,6 @@ def _check_capacity(rank: int, world_size: int, kept: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_capacity_is_that_of_the_recorder(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_that_of_the_recorder(size, monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(size))
     ranks.run(1, _check_capacity, size)

@@ -1,7 +1,5 @@
 """Collectives in graphs: captured without running, and run again by each replay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ SIM = torch.get_device_module("sim")
 
 
 @ranks.world_of(2)
-def test_collectives_of_a_graph_run_in_each_replay_and_must_be_waited_for_in_it(rank: int, world_size: int) -> None:
+def test_collectives_of_a_graph_run_in_each_replay_and_must_be_waited_for_in_it(rank, world_size):
     x, gathered = torch.ones(4, device="sim"), torch.zeros(8, device="sim")
     for asynchronous in (False, True):
         graph = torch.accelerator.Graph()

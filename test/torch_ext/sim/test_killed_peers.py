@@ -4,8 +4,6 @@ In some phases the rank kills itself at one place, before its peers have any dat
 kills it at a random moment, within about the duration of the phase.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -210,7 +208,7 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase: str, request: pytest.FixtureRequest) -> None:
+def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase, request):
     draw, longest_s = random.Random(phase), PHASES[phase]
     for _ in range(100 if request.config.getoption("--long", default=False) else 1):
         victim, at = draw.randrange(WORLD_SIZE), draw.randint(1, CALLS)

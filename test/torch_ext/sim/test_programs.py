@@ -6,15 +6,12 @@ the programs one rank does one thing differently; then all ranks of that group g
 the seed: ``TORCH_EXT_PROGRAMS=SEED:1`` runs that program alone.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -219,7 +216,7 @@ def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
             raise
 
 
-def test_programs_match_their_model(transport: str, request: pytest.FixtureRequest) -> None:
+def test_programs_match_their_model(transport, request):
     usual = 2000 if request.config.getoption("--long", default=False) else 60 if transport == "shared" else 12
     first, _, count = os.environ.get("TORCH_EXT_PROGRAMS", f"0:{usual}").partition(":")
     ranks.run(WORLD_SIZE, _run_programs, int(first), int(count), backend="simccl")

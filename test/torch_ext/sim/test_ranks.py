@@ -1,10 +1,7 @@
 """The helper that runs ranks fails when a rank does, so that the tests which use it can."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
@@ -34,6 +31,6 @@ def _vanish(rank: int, world_size: int) -> None:
         (_vanish, None, r"rank [01] exited with code 0"),
     ],
 )
-def test_ranks_that_end_otherwise_fail_the_test(body: Callable[..., None], killed: int | None, message: str) -> None:
+def test_ranks_that_end_otherwise_fail_the_test(body, killed, message):
     with pytest.raises(AssertionError, match=message):
         ranks.run(2, body, killed=killed)

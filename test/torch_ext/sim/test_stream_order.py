@@ -1,7 +1,5 @@
 """Operations of ``simccl`` are ordered as NCCL's are: by streams, while the host goes on (csrc/work.h)."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -61,7 +59,7 @@ _NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @ranks.world_of(2)
-def test_wait_returns_at_once_and_the_next_read_waits_without_the_gil(rank: int, world_size: int) -> None:
+def test_wait_returns_at_once_and_the_next_read_waits_without_the_gil(rank, world_size):
     for number, (name, need) in enumerate(_NEEDS.items()):
         x = full()
         if rank == 0:
@@ -84,7 +82,7 @@ def test_wait_returns_at_once_and_the_next_read_waits_without_the_gil(rank: int,
 
 
 @ranks.world_of(2)
-def test_other_streams_do_not_wait_and_events_show_completion_and_time(rank: int, world_size: int) -> None:
+def test_other_streams_do_not_wait_and_events_show_completion_and_time(rank, world_size):
     x, y, side = full(), full(4.0), SIM.Stream()
     if rank == 0:
         start, event = (SIM.Event(enable_timing=True) for _ in range(2))
@@ -104,7 +102,7 @@ def test_other_streams_do_not_wait_and_events_show_completion_and_time(rank: int
 
 
 @ranks.world_of(2)
-def test_receives_do_not_block_the_host_and_its_device_synchronizes_all(rank: int, world_size: int) -> None:
+def test_receives_do_not_block_the_host_and_its_device_synchronizes_all(rank, world_size):
     x, y, z = full(), full(0.0), full(0.0)
     if rank == 0:
         dist.all_reduce(x, async_op=True)  # and lets go of the work
@@ -126,7 +124,7 @@ def test_receives_do_not_block_the_host_and_its_device_synchronizes_all(rank: in
 
 
 @ranks.world_of(2)
-def test_dispatcher_operator_is_done_before_the_next_one(rank: int, world_size: int) -> None:
+def test_dispatcher_operator_is_done_before_the_next_one(rank, world_size):
     group = c10d._get_default_group().boxed()
     minute = 60_000
     for number in range(20):
@@ -137,7 +135,7 @@ def test_dispatcher_operator_is_done_before_the_next_one(rank: int, world_size: 
 
 @pytest.mark.parametrize("name", ["TORCH_EXT_SIM_BLOCKING_WAIT", "TORCH_NCCL_BLOCKING_WAIT"])
 @ranks.world_of(2)
-def test_blocking_wait_blocks_the_host(rank: int, world_size: int, name: str) -> None:
+def test_blocking_wait_blocks_the_host(rank, world_size, name):
     os.environ[name] = "1"
     group = dist.new_group()
     x = full()
@@ -152,7 +150,7 @@ def test_blocking_wait_blocks_the_host(rank: int, world_size: int, name: str) ->
 
 
 @ranks.world_of(2)
-def test_a_barrier_blocks_the_host(rank: int, world_size: int) -> None:
+def test_a_barrier_blocks_the_host(rank, world_size):
     if rank == 0:
         threading.Timer(0.05, store().set, ("go", "")).start()
         dist.barrier()
@@ -167,7 +165,7 @@ def test_a_barrier_blocks_the_host(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["kernel", "kernel on a stream that waits", "read", "stream", "device", "event"])
 @ranks.world_of(2)
-def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_size: int, name: str) -> None:
+def test_a_missed_operation_times_out_where_its_result_is_due(rank, world_size, name):
     group = dist.new_group(timeout=ranks.SHORT)
     dist.barrier(group=group)
     if rank == 0:
@@ -182,7 +180,7 @@ def test_a_missed_operation_times_out_where_its_result_is_due(rank: int, world_s
 
 
 @ranks.world_of(2)
-def test_wait_page_names_the_operation_that_a_read_waits_for(rank: int, world_size: int) -> None:
+def test_wait_page_names_the_operation_that_a_read_waits_for(rank, world_size):
     if rank == 1:
         store().wait(["seen"])
         dist.all_reduce(full())
@@ -190,7 +188,7 @@ def test_wait_page_names_the_operation_that_a_read_waits_for(rank: int, world_si
     page = WaitPage()
     os.environ["TORCH_EXT_WAIT_PAGE"] = str(page.descriptor)
 
-    def read() -> None:
+    def read():
         x = full()
         _reduce(x).wait()
         x.tolist()
@@ -215,11 +213,11 @@ def test_wait_page_names_the_operation_that_a_read_waits_for(rank: int, world_si
 
 
 @ranks.world_of(2)
-def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_added(rank: int, world_size: int) -> None:
+def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_added(rank, world_size):
     x, here = full(), threading.get_ident()
-    ran: list[int] = []
+    ran = []
 
-    def halve(done: torch.futures.Future[Any]) -> torch.Tensor:
+    def halve(done):
         ran.append(threading.get_ident())
         assert SIM.current_stream() != SIM.default_stream()
         return done.value()[0] / 2
@@ -239,10 +237,10 @@ def test_futures_are_complete_once_launched_and_callbacks_run_where_they_are_add
 
 
 @ranks.world_of(2)
-def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, world_size: int) -> None:
+def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank, world_size):
     group = c10d._get_default_group()
 
-    def refuse(info: Any) -> None:
+    def refuse(info):
         raise ValueError("no hooks today")
 
     group._register_on_completion_hook(refuse)
@@ -259,7 +257,7 @@ def test_a_completion_hook_that_raises_leaves_no_work_unfinished(rank: int, worl
 
 
 @ranks.world_of(2)
-def test_completion_hook_may_read_results_that_the_stream_waits_for(rank: int, world_size: int) -> None:
+def test_completion_hook_may_read_results_that_the_stream_waits_for(rank, world_size):
     group, seen, x = c10d._get_default_group(), [], full()
     group._register_on_completion_hook(lambda info: seen.append(x.tolist()))  # on the stream that waits for the work
     _reduce(x).wait()
@@ -270,7 +268,7 @@ def test_completion_hook_may_read_results_that_the_stream_waits_for(rank: int, w
 
 
 @ranks.world_of(2)
-def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank: int, world_size: int) -> None:
+def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank, world_size):
     mine, whole = full(1.0, 1000), torch.empty(1000 * world_size, device="sim")
     before = SIM.memory_allocated()
     if rank == 0:
@@ -293,10 +291,10 @@ def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank: int, wor
 
 
 @ranks.world_of(2)
-def test_several_threads_may_wait_on_one_stream(rank: int, world_size: int) -> None:
+def test_several_threads_may_wait_on_one_stream(rank, world_size):
     works = [(x, _reduce(x)) for x in (full(float(i)) for i in range(40))]
 
-    def read(start: int) -> None:
+    def read(start):
         for number, (x, work) in enumerate(works[start::4]):
             work.wait()
             assert x.tolist() == [2.0 * (start + 4 * number)] * 3

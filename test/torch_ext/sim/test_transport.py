@@ -1,7 +1,5 @@
 """The transports of ``simccl``: how ranks choose one, the order of its operations, and a closed group's leftovers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +28,7 @@ def _transport(group: dist.ProcessGroup | None = None) -> str:
 
 
 @ranks.world_of(3)
-def test_transport_is_shared_memory_unless_one_rank_cannot_share(rank: int, world_size: int) -> None:
+def test_transport_is_shared_memory_unless_one_rank_cannot_share(rank, world_size):
     assert _transport() == "shared"
     if rank == 1:
         os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # emulates a rank on another machine
@@ -40,7 +38,7 @@ def test_transport_is_shared_memory_unless_one_rank_cannot_share(rank: int, worl
 
 
 @ranks.world_of(2)
-def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) -> None:
+def test_differing_settings_of_ranks_are_reported(rank, world_size):
     os.environ["TORCH_EXT_SIM_REDUCE"] = "ring" if rank else "tree"
     with pytest.raises(ValueError, match=r"TORCH_EXT_SIM_REDUCE=(ring|tree), but rank . has TORCH_EXT_SIM_REDUCE="):
         dist.new_group(backend="simccl")
@@ -51,7 +49,7 @@ def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) ->
 
 
 @ranks.world_of(2)
-def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size: int) -> None:
+def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank, world_size):
     mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
     x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
     works = [dist.all_gather_into_tensor(out, mine, async_op=True), dist.all_reduce(x, async_op=True)]
@@ -59,7 +57,7 @@ def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size:
     if rank == 1:
         store().wait(["other is through"])  # rank 0 needs no more data from this rank
     for work in works:
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
     assert x.eq(3.0).all().item() and out.tolist() == [1.0] * 3 + [2.0] * 3
     store().set("other is through", "")
 
@@ -90,9 +88,7 @@ OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch
 
 
 @ranks.world_of(2)
-def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
-    rank: int, world_size: int, transport: str
-) -> None:
+def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(rank, world_size, transport):
     assert _transport() == transport
     for name, (launch, result, expected) in OPERATIONS.items():
         x, two = full(rank + 1.0, 1 << 19), full(rank + 1.0, 1 << 20)
@@ -114,9 +110,7 @@ def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
 
 
 @ranks.world_of(2)
-def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier_ones(
-    rank: int, world_size: int
-) -> None:
+def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier_ones(rank, world_size):
     tensors = [full(float(i)) for i in range(NUMBER_OF_SLOTS)]
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(3) for tensor in tensors]
     for work in works[-NUMBER_OF_SLOTS:]:
@@ -128,7 +122,7 @@ def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier
 
 
 @ranks.world_of(2)
-def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank: int, world_size: int) -> None:
+def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank, world_size):
     received, peer = full(0.0), 1 - rank
     backend = c10d._get_default_group()._get_backend(torch.device("sim"))
     backend.send([full(7.0)], rank, 0)
@@ -176,7 +170,7 @@ def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [1001, 1 << 18], ids=["each for itself", "shared out"])
 @pytest.mark.parametrize("order", ["rank", "ring", "tree", "random:3"])
-def test_reductions_use_the_requested_order(order: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reductions_use_the_requested_order(order, numel, monkeypatch):
     monkeypatch.setenv("TORCH_EXT_SIM_REDUCE", order)
     ranks.run(4, _check_order, order, numel)
 
@@ -185,8 +179,8 @@ def test_reductions_use_the_requested_order(order: str, numel: int, monkeypatch:
 
 
 @ranks.world_of(2)
-def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank: int, world_size: int) -> None:
-    def own() -> tuple[int, int]:
+def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank, world_size):
+    def own():
         files = len(os.listdir("/proc/self/fd"))
         return files, Path("/proc/self/maps").read_text().count("memfd:simccl")
 

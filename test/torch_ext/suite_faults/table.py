@@ -8,8 +8,6 @@ The text files of this folder have a row for each fault, below the test class an
         TEXT {{OLD => NEW}} TEXT  a part of the function's source that occurs once, and its changes
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

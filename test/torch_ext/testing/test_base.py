@@ -1,7 +1,5 @@
 """``DistributedTestBase`` on ``cpu``."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 
@@ -19,13 +17,13 @@ class TestOnCpu(DistributedTestBase):
 
     world_size = 2
 
-    def setUp(self) -> None:
+    def setUp(self):
         patched = mock.patch.dict(os.environ, TORCH_EXT_DEVICE="cpu")
         patched.start()
         self.addCleanup(patched.stop)
         super().setUp()
 
-    def test_groups_span_the_ranks_and_each_gets_its_device_and_the_world_size(self) -> None:
+    def test_groups_span_the_ranks_and_each_gets_its_device_and_the_world_size(self):
         group = self.create_pg("cpu")
         assert (group.size(), group.rank()) == (2, self.rank)
         assert c10d.get_backend(group) == self.backend("cpu") == "gloo"

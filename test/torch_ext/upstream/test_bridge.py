@@ -1,7 +1,5 @@
 """``--upstream`` runs an unmodified file that imports torch's own harness on ours."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -250,7 +248,7 @@ def run(folder: Path, *arguments: str, device: str = "cpu") -> subprocess.Comple
     return python(RUN_TEST, "--upstream", folder, *arguments, TORCH_EXT_DEVICE=device)
 
 
-def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:
+def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path):
     (tmp_path / "test_unmodified.py").write_text(FILE)
     (tmp_path / "test_newer.py").write_text(NEWER)
     done = run(tmp_path, "-v")
@@ -261,7 +259,7 @@ def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Pat
     assert done.returncode == 1
 
 
-def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path: Path) -> None:
+def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path):
     (tmp_path / "__init__.py").touch()
     (tmp_path / "beside.py").write_text("SIZE = 3\n")
     (tmp_path / "test_for_accelerators.py").write_text(DEVICE_FILE)
@@ -275,7 +273,7 @@ def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path: Pa
     assert done.returncode == 0
 
 
-def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
+def test_fresh_interpreters_see_our_harness_too(tmp_path):
     file = tmp_path / "test_unmodified.py"
     file.write_text(FILE)
     done = run(file, "-i", "TestShards", "--start-method", "interpreter")

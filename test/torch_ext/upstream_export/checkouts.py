@@ -1,7 +1,5 @@
 """Temporary git repositories: one is laid out like PyTorch, from the installed torch's own test helpers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

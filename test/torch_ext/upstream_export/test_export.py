@@ -1,7 +1,5 @@
 """Work of this tree as patches: each applies to a repository laid out like PyTorch, and runs there alone."""
 
-from __future__ import annotations
-
 import email
 import time
 from pathlib import Path
@@ -25,12 +23,12 @@ RUN_THERE = [
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     return like_upstream(tmp_path_factory.mktemp("pytorch"))
 
 
 @pytest.fixture(scope="module")
-def anatomy(checkout: Path) -> Result:
+def anatomy(checkout):
     result = export([ANATOMY], checkout)
     assert result.problems == []
     return result
@@ -41,7 +39,7 @@ def imported(copy: Path, result: Result) -> str:
     return check.import_in_copy(copy, names)
 
 
-def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, checkout: Path) -> None:
+def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy, checkout):
     assert sorted(anatomy.files) == [ANATOMY, FSDP]
     suite, helpers = anatomy.files[ANATOMY], anatomy.files[FSDP]
     assert suite.startswith('# Owner(s): ["oncall: distributed"]\n')
@@ -53,7 +51,7 @@ def test_a_suite_goes_with_the_helpers_that_upstream_lacks(anatomy: Result, chec
     assert len(lost) < 5
 
 
-def test_mail_applies_and_names_author_and_tests(anatomy: Result, checkout: Path, tmp_path: Path) -> None:
+def test_mail_applies_and_names_author_and_tests(anatomy, checkout, tmp_path):
     mail = email.message_from_string(anatomy.mail)
     assert mail["From"] == f"{PERSON[0]} <{PERSON[1]}>"
     assert mail["Subject"] == "[PATCH] Add test_fsdp_anatomy"
@@ -72,7 +70,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_run_past_its_time_limit_is_killed_with_its_children(checkout: Path, tmp_path: Path) -> None:
+def test_run_past_its_time_limit_is_killed_with_its_children(checkout, tmp_path):
     program = "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\nsys.stdin.read()\n"
     program += "import time\ntime.sleep(600)\n"
     (tmp_path / "test_a.py").write_text(program, encoding="utf-8")
@@ -88,7 +86,7 @@ def test_run_past_its_time_limit_is_killed_with_its_children(checkout: Path, tmp
 
 
 @pytest.mark.long  # starts two ranks as torch's own harness does
-def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path: Path) -> None:
+def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path):
     (tmp_path / "test_a.py").write_text(
         "import torch\n"
         "from torch.testing._internal.common_fsdp import FSDPTest\n"
@@ -104,8 +102,8 @@ def test_a_rank_under_torchs_own_harness_uses_its_own_device(tmp_path: Path) -> 
     assert (run.passed, run.failed) == (1, 0), run.output
 
 
-def test_nothing_is_written_to_the_checkout(checkout: Path, tmp_path: Path) -> None:
-    def state() -> list[str]:
+def test_nothing_is_written_to_the_checkout(checkout, tmp_path):
+    def state():
         commands = [["status", "--porcelain"], ["count-objects", "-v"], ["for-each-ref"]]
         return [git(checkout, *each) for each in commands]
 
@@ -125,9 +123,7 @@ def test_nothing_is_written_to_the_checkout(checkout: Path, tmp_path: Path) -> N
         ("testing/_internal/common_fsdp.py::MLP", "has MLP: port your change by hand"),
     ],
 )
-def test_unexportable_items_are_reported(
-    checkout: Path, item: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexportable_items_are_reported(checkout, item, message, capsys):
     assert main([item, "--onto", str(checkout)]) == 1
     output = capsys.readouterr()
     assert message in output.err
@@ -135,7 +131,7 @@ def test_unexportable_items_are_reported(
 
 
 @pytest.mark.long  # half a minute for the whole tree
-def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_path: Path) -> None:
+def test_every_suite_and_helper_goes_applies_and_imports(checkout, tmp_path):
     result = export(["test/distributed", "testing/_internal"], checkout)
     assert result.problems == []
     assert len(result.files) > 40
@@ -145,9 +141,7 @@ def test_every_suite_and_helper_goes_applies_and_imports(checkout: Path, tmp_pat
 
 @pytest.mark.long  # minutes under torch's own harness
 @pytest.mark.parametrize(("file", "device", "tests"), RUN_THERE, ids=[Path(file).stem for file, *_ in RUN_THERE])
-def test_suites_pass_under_torchs_own_harness(
-    checkout: Path, tmp_path: Path, file: str, device: str, tests: tuple[str, ...]
-) -> None:
+def test_suites_pass_under_torchs_own_harness(checkout, tmp_path, file, device, tests):
     result = export([file], checkout)
     assert result.problems == []
     copy = check.apply_to_copy(checkout, result.mail, tmp_path)

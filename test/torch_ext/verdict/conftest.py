@@ -1,7 +1,5 @@
 """The tests of this folder guard the README's promises about failures, so its second command runs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Draws bodies of tests, and predicts each ending: plain unittest's, except for the table in ``docs/running.md``."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import random

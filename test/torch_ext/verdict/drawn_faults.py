@@ -4,8 +4,6 @@ A program makes a few collectives on every rank. At a drawn place, a drawn rank 
 there, so it knows the rank and the lines that a report may name.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ class whose rank 1 waits; an actor ends that wait after some seconds, mostly mor
 dead program the same actor ends at once without acting.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

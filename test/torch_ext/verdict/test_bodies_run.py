@@ -1,10 +1,7 @@
 """A test passes only if unittest has run its body and fixtures, in every rank, and the ranks agree on what ran."""
 
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import CHECKOUT, suite_of
@@ -257,13 +254,13 @@ OF_ONE_NAME = {
 }
 
 
-def test_each_body_ends_as_its_row_states(tmp_path: Path) -> None:
+def test_each_body_ends_as_its_row_states(tmp_path):
     files = {"test_suite.py": source(), "test_module.py": MODULE, **OF_ONE_NAME}
     path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])  # as of a runner started in the second folder
     check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4", "PYTHONPATH": path}, deadline_s=200)
 
 
-def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
+def test_unittest_and_pytest_pass_no_invalid_body(tmp_path):
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
     killed = "TestExpected.test_is_killed"  # no test may expect a kill, and no runner judges again
     with suite_of(tmp_path, source()) as suite:

@@ -4,10 +4,6 @@
 here are not drawn by either. No clock is read: a report that came by a time limit says that it did.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from test.torch_ext.world.programs import check_rows, class_of
@@ -168,7 +164,7 @@ REPLACES = {
 }
 
 
-def test_each_wait_ends_as_its_row_states(tmp_path: Path) -> None:
+def test_each_wait_ends_as_its_row_states(tmp_path):
     source = SOURCE + class_of("TestMeeting", "RanksWithAddress", MEETING, on="self.rank == 0")
     for name, (base, act) in REPLACES.items():
         source += class_of(f"TestReplaces_{name}", base, {name: ("passed", act)})
@@ -215,7 +211,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["runner", "program", "pytest", "unittest"])
-def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path: Path, way: str) -> None:
+def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path, way):
     extra = {"TORCH_EXT_HANG_AFTER": "2"}
     with suite_of(tmp_path, DAEMON) as suite:
         run = {

@@ -1,10 +1,7 @@
 """Classes that replace functions of the harness, or write into its descriptors, cost at most their own results."""
 
-from __future__ import annotations
-
 import random
 import re
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +64,7 @@ LATER = {
 }
 
 
-def test_changes_of_a_class_to_its_process_fail_no_test(tmp_path: Path) -> None:
+def test_changes_of_a_class_to_its_process_fail_no_test(tmp_path):
     with suite_of(tmp_path, CHANGES) as suite:
         source = CHANGES
         for where, (code, names) in LATER.items():
@@ -153,7 +150,7 @@ def spoil_and_run(suite: Suite, seed: int, places: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(range(2, 60), marks=pytest.mark.long)], ids=["one", "many"])
-def test_junk_in_every_descriptor_costs_the_class_alone(tmp_path: Path, seed: int | range) -> None:
+def test_junk_in_every_descriptor_costs_the_class_alone(tmp_path, seed):
     for each in [seed] if isinstance(seed, int) else seed:
         with suite_of(tmp_path / str(each), "") as suite:
             spoil_and_run(suite, each, len(PLACES) if each == 1 else 4)

@@ -1,7 +1,5 @@
 """Tests whose ranks all do the same end as plain unittest says: drawn bodies, with every base class."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -49,7 +47,7 @@ def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], st
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
-def test_identical_ranks_end_as_unittest_reports(tmp_path: Path, request: pytest.FixtureRequest, way: int) -> None:
+def test_identical_ranks_end_as_unittest_reports(tmp_path, request, way):
     number = 2000 if request.config.getoption("--long") else 100
     with suite_of(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
         (suite.folder / "bodies.py").write_text(module_of_bodies(number, SEED))
@@ -71,7 +69,7 @@ def test_identical_ranks_end_as_unittest_reports(tmp_path: Path, request: pytest
         assert not different, f"found, expected: {different}"
 
 
-def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path: Path) -> None:
+def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path):
     """Where unittest reports an error of the class or the module, the class has an error or its test fails."""
     bodies, suite_source = class_suite()
     with suite_of(tmp_path, "", "test_empty.py") as suite:

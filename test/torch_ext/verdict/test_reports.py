@@ -1,9 +1,6 @@
 """The report of a failure: complete, of any length, and without false statements."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of, ranks_in_first_line
 from test.torch_ext.world.suites import SLOWER
@@ -146,7 +143,7 @@ ERRORS = {
 }
 
 
-def test_each_report_matches_its_row(tmp_path: Path) -> None:
+def test_each_report_matches_its_row(tmp_path):
     texts = check_rows(
         tmp_path, SOURCE + ESCAPES + class_of("TestErrors", "Ranks", ERRORS), "--timeout", str(round(4 * SLOWER))
     ).text
@@ -164,7 +161,7 @@ def test_each_report_matches_its_row(tmp_path: Path) -> None:
     assert "run fewer tests at once (-j, --slots), or raise --timeout" in crowd, crowd
 
 
-def test_escape_sequences_are_escaped_in_reports(tmp_path: Path) -> None:
+def test_escape_sequences_are_escaped_in_reports(tmp_path):
     check_rows(tmp_path, SOURCE.partition("class TestDeaths")[0] + ESCAPES, "--show-output")
 
 
@@ -185,7 +182,7 @@ class TestMemory(Ranks):
 SHORTER = {"loop": ("failed by 1: called barrier at...cases.py:", "dist.all_reduce(torch.ones(3, device='sim'))")}
 
 
-def test_memory_of_devices_is_set_by_the_command_line_and_a_shorter_loop_has_its_last_line(tmp_path: Path) -> None:
+def test_memory_of_devices_is_set_by_the_command_line_and_a_shorter_loop_has_its_last_line(tmp_path):
     shorter = class_of("TestShorter", "FSDPTest", SHORTER, on="self.rank == 0") + "\n    world_size = 2\n"
     extra = {"TORCH_EXT_CACHE": str(cache.folder())}
     check_rows(tmp_path, MEMORY + shorter, "--device", "sim", "--memory", "2MiB", extra=extra)

@@ -1,12 +1,8 @@
 """The first line of a report: the rank at fault, the line, and the cause, by programs whose fault is known."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
 
 from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
 from test.torch_ext.world.programs import check_rows, class_of
@@ -114,7 +110,7 @@ class TestStanding_{name}(Standing):  # failed: rank 1 failed at...test_1_leaves
 )
 
 
-def test_absent_or_first_failed_rank_is_named(tmp_path: Path) -> None:
+def test_absent_or_first_failed_rank_is_named(tmp_path):
     limit = str(round(8 * (1 + SLOWER) / 2))  # some rows take all of it
     check_rows(tmp_path, {"test_silent.py": silent_rows(), "test_late.py": LATE}, "--timeout", limit, "--slots", "32")
 
@@ -135,9 +131,7 @@ def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Pr
         return made, suite.finish(process, deadline_s=60 + 12 * number * SLOWER)
 
 
-def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(tmp_path, request):
     long = request.config.getoption("--long")
     seed, number = ("drawn", _EACH) if not long else (str(random.SystemRandom().random()), _EACH_LONG)
     wrong, right = [], 0

@@ -1,7 +1,5 @@
 """Finds leftovers of faults: processes, zombies, descriptors and files. Imports the standard library only."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Rows: tests whose comments state their expected ending, run by one run of the runner."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Iterator, Mapping

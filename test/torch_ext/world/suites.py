@@ -4,8 +4,6 @@ A program is a file of tests. It runs in its own session, so that its signals to
 tests that judge it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

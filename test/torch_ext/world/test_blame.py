@@ -1,7 +1,5 @@
 """Which rank kept which waiting, over scripted outcomes. See Note [Who is to blame for a hang]."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
@@ -172,7 +170,7 @@ CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_to_blame_is(case: str) -> None:
+def test_to_blame_is(case):
     outcomes, ranks, phrase = CASES[case]
     blame = find_blame(outcomes)
     assert blame is not None and tuple(sorted(blame.ranks)) == ranks
@@ -186,7 +184,7 @@ def test_to_blame_is(case: str) -> None:
         [hung(0, entry("0", 1, "scatter")), hung(1, entry("0", 1, "scatter", size=0))],  # only the root has inputs
     ],
 )
-def test_nobody_is_to_blame(outcomes: list[Outcome]) -> None:
+def test_nobody_is_to_blame(outcomes):
     assert find_blame(outcomes) is None
 
 
@@ -199,7 +197,7 @@ def call(
     return Collective(group, sequence, operation, "[3] Float", over)
 
 
-def test_record_is_read_without_point_to_point_operations() -> None:
+def test_record_is_read_without_point_to_point_operations():
     entry = {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": 4,
@@ -214,12 +212,12 @@ def test_record_is_read_without_point_to_point_operations() -> None:
     assert str(found[0]) == "#4 gloo:all_reduce([3] Float, [2, 2] Long) in group 0 (default_pg)"
 
 
-def test_record_of_a_torch_that_writes_less_is_read_too() -> None:
+def test_record_of_a_torch_that_writes_less_is_read_too():
     assert read_record("") == []
     assert read_record("[{}]") == [Collective("?", 0, "?", "", False)]
 
 
-def test_odd_one_out_is_guilty_and_halves_are_not() -> None:
+def test_odd_one_out_is_guilty_and_halves_are_not():
     odd = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")], 2: [call(1)]})
     assert odd is not None and odd.ranks == (1,)
     halves = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")]})
@@ -234,9 +232,7 @@ def test_odd_one_out_is_guilty_and_halves_are_not() -> None:
     guilty=st.integers(0, 5),
     at=st.integers(1, 8),
 )
-def test_same_program_on_every_rank_matches_and_one_that_stops_early_is_found(
-    length: int, world_size: int, guilty: int, at: int
-) -> None:
+def test_same_program_on_every_rank_matches_and_one_that_stops_early_is_found(length, world_size, guilty, at):
     program = [call(number) for number in range(1, length + 1)]
     records = {rank: list(program) for rank in range(world_size)}
     assert first_mismatch(records) is None

@@ -1,9 +1,6 @@
 """The promises of the base classes, on real ranks: forked ones and fresh interpreters."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of
 
@@ -85,7 +82,7 @@ for base, death in DEATHS.items():
     SHARED += "\n    test_f_hang = with_timeout(3)(test_f_hang)\n"
 
 
-def test_base_classes_keep_their_promises(tmp_path: Path) -> None:
+def test_base_classes_keep_their_promises(tmp_path):
     run = check_rows(tmp_path, CONFORMS + CLASSES + SHARED)
     crash = run.text["test_d_death"] + run.out.partition("TestShared_Threads::test_d_death")[2].partition("rerun")[0]
     assert not re.search("Extension modules|/runner/case|/world/zygote", crash), "frames of the harness say nothing"

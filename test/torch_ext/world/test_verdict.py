@@ -1,12 +1,10 @@
 """The verdict on scripted outcomes, and the report that a user reads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -184,9 +182,7 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("outcomes", "culprits", "victims", "summary"), CASES)
-def test_the_verdict_names(
-    outcomes: list[Outcome], culprits: tuple[int, ...], victims: tuple[int, ...], summary: str
-) -> None:
+def test_the_verdict_names(outcomes, culprits, victims, summary):
     verdict = judge(outcomes)
     assert verdict.judgement is (Judgement.FAILED if culprits else Judgement.SKIPPED)
     assert (verdict.culprits, verdict.victims) == (culprits, victims)
@@ -208,9 +204,7 @@ def test_the_verdict_names(
         ([killed(0), timed_out(1)], {"any_exit": True}, False),
     ],
 )
-def test_a_world_passes_if_each_rank_does_or_ends_as_expected(
-    outcomes: list[Outcome], how: dict[str, Any], passes: bool
-) -> None:
+def test_a_world_passes_if_each_rank_does_or_ends_as_expected(outcomes, how, passes):
     verdict = judge(outcomes, **how)
     assert (verdict == Verdict(Judgement.PASSED)) is passes
     assert ("(expected exit code -9)" in verdict.summary) == (not passes and "expected_exit" in how)
@@ -219,7 +213,7 @@ def test_a_world_passes_if_each_rank_does_or_ends_as_expected(
 # The text
 
 
-def test_report_shows_every_ending_first_death_and_consequences() -> None:
+def test_report_shows_every_ending_first_death_and_consequences():
     outcomes = [failed(0, PEER_GONE), killed(1, 11), stopped(2)]
     lines = text_of(outcomes, 1.23).splitlines()
     assert lines[:2] == ["rank 1 was killed by SIGSEGV", ""]
@@ -231,7 +225,7 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
-def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
+def test_report_shows_that_timed_out_ranks_waited_for_a_core():
     late, prompt, hung = timed_out(0), timed_out(1), Outcome(2, Ending.HUNG)
     late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
     lines = text_of([late, prompt, hung], 120.0).splitlines()
@@ -245,14 +239,14 @@ def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
     assert "core" not in text_of([late, prompt, hung], 120.0)
 
 
-def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
+def test_equal_tracebacks_are_shown_once_with_their_ranks():
     outcomes = [failed(rank, trace=f"Traceback:\n  at 0x7f{rank} in rank {rank}\nValueError: no") for rank in range(3)]
     text = text_of(outcomes, 1.0)
     assert text.count("Traceback of ranks 0-2:") == 1
     assert text.count("Traceback:") == 1
 
 
-def test_long_output_is_cut_at_its_beginning() -> None:
+def test_long_output_is_cut_at_its_beginning():
     outcome = killed(0)
     outcome.output = "\n".join(f"line {number}" for number in range(70))
     outcome.left_behind = ["sleep 60"]
@@ -263,7 +257,7 @@ def test_long_output_is_cut_at_its_beginning() -> None:
     assert text.endswith("line 69")
 
 
-def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
+def test_collectives_are_named_with_the_one_that_does_not_match():
     outcomes = [
         timed_out(0, record((1, "all_reduce", True), (2, "broadcast", False))),
         timed_out(1, record((1, "all_reduce", True), (2, "all_gather", False))),
@@ -287,7 +281,7 @@ def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outc
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
+def test_smaller_party_is_to_blame_for_a_disagreement(first):
     calls = [("all_reduce of 4", 2, "barrier"), ("all_reduce of 4", 2, "barrier"), ("barrier", 0, "all_reduce of 4")]
     outcomes = [disagrees(rank, *call, 1.0 + (rank != first)) for rank, call in enumerate(calls)]
     verdict = judge(outcomes)
@@ -327,7 +321,7 @@ class Awaitable:
         (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
-def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], kind: str) -> None:
+def test_body_that_has_not_run_is_refused_and_closed(call, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
         with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
@@ -336,5 +330,5 @@ def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], ki
 
 
 @pytest.mark.parametrize("returned", [None, True, 3, [], [1].__iter__(), "text", object()])
-def test_other_return_values_are_accepted(returned: object) -> None:
+def test_other_return_values_are_accepted(returned):
     check_ran(returned, "test_a")

@@ -1,7 +1,5 @@
 """Which ranks to release, inspect and stop, and how each one ended: scripted events, no processes and no clock."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass, replace
@@ -55,7 +53,7 @@ class Scene:
         measures = Measures(lambda rank: rank * self.cpu_time_s, lambda rank: starved * self.now_s, lambda: self.others)
         self.watch = Watch(2, limits, 0.0, measures, **how)
 
-    def play(self, script: str) -> Scene:
+    def play(self, script: str):
         """Follow a script, with the numbers of ranks; -1 is the parent half.
 
         ``p0`` rank 0 reports that it passed, ``f0`` that it failed, ``s0`` that it skipped; ``l0`` it leaves by itself;
@@ -188,11 +186,11 @@ OF_OTHERS: list[tuple[dict[str, Any], str]] = [
         *OF_OTHERS,
     ],
 )
-def test_a_watch_follows_its_script(how: dict[str, Any], script: str) -> None:
+def test_a_watch_follows_its_script(how, script):
     Scene(**how).play(script)
 
 
-def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may_act() -> None:
+def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may_act():
     scene = Scene(HANGS)
     scene.others = ("process 7 (sleep 100)",)
     assert scene.play(">20 .").watch.hangs.reasons == scene.others
@@ -200,7 +198,7 @@ def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may
     assert Scene(HANGS).play("0:free >5 .").watch.hangs.reasons == ("thread 'MainThread' sleeps of rank 0",)
 
 
-def test_silence_report_names_who_may_act_and_each_stack_once() -> None:
+def test_silence_report_names_who_may_act_and_each_stack_once():
     reasons = [f"thread {number}" for number in range(5)]
     text = silence_text(reasons, {0: "in wait of rank 0", 1: "in wait of rank 1", 2: ""})
     assert text.splitlines() == [
@@ -274,9 +272,7 @@ def play(scripts: list[Script], seed: int) -> Watch:
 
 
 @given(scripts=st.lists(RANKS, min_size=1, max_size=5), seed=st.integers(0, 2**16))
-def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every_rank(
-    scripts: list[Script], seed: int
-) -> None:
+def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every_rank(scripts, seed):
     """A failure names a culprit, and never one that was stopped."""
     outcomes = play(scripts, seed).outcomes()
     assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
@@ -310,7 +306,7 @@ def ranks_named(summary: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
-def test_ranks_phrase_can_be_parsed_back(ranks: list[int]) -> None:
+def test_ranks_phrase_can_be_parsed_back(ranks):
     assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
 
 
@@ -323,7 +319,7 @@ def test_ranks_phrase_can_be_parsed_back(ranks: list[int]) -> None:
     ],
     ids=["of an earlier attempt", "of another test", "of another process"],
 )
-def test_receipt_of_another_run_is_ignored(foreign: Receipt) -> None:
+def test_receipt_of_another_run_is_ignored(foreign):
     watch = Watch(1, LIMITS, 0.0, ticket=Ticket("test_a", 1), pids=[7])
     watch.received(0, foreign)
     assert watch.advance(0.2) == []

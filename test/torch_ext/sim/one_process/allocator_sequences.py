@@ -18,8 +18,6 @@ runtime.cpp beside it, a stub of CUDA's runtime), print the sequences with this 
 output on its standard input.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

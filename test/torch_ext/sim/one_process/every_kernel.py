@@ -1,7 +1,5 @@
 """How to call every kernel of the device: those written by hand, operators of every form, and collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

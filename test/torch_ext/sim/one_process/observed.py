@@ -1,7 +1,5 @@
 """Runs a program and returns the events that an observer of the devices received (csrc/kernel_observer.h)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ An entry of ``GPU_ONLY`` that no longer differs makes a test fail. The other lis
 it, because an operator may differ for some samples only.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # The host draws only for some values, here negative ones; a device's generator advances for all.

@@ -1,11 +1,8 @@
 """The allocator does what CUDA's does: see allocator_sequences.py."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ CHECKSUMS, HUNDREDS = SEEN["checksums"].split(), SEEN["hundreds"].split()
 
 
 @pytest.fixture(autouse=True)
-def _no_settings() -> Iterator[None]:
+def _no_settings():
     yield
     torch._C._accelerator_setAllocatorSettings("")
 
@@ -65,7 +62,7 @@ def _crc(numbers: list[int], value: int) -> int:
     return zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers), value)
 
 
-def test_addresses_statistics_and_blocks_are_those_of_cuda() -> None:
+def test_addresses_statistics_and_blocks_are_those_of_cuda():
     for seed, wanted in enumerate(CHECKSUMS):
         ours = _Ours(sequence(seed))
         checksum, addresses = ours.checksum(), " ".join(ours.addresses)
@@ -74,7 +71,7 @@ def test_addresses_statistics_and_blocks_are_those_of_cuda() -> None:
 
 
 @pytest.mark.long
-def test_more_sequences_are_those_of_cuda() -> None:
+def test_more_sequences_are_those_of_cuda():
     for hundred, wanted in enumerate(HUNDREDS, start=1):
         seeds = range(hundred * HUNDRED, (hundred + 1) * HUNDRED)
         assert crc(" ".join(_Ours(sequence(seed)).checksum() for seed in seeds)) == wanted, f"among {seeds}"

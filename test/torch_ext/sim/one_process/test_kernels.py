@@ -1,7 +1,5 @@
 """Every kernel of the device passes through one entry, which knows the memory it reads and writes (csrc/kernel.h)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,7 +39,7 @@ def _registered(*namespaces: str) -> set[str]:
     return {name for name in names if name.partition("::")[0] in namespaces}
 
 
-def test_every_kernel_registered_for_the_device_is_called_below() -> None:
+def test_every_kernel_registered_for_the_device_is_called_below():
     assert _registered("aten", "fsdp") == HAND_WRITTEN.keys() | WITHOUT_ELEMENTS.keys()
     assert _registered("c10d") == COLLECTIVES.keys() | {"c10d::recv_any_source_"}  # which NCCL lacks
 
@@ -50,7 +48,7 @@ def test_every_kernel_registered_for_the_device_is_called_below() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse [A-Z]* tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_account_for_what_they_read_and_write(name: str) -> None:
+def test_kernels_account_for_what_they_read_and_write(name):
     program, args = CALLS[name]()
     result, entries = observe(program, *args)
     assert kernels(entries)
@@ -59,16 +57,16 @@ def test_kernels_account_for_what_they_read_and_write(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
-def test_views_factories_and_questions_touch_no_elements(name: str) -> None:
+def test_views_factories_and_questions_touch_no_elements(name):
     program, args = WITHOUT_ELEMENTS[name]()
     _, entries = observe(program, *args)
     assert not kernels(entries)
 
 
-def test_autocast_and_backward_account_for_casts_and_gradients() -> None:
+def test_autocast_and_backward_account_for_casts_and_gradients():
     x, weight = make(4, 4), make(4, 4).requires_grad_()
 
-    def program() -> Tensor:
+    def program():
         with torch.autocast("sim", torch.bfloat16):
             y = x @ weight
         y.float().sum().backward()
@@ -79,7 +77,7 @@ def test_autocast_and_backward_account_for_casts_and_gradients() -> None:
     _assert_accounted(entries, (x, weight), (y, weight.grad))
 
 
-def test_growing_a_tensor_moves_its_elements() -> None:
+def test_growing_a_tensor_moves_its_elements():
     x = make(4)
     old = (x.data_ptr(), x.data_ptr() + 16)
     _, entries = observe(lambda: x.resize_(1000))
@@ -88,7 +86,7 @@ def test_growing_a_tensor_moves_its_elements() -> None:
 
 
 @pytest.mark.parametrize("name", HOST_READS)
-def test_host_reads_are_reported(name: str) -> None:
+def test_host_reads_are_reported(name):
     x, stream = make(4), SIM.Stream()
     with SIM.stream(stream):
         _, entries = observe(HOST_READS[name], x)
@@ -96,15 +94,15 @@ def test_host_reads_are_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_HOST_READS)
-def test_non_blocking_calls_report_no_host_read(name: str) -> None:
+def test_non_blocking_calls_report_no_host_read(name):
     _, entries = observe(NO_HOST_READS[name], make(4))
     assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
 
-def test_stream_ordering_is_reported_in_order() -> None:
+def test_stream_ordering_is_reported_in_order():
     one, two, event = SIM.Stream(), SIM.Stream(), SIM.Event()
 
-    def program() -> None:
+    def program():
         two.wait_event(event)  # never recorded: no edge
         event.record(one)
         two.wait_event(event)
@@ -127,10 +125,10 @@ def test_stream_ordering_is_reported_in_order() -> None:
     assert [entry["stream"] for entry in entries if entry["kind"] == "stream_waits"] == [two.stream_id] * 3
 
 
-def test_autograd_orders_streams_of_forward_and_backward() -> None:
+def test_autograd_orders_streams_of_forward_and_backward():
     x, side = make(4).requires_grad_(), SIM.Stream()
 
-    def program() -> None:
+    def program():
         side.wait_stream(SIM.current_stream())
         with SIM.stream(side):
             y = x * 2
@@ -161,7 +159,7 @@ _BUFFERS: dict[str, tuple[str, int]] = {
 
 @pytest.mark.parametrize("elsewhere", ["cpu", "sim:1"])
 @pytest.mark.parametrize("what", _BUFFERS)
-def test_buffers_on_another_device_are_refused(what: str, elsewhere: str) -> None:
+def test_buffers_on_another_device_are_refused(what, elsewhere):
     name, position = _BUFFERS[what]
     program, args = HAND_WRITTEN[name]()
     moved = [*args[:position], args[position].to(elsewhere), *args[position + 1 :]]
@@ -173,7 +171,7 @@ def test_buffers_on_another_device_are_refused(what: str, elsewhere: str) -> Non
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_account_for_what_they_read_and_write(name: str, group: Any) -> None:
+def test_collectives_account_for_what_they_read_and_write(name, group):
     x, y = make(4), make(4)
     _, entries = observe(COLLECTIVES[name], group, x, y)
     assert "launched" in kinds(entries)

@@ -5,8 +5,6 @@ the command). Equality is exact, since the kernels are the same. Gradients are c
 draw from the host's generator. op_differences.py lists by name the differences, and the errors of the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -48,7 +46,7 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def _leave_generators_as_operators_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def _leave_generators_as_operators_left_them(monkeypatch):
     """The wrappers of samples restore the generators, which would hide an operator's draws."""
     monkeypatch.setattr(_utils, "freeze_rng_state", contextlib.nullcontext)
 
@@ -171,7 +169,7 @@ _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
 @pytest.mark.parametrize("op", [op for op in op_db if _key(op) not in GPU_ONLY], ids=_key)
-def test_operator_equals_the_host(op: Any) -> None:
+def test_operator_equals_the_host(op):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sum(_compare(op, dtype) for dtype in _types(op)) > 0
@@ -185,7 +183,7 @@ def _types_of_the_host_alone(op: Any) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op", [op for op in op_db if _types_of_the_host_alone(op)], ids=_key)
-def test_types_that_cuda_lacks_are_refused(op: Any) -> None:
+def test_types_that_cuda_lacks_are_refused(op):
     for dtype in _types_of_the_host_alone(op):
         samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 40))
         assert samples
@@ -195,7 +193,7 @@ def test_types_that_cuda_lacks_are_refused(op: Any) -> None:
                 _call(op, sample, "sim", grad=False)
 
 
-def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_there() -> None:
+def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_there():
     for op in op_db:
         if _key(op) in GPU_ONLY:
             for sample in itertools.chain(*(_samples(op, dtype) for dtype in _types(op))):
@@ -204,7 +202,7 @@ def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_th
                     _call(op, sample, "cpu", grad=False)
 
 
-def test_the_lists_of_differences_are_short_and_name_operators() -> None:
+def test_the_lists_of_differences_are_short_and_name_operators():
     keys = {_key(op) for op in op_db}
     named = UNINITIALISED | RANDOM_BY_VALUE | ROUNDED.keys() | HOST_ARGUMENTS | GPU_ONLY | REFUSED_BY_HOST.keys()
     assert keys >= named

@@ -4,8 +4,6 @@ Each row has the bytes above the inputs, by hand. Rows with "GPU" were measured 
 hold per element is the same.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +88,7 @@ ROWS: dict[str, tuple[Callable[[], Call], int]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_an_operator_holds_what_a_fused_kernel_holds(row: str) -> None:
+def test_an_operator_holds_what_a_fused_kernel_holds(row):
     prepare, expected = ROWS[row]
     gc.collect()  # tensors of a failed test
     with torch.autograd.set_multithreading_enabled(False):  # else a thread frees gradients later
@@ -102,7 +100,7 @@ def test_an_operator_holds_what_a_fused_kernel_holds(row: str) -> None:
         del kept
 
 
-def test_attention_keeps_the_strides_of_its_inputs() -> None:
+def test_attention_keeps_the_strides_of_its_inputs():
     # Compiled code relies on them, and a model may view the gradient of (2, 16, 4 * 8).
     q, k, v = (f32(2, 16, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     out = F.scaled_dot_product_attention(q, k, v)
@@ -111,10 +109,10 @@ def test_attention_keeps_the_strides_of_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
-def test_attention_with_dropout_goes_by_its_formula(kind: str) -> None:
+def test_attention_with_dropout_goes_by_its_formula(kind):
     inputs = [f32(*shape).double().requires_grad_() for shape in [(1, 2, 6, 4)] * 3 + [(6, 6)] * (kind == "mask")]
 
-    def attend(*tensors: Tensor, dropout: float = 0.4) -> Tensor:
+    def attend(*tensors, dropout=0.4):
         torch.manual_seed(3)
         q, k, v, *mask = tensors
         return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, dropout, kind == "causal")

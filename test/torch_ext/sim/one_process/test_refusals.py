@@ -1,8 +1,6 @@
 """Calls that CUDA refuses and the host accepts: integer matrices, and kernels that are not deterministic."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -73,7 +71,7 @@ DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic: None) -> None:
+def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic):
     largest = {torch.uint8: 255, torch.int16: 2**15 - 1, torch.int64: 2**63 - 1, torch.uint64: 2**64 - 1}
     for dtype, value in largest.items():
         assert torch.empty(3, dtype=dtype, device="sim").tolist() == [value] * 3
@@ -111,14 +109,14 @@ PRODUCTS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.fixture
-def _deterministic() -> Iterator[None]:
+def _deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("kernel", NONDETERMINISTIC)
-def test_kernel_without_a_deterministic_form_is_refused(kernel: str, _deterministic: None) -> None:
+def test_kernel_without_a_deterministic_form_is_refused(kernel, _deterministic):
     program, shape = NONDETERMINISTIC[kernel]
     with pytest.raises(RuntimeError) as caught:
         program(torch.ones(shape, device="sim", requires_grad=True))
@@ -128,12 +126,12 @@ def test_kernel_without_a_deterministic_form_is_refused(kernel: str, _determinis
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_deterministic_form_of_such_an_operator_runs(name: str, _deterministic: None) -> None:
+def test_deterministic_form_of_such_an_operator_runs(name, _deterministic):
     DETERMINISTIC[name](torch.ones(6, device="sim", requires_grad=True))
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)
-def test_product_of_integer_matrices_is_refused(kernel: str) -> None:
+def test_product_of_integer_matrices_is_refused(kernel):
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         with pytest.raises(NotImplementedError, match=f"{kernel.strip()} not implemented for"):
             PRODUCTS[kernel](torch.ones(2, 2, dtype=dtype, device="sim"))
@@ -142,13 +140,13 @@ def test_product_of_integer_matrices_is_refused(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", CONVOLUTIONS)
-def test_convolution_of_integers_is_refused(kernel: str) -> None:
+def test_convolution_of_integers_is_refused(kernel):
     with pytest.raises(NotImplementedError, match=f'"{kernel.strip()}" not implemented for'):
         CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, dtype=torch.int64, device="sim"))
     CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, device="sim"))
 
 
-def test_scatter_of_booleans_is_refused_with_a_product() -> None:
+def test_scatter_of_booleans_is_refused_with_a_product():
     x, index = torch.ones(2, dtype=torch.bool, device="sim"), torch.zeros(2, dtype=torch.long, device="sim")
     with pytest.raises(NotImplementedError, match="cuda_scatter_gather_base_kernel_func"):
         x.scatter(0, index, x, reduce="multiply")
@@ -162,19 +160,19 @@ class _Refusing(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> _Refusing:
-        made: _Refusing = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+    def __new__(cls, inner: Tensor):
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
         made.inner = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         if op not in (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default):
             raise NotImplementedError(f"{cls.__name__} has no {op}")
         return cls(op(args[0].inner, **(kwargs or {})))
 
 
-def test_module_of_wrapper_subclasses_moves_to_the_device() -> None:
+def test_module_of_wrapper_subclasses_moves_to_the_device():
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(_Refusing(torch.ones(2)))
     assert module.to("sim").weight.device.type == "sim"

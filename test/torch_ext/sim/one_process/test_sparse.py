@@ -1,7 +1,5 @@
 """Sparse tensors on the device: construction, parts, copies and computation, as on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -66,7 +64,7 @@ _CALLS: dict[str, Callable[[str], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("call", _CALLS)
-def test_result_is_the_hosts_and_on_the_device(call: str) -> None:
+def test_result_is_the_hosts_and_on_the_device(call):
     host, device = _CALLS[call]("cpu"), _CALLS[call]("sim")
     assert device.device == torch.device("sim:0") and device.layout == host.layout and device.shape == host.shape
     if host.layout == torch.sparse_coo:
@@ -75,7 +73,7 @@ def test_result_is_the_hosts_and_on_the_device(call: str) -> None:
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
-def test_moves_between_devices_and_back(layout: torch.layout) -> None:
+def test_moves_between_devices_and_back(layout):
     host = _coo("cpu").to_dense().to_sparse(layout=layout)
     there = host.to("sim:1")
     assert there.device == torch.device("sim:1") and there.values().device == torch.device("sim:1")
@@ -108,7 +106,7 @@ def _repeating(hybrid: bool, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("call", _BINARY)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["scalars", "hybrid"])
-def test_operators_on_two_sparse_tensors_match_the_host(call: str, hybrid: bool) -> None:
+def test_operators_on_two_sparse_tensors_match_the_host(call, hybrid):
     # The same entries, in the same order: which of them a sum of uncoalesced tensors joins is part of the result.
     for coalesced in ((False, False), (False, True), (True, False), (True, True)):
         pair = [_repeating(hybrid, seed) for seed in (1, 2)]
@@ -126,14 +124,12 @@ def test_operators_on_two_sparse_tensors_match_the_host(call: str, hybrid: bool)
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam])
-def test_sparse_gradients_train_as_on_the_host(
-    optimizer: type[torch.optim.Optimizer], kind: type[nn.Embedding | nn.EmbeddingBag]
-) -> None:
+def test_sparse_gradients_train_as_on_the_host(optimizer, kind):
     trained = []
     for device in ("cpu", "sim"):
         torch.manual_seed(0)
         layer = kind(5, 3, sparse=True).to(device)
-        steps = optimizer(layer.parameters(), lr=0.1)  # type: ignore[call-arg]  # every optimizer takes it
+        steps = optimizer(layer.parameters(), lr=0.1)  # every optimizer takes it
         for _ in range(2):
             steps.zero_grad()
             layer(torch.tensor([[1, 2, 2]], device=device)).square().sum().backward()
@@ -144,7 +140,7 @@ def test_sparse_gradients_train_as_on_the_host(
 
 
 @pytest.mark.parametrize("reduce", ("sum", "mean", "amax", "amin"))
-def test_reduced_products_have_the_gradients_of_the_host(reduce: str) -> None:
+def test_reduced_products_have_the_gradients_of_the_host(reduce):
     gradients = []
     for device in ("cpu", "sim"):
         dense = torch.arange(12.0, device=device).reshape(3, 4).requires_grad_()
@@ -153,13 +149,13 @@ def test_reduced_products_have_the_gradients_of_the_host(reduce: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
-def test_future_holds_a_sparse_tensor() -> None:
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=["sim:0"])
+def test_future_holds_a_sparse_tensor():
+    future = torch.futures.Future(devices=["sim:0"])
     future.set_result([_coo("sim").coalesce()])
     assert future.wait()[0].to_dense().sum().item() == 12
 
 
-def test_collectives_of_sparse_tensors_are_refused() -> None:
+def test_collectives_of_sparse_tensors_are_refused():
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
         with pytest.raises(NotImplementedError, match=r"neither does simccl.*backend='gloo'"):

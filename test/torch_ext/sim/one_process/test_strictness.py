@@ -1,7 +1,5 @@
 """The simulated devices refuse what GPUs refuse, in the same words; naive aliasing would let it succeed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -34,13 +32,13 @@ MIXED_CALLS: dict[str, _Call] = {
 
 
 @pytest.mark.parametrize("name", MIXED_CALLS)
-def test_mixed_devices_in_one_operator_are_an_error(name: str) -> None:
+def test_mixed_devices_in_one_operator_are_an_error(name):
     device, host, other = (torch.ones(3, 3, device=where) for where in ("sim:0", "cpu", "sim:1"))
     with pytest.raises(RuntimeError, match="same device"):
         MIXED_CALLS[name](device, host, other)
 
 
-def test_zero_dim_host_tensors_and_host_indices_are_accepted() -> None:
+def test_zero_dim_host_tensors_and_host_indices_are_accepted():
     x = torch.arange(6.0, device="sim").view(2, 3)
     assert (x + torch.tensor(1.0)).device == x.device
     assert x[torch.tensor([1])].tolist() == [[3.0, 4.0, 5.0]]
@@ -48,7 +46,7 @@ def test_zero_dim_host_tensors_and_host_indices_are_accepted() -> None:
     assert x[0].tolist() == [7.0, 7.0, 7.0]
 
 
-def test_numpy_is_refused_and_cpu_copies() -> None:
+def test_numpy_is_refused_and_cpu_copies():
     x = torch.ones(2, device="sim")
     with pytest.raises(TypeError, match="can't convert sim:0 device type tensor to numpy"):
         x.numpy()
@@ -57,13 +55,13 @@ def test_numpy_is_refused_and_cpu_copies() -> None:
     assert x.tolist() == [1.0, 1.0]
 
 
-def test_device_index_out_of_range_is_an_error() -> None:
+def test_device_index_out_of_range_is_an_error():
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.empty(1, device=f"sim:{SIM.device_count()}")
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         SIM.set_device(SIM.device_count())
 
 
-def test_missing_operator_names_operator_and_device() -> None:
+def test_missing_operator_names_operator_and_device():
     with pytest.raises(NotImplementedError, match=r"aten::_cudnn_init_dropout_state.* sim:0"):
         torch.ops.aten._cudnn_init_dropout_state(0.5, True, 1, device="sim")

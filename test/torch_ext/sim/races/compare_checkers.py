@@ -6,8 +6,6 @@ simulated device as CUDA's. Prints the pairs on which the two differ, and the co
     TORCH_EXT_SIM=cuda python -m test.torch_ext.sim.races.compare_checkers
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter
@@ -21,7 +19,7 @@ from test.torch_ext.sim.races.test_zoo import PAIRS
 
 def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
     sanitizer = _sanitizer.cuda_sanitizer
-    sanitizer.dispatch.event_handler.__init__()  # type: ignore[misc]  # forgets the program before
+    sanitizer.dispatch.event_handler.__init__()  # forgets the program before
     on = stage.Stage()
     sanitizer.enable()
     try:

@@ -4,8 +4,6 @@ A program is the host's sequence of steps. Streams run their steps in order, at 
 that any interleaving can reach. Two accesses are unordered if some state could do either next.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

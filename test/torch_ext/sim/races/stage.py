@@ -1,7 +1,5 @@
 """Streams and tensors for the programs of the zoo, and the two places of the race in each."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -2,8 +2,6 @@
 interleaving of small programs.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -125,15 +123,15 @@ def hold(steps: list[il.Step], fault: str = "") -> None:
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.one_of(programs(), lifetimes(), events()))
-def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: list[il.Step]) -> None:
+def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps):
     hold(steps)
 
 
 @pytest.mark.parametrize("fault", il.FAULTS)
-def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
+def test_planted_fault_of_the_checker_is_found(fault):
     @settings(max_examples=600, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(st.one_of(programs(), lifetimes(), events()))
-    def find(steps: list[il.Step]) -> None:
+    def find(steps):
         hold(steps, fault)
 
     with pytest.raises(AssertionError, match=r"the checker says|every interleaving orders"):
@@ -142,14 +140,14 @@ def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(views(), views())
-def test_views_meet_exactly_if_they_share_a_byte(one: il.View, other: il.View) -> None:
-    def parts(view: il.View) -> tuple[int, int, list[int], list[int]]:
+def test_views_meet_exactly_if_they_share_a_byte(one, other):
+    def parts(view):
         return (view.begin, view.itemsize, list(view.sizes), list(view.strides))
 
     assert _native.regions_meet(parts(one), parts(other)) == bool(one.bytes & other.bytes)
 
 
-def test_no_column_of_thousands_is_forgotten() -> None:
+def test_no_column_of_thousands_is_forgotten():
     rows, columns = 100, 5000
     trace = _native.RaceTrace()
     one, other, block = trace.lane(), trace.lane(), trace.memory()
@@ -164,7 +162,7 @@ def test_no_column_of_thousands_is_forgotten() -> None:
     assert trace.kept(block) == 1
 
 
-def test_a_block_used_in_order_keeps_one_stretch() -> None:
+def test_a_block_used_in_order_keeps_one_stretch():
     trace = _native.RaceTrace()
     lane, block = trace.lane(), trace.memory()
     for _ in range(100):
@@ -175,7 +173,7 @@ def test_a_block_used_in_order_keeps_one_stretch() -> None:
     assert trace.kept(block) == 1 and trace.races() == []
 
 
-def test_wait_that_orders_nothing_new_is_reported() -> None:
+def test_wait_that_orders_nothing_new_is_reported():
     trace = _native.RaceTrace()
     one, other, block = trace.lane(), trace.lane(), trace.memory()
     trace.access(one, block, True, 0, 4, [8], [1], 1)
@@ -185,7 +183,7 @@ def test_wait_that_orders_nothing_new_is_reported() -> None:
     assert trace.wait(one, event) is False
 
 
-def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends() -> None:
+def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends():
     trace = _native.RaceTrace()
     home, side, block = trace.lane(), trace.lane(), trace.memory()
     trace.access(home, block, True, 0, 4, [8], [1], 1)

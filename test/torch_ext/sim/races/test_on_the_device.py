@@ -4,8 +4,6 @@ test_checker.py checks the checker alone against every interleaving of such prog
 the allocator feed it. The zoo adds other operators, other ways to wait, and source locations.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from math import prod
@@ -89,7 +87,7 @@ class _Device:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.one_of(programs(), lifetimes(), events()))
-def test_races_are_found_in_exactly_the_programs_that_have_one(steps: list[il.Step]) -> None:
+def test_races_are_found_in_exactly_the_programs_that_have_one(steps):
     steps = [_possible(step) for step in steps]
     racing = il.Machine(steps, LANES).explore()
     device = _Device()

@@ -3,8 +3,6 @@
 How late a peer is must not matter: the programs run under several schedules of the ranks, and each has one result.
 """
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 
@@ -36,9 +34,7 @@ def _delay(rank: int, schedule: str) -> None:
     ],
 )
 @ranks.world_of(2)
-def test_collectives_are_reported_with_both_places_and_their_twins_are_silent(
-    rank: int, world_size: int, schedule: str
-) -> None:
+def test_collectives_are_reported_with_both_places_and_their_twins_are_silent(rank, world_size, schedule):
     wrong = []
     _delay(rank, schedule)
     for pair in pairs_of(zoo_collectives, zoo_training):

@@ -1,7 +1,5 @@
 """Programs of two ranks: collectives and transfers without the wait for their end, or for their inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 none; and reads of pinned memory by the host without an operator.
 """
 
-from __future__ import annotations
-
 import torch
 
 from test.torch_ext.sim.races.stage import SIM, Stage, pair

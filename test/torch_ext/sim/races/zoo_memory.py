@@ -1,7 +1,5 @@
 """Programs in which memory is freed too early, or is pinned memory that streams and the host share."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 

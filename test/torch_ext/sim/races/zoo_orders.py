@@ -1,7 +1,5 @@
 """Programs of one form each, as rows of tables: the accesses, and the operation that orders them or does not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -2,8 +2,6 @@
 activation checkpoints, the fused optimizers on a side stream.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

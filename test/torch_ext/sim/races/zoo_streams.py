@@ -1,7 +1,5 @@
 """Programs on the streams of one process: operations that order accesses, and some that only seem to."""
 
-from __future__ import annotations
-
 import torch
 
 from test.torch_ext.sim.races.stage import SIM, Stage, pair

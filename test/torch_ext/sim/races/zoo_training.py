@@ -1,7 +1,5 @@
 """Programs of two ranks that train, with a wait missing around DDP, FSDP, DTensor or compiled code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +70,7 @@ def written_on_the_side(on: Stage, fixed: bool, call: Callable[..., object], wra
 
 @pair
 def hook_of_ddp_that_does_not_wait(on: Stage, fixed: bool) -> None:
-    def hook(state, bucket):  # type: ignore[no-untyped-def] - DDP refuses annotations that are strings
+    def hook(state, bucket):  # DDP refuses annotations that are strings
         work = dist.all_reduce(bucket.buffer(), async_op=True)  # earlier: all_reduce
         if fixed:
             work.wait()
