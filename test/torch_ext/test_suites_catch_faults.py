@@ -12,14 +12,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from test.torch_ext.suite_faults.mutation import OtherTorchError
-from test.torch_ext.suite_faults.table import FAULTS, Fault
+from test.torch_ext.suite_faults.table import FAULTS
 from test.torch_ext.world.suites import CHECKOUT, Run, endings
 
 # Far above the duration of any run.
@@ -51,7 +50,7 @@ class Test_{name}(suite.{cls}):
 """
 
 
-def missing(fault: Fault) -> str:
+def missing(fault):
     """Return why this torch cannot have the fault; empty if it can."""
     try:
         fault.edit.source()
@@ -60,11 +59,11 @@ def missing(fault: Fault) -> str:
     return ""
 
 
-def full_name(fault: Fault, cls: str) -> str:
+def full_name(fault, cls):
     return f"test_{fault.module.replace('.', '_')}.py::{cls}::{fault.method}"
 
 
-def write(folder: Path, faults: Mapping[str, Fault]) -> None:
+def write(folder, faults):
     """Write a file for each suite, with a class for each of its faults."""
     suites = defaultdict(list)
     for name, fault in faults.items():
@@ -81,9 +80,6 @@ class Report:
 
     output: str
     endings: Mapping[str, tuple[str, str]]
-
-
-ReportOf = Callable[[str], Report]
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +102,12 @@ def report_of(request, tmp_path_factory):
     return report_of
 
 
-def id_of(name: str) -> str:
+def id_of(name):
     """The tests of a device are named so that they run in one process: see ``parallel.scope``."""
     return f"{FAULTS[name].device}/{name}"
 
 
-def run(folder: Path, device: str, selected: Sequence[str]) -> Report:
+def run(folder, device, selected):
     command = [str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", device, "-v", "-i", *selected]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
     try:

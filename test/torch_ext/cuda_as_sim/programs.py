@@ -16,7 +16,6 @@ import traceback
 import types
 import typing
 import warnings
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,7 +35,7 @@ class Kind(str, enum.Enum):
     GPU = NAME
 
 
-def names() -> None:
+def names():
     """Torch's own names of the device are CUDA's, and a name finds it wherever it comes from."""
     held = io.BytesIO()
     torch.save({"weight": torch.ones(2, device=NAME), "device": torch.device(NAME, 0)}, held)
@@ -58,7 +57,7 @@ def names() -> None:
     assert repr(torch.ones(1).cuda()) == "tensor([1.], device='cuda:0')"
 
 
-def indices_as_devices() -> None:
+def indices_as_devices():
     assert torch.ones(1, device=1).device == torch.device("cuda:1") and torch.ones(1).to(2).device.index == 2
     assert nn.Linear(1, 1).to(3).weight.device == torch.device("cuda", 3) and torch.device(1).type == NAME
 
@@ -66,7 +65,7 @@ def indices_as_devices() -> None:
 # --- tensors ---
 
 
-def tensor_methods() -> None:
+def tensor_methods():
     x = torch.arange(4.0).cuda(1)
     assert x.get_device() == 1 and x.cuda(1) is x and x.cpu().cuda("cuda:1").device == x.device and x.is_cuda
     assert x.type() == "torch.cuda.FloatTensor" and isinstance(x, torch.cuda.FloatTensor)
@@ -81,7 +80,7 @@ def tensor_methods() -> None:
     )
 
 
-def layouts() -> None:
+def layouts():
     assert torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda").is_cuda
     assert torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], device="cuda", layout=torch.jagged).is_cuda
     x = torch.eye(3, device="cuda") * 2
@@ -89,7 +88,7 @@ def layouts() -> None:
     assert csr.is_cuda and (csr @ x).to_dense().diagonal().tolist() == [4, 4, 4] and csr.crow_indices().is_cuda
 
 
-def default_device() -> None:
+def default_device():
     torch.set_default_device("cuda:1")
     try:
         assert torch.ones(1).device.index == 1 and torch.get_default_device() == torch.device("cuda:1")
@@ -103,7 +102,7 @@ def default_device() -> None:
     assert not torch.ones(1).is_cuda
 
 
-def save_and_load() -> None:
+def save_and_load():
     held = io.BytesIO()
     torch.save(torch.arange(3.0, device="cuda:1"), held)
     assert b"cuda:1" in held.getvalue()
@@ -123,7 +122,7 @@ def save_and_load() -> None:
     assert torch.load(old).device.index == 1
 
 
-def storages() -> None:
+def storages():
     storage = torch.arange(4.0).cuda().untyped_storage()
     assert storage.is_cuda and storage.device == torch.device("cuda:0") and storage.get_device() == 0
     assert (
@@ -137,7 +136,7 @@ def storages() -> None:
     assert typed.is_cuda and typed.cpu()[0] == 1.0 and typed.type() == "torch.cuda.FloatStorage"
 
 
-def foreign_code_is_refused() -> None:
+def foreign_code_is_refused():
     x = torch.ones(2).cuda()
     assert not hasattr(x, "__cuda_array_interface__")
     for export in (x.__dlpack__, lambda: torch.utils.dlpack.to_dlpack(x), lambda: torch.from_dlpack(x)):
@@ -148,10 +147,10 @@ def foreign_code_is_refused() -> None:
 # --- torch.cuda ---
 
 
-def what_there_is() -> None:
+def what_there_is():
     assert torch.cuda.is_available() and torch.cuda.device_count() == 4 == torch.accelerator.device_count()
     assert torch.backends.cuda.is_built() and torch.version.cuda
-    ran: list[int] = []
+    ran = []
     torch.cuda._lazy_call(lambda: ran.append(1))  # how Megatron and fairscale set the states of their generators
     assert ran
     assert torch.version.hip is None and "simulated" in torch.cuda.get_device_name(1).lower()
@@ -161,7 +160,7 @@ def what_there_is() -> None:
     assert isinstance(torch.backends.cuda.matmul.allow_tf32, bool) and isinstance(torch.cuda.get_arch_list(), list)
 
 
-def setting_devices() -> None:
+def setting_devices():
     torch.cuda.set_device("cuda:1")
     try:
         assert torch.ones(1, device="cuda").device.index == 1 == torch.accelerator.current_device_index()
@@ -176,7 +175,7 @@ def setting_devices() -> None:
     _raises(RuntimeError, "invalid device ordinal", lambda: torch.cuda.set_device(63))
 
 
-def streams_and_events() -> None:
+def streams_and_events():
     side = torch.cuda.Stream(device="cuda:0", priority=-1)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     side.wait_stream(torch.cuda.current_stream())
@@ -205,7 +204,7 @@ def streams_and_events() -> None:
     assert torch.Stream(NAME).device.type == NAME and torch.Event(NAME).device.type == NAME
 
 
-def memory() -> None:
+def memory():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -222,8 +221,8 @@ def memory() -> None:
     torch.cuda.reset_accumulated_memory_stats()
 
 
-def out_of_memory() -> None:
-    def take() -> None:
+def out_of_memory():
+    def take():
         torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
 
     _raises(torch.cuda.OutOfMemoryError, "out of memory", take)
@@ -231,7 +230,7 @@ def out_of_memory() -> None:
     assert torch.cuda.memory_stats()["num_ooms"] >= 1
 
 
-def random_numbers() -> None:
+def random_numbers():
     torch.manual_seed(3)
     a = torch.rand(4, device="cuda")
     torch.cuda.manual_seed(3)
@@ -249,7 +248,7 @@ def random_numbers() -> None:
     assert len(torch.cuda.default_generators) == 4 and torch.cuda.seed() is None and torch.cuda.seed_all() is None
 
 
-def hints() -> None:
+def hints():
     torch.cuda.nvtx.range_push("a")
     torch.cuda.nvtx.mark("b")
     torch.cuda.nvtx.range_pop()
@@ -273,7 +272,7 @@ def hints() -> None:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def graphs() -> None:
+def graphs():
     x = torch.ones(4, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
@@ -284,7 +283,7 @@ def graphs() -> None:
     _raises(NotImplementedError, "cudaGraph_t", graph.raw_cuda_graph)
 
 
-def graphed_callables() -> None:
+def graphed_callables():
     eager = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).cuda()
     sample = torch.randn(3, 4, device="cuda", requires_grad=True)
     graphed = torch.cuda.make_graphed_callables(copy.deepcopy(eager), (sample,))
@@ -298,7 +297,7 @@ def graphed_callables() -> None:
             torch.testing.assert_close(one.grad, other.grad)
 
 
-def names_of_torch_cuda() -> None:
+def names_of_torch_cuda():
     """Every public name means something, because a file imports them one by one; so do some that libraries use."""
     from torch_ext.cuda_as_sim import stand_in, table  # here, because the import replaces torch.cuda
 
@@ -318,14 +317,14 @@ def names_of_torch_cuda() -> None:
     _raises(RuntimeError, "NVML", lambda: torch.cuda.utilization())
 
 
-def accelerator() -> None:
+def accelerator():
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
     torch.accelerator.synchronize()
     torch.accelerator.empty_cache()
     assert torch.accelerator.memory_stats() and torch.accelerator.get_memory_info()[1] > 0
 
 
-def peers() -> None:
+def peers():
     parts = torch.cuda.comm.scatter(torch.arange(4.0), [0, 1])
     assert [str(part.device) for part in parts] == ["cuda:0", "cuda:1"]
     assert torch.cuda.comm.gather(parts, destination=-1).tolist() == [0, 1, 2, 3]
@@ -339,7 +338,7 @@ def peers() -> None:
 # --- training ---
 
 
-def autocast_types() -> None:
+def autocast_types():
     a, b = torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()
     with torch.autocast(NAME):
         assert (a @ b).dtype is torch.float16 and a.exp().dtype is torch.float32 and torch.is_autocast_enabled(NAME)
@@ -350,7 +349,7 @@ def autocast_types() -> None:
             assert (a @ b).dtype is torch.float16 and torch.is_autocast_enabled()
 
 
-def grad_scaler() -> None:
+def grad_scaler():
     for make in (partial(torch.amp.GradScaler, NAME), torch.cuda.amp.GradScaler, torch.amp.GradScaler):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -367,8 +366,8 @@ def grad_scaler() -> None:
         assert scaler.get_scale() == 4.0
 
 
-def training_as_on_the_host() -> None:
-    def train(device: str) -> list[float]:
+def training_as_on_the_host():
+    def train(device):
         torch.manual_seed(0)
         layers = (nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
         model = nn.Sequential(*layers).to(device)
@@ -389,7 +388,7 @@ def training_as_on_the_host() -> None:
     assert F.ctc_loss(scores, targets, (5, 5), (3, 3)).is_cuda
 
 
-def attention_backends() -> None:
+def attention_backends():
     q = torch.randn(1, 2, 4, 8, device="cuda", requires_grad=True)
     fused = F.scaled_dot_product_attention(q, q, q)
     assert "Fused" in type(fused.grad_fn).__name__, fused.grad_fn
@@ -404,7 +403,7 @@ def attention_backends() -> None:
         assert encoder(q[0]).is_cuda
 
 
-def checkpointing() -> None:
+def checkpointing():
     from torch.utils.checkpoint import checkpoint
 
     x = torch.ones(2, 4, device="cuda", requires_grad=True)
@@ -417,7 +416,7 @@ def checkpointing() -> None:
         x.square().sum().backward()
 
 
-def loaders() -> None:
+def loaders():
     data = TensorDataset(torch.arange(8.0), torch.arange(8))
     for workers in (0, 2):
         for inputs, labels in DataLoader(data, batch_size=4, num_workers=workers, pin_memory=True):
@@ -427,7 +426,7 @@ def loaders() -> None:
         assert next(iter(DataLoader(data, batch_size=2, pin_memory=True, pin_memory_device=NAME)))[0].is_pinned()
 
 
-def profiles() -> None:
+def profiles():
     kinds = torch.profiler.ProfilerActivity
     assert kinds.CUDA in torch.profiler.supported_activities()
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA], record_shapes=True, profile_memory=True) as seen:
@@ -440,12 +439,12 @@ def profiles() -> None:
     assert old.key_averages()
 
 
-def eager_compile() -> None:
+def eager_compile():
     for backend in ("eager", "aot_eager"):
         torch._dynamo.reset()
 
         @torch.compile(backend=backend, fullgraph=True)
-        def step(x: torch.Tensor) -> torch.Tensor:
+        def step(x):
             if x.is_cuda and x.device.type == NAME:
                 with torch.autocast(NAME):
                     return (x @ x).float() + torch.ones(2, 2, device=x.device)
@@ -454,7 +453,7 @@ def eager_compile() -> None:
         assert step(torch.ones(2, 2).cuda()).tolist() == [[3, 3], [3, 3]]
 
     @torch.compile(backend="eager")
-    def count(x: torch.Tensor) -> torch.Tensor:
+    def count(x):
         torch.cuda.synchronize()
         with torch.cuda.device(0):
             y = x + torch.cuda.current_device()
@@ -463,7 +462,7 @@ def eager_compile() -> None:
     assert count(torch.ones(1).cuda()).item() == 4
 
 
-def scripts() -> None:
+def scripts():
     held = io.BytesIO()
     torch.jit.save(torch.jit.trace(nn.Linear(2, 2).cuda(), torch.ones(1, 2).cuda()), held)
     for where, is_cuda in ((None, True), ("cpu", False)):
@@ -473,7 +472,7 @@ def scripts() -> None:
     assert exported.module()(torch.ones(1, 2).cuda()).is_cuda
 
     @torch.jit.script
-    def move(x: torch.Tensor) -> torch.Tensor:
+    def move(x):
         if x.is_cuda:
             return x.cpu()
         return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
@@ -484,14 +483,14 @@ def scripts() -> None:
 # --- processes ---
 
 
-def _child(queue: typing.Any) -> None:
+def _child(queue):
     try:
         queue.put((torch.ones(2, device=NAME).cuda(1).sum().item(), torch.cuda.device_count()))
     except RuntimeError as error:
         queue.put(str(error))
 
 
-def spawned_children() -> None:
+def spawned_children():
     for method in ("spawn", "forkserver"):
         context = mp.get_context(method)
         queue = context.SimpleQueue()
@@ -502,7 +501,7 @@ def spawned_children() -> None:
         assert child.exitcode == 0
 
 
-def forked_children() -> None:
+def forked_children():
     """CUDA likewise refuses a device in a process forked from one that has used it."""
     torch.ones(1).cuda()
     context = mp.get_context("fork")
@@ -516,7 +515,7 @@ def forked_children() -> None:
 # --- rarer uses of devices ---
 
 
-def wrong_devices_are_refused() -> None:
+def wrong_devices_are_refused():
     x = torch.ones(2)
     _raises(RuntimeError, "same device", lambda: x.cuda() + x)
     _raises(TypeError, "cuda:0 device type tensor to numpy", lambda: x.cuda().numpy())
@@ -527,7 +526,7 @@ def wrong_devices_are_refused() -> None:
     _raises((RuntimeError, AssertionError), "[Ii]nvalid device", lambda: torch.cuda.get_device_properties(63))
 
 
-def operators_of_programs() -> None:
+def operators_of_programs():
     library = torch.library.Library("programs", "FRAGMENT")
     library.define("thrice(Tensor x) -> Tensor")
     library.impl("thrice", lambda x: x * 3, "CUDA")
@@ -535,7 +534,7 @@ def operators_of_programs() -> None:
     assert torch.ops.programs.thrice(torch.ones(1).cuda()).item() == 3
 
 
-def tensors_through_queues() -> None:
+def tensors_through_queues():
     assert nn.Linear(2, 2).cuda().share_memory().weight.is_shared()
     context = mp.get_context("spawn")
     queue, back = context.SimpleQueue(), context.SimpleQueue()
@@ -548,13 +547,13 @@ def tensors_through_queues() -> None:
     assert found.tolist() == [0, 2, 4] and found.device.index == 1 and child.exitcode == 0
 
 
-def _double(queue: typing.Any, back: typing.Any) -> None:
+def _double(queue, back):
     x = queue.get()
     back.put(x * 2)
     queue.get()
 
 
-def inductor() -> None:
+def inductor():
     torch._dynamo.reset()
     plain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
     model, x = copy.deepcopy(plain).cuda(1), torch.randn(4, 8)
@@ -568,19 +567,19 @@ def inductor() -> None:
         torch.testing.assert_close(typing.cast(torch.Tensor, ours.grad).cpu(), theirs.grad)
 
     @torch.compile
-    def noisy(y: torch.Tensor) -> torch.Tensor:
+    def noisy(y):
         return F.dropout(y, 0.5) + torch.rand(8, device="cuda")
 
     assert noisy(x.cuda()).is_cuda
 
 
-def reports() -> None:
+def reports():
     from torch.utils import collect_env
 
     assert "CUDA" in collect_env.get_pretty_env_info()
 
 
-def gradients_between_devices() -> None:
+def gradients_between_devices():
     first, second = nn.Linear(2, 2).to("cuda:0"), nn.Linear(2, 1).to("cuda:1")
     seen = []
     first.weight.register_hook(lambda grad: seen.append(grad.device.index))
@@ -588,7 +587,7 @@ def gradients_between_devices() -> None:
     assert seen == [0] and second.weight.grad is not None and second.weight.grad.device.index == 1
 
 
-def attention_of_dtensors() -> None:
+def attention_of_dtensors():
     from torch import distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -604,7 +603,7 @@ def attention_of_dtensors() -> None:
         dist.destroy_process_group()
 
 
-def records_and_errors_of_nccl() -> None:
+def records_and_errors_of_nccl():
     from torch import distributed as dist
 
     c10d = typing.cast(typing.Any, torch._C._distributed_c10d)
@@ -616,7 +615,7 @@ def records_and_errors_of_nccl() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             _raises(NotImplementedError, "deprecated", work.is_success)
-        backend: typing.Any = dist.group.WORLD._get_backend(torch.device("cuda"))
+        backend = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
             assert trace["entries"][-1]["profiling_name"] == "nccl:all_reduce"
@@ -624,7 +623,7 @@ def records_and_errors_of_nccl() -> None:
         dist.destroy_process_group()
 
 
-def stream_sanitizer() -> None:
+def stream_sanitizer():
     # Torch's own, which TORCH_CUDA_SANITIZER=1 turns on. It follows the callbacks of torch.cuda._gpu_trace.
     from torch.cuda import _gpu_trace, _sanitizer
 
@@ -653,7 +652,7 @@ def stream_sanitizer() -> None:
 
     other = torch.ones(1, device="cuda")
 
-    def step(order: Callable[[], object]) -> None:
+    def step(order):
         torch.cuda.synchronize()
         _sanitizer.cuda_sanitizer.enable()
         try:
@@ -675,7 +674,7 @@ def stream_sanitizer() -> None:
 # --- running ---
 
 
-def _raises(kind: typing.Any, pattern: str, call: Callable[[], object]) -> None:
+def _raises(kind, pattern, call):
     try:
         call()
     except kind as error:
@@ -684,14 +683,14 @@ def _raises(kind: typing.Any, pattern: str, call: Callable[[], object]) -> None:
         raise AssertionError(f"nothing raised {kind}")
 
 
-def programs() -> list[str]:
+def programs():
     """Print the name of each program."""
     found = (value for value in globals().values() if isinstance(value, types.FunctionType))
     ours = (each.__name__ for each in found if each.__module__ == __name__ and each not in (programs, main))
     return [name for name in ours if not name.startswith("_") and name in globals()]
 
 
-def main() -> None:
+def main():
     """Run the programs named on the command line, by default all; print how each ended, as JSON."""
     ends = {}
     for name in sys.argv[1:] or programs():

@@ -1,7 +1,6 @@
 """A file that names CUDA runs on the simulated accelerator: ``run_test.py --upstream FILE --cuda-as-sim``."""
 
 import json
-import subprocess
 
 from test.torch_ext.interpreter import RUN_TEST, python
 
@@ -72,7 +71,7 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments):
     return python(RUN_TEST, *arguments, BACKEND="nccl", TORCH_EXT_DEVICE=None)
 
 

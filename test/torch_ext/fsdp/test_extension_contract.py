@@ -23,7 +23,7 @@ def report(tmp_path_factory):
     return python("-m", "torch_ext", "--root", ".", "-v", "-i", *chosen, folder=folder, COLUMNS="200").stdout
 
 
-def endings(report: str) -> dict[str, str]:
+def endings(report):
     return dict(re.findall(r"^test_broken\.py::(\S+)  (passed|failed|skipped)", report, re.MULTILINE))
 
 
@@ -48,7 +48,7 @@ def test_no_broken_subclass_costs_a_time_limit(report):
     assert "timed out" not in report
 
 
-def shown(name: str) -> str:
+def shown(name):
     """Return the file ``name`` on the page."""
     found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,9 @@ CODE = [path for folder in ("torch_ext", "testing") for path in (CHECKOUT / fold
 CODE = [path for path in CODE if path.suffix in (".py", ".cpp", ".h")]
 
 
-def messages() -> set[str]:
+def messages():
     """Return the names in the tables of messages, in ``world/protocol.py`` and ``runner/messages.py``."""
-    found: set[str] = set()
+    found = set()
     for file in ("world/protocol.py", "runner/messages.py"):
         text = (CHECKOUT / "torch_ext" / file).read_text(encoding="utf-8")
         table = (ast.get_docstring(ast.parse(text)) or "").partition("\n====")[2]
@@ -42,12 +41,12 @@ def test_links_have_targets(page):
     assert broken == []
 
 
-def _anchor(heading: str) -> str:
+def _anchor(heading):
     """Return the anchor that GitHub gives a heading."""
     return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _leads_somewhere(page: Path, link: str, headings: set[str]) -> bool:
+def _leads_somewhere(page, link, headings):
     if link.startswith("#"):
         return link in headings
     return "://" in link or (page.parent / link.partition("#")[0]).exists()

@@ -34,7 +34,7 @@ _OF_THE_PACKAGE = {
     "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
-LAYERS: dict[str, frozenset[str]] = {
+LAYERS = {
     **{f"torch_ext.{layer}": frozenset(f"torch_ext.{each}" for each in lower.split())
        for layer, lower in _OF_THE_PACKAGE.items()},
     "torch_ext": frozenset(),
@@ -65,16 +65,16 @@ ROOMS = {
 
 
 @cache
-def tree_of(path: Path) -> ast.AST:
+def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def layer_of(name: str) -> str:
+def layer_of(name):
     """Return the longest layer that contains ``name``, or an empty string if it is not ours."""
     return max((layer for layer in LAYERS if below(name, [layer])), key=len, default="")
 
 
-def wrong_imports(path: Path) -> list[str]:
+def wrong_imports(path):
     name = module_name(path)
     layer = layer_of(name)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -120,7 +120,7 @@ def test_runner_and_upstream_do_not_import_each_other(package, other):
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
 
 
-def private_helpers(path: Path) -> list[str]:
+def private_helpers(path):
     """Return the imports of ``path`` from modules of ``testing._internal`` that torch does not have under that name."""
     found = []
     for each in imports(tree_of(path)):
@@ -162,7 +162,7 @@ def test_expected_files_exist():
     assert not any(name.startswith("torch_ext/testing/") for name in names)
 
 
-def rooms_imported(path: Path) -> set[str]:
+def rooms_imported(path):
     """Return the names of this project's modules that a file imports, at once or later."""
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -189,14 +189,14 @@ def test_no_package_imports_torch_by_name(package):
     assert [name for name, found in files.items() if any(below(each.name, ["torch"]) for each in found)] == []
 
 
-def modules_after(statement: str) -> set[str]:
+def modules_after(statement):
     program = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
     done = python("-c", program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")  # without the entry point that torch would call
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def ours(loaded: set[str]) -> set[str]:
+def ours(loaded):
     return {layer_of(name) for name in loaded} - {"", "torch_ext"}
 
 

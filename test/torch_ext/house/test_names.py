@@ -61,13 +61,13 @@ def test_classes_are_ours_and_other_names_are_torchs():
     assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
 
 
-def places_of(area: str) -> dict[str, tuple[str, ...]]:
+def places_of(area):
     """Return the places that an area passes to ``lazy_names``."""
-    places: dict[str, tuple[str, ...]] = vars(importlib.import_module(area))["__getattr__"].places
+    places = vars(importlib.import_module(area))["__getattr__"].places
     return places
 
 
-def names_for_type_checkers(area: str) -> set[str]:
+def names_for_type_checkers(area):
     """Return the names that the area defines under ``TYPE_CHECKING``."""
     tree = ast.parse(Path(str(importlib.import_module(area).__file__)).read_text(encoding="utf-8"))
     blocks = (node for node in tree.body if isinstance(node, ast.If))

@@ -2,7 +2,6 @@
 
 import ast
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,13 @@ _KNOW_DEVICES = ("torch_ext/accelerator.py", "torch_ext/compat/", "torch_ext/cud
 _KNOW_PRIVATE_NAMES = ("torch_ext/compat/", "torch_ext/sim/")
 
 
-def files_of(folders: tuple[str, ...], but: tuple[str, ...]) -> list[Path]:
+def files_of(folders, but):
     found = [path for folder in folders for path in python_files(folder)]
     assert found
     return [path for path in found if not shown(path).startswith(but)]
 
 
-def read(path: Path) -> ast.AST:
+def read(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

@@ -1,7 +1,6 @@
 """Every environment variable of ours that code reads is documented, and every one that is mentioned is read."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
 DOCUMENTED_IN = [CHECKOUT / "docs/architecture.md", CHECKOUT / "torch_ext/sim/__init__.py"]
 
 
-def read_by(source: str) -> set[str]:
+def read_by(source):
     """Return our variables that Python code reads from the environment, by a literal or by a constant of the file."""
     constants = dict(re.findall(r'^\s*(\w+) = "(\w+)"', source, re.MULTILINE))
     keys = re.findall(r'\b(?:get|getenv|pop)\(\s*([\w"]+)|\[([\w"]+)\](?! =)|([\w"]+) (?:not )?in ', source)
@@ -26,11 +25,11 @@ def read_by(source: str) -> set[str]:
     return {name for name in names if NAME.fullmatch(name)}
 
 
-def _text(path: Path) -> str:
+def _text(path):
     return path.read_text(encoding="utf-8")
 
 
-def _read_in(files: list[Path]) -> set[str]:
+def _read_in(files):
     """Return our variables that Python code reads, and those that are string literals of C++ sources."""
     python = {name for path in files if path.suffix == ".py" for name in read_by(_text(path))}
     native = (_text(path) for path in files if path.suffix != ".py")
@@ -45,7 +44,7 @@ def test_variables_read_are_documented():
     assert sorted(read - documented) == [], "add a line to a table of docs/architecture.md or to another page"
 
 
-def _only_set() -> set[str]:
+def _only_set():
     """Variables set for the processes of other programs, which may read them."""
     lines = [line for path in DOCUMENTED_IN for line in _text(path).splitlines() if "do not set it" in line]
     return {name for line in lines for name in NAME.findall(line)}

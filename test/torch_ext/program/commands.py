@@ -7,9 +7,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
@@ -31,12 +29,12 @@ class Ended:
     err: str
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def _environment(more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_SIM", "OMP_"))}
     return {**kept, "PYTHONPATH": str(CHECKOUT), **more}
 
 
-def start(options: str, program: str, *arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+def start(options, program, *arguments, folder, **more):
     """Start ``torch_ext run`` on the text ``program``, in the file ``program.py`` of ``folder``."""
     (folder / "program.py").write_text(dedent(program), encoding="utf-8")
     return subprocess.Popen(
@@ -49,7 +47,7 @@ def start(options: str, program: str, *arguments: str, folder: Path, **more: str
     )
 
 
-def run(options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+def run(options, program, *arguments, folder, **more):
     """As :func:`start`, then wait for the end. No process may be left."""
     mark = uuid.uuid4().hex
     with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
@@ -59,7 +57,7 @@ def run(options: str, program: str, *arguments: str, folder: Path, **more: str) 
 
 
 @contextlib.contextmanager
-def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[subprocess.Popen[str]]:
+def serving(*words, limit_s=_LIMIT_S, **more):
     """Run ``torch_ext serve`` for the block, which begins once it serves. It ends with the block, after ``limit_s``
     seconds, or with this process, however this process ends.
     """
@@ -82,7 +80,7 @@ def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[sub
             watchdog.cancel()
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
+def eventually(holds):
     """Whether ``holds()`` becomes true within a generous limit."""
     end_s = time.monotonic() + _LIMIT_S
     while not holds() and time.monotonic() < end_s:
@@ -90,17 +88,17 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def alive_with(mark: str) -> list[str]:
+def alive_with(mark):
     """Return the command lines of processes that were started with ``mark`` in their environment."""
     return [command for command in marked_processes(mark).values() if command]  # an ending process has no command line
 
 
-def torchrun(*words: str, folder: Path, **more: str) -> Ended:
+def torchrun(*words, folder, **more):
     """Run torch's own torchrun, with our entry point installed beside what there is."""
     return launched("torch.distributed.run", *words, folder=folder, **more)
 
 
-def launched(launcher: str, *words: str, folder: Path, **more: str) -> Ended:
+def launched(launcher, *words, folder, **more):
     """Run the module ``launcher``, with our entry point installed beside what there is."""
     environment = _environment({**with_entry_point(folder), **more})
     command = [sys.executable, "-m", launcher, *words]
@@ -108,7 +106,7 @@ def launched(launcher: str, *words: str, folder: Path, **more: str) -> Ended:
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-def with_entry_point(folder: Path) -> dict[str, str]:
+def with_entry_point(folder):
     """Install our entry point in ``folder``; return what a process needs in its environment to find it."""
     installed = folder / "installed"
     information = installed / "entry_of_torch_ext-0.dist-info"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import Ended, eventually, run, serving, start
+from test.torch_ext.program.commands import eventually, run, serving, start
 from torch_ext.program import serve
 from torch_ext.world import _os
 
@@ -43,18 +43,18 @@ class _Server:
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
-    def zygotes(self) -> list[int]:
+    def zygotes(self):
         return _os.children_of(self.process.pid)
 
-    def run(self, options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+    def run(self, options, program, *arguments, folder, **more):
         options = f"-n 2 --device cpu --output rank0 {options}"
         return run(options, program, *arguments, folder=folder, **self.variables, **more)
 
-    def start(self, program: str, folder: Path) -> subprocess.Popen[str]:
+    def start(self, program, folder):
         folder.mkdir(exist_ok=True)
         return start("-n 2 --device cpu", program, folder=folder, **self.variables)
 
-    def folder(self) -> Path:
+    def folder(self):
         return Path(self.variables["XDG_RUNTIME_DIR"], "torch_ext")
 
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from test.torch_ext.program.commands import Ended, launched, run, torchrun
+from test.torch_ext.program.commands import launched, run, torchrun
 
 # Each rank has one device, which it calls cuda:0.
 _ONE_EACH = """
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 _BY_PROGRAM = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]'
 
 
-def _passed(ended: Ended, ranks: int) -> None:
+def _passed(ended, ranks):
     assert ended.code == 0, ended
     assert ended.out.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
 

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ A1, A2, B1, C1, C2, D1 = IDS
 class Flaky(FakeExecutor):
     """Fails each test as often as ``failures`` says, then passes it. Before the tests of a file, calls ``before``."""
 
-    def __init__(self, before=lambda executor: None, **failures: int) -> None:
+    def __init__(self, before=lambda executor: None, **failures):
         super().__init__(FakeCollector(LAYOUT))
         self.failures = {globals()[name]: number for name, number in failures.items()}
         self.before = before
@@ -46,9 +45,6 @@ class Flaky(FakeExecutor):
         return True
 
     skips = False  # whether tests of later runs skip instead of passing
-
-
-Use = Callable[[FakeExecutor], FakeExecutor]
 
 
 @pytest.fixture
@@ -113,7 +109,7 @@ def test_failure_in_any_round_counts_as_last_failed(cli, use):
 # --- what changed -----------------------------------------------------------------------------------------------------
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder, *arguments):
     who = ["-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
 
@@ -274,11 +270,11 @@ def test_json_list_has_the_address_of_each_test(cli):
     assert len(Path("list.jsonl").read_text().splitlines()) == 6
 
 
-def history(tmp_path: Path) -> History:
+def history(tmp_path):
     return History(tmp_path / "cache", tmp_path / "root")
 
 
-def saved(found: History, *results: tuple[str, float], status: Status = Status.PASSED) -> History:
+def saved(found, *results, status=Status.PASSED):
     found.save([TestResult(TestName("a.py", "A", name), status, duration_s) for name, duration_s in results])
     return found
 

@@ -5,12 +5,11 @@ import itertools
 import re
 import signal
 import unittest
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
-from torch_ext.results import Died, Raised, Remark, Status, TestName, TestResult
+from torch_ext.results import Died, Raised, Remark, Status, TestName
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.class_runner import ClassFacts, decide_next
 from torch_ext.runner.messages import ClassEnded, TestEnded
@@ -20,17 +19,17 @@ pytestmark = pytest.mark.usefixtures("before")
 
 
 class FakeChannel:
-    def __init__(self) -> None:
+    def __init__(self):
         self.messages: list[Any] = []
 
-    def send(self, message: Any) -> None:
+    def send(self, message):
         self.messages.append(message)
 
 
 TESTS = [TestName("test_a.py", "TestA", f"test_{letter}") for letter in "ab"]
 
 
-def ending(test: unittest.TestCase) -> TestResult:
+def ending(test):
     """Run one test as a class process does, and return its result."""
     channel = FakeChannel()
     result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
@@ -44,11 +43,11 @@ def ending(test: unittest.TestCase) -> TestResult:
     return ended
 
 
-def case(**methods: Callable[..., Any]) -> unittest.TestCase:
+def case(**methods):
     return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
 
 
-def interrupt(self: unittest.TestCase) -> None:
+def interrupt(self):
     raise KeyboardInterrupt
 
 
@@ -67,7 +66,7 @@ def test_a_trace_begins_in_the_code_of_the_test(where):
     assert found == [("test_class_process.py", "fails")], problem.trace
 
 
-def interrupt_in_subtest(self: unittest.TestCase) -> None:
+def interrupt_in_subtest(self):
     with self.subTest(part=1):
         interrupt(self)
 
@@ -105,7 +104,7 @@ def test_test_without_a_result_from_unittest_is_a_failure():
 
 
 # Bodies of a test, by the word for how they end.
-ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
+ENDINGS = {
     "passes": lambda self: None,
     "fails": lambda self: self.fail("it fails"),
     "raises": lambda self: int("x"),
@@ -114,7 +113,7 @@ ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
 }
 
 
-def fail_in_a_part(self: unittest.TestCase) -> None:
+def fail_in_a_part(self):
     with self.subTest(part=1):
         self.fail("it fails in a part")
 
@@ -172,11 +171,11 @@ def test_test_run_by_another_test_has_a_separate_result():
     assert isinstance(ended[0].problems[0], Raised) and "test_b" in ended[0].problems[0].where
 
 
-async def coroutine(self: unittest.TestCase) -> None:
+async def coroutine(self):
     raise AssertionError("it ran")
 
 
-def generator(self: unittest.TestCase) -> Iterator[None]:
+def generator(self):
     raise AssertionError("it ran")
     yield
 

@@ -2,10 +2,8 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -179,7 +177,7 @@ def test_a_broken_file_fails_the_list(broken):
 # --- endings ----------------------------------------------------------------------------------------------------------
 
 
-def interrupt() -> None:
+def interrupt():
     raise KeyboardInterrupt
 
 
@@ -238,7 +236,7 @@ raise SystemExit(code)
 """
 
 
-def run_in(root: Path, *arguments: str, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+def run_in(root, *arguments, before="", **how):
     return python("-c", RUN.format(before=before), root, RPC, *arguments, folder=root, **how)
 
 

@@ -19,7 +19,7 @@ from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
 from torch_ext.runner.cluster.hosts import HostRanks
 from torch_ext.runner.cluster.machines import Machines
-from torch_ext.runner.cluster.messages import Line, RankStream
+from torch_ext.runner.cluster.messages import RankStream
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import _os
 
@@ -269,7 +269,7 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path, ad
     assert "asks for 2 hosts, and the cluster has 1 machine left" in results["TestLost"]["text"]
 
 
-def _await_end(folder: Path) -> None:
+def _await_end(folder):
     """Wait until the supervisor of a machine has ended and removed its temporary folder."""
     end_s = time.monotonic() + DEADLINE_S
     while folder.exists():
@@ -277,7 +277,7 @@ def _await_end(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str:
+def _await(note, runner, pattern="."):
     """Wait until ``pattern`` matches the text of ``note``, and return the match."""
     end_s = time.monotonic() + DEADLINE_S
     while not note.exists() or not re.search(pattern, note.read_text()):
@@ -296,11 +296,11 @@ def test_missing_ray_is_reported_with_the_install_command(monkeypatch):
 class Recorder(HostRanks):
     """A host that records its messages."""
 
-    def __init__(self, host: int, sent: list[Line]) -> None:
+    def __init__(self, host, sent):
         super().__init__(1, host, sent.append)
         self.heard: list[Any] = []
 
-    def _receive(self, line: Line) -> None:
+    def _receive(self, line):
         self.heard.append(line.payload)
 
 

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -27,11 +26,11 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def write(project: Path, text: str) -> None:
+def write(project, text):
     (project / "pyproject.toml").write_text(f"[tool.other]\nx = 1\n[tool.torch_ext]\n{text}\n")
 
 
-def refused() -> str:
+def refused():
     """Return the message with which the command rejects its configuration."""
     with pytest.raises(SetupError) as error:
         parse([])
@@ -39,7 +38,7 @@ def refused() -> str:
     return line
 
 
-def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+def shown(capsys):
     rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
     return {name: (value, source) for name, value, source in rows}
 

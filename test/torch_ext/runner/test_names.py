@@ -6,7 +6,6 @@ A failure here means either that a run imports everything again, or, far worse, 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ EXPECTED = [["a/test_a.py::TestA::test_1", "a/test_a.py::TestA::test_2"], []]
 AROUND = {"torch": "2.13.0", "device": "cpu"}
 
 
-def age(path: Path) -> None:
+def age(path):
     """Backdate ``path`` by a minute, as if no editor had it open."""
     then = time.time() - 60
     os.utime(path, (then, then))
@@ -30,7 +29,7 @@ def age(path: Path) -> None:
 class Runs:
     """Two test files that import one helper, and runs that ask for their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.helper = folder / "helper.py"
         self.helper.write_text("# imported by every test file\n", encoding="utf-8")
         self.files = find_test_files(write_suite(folder / "root", LAYOUT))
@@ -39,7 +38,7 @@ class Runs:
         self.collector = FakeCollector(LAYOUT, imported=[str(self.helper)])
         self.folder: Path | None = folder / "cache" / "deep"
 
-    def __call__(self, around: Mapping[str, str] | None = AROUND) -> tuple[list[list[str]], list[str]]:
+    def __call__(self, around=AROUND):
         """Return each file's ids as one run would, and the files that it imported."""
         self.collector.asked.clear()
         cache = NameCache(self.folder, dict(around) if around is not None else None)
@@ -48,7 +47,7 @@ class Runs:
         return found, sorted(self.collector.asked)
 
     @property
-    def entries(self) -> list[Path]:
+    def entries(self):
         assert self.folder is not None
         return sorted(self.folder.rglob("*.json"))
 
@@ -58,21 +57,21 @@ def run(tmp_path):
     return Runs(tmp_path)
 
 
-def damage(**changes: object) -> Callable[[bytes], bytes]:
+def damage(**changes):
     return lambda content: json.dumps({**json.loads(content), **changes}).encode()
 
 
-def each_entry(broken: Callable[[bytes], bytes]) -> Callable[[Runs], object]:
+def each_entry(broken):
     return lambda run: [path.write_bytes(broken(path.read_bytes())) for path in run.entries]
 
 
-def edit(run: Runs) -> None:
+def edit(run):
     run.files[0].path.write_text("# changed\n", encoding="utf-8")
     age(run.files[0].path)
 
 
 # Changes between two runs, and which files the second one imports.
-BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
+BETWEEN = [
     (lambda run: None, []),
     (lambda run: os.utime(run.files[0].path), []),
     (edit, FIRST),

@@ -2,7 +2,6 @@
 
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,26 +20,19 @@ ONE, TWO, THREE, OTHER = named(
 )
 
 
-def passed(test: TestName) -> TestResult:
+def passed(test):
     return TestResult(test, Status.PASSED, 1.5)
 
 
-def failed(test: TestName, message: str = "boom") -> TestResult:
+def failed(test, message="boom"):
     return TestResult(test, Status.FAILED, 0.5, (Remark(message),) if message else ())
 
 
-def skipped(test: TestName, reason: str = "needs 2 GPUs") -> TestResult:
+def skipped(test, reason="needs 2 GPUs"):
     return TestResult(test, Status.SKIPPED, 0.0, reason=reason)
 
 
-def report(
-    results: Sequence[TestResult],
-    planned: Sequence[TestName] | None = None,
-    *,
-    stream: io.StringIO | None = None,
-    interrupted: bool = False,
-    **options: object,
-) -> str:
+def report(results, planned=None, *, stream=None, interrupted=False, **options):
     """Return all output for ``results``, with ``T s`` for the total time, the only thing that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,15 +96,15 @@ class Ran:
     events: list[dict[str, Any]]
 
     @property
-    def text(self) -> list[str]:
+    def text(self):
         """The lines of the text report."""
         return [line for line in self.out.splitlines() if not line.startswith("::")]
 
-    def results(self, method: str) -> list[dict[str, Any]]:
+    def results(self, method):
         return [one for one in self.events if one["event"] == "result" and one["method"] == method]
 
 
-def run(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, **extra):
     """Run the command on ``folder``, with its own cache."""
     words = (RUN_TEST, "--root", folder, "--device", "cpu", *arguments)
     return python(*words, folder=folder, TORCH_EXT_CACHE=str(folder / "cache"), **extra)
@@ -126,7 +125,7 @@ def ran(tmp_path_factory):
     return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
 
 
-def tags(case: ElementTree.Element) -> list[str]:
+def tags(case):
     return [child.tag for child in case]
 
 

@@ -4,7 +4,6 @@ A failure here means that a user runs other tests than the ones named, or none, 
 """
 
 import re
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -31,9 +30,7 @@ TESTS = [
 FILES = [INPUT, OTHER, RPC_INPUT, RPC, TOP]
 
 
-def choose(
-    include: Sequence[str] = (), exclude: Sequence[str] = (), tests: Sequence[TestName] = TESTS
-) -> tuple[list[str], list[str]]:
+def choose(include=(), exclude=(), tests=TESTS):
     """Return the files that are imported and the ids that are selected."""
     files = sorted({test.file for test in tests})
     selection = select_files(files, include, exclude, PREFIXES)
@@ -41,7 +38,7 @@ def choose(
     return list(selection.files), [test.id for test in select_tests(selection, known)[0]]
 
 
-def ids(*numbers: int) -> list[str]:
+def ids(*numbers):
     return [TESTS[number].id for number in numbers]
 
 

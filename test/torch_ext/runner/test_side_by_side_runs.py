@@ -2,7 +2,6 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from test.torch_ext.interpreter import RUN_TEST, python
 _LINE = re.compile(r"^(\S+::\w+::\w+)  (passed|failed|skipped|flaky)", re.MULTILINE)
 
 
-def run(cache: Path, *arguments: str) -> tuple[int, dict[str, str], str]:
+def run(cache, *arguments):
     suites = ("-v", "--device", "sim", "-i", "distributed/fsdp")
     done = python(RUN_TEST, *suites, *arguments, timeout_s=1200, TORCH_EXT_CACHE=str(cache))
     return done.returncode, dict(_LINE.findall(done.stdout)), done.stdout + done.stderr

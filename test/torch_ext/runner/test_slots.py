@@ -3,12 +3,11 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulate import Span, lower_bound, makespan, simulate
+from benchmarks.simulate import lower_bound, makespan, simulate
 from test.torch_ext.runner.fakes import file
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.places import Machine
@@ -31,7 +30,7 @@ RECORDED = [
 ]  # fmt: skip
 
 
-def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), copies: int = 1) -> Plan:
+def plan(classes, alone=(), copies=1):
     return Plan(
         tuple(
             Batch(file(f"f{where}"), f"C{number}_{copy}", (), Need(ranks, number in alone), seconds)
@@ -41,7 +40,7 @@ def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), c
     )
 
 
-def most_at_once(spans: Sequence[Span]) -> int:
+def most_at_once(spans):
     return max(sum(span.begun_s <= each.begun_s < span.ended_s for span in spans) for each in spans)
 
 

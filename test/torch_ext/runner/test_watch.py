@@ -12,7 +12,6 @@ import pytest
 from test.torch_ext.runner.fakes import Terminal, file, named
 from torch_ext.results import (
     Began,
-    Event,
     Needs,
     Over,
     Remark,
@@ -35,7 +34,7 @@ ONE, TWO, OTHER = named("a.py::TestA::test_1", "a.py::TestA::test_2", "a.py::Tes
 PLAN = make_plan([file("a")], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
 
 
-def passed(test: TestName) -> TestResult:
+def passed(test):
     return TestResult(test, Status.PASSED, 1.0)
 
 
@@ -50,11 +49,11 @@ def now(monkeypatch):
 class Watched:
     """A watch of a run, and the tally that counts before it."""
 
-    def __init__(self, stream: io.StringIO, kind: type[PlainWatch] = PlainWatch, **more: bool) -> None:
+    def __init__(self, stream, kind=PlainWatch, **more):
         self.tally, self.out = Tally(PLAN), Writer(stream)
         self.watch = kind(self.tally, lambda test: None, self.out, **more)
 
-    def __call__(self, *events: Event) -> None:
+    def __call__(self, *events):
         for event in events:
             self.tally(event)
             self.watch(event)
@@ -103,7 +102,7 @@ def test_a_pipe_gets_a_line_after_long_silence(now):
     assert quiet.getvalue() == "[0/3]  0:01:01\n"
 
 
-def screen(raw: str) -> list[str]:
+def screen(raw):
     """Return the lines that a terminal finally shows of the output of the live view and the report."""
     lines = [""]
     for part in re.split(r"(\x1b\[\d+F\x1b\[J|\n)", raw.replace("\r\n", "\n")):
@@ -117,14 +116,14 @@ def screen(raw: str) -> list[str]:
     return lines
 
 
-def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+def report(stream, monkeypatch):
     """Return all that a run writes to ``stream`` in which one test passes slowly and another fails."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stdout", stream)
     reporters = Reporters(PLAN, RunOptions(Path("/root")))
     failure = Remark("[bold] the \t whole " + "text " * 50)
-    events: list[Event] = [
+    events = [
         Began(TestName("a.py", "TestA")), Began(ONE), Began(TestName("a.py", "TestB")), Began(OTHER), Tick(),
         Stalled(ONE, "no progress\n  stacks"),
         TestResult(OTHER, Status.FAILED, 0.5, (failure,)), Over(TestName("a.py", "TestB")), Tick(),
@@ -163,7 +162,7 @@ def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch, name, value):
 FOUR = make_plan([file("a"), file("b")], named("a.py::A::1", "a.py::A::2", "a.py::B::1", "b.py::C::1"))
 
 
-def event_of(word: str) -> Event:
+def event_of(word):
     """Return what a word means: ``+A1`` a beginning, ``A1`` a pass, ``!A1`` a failure, ``A.`` the end of a class."""
     if word in ("round", "end"):
         return RoundBegan(2) if word == "round" else RunEnded()

@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def _compiler(folder: Path, body: str) -> Path:
+def _compiler(folder, body):
     """A stand-in compiler: a script that answers ``--version`` and otherwise runs ``body`` with the output in $out."""
     path = folder / "compiler"
     path.write_text(

@@ -4,7 +4,6 @@ reduction and size: gloo's bits, NCCL's scaled sums, lists of unequal sizes, and
 
 import time
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def test_premultiplied_sum_scales_and_keeps_its_input(rank, world_size):
 
 
 # Collectives whose tensors ProcessGroupNCCL hands to NCCL as they are, on one with other strides and on another.
-IN_MEMORY_ORDER: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+IN_MEMORY_ORDER = {
     "all_reduce": lambda x, other: dist.all_reduce(x),
     "broadcast": lambda x, other: dist.broadcast(x, 0),
     "reduce": lambda x, other: dist.reduce(x, 0),
@@ -126,7 +125,7 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank, world_size):
     assert 0 < timed._get_duration() < 60_000
 
 
-def _values(rank: int, numel: int) -> torch.Tensor:
+def _values(rank, numel):
     return ((torch.arange(numel) + 3 * rank) % 4).float()
 
 
@@ -220,7 +219,7 @@ def test_transfer_without_a_wait_completes(rank, world_size):
     assert work.is_success() and received.item() == 1
 
 
-def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
+def _exchange(kind, rank, numel):
     """Swap a tensor of the rank's number with the peer, and return the one that came."""
     peer, mine, came = 1 - rank, torch.full((numel,), float(rank), device="sim"), torch.empty(numel, device="sim")
     if kind == "batched":
@@ -238,7 +237,7 @@ def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
 LARGE = (4 << 20) // 4 + 1  # elements: more than NCCL buffers
 
 
-def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: str) -> None:
+def _check_exchange(rank, world_size, kind, numel, error):
     _exchange("batched", rank, LARGE)
     for _ in range(2):  # an exchange before is none of this one's business
         _exchange("in turn", rank, LARGE)

@@ -1,10 +1,8 @@
 """``simccl`` over both transports, gloo and the threaded group, on the suite that every c10d backend is held to."""
 
 import os
-import subprocess
 import unittest
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,14 +29,14 @@ class _OnSim(BackendConformance):
         "recv from any rank": "NCCL receives from a given rank only",
     }
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         if dtype.is_complex:
             return [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
         lacking = {dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR}
         lacking |= {dist.ReduceOp.AVG} if dtype == torch.bool else set()
         return [op for op in super().reductions(dtype) if op not in lacking]
 
-    def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def _rows(self, dtype, numel):
         rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
         return rows > 1 if dtype == torch.bool else rows
 
@@ -68,7 +66,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
         "disagreement is named": "ends the process, or mixes up bytes",
     }
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG]
 
 
@@ -96,10 +94,10 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         super().setUp()
         self._spawn_threads()
 
-    def start_group(self) -> None:
+    def start_group(self):
         """The threads have a default group already."""
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         # The threaded group averages only floating-point numbers.
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
@@ -134,9 +132,7 @@ if __name__ == "__main__":
 GLOO = "dist.ProcessGroupGloo"
 
 
-def _run_out_of_tree(
-    folder: Path, test: str, backend: str = GLOO, lacks: str = "{}"
-) -> subprocess.CompletedProcess[str]:
+def _run_out_of_tree(folder, test, backend=GLOO, lacks="{}"):
     file = folder / "test_mine.py"
     file.write_text(OUT_OF_TREE.replace("BACKEND", backend).replace("LACKS", lacks))
     return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
@@ -164,7 +160,7 @@ class _Corrupted(_OnSim, DistributedTestBase):
     transport = "shared"
     sizes = (1, 13)
 
-    def start_group(self) -> None:
+    def start_group(self):
         super().start_group()
         if self.rank == 1:
             faults.corrupt(at=1)

@@ -1,9 +1,7 @@
 """Ranks that call different collectives get an error at the call or wait that shows both calls, and go on."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,12 @@ SIM = torch.get_device_module("sim")
 HERE = Path(__file__).name
 
 
-def _x(numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _x(numel=4, dtype=torch.float32):
     return torch.ones(numel, dtype=dtype, device="sim")
 
 
 # The calls of two ranks, and the error of both. test_programs.py draws calls that differ in one respect.
-PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {
+PLANTED = {
     "operation": (
         lambda: dist.all_reduce(_x()),
         lambda: dist.broadcast(_x(), 0),

@@ -5,8 +5,6 @@ Note [Threads at exit] (``csrc/finalization.cpp``) lets it finish.
 """
 
 import signal
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -48,7 +46,7 @@ UNMENDED = "from torch_ext.sim import _native\natexit.unregister(_native.before_
 ABORTED = "terminate called without an active exception"
 
 
-def ends(text: str, code: int = 0, shown: str = "") -> tuple[str, int, str]:
+def ends(text, code=0, shown=""):
     return text, code, shown
 
 
@@ -132,7 +130,7 @@ dist.destroy_process_group()
 """
 WORK = "def work():" + LATE.replace("\n", "\n    ") + "\n"
 # The program, and the options with which Python starts it.
-WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+WAYS = {
     "script": (SIM + BACKWARD + LATE, ()),
     "by a variable": (BACKWARD + LATE, ()),
     "torchrun": (
@@ -149,7 +147,7 @@ WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def run(program: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[int, str]:
+def run(program, folder, options=()):
     (folder / "test_program.py").write_text(program, encoding="utf-8")
     by_variable = {} if "import torch_ext" in program or options else {"TORCH_EXT_SIM": "1"}
     done = python(*options, "test_program.py", folder=folder, OMP_NUM_THREADS="1", **by_variable)

@@ -4,10 +4,8 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ SIM = torch.get_device_module("sim")
 
 
 # Calls beyond those of test_killed_peers.py; rank 1, whose part the others need, dies before it takes part.
-IN_WHAT: dict[str, Callable[[], object]] = {
+IN_WHAT = {
     "all_gather": lambda: dist.all_gather([full() for _ in range(3)], full()),
     "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(full()[:1], full()),
     "broadcast": lambda: dist.broadcast(full(), 1),
@@ -72,7 +70,7 @@ def test_time_limit_is_the_groups_or_the_argument_of_wait(rank, world_size):
 
 
 # Works of rank 0 that cannot end, because rank 1 never joins them.
-PENDING: dict[str, Callable[[], Any]] = {
+PENDING = {
     "recv": lambda: dist.irecv(full(), 1),
     "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(), 1), dist.P2POp(dist.irecv, full(), 1)])[0],
     "all_reduce": lambda: dist.all_reduce(full(), async_op=True),
@@ -84,11 +82,11 @@ PENDING: dict[str, Callable[[], Any]] = {
 class _Waiter(threading.Thread):
     """Waits for a work and keeps the error of the wait."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work):
         super().__init__()
         self.work, self.error = work, None
 
-    def start_and_block(self) -> None:
+    def start_and_block(self):
         """Return when the thread sleeps inside ``wait``, or is about to."""
         self.begun = threading.Event()
         self.start()
@@ -96,7 +94,7 @@ class _Waiter(threading.Thread):
         while Path(f"/proc/self/task/{self.native_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             pass
 
-    def run(self) -> None:
+    def run(self):
         self.begun.set()
         try:
             self.work.wait()

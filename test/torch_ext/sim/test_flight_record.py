@@ -4,8 +4,6 @@ import json
 import pickle
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +14,16 @@ from torch.distributed import distributed_c10d as c10d
 from test.torch_ext.sim import ranks
 from torch_ext.sim import _native
 
-Entry = dict[str, Any]
 
-
-def _x(*sizes: int) -> torch.Tensor:
+def _x(*sizes):
     return torch.ones(sizes, device="sim")
 
 
-def _world() -> dist.ProcessGroup:
+def _world():
     return c10d._get_default_group()
 
 
-def _entries() -> list[Entry]:
+def _entries():
     """The entries of the recorder, by either of its functions."""
     native = torch._C._distributed_c10d
     as_json = json.loads(native._dump_fr_trace_json()).get("entries", [])
@@ -38,7 +34,7 @@ def _entries() -> list[Entry]:
 
 
 # By entry: a call of one of two ranks, its name, and the sizes of its inputs and outputs on rank 0.
-CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]]] = [
+CALLS = [
     (lambda rank: dist.all_reduce(_x(3)), "all_reduce", [[3]], [[3]]),
     (lambda rank: dist.reduce(_x(3), 1), "reduce", [[3]], [[3]]),
     (lambda rank: dist.broadcast(_x(2, 2), 0), "broadcast", [[2, 2]], [[2, 2]]),
@@ -101,7 +97,7 @@ def test_entries_distinguish_groups_and_backends(rank, world_size):
     ]
 
 
-def _check_capacity(rank: int, world_size: int, kept: int) -> None:
+def _check_capacity(rank, world_size, kept):
     for _ in range(5):
         dist.all_reduce(_x(1))
     assert [operation["sequence"] for operation in _native.recorded_operations()] == [5 - n for n in range(kept)][::-1]

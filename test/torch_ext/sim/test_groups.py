@@ -11,11 +11,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from test.torch_ext.sim import ranks
 
-SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 
 
-def _run_generation(rank: int, world_size: int, life: int, path: str) -> None:
+def _run_generation(rank, world_size, life, path):
     dist.destroy_process_group()
     os.environ.update(TORCHELASTIC_RESTART_COUNT=str(life), GROUP_WORLD_SIZE="1")
     store = dist.FileStore(path, -1)

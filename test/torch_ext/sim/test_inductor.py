@@ -2,12 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -23,8 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-sim: Any = torch.get_device_module("sim")
-Program = Callable[..., Any]
+sim = torch.get_device_module("sim")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +32,7 @@ def fresh():
         yield
 
 
-def assert_compiled_equals_eager(program: Program, *args: Any) -> None:
+def assert_compiled_equals_eager(program, *args):
     compiled, code = run_and_get_code(torch.compile(program, fullgraph=True), *args)
     source = "\n".join(code)
     assert "cpp_pybinding" in source and 'extern "C"' in source, source
@@ -44,7 +41,7 @@ def assert_compiled_equals_eager(program: Program, *args: Any) -> None:
     torch.testing.assert_close(compiled, program(*args), rtol=max(1e-5, 2 * eps), atol=max(1e-5, 2 * eps))
 
 
-def pointwise_and_reductions(x: Tensor, y: Tensor) -> list[Tensor]:
+def pointwise_and_reductions(x, y):
     wide = functional.gelu(x) * y.sigmoid() + x.exp().clamp(max=3)
     normalized = functional.layer_norm(wide, (x.shape[-1],)) + functional.softmax(wide, -1)
     return [
@@ -53,7 +50,7 @@ def pointwise_and_reductions(x: Tensor, y: Tensor) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def views_gathers_and_products(x: Tensor, y: Tensor) -> list[Tensor]:
+def views_gathers_and_products(x, y):
     rows = torch.arange(x.shape[0] - 1, -1, -1, device=x.device)
     scattered = torch.zeros_like(x).index_add(0, rows % 3, y)
     return [
@@ -187,20 +184,20 @@ _vectors = pytest.mark.skipif(
 )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, **kwargs: Any) -> Any:
+def _attend(query, key, value, bias, **kwargs):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def causal(b, h, i, j):
         return i >= j
 
-    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def near(score, b, h, i, j):
         return score + bias[h] * (j - i)
 
     mask = create_block_mask(causal, None, None, query.size(2), key.size(2), device=query.device)
     return torch.compile(flex_attention)(query, key, value, score_mod=near, block_mask=mask, **kwargs)
 
 
-def _attended(device: str) -> list[Tensor]:
+def _attended(device):
     """Query, key, value and a bias."""
     made = [torch.randn(1, 2, 256, 16) for _ in range(3)]
     return [each.to(device) for each in (*made, torch.tensor([0.1, 0.3]))]

@@ -31,7 +31,7 @@ def child(text):
 """
 
 
-def run(text: str, folder: Path, cap: int = 16 * MIB, **variables: str) -> str:
+def run(text, folder, cap=16 * MIB, **variables):
     (folder / "prelude.py").write_text(PRELUDE, encoding="utf-8")
     (folder / "program.py").write_text("from prelude import *\nfrom prelude import _native\n" + text, encoding="utf-8")
     done = python("program.py", folder=folder, **{"TORCH_EXT_SIM_MACHINE_MEMORY": str(cap), **variables})

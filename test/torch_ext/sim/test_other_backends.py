@@ -19,7 +19,7 @@ SIM = torch.get_device_module("sim")
 # --- gloo ---
 
 
-def _check_gloo(rank: int, world_size: int, config: str) -> None:
+def _check_gloo(rank, world_size, config):
     assert dist.get_backend() == "gloo" or ":" in config
     assert str(dist.get_backend_config()) == (config if ":" in config else "cpu:gloo,cuda:gloo")
     x, parts = full(rank + 1.0), [full() for _ in range(world_size)]
@@ -61,7 +61,7 @@ def test_detail_mode_finds_a_device_call_against_a_host_call(rank, world_size):
     ranks.leave()
 
 
-def _own_gloo(rank: int, world_size: int, name: str) -> Any:
+def _own_gloo(rank, world_size, name):
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store()), rank, world_size, timeout=ranks.GROUP_TIMEOUT)
 
 

@@ -8,17 +8,17 @@ import pytest
 from test.torch_ext.sim import ranks
 
 
-def _fail(rank: int, world_size: int) -> None:
+def _fail(rank, world_size):
     assert rank == 0, "this rank is wrong"
 
 
-def _die(rank: int, world_size: int) -> None:
+def _die(rank, world_size):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.leave()
 
 
-def _vanish(rank: int, world_size: int) -> None:
+def _vanish(rank, world_size):
     os._exit(0)
 
 

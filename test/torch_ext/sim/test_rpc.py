@@ -1,28 +1,23 @@
 """RPC with device maps: the device of tensors on arrival, both ways and in each kind of call, and the errors."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed import rpc
 
 from test.torch_ext.sim import ranks
 
-Maps = dict[Any, Any]
-
 # Torch's own agent warns about the group that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 
-def _join(rank: int, folder: Path, maps: Maps, **more: Any) -> None:
+def _join(rank, folder, maps, **more):
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'store'}", rpc_timeout=60, **more)
     for to, map_ in maps.items():
         options.set_device_map(to, map_)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def _swap(x: torch.Tensor, y: torch.Tensor, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _swap(x, y, where):
     assert (str(x.device), str(y.device)) == (where, "cpu")
     return (x * 2).view(2, 2).t(), y + 1, torch.full((3,), 7.0, device="sim:0")
 
@@ -49,7 +44,7 @@ def test_device_tensors_follow_the_map_and_results_its_reverse(rank, world_size,
     rpc.shutdown()
 
 
-def _on_host(x: torch.Tensor) -> torch.Tensor:
+def _on_host(x):
     assert x.device == torch.device("sim:1")
     return x + 1
 
@@ -92,7 +87,7 @@ def test_devices_of_other_kinds_are_refused_as_by_torch():
 
 
 class Held:
-    def __init__(self) -> None:
+    def __init__(self):
         self.event, self.tensor = torch.get_device_module("sim").Event(), torch.ones(2, device="sim")
 
 

@@ -4,9 +4,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,10 @@ from test.torch_ext.sim.ranks import full, store
 from torch_ext.world import threads
 from torch_ext.world.operations import WaitPage, waits_of_threads
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 
 
-def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
+def _reduce(x, group=None):
     work = dist.all_reduce(x, group=group, async_op=True)
     assert work is not None
     return work
@@ -30,13 +28,13 @@ def _reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> Any:
 # --- wait ---
 
 
-def _event() -> Any:
+def _event():
     event = SIM.Event()
     event.record()
     return event
 
 
-def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
+def _on_another_stream(x):
     side = SIM.Stream()
     side.wait_event(_event())
     with SIM.stream(side):
@@ -44,7 +42,7 @@ def _on_another_stream(x: torch.Tensor) -> torch.Tensor:
 
 
 # Operations that need the result of an all-reduce of ones, for which the current stream waits.
-_NEEDS: dict[str, Callable[[torch.Tensor], Any]] = {
+_NEEDS = {
     "kernel": lambda x: x + 1 - 1,
     "kernel in place": lambda x: x.mul_(1),
     "read": lambda x: x.tolist(),

@@ -1,9 +1,7 @@
 """The transports of ``simccl``: how ranks choose one, the order of its operations, and a closed group's leftovers."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +13,11 @@ from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
-OPS = dist.ReduceOp
 NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/segment.h
 
 
-def _transport(group: dist.ProcessGroup | None = None) -> str:
-    backend: Any = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
+def _transport(group=None):
+    backend = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
     return str(backend.transport)
 
 
@@ -62,9 +59,8 @@ def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank, world_size):
     store().set("other is through", "")
 
 
-Launch = Callable[[torch.Tensor, torch.Tensor], Any]
 # Operations of two ranks on a tensor and one of twice its size, and where rank 1 gets a sum or elements of rank 0.
-OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], float]] = {
+OPERATIONS = {
     "all_reduce": (lambda x, two: dist.all_reduce(x, async_op=True), lambda x, two: x, 3.0),
     "broadcast": (lambda x, two: dist.broadcast(x, 0, async_op=True), lambda x, two: x, 1.0),
     "reduce": (lambda x, two: dist.reduce(x, 1, async_op=True), lambda x, two: x, 3.0),
@@ -139,14 +135,14 @@ def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank, world_s
 # --- reductions ---
 
 
-def _fold(rows: list[torch.Tensor]) -> torch.Tensor:
+def _fold(rows):
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total
 
 
-def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
+def _check_order(rank, world_size, order, numel):
     rows = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     x = rows[rank].to("sim")
     dist.all_reduce(x)

@@ -20,7 +20,7 @@ def undecided(monkeypatch):
     yield
 
 
-def pretend_module(available: bool = True, count: int = 2, **names: object) -> types.ModuleType:
+def pretend_module(available=True, count=2, **names):
     module = types.ModuleType("torch.pretended")
     vars(module).update(is_available=lambda: available, device_count=lambda: count, **names)
     return module
@@ -105,7 +105,7 @@ def test_the_package_that_registers_a_device_is_imported_first(machine, monkeypa
     assert accelerator.device_type() == "xpu"
 
 
-def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(kind, monkeypatch):
     monkeypatch.setattr(accelerator, "_chosen", kind)
 
 

@@ -83,7 +83,7 @@ def level_before(request):
     put_level(kept)
 
 
-def put_level(level: str | None) -> None:
+def put_level(level):
     if level is None:
         os.environ.pop(LEVEL, None)
     else:

@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -256,19 +255,19 @@ class Record:
     seen: Mapping[str, list[dict[str, Any]]]
     database: list[int]
 
-    def by_rank(self, test: str, key: str) -> list[list[Any]]:
+    def by_rank(self, test, key):
         """The records of each rank under ``key``, in order."""
         return [[each[key] for each in self.seen[test] if each["rank"] == rank] for rank in (0, 1)]
 
 
-def record_of(folder: Path, run: Run) -> Record:
+def record_of(folder, run):
     seen = defaultdict(list)
     for line in lines(folder / "seen"):
         seen[line["test"]].append(line)
     return Record(run, seen, [line["pid"] for line in lines(folder / "database")])
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -335,7 +334,7 @@ def test_shrinking_ends_in_time_with_the_smallest_example_found(record):
 # Running an example again, in other ways
 
 
-def blob(text: str) -> str:
+def blob(text):
     found = re.search(r"^    TORCH_EXT_EXAMPLE=(\S+)$", text, re.MULTILINE)
     assert found, text
     return found[1]

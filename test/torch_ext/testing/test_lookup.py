@@ -2,15 +2,12 @@
 
 import sys
 import types
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from torch_ext.compat import MissingTorchNameError
 from torch_ext.compat._lookup import lazy_names
-
-Area = Callable[..., types.ModuleType]
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import types
 import unittest
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from torch_ext.testing._internal.common_distributed import (
     skip_if_rocm_multiprocess,
 )
 
-Machine = Callable[[int], None]
-
 # The skip of a test that needs more devices than upstream has exit codes for.
 NEEDS = "skipped: Needs {} accelerator devices. Run with --device sim to use simulated ones."
 
@@ -40,7 +36,7 @@ def machine(monkeypatch):
     return pretend
 
 
-def ending(test: Callable[..., Any], *args: Any) -> str:
+def ending(test, *args):
     """Run a decorated test and return how it ended: its result, or the skip that it raised or exited with."""
     try:
         return str(test(*args))
@@ -50,7 +46,7 @@ def ending(test: Callable[..., Any], *args: Any) -> str:
         return f"skipped: {skipped}"
 
 
-def body(*args: Any) -> str:
+def body(*args):
     return "ran"
 
 
@@ -129,8 +125,8 @@ def test_the_required_world_size_is_seen_through_other_decorators(decorators):
 # Backends, which are looked up when the decorator is called
 
 
-def is_skipped(decorate: Callable[..., Any]) -> bool:
-    def test() -> None: ...
+def is_skipped(decorate):
+    def test(): ...
 
     return bool(getattr(decorate(test), "__unittest_skip__", False))
 

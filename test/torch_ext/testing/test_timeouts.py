@@ -26,7 +26,7 @@ class OfClassInSeconds(Plain):
 
 
 class OfClassAsMethod(Plain):
-    def timeout(self) -> int:  # not a time limit: some existing classes have a helper with this name
+    def timeout(self):  # not a time limit: some existing classes have a helper with this name
         return 1
 
 

@@ -17,7 +17,7 @@ def reset_warning(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
 
 
-def warning_for(version: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def warning_for(version, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(metadata, "version", lambda name: {"torch": version}[name])
     return untested_torch()

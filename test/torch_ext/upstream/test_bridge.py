@@ -1,8 +1,5 @@
 """``--upstream`` runs an unmodified file that imports torch's own harness on ours."""
 
-import subprocess
-from pathlib import Path
-
 from test.torch_ext.interpreter import RUN_TEST, python
 
 # The imports of upstream's files.
@@ -244,7 +241,7 @@ instantiate_device_type_tests(TestSharded, globals(), only_for=FSDP_DEVICES, all
 """
 
 
-def run(folder: Path, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, device="cpu"):
     return python(RUN_TEST, "--upstream", folder, *arguments, TORCH_EXT_DEVICE=device)
 
 

@@ -1,7 +1,6 @@
 """Known differences, missing names and the summary of a run: data in, data out, no processes."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ PASSED = TestResult(TEST, Status.PASSED, 0.1)
 ON_SIM = {"device": "sim", "torch": "2.13.0+cpu", "cuda_as_sim": "false"}
 
 
-def entry(**changes: object) -> Difference:
+def entry(**changes):
     return replace(Difference("fsdp/test_a.py::TestA::test_*", "the device is simulated"), **changes)
 
 
@@ -69,7 +68,7 @@ def test_malformed_list_is_refused(text, message, tmp_path):
         Judge([], [str(file)], {})
 
 
-def checkout(folder: Path, version: str) -> Path:
+def checkout(folder, version):
     (folder / "torch").mkdir()
     (folder / "version.txt").write_text(f"{version}\n")
     file = folder / "test" / "test_a.py"
@@ -78,7 +77,7 @@ def checkout(folder: Path, version: str) -> Path:
     return file
 
 
-def failing_with(error: str) -> TestResult:
+def failing_with(error):
     return replace(FAILED, problems=(Raised(error, "trace"),))
 
 
@@ -186,7 +185,7 @@ def test_features_missing_here_are_skips_with_a_reason(error, cuda_as_sim, reaso
         assert judged is failed
 
 
-def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
+def ranks_failing_with(*errors):
     outcomes = tuple(
         Outcome(rank, Ending.FAILED, 10, receipt=Receipt(RankStatus.FAILED, 0.0, error, transport=transport))
         for rank, (error, transport) in enumerate(errors)

@@ -1,7 +1,6 @@
 """Commands started in the root of an unbuilt checkout find the installed torch, and not its sources."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,7 @@ class TestPrograms(unittest.TestCase):
 """
 
 
-def make_checkout(root: Path) -> Path:
+def make_checkout(root):
     (root / "torch" / "_C").mkdir(parents=True)
     (root / "torch" / "__init__.py").write_text("raise ImportError('the sources of torch, not built')\n")
     (root / "torch" / "_C" / "__init__.pyi").touch()

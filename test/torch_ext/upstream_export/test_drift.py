@@ -27,7 +27,7 @@ _OTHER_SIGNATURES = {
 }  # fmt: skip
 
 
-def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
+def trees(ours, theirs):
     mine = {f"torch_ext.testing._internal.{name}": text for name, text in ours.items()}
     upstream = {f"torch.testing._internal.{name}": text for name, text in theirs.items()}
     either = {**mine, **upstream}
@@ -37,7 +37,7 @@ def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
     )
 
 
-def statuses(ours: str, theirs: str, **more: str) -> dict[str, str]:
+def statuses(ours, theirs, **more):
     mine, upstream = trees({"common": ours, **more}, {"common": theirs})
     return {entry.name: entry.status for entry in compare("common", mine, upstream)}
 

@@ -8,7 +8,7 @@ import pytest
 
 from test.torch_ext.upstream_export.checkouts import PERSON, git, like_upstream
 from torch_ext.upstream.export import check
-from torch_ext.upstream.export.command import Result, export, main
+from torch_ext.upstream.export.command import export, main
 from torch_ext.world import _os
 
 ANATOMY = "test/distributed/fsdp/test_fsdp_anatomy.py"
@@ -34,7 +34,7 @@ def anatomy(checkout):
     return result
 
 
-def imported(copy: Path, result: Result) -> str:
+def imported(copy, result):
     names = [str(copy / path) if path.startswith("test/") else path[:-3].replace("/", ".") for path in result.files]
     return check.import_in_copy(copy, names)
 
@@ -63,7 +63,7 @@ def test_mail_applies_and_names_author_and_tests(anatomy, checkout, tmp_path):
     assert imported(copy, anatomy) == ""
 
 
-def _is_alive(pid: int) -> bool:
+def _is_alive(pid):
     try:
         return _os.stat_of(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

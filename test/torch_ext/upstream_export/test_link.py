@@ -18,11 +18,11 @@ COMMON = f"{OURS}.common_fsdp"
 FRONT = f"from {OURS}._fsdp.rooms import *\n"
 
 
-def tree(texts: dict[str, str]) -> Tree:
+def tree(texts):
     return Tree(lambda name: Module(name, texts[name]) if name in texts else None)
 
 
-def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def exported(file, ours, theirs):
     """Return the texts of upstream's files after the export of module ``file``, and the names that could not go."""
     mine = tree({**theirs, **ours})
     linker = Linker(mine, tree(theirs))
@@ -31,11 +31,11 @@ def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[d
     return {target.module: text_of(target, mine) for target in targets}, linker.problems
 
 
-def suite(body: str, names: str = "helper") -> dict[str, str]:
+def suite(body, names="helper"):
     return {"test.distributed.test_a": f"from {COMMON} import {names}\n\n\n{body}\n"}
 
 
-def helpers(rooms: str, theirs: str, body: str = "helper()", names: str = "helper", **more: str) -> str:
+def helpers(rooms, theirs, body="helper()", names="helper", **more):
     """Return upstream's `common_fsdp`, which was ``theirs``, after the export of a suite that needs ``rooms`` of ours;
     ``more`` are other modules.
     """

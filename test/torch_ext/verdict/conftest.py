@@ -7,7 +7,7 @@ import pytest
 _HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.promise)

@@ -230,7 +230,7 @@ class TestSubTests(Ranks):
 """
 
 
-def source() -> str:
+def source():
     text = HELPERS + FIXED + OVERRIDES + EVADED + SUB_TESTS
     for base in ("Overrides", "StandingOverrides"):
         text += class_of(f"Test{base}", base, OVERRIDDEN)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from test.torch_ext.world.suites import Suite, suite_of
+from test.torch_ext.world.suites import suite_of
 
 # Functions that a test replaces, and other settings that it changes for its whole process
 
@@ -125,7 +125,7 @@ class Test{}({}):
 """
 
 
-def spoil_and_run(suite: Suite, seed: int, places: int) -> None:
+def spoil_and_run(suite, seed, places):
     """Run classes and an import that write junk, beside a class that does not. The model: its results are complete,
     each planned test of the others has at most one, and the run ends in order and says that something is wrong.
     """

@@ -6,13 +6,11 @@ import re
 import sys
 import warnings
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from test.torch_ext.verdict.drawn import BASES, OUTSIDE, class_fails, class_suite, ends, module_of_bodies, suite_text
-from test.torch_ext.world.suites import Suite, suite_of
+from test.torch_ext.world.suites import suite_of
 
 WAYS = ("run_test.py", "python file.py", "pytest")
 SEED = 27
@@ -20,7 +18,7 @@ SEED = 27
 IN_PYTEST = {"PASSED": "passed", "SKIPPED": "skipped", "XFAIL": "expected failure"}
 
 
-def load(path: Path) -> ModuleType:
+def load(path):
     spec = importlib.util.spec_from_file_location("bodies", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +26,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], str]:
+def found_by(suite, way, limit_s):
     """Run the suite of ``way``; return how each test ended, by class and method."""
     file, output = f"test_way{way}.py", suite.folder / f"way{way}.jsonl"
     if WAYS[way] == "pytest":

@@ -148,7 +148,7 @@ class TestForks_{}(Ranks):
 """
 
 
-def module(name: str) -> str:
+def module(name):
     fixture, statement, words, end = MODULES[name]
     return MODULE.format(fixture=fixture, statement=statement, words=words, end=end, name=name)
 

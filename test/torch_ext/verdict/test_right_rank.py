@@ -2,11 +2,10 @@
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
+from test.torch_ext.verdict.drawn_faults import FAULTS, judge_report, source_of
 from test.torch_ext.world.programs import check_rows, class_of
-from test.torch_ext.world.suites import SLOWER, Run, suite_of
+from test.torch_ext.world.suites import SLOWER, suite_of
 from torch_ext import cache
 
 # Rank 1 is to blame in each of these. They wait in ways that no drawn program does, or cannot be heard.
@@ -46,7 +45,7 @@ def fail_in_turn(test):
 """
 
 
-def silent_rows() -> str:
+def silent_rows():
     source = SILENT
     for name, act in (ACTS | OF_THREE).items():  # each in its class, since most take all of the limit
         size, join = (3, "self.join_group()\n") if name in OF_THREE else (2, "")
@@ -122,7 +121,7 @@ def test_absent_or_first_failed_rank_is_named(tmp_path):
 _EACH, _EACH_LONG, _SLOTS = 8, 67, {"gloo": 32, "sim": 24, "threads": 12}
 
 
-def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Program], Run]:
+def _run_drawn(kind, number, folder, seed):
     text, made = source_of(random.Random(seed + kind), kind, number)
     with suite_of(folder, text) as suite:
         extra = {"TORCH_EXT_HANG_AFTER": "4", "TORCH_EXT_CACHE": str(cache.folder())}

@@ -21,7 +21,7 @@ LOAD, SLOWER = 4, 8
 DEADLINE_S = 300
 
 
-def run_rows(file: Path, folder: Path) -> str:
+def run_rows(file, folder):
     """Run all rows of ``file``; return the number of rows by ending."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/rows", str(file)]
     extra = {PATIENCE: str(SLOWER), "TORCH_EXT_CACHE": str(cache.folder())}

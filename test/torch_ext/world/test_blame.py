@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from torch_ext.world.outcome import Collective, Ending, Outcome, first_mismatch,
 from torch_ext.world.protocol import RankStatus, Receipt, Wait
 
 
-def entry(group: str, number: int, name: str = "all_reduce", over: bool = False, size: int = 3) -> dict[str, Any]:
+def entry(group, number, name="all_reduce", over=False, size=3):
     return {
         "process_group": [group, "default_pg" if group == "0" else "undefined"],
         "collective_seq_id": number,
@@ -24,16 +23,16 @@ def entry(group: str, number: int, name: str = "all_reduce", over: bool = False,
     }
 
 
-def hung(rank: int, *entries: dict[str, Any], waits: tuple[Wait, ...] = (), **groups: list[int]) -> Outcome:
+def hung(rank, *entries, waits=(), **groups):
     record = json.dumps({"entries": entries, "groups": {name[1:]: ranks for name, ranks in groups.items()}})
     return Outcome(rank, Ending.HUNG, -9, collectives=record, waits=waits)
 
 
-def silent(rank: int, ending: Ending = Ending.HUNG, **more: Any) -> Outcome:
+def silent(rank, ending=Ending.HUNG, **more):
     return Outcome(rank, ending, -9, **more)
 
 
-def out_of_time(rank: int, waits: tuple[Wait, ...], **more: Any) -> Outcome:
+def out_of_time(rank, waits, **more):
     """A rank whose collective ran out of time. The record marks the collective as over a moment after the error."""
     failure = Receipt(RankStatus.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
     return replace(hung(rank, entry("0", 1, "scatter", **more), waits=waits), ending=Ending.FAILED, receipt=failure)
@@ -55,7 +54,7 @@ GATHER, MORE = entry("0", 1, "all_gather"), entry("0", 1, "all_gather", size=400
 GATHERS = (Wait("all_gather_into_tensor() in test_a", transport=True),)
 
 # The outcomes, the ranks to blame, and words of the report.
-CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
+CASES = {
     "the rank that did not call": (
         [hung(0, A), hung(1), hung(2, A)],
         (1,),
@@ -191,9 +190,7 @@ def test_nobody_is_to_blame(outcomes):
 # Reading records, and the first mismatch in them
 
 
-def call(
-    sequence: int, operation: str = "gloo:all_reduce", group: str = "0 (default_pg)", over: bool = True
-) -> Collective:
+def call(sequence, operation="gloo:all_reduce", group="0 (default_pg)", over=True):
     return Collective(group, sequence, operation, "[3] Float", over)
 
 

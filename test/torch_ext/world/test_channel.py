@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from torch_ext.world.protocol import Signal
 
 
 @contextlib.contextmanager
-def open_pair() -> Iterator[tuple[Channel, Channel]]:
+def open_pair():
     """Two ends, which the block closes; no descriptor may be left open then."""
     before = os.listdir("/proc/self/fd")
     one, other = channel_pair()
@@ -29,9 +28,6 @@ def open_pair() -> Iterator[tuple[Channel, Channel]]:
     one.close()
     other.close()
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-Pair = tuple[Channel, Channel]
 
 
 @pytest.fixture
@@ -127,7 +123,7 @@ def test_junk_is_refused_after_earlier_messages_without_a_wait(messages, junk):
 
 
 class Foreign:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return os.mkdir, ("made by a message",)
 
 

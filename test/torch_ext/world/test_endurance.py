@@ -2,7 +2,7 @@
 
 import pytest
 
-from test.torch_ext.world.suites import Run, suite_of
+from test.torch_ext.world.suites import suite_of
 
 pytestmark = pytest.mark.long  # .ci/nightly kills
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
 """
 
 
-def assert_steady(run: Run, warm: int) -> None:
+def assert_steady(run, warm):
     """Check that all counts after the first ``warm`` are equal."""
     counts = [{**entry, "test": ""} for entry in run.census[warm:]]
     assert len(counts) > 10

@@ -10,13 +10,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from torch_ext.world import _os, channel, files, follow
-from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Capture, RankProcess, read_stacks
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.operations import WaitPage
@@ -33,7 +33,7 @@ TICKET = Ticket("test", 0)
 
 
 @contextlib.contextmanager
-def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
+def scripted_world(size):
     """A world without processes, with the zygote's end of its channel and the ranks' ends of theirs."""
     zygote, _zygotes = channel_pair()
     group, zygotes_group = channel_pair()
@@ -48,7 +48,7 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
             for process in processes:
                 process.pid = NO_PROCESS
 
-            def signalled(rank: int, number: int) -> None:
+            def signalled(rank, number):
                 if number == signal.SIGKILL:
                     zygotes_group.send(Ended(rank, -number, 1000.0))
 
@@ -61,15 +61,15 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
 class Clock:
     """A clock that only waiting advances, with events at given times."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
         self._left = 1000
         self._to_come: list[tuple[float, Callable[[], object]]] = []
 
-    def at(self, time_s: float, happens: Callable[[], object]) -> None:
+    def at(self, time_s, happens):
         self._to_come = sorted([*self._to_come, (time_s, happens)], key=lambda each: each[0])
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s):
         """Wait until something happens, for at most ``timeout_s``."""
         self._left -= 1
         assert self._left, "it waits over and over"
@@ -102,7 +102,7 @@ def clock(monkeypatch):
 
 
 @contextlib.contextmanager
-def pipes(count: int) -> Iterator[tuple[dict[int, int], list[int]]]:
+def pipes(count):
     """Pipes by rank, and the ends to write into."""
     ends = [os.pipe() for _ in range(count)]
     try:

@@ -43,15 +43,15 @@ def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks():
     assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME + '  File "/x/layer.py", line 2 in other\n'
 
 
-def raises() -> None:
+def raises():
     raise ValueError("no\nsecond line")
 
 
-def calls() -> None:
+def calls():
     raises()
 
 
-def error_of(function: object) -> BaseException:
+def error_of(function):
     with pytest.raises(ValueError) as caught:
         function()
     return caught.value

@@ -4,13 +4,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import Suite, parse_unittest, suite_of
+from test.torch_ext.world.suites import parse_unittest, suite_of
 from torch_ext.world import _os
 
 # In the order of faults.ancestors() in the parent half.
@@ -59,9 +58,9 @@ class TestStanding(Standing):
 """
 
 
-def await_pids(suite: Suite, target: str, process: subprocess.Popen[str]) -> list[int]:
+def await_pids(suite, target, process):
     """Wait for the test in which ``target`` is to be killed; return its ancestors' pids, from the parent half up."""
-    pids: list[int] = json.loads(suite.await_note(target, process))
+    pids = json.loads(suite.await_note(target, process))
     return pids
 
 

@@ -12,7 +12,6 @@ import time
 import weakref
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -99,7 +98,7 @@ def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation, until_s
     assert again.position != of_page.position
 
 
-def task_of(tid: int) -> ThreadState:
+def task_of(tid):
     return next(task for task in threads._threads(0) if task.tid == tid)
 
 
@@ -212,20 +211,20 @@ class _Other:
     wait = sys._getframe
 
 
-def _waits(work: Any) -> Any:
+def _waits(work):
     return work.wait()
 
 
-def _waits_for_a_while(work: Any) -> Any:
+def _waits_for_a_while(work):
     return work.wait(int(0.5))
 
 
-def _waits_in_an_attribute(work: Any) -> Any:
+def _waits_in_an_attribute(work):
     holder = SimpleNamespace(work=work)
     return holder.work.wait()
 
 
-def _waits_among_others(work: Any) -> Any:
+def _waits_among_others(work):
     return work.wait() if str(work) else None
 
 

@@ -4,9 +4,7 @@ import asyncio
 import gc
 import json
 import warnings
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,39 +13,39 @@ from torch_ext.world.protocol import RankStatus, Receipt, Wait
 from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, check_ran, judge
 
 
-def text_of(outcomes: list[Outcome], took_s: float) -> str:
+def text_of(outcomes, took_s):
     return str(WorldFailure(WorldReport(tuple(outcomes), judge(outcomes), took_s)))
 
 
-def passed(rank: int) -> Outcome:
+def passed(rank):
     return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(RankStatus.PASSED, 1.0))
 
 
-def skipped(rank: int, reason: str = "no device") -> Outcome:
+def skipped(rank, reason="no device"):
     return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(RankStatus.SKIPPED, 1.0, reason))
 
 
-def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
+def failed(rank, reason="ValueError: no", time_s=1.0, trace=""):
     receipt = Receipt(RankStatus.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
     return Outcome(rank, Ending.FAILED, 10, time_s, receipt)
 
 
-def killed(rank: int, number: int = 9, time_s: float = 1.0) -> Outcome:
+def killed(rank, number=9, time_s=1.0):
     return Outcome(rank, Ending.KILLED, -number, time_s)
 
 
-def stopped(rank: int) -> Outcome:
+def stopped(rank):
     return Outcome(rank, Ending.STOPPED, -9, 2.0)
 
 
-def timed_out(rank: int, collectives: str = "") -> Outcome:
+def timed_out(rank, collectives=""):
     return Outcome(rank, Ending.TIMED_OUT, -9, 60.0, collectives=collectives)
 
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
-def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
+def entry(number, name, state="started"):
     return {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": number,
@@ -58,18 +56,18 @@ def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
     }
 
 
-def record(*calls: tuple[int, str, bool]) -> str:
+def record(*calls):
     return json.dumps(
         [entry(number, f"gloo:{name}", "completed" if over else "started") for number, name, over in calls]
     )
 
 
-def of_two(*entries: dict[str, Any], **more: Any) -> str:
+def of_two(*entries, **more):
     """The record of one of two ranks."""
     return json.dumps({"entries": entries, "groups": {"0": [0, 1]}, **more})
 
 
-def waited(message: str, *, transport: bool = True, **more: Any) -> Outcome:
+def waited(message, *, transport=True, **more):
     """Rank 0, whose collective failed with the error ``message``."""
     receipt = Receipt(RankStatus.FAILED, 1.0, message, message, transport=transport, waits=more.get("waits", ()))
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
@@ -87,7 +85,7 @@ PLACES = (
 FATAL = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n{PLACES}"
 
 # The outcomes of ranks, the blamed ranks and their victims, and how the summary begins. Only the last two skip.
-CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
+CASES = [
     *(
         ([passed(0), bad, passed(2)], (1,), (), f"rank 1 {words}")
         for bad, words in (
@@ -270,7 +268,7 @@ def test_collectives_are_named_with_the_one_that_does_not_match():
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
 
 
-def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outcome:
+def disagrees(rank, own, peer, other, time_s):
     message = (
         f"DistBackendError: simccl on rank {rank}: collective 2 of group 0: ranks disagree in the operation: "
         f"rank {rank} called {own} at /home/u/test_a.py:{10 + rank}; "
@@ -302,13 +300,13 @@ def test_smaller_party_is_to_blame_for_a_disagreement(first):
 # The value of a call shows whether its body ran
 
 
-async def async_generator() -> AsyncIterator[None]:
+async def async_generator():
     raise AssertionError("it ran")
     yield
 
 
 class Awaitable:
-    def __await__(self) -> Iterator[None]:
+    def __await__(self):
         raise AssertionError("it ran")
 
 

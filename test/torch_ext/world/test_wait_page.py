@@ -18,7 +18,7 @@ def page():
     page.close()
 
 
-def write(memory: mmap.mmap, number: int, *, lock: int = 2, peer: int = 1, since: int = 5, sequence: int = 9) -> None:
+def write(memory, number, *, lock=2, peer=1, since=5, sequence=9):
     struct.pack_into("=Q", memory, 0, 2)
     text = b"2", b"all_reduce", b"model.py:7"
     until_ns, thread = 7_500_000_000, 40 + number

@@ -23,7 +23,7 @@ def _no_settings():
 class _Ours:
     """Runs a sequence; every block of the trace goes back to the host with it."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, line):
         settings, limit, fraction, *self.calls = line.split()
         torch._C._accelerator_setAllocatorSettings("" if settings == "-" else settings)
         self.trace = _native.AllocatorTrace(int(limit))
@@ -32,7 +32,7 @@ class _Ours:
         self.held: list[int | None] = []
         self.addresses: list[str] = []
 
-    def call(self, call: str) -> None:
+    def call(self, call):
         first, _, second = call[1:].partition(",")
         match call[0]:
             case "a":
@@ -50,7 +50,7 @@ class _Ours:
             case "e":
                 self.trace.empty()
 
-    def checksum(self) -> str:
+    def checksum(self):
         value = 0
         for call in self.calls:
             self.call(call)
@@ -58,7 +58,7 @@ class _Ours:
         return f"{_crc([int(number) for block in self.trace.blocks() for number in block], value):08x}"
 
 
-def _crc(numbers: list[int], value: int) -> int:
+def _crc(numbers, value):
     return zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers), value)
 
 

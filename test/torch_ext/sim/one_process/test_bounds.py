@@ -3,7 +3,6 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from test.torch_ext.sim.one_process.every_kernel import ASKED_ABOUT, CALLS, COLLECTIVES, WITHOUT_ELEMENTS, make
 from torch_ext.sim import _native
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 ILLEGAL = "an illegal memory access was encountered"
 # If a kernel, or the program, reads a part of the tensor first, torch refuses the view.
 GONE = rf"{ILLEGAL}|out of bounds for storage of size"
@@ -22,12 +21,12 @@ GONE = rf"{ILLEGAL}|out of bounds for storage of size"
 _FITS = {("fsdp::all_gather_copy_in", 1, "_halve")}
 
 
-def _free(tensor: Tensor) -> Tensor:
+def _free(tensor):
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def _halve(tensor: Tensor) -> Tensor:
+def _halve(tensor):
     storage = tensor.untyped_storage()
     storage.resize_(storage.nbytes() // 2)
     return tensor

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ FORBIDDEN = "operation not permitted when stream is capturing"
 
 
 @contextlib.contextmanager
-def capture(pool: tuple[int, int] | None = None) -> Iterator[torch.accelerator.Graph]:
+def capture(pool=None):
     """Capture on a stream of its own."""
     graph = torch.accelerator.Graph(pool=pool)
     with SIM.stream(SIM.Stream()), graph:

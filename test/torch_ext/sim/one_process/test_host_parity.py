@@ -6,20 +6,20 @@ from torch import nn
 
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
         self.attention = nn.TransformerEncoderLayer(36, 2, 16, dropout=0.0, batch_first=True)
         self.recurrent, self.gated = nn.LSTM(36, 5, batch_first=True), nn.GRU(5, 4, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         features = self.norm(self.convolution(x)).relu().flatten(2)
         hidden, _ = self.recurrent(self.attention(features))
         out, _ = self.gated(hidden)
         return out.square().mean()
 
 
-def _train(device: str) -> list[float]:
+def _train(device):
     torch.manual_seed(0)
     net = _Net().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)

@@ -1,7 +1,5 @@
 """Every kernel of the device passes through one entry, which knows the memory it reads and writes (csrc/kernel.h)."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.fsdp._fully_shard
@@ -18,12 +16,12 @@ from test.torch_ext.sim.one_process.every_kernel import (
     WITHOUT_ELEMENTS,
     make,
 )
-from test.torch_ext.sim.one_process.observed import Entry, is_touched, kernels, kinds, observe, ranges
+from test.torch_ext.sim.one_process.observed import is_touched, kernels, kinds, observe, ranges
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 
 
-def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:
+def _assert_accounted(entries, args, result):
     """Assert that the inputs were read or written, and that the outputs were written."""
     written, read = ranges(entries, written=True), ranges(entries, written=False)
     for tensor in tree_leaves(args):
@@ -34,7 +32,7 @@ def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:
             assert is_touched(tensor, written), f"a result of {tuple(tensor.shape)} was not accounted for"
 
 
-def _registered(*namespaces: str) -> set[str]:
+def _registered(*namespaces):
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     return {name for name in names if name.partition("::")[0] in namespaces}
 
@@ -144,7 +142,7 @@ def test_autograd_orders_streams_of_forward_and_backward():
 # --- what is on two devices is refused, buffers included ---
 
 
-_BUFFERS: dict[str, tuple[str, int]] = {
+_BUFFERS = {
     "running mean": ("aten::native_batch_norm_backward", 3),
     "running variance": ("aten::native_batch_norm_backward", 4),
     "saved mean": ("aten::native_batch_norm_backward", 5),

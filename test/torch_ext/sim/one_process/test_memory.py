@@ -1,6 +1,5 @@
 """Memory is counted for each device, limited, and poisoned on request."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,7 +72,7 @@ def test_threads_share_pools_without_losing_a_byte():
     assert SIM.memory_stats(2)["active_bytes.all.current"] == before
 
 
-_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_VIEWS = {
     "all": lambda x: x,
     "rows": lambda x: x[1:5],
     "columns": lambda x: x[:, ::2],

@@ -2,14 +2,12 @@
 
 import pickle
 import re
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.cuda import _memory_viz
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 DEVICE = "sim:3"
 
 
@@ -28,11 +26,11 @@ def small_device():
     SIM.set_memory_limit(1 << 34, DEVICE)
 
 
-def _make(count: int = 1 << 16) -> Tensor:
+def _make(count=1 << 16):
     return torch.ones(count, device=DEVICE)
 
 
-def _block_at(address: int) -> dict[str, Any]:
+def _block_at(address):
     blocks = [block for segment in SIM.memory_snapshot() for block in segment["blocks"]]
     (found,) = (block for block in blocks if block["address"] == address)
     return found

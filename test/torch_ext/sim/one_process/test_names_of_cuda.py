@@ -1,7 +1,6 @@
 """Every public name of ``torch.cuda`` exists, or is refused with the reason; names that act have the right effect."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from test.torch_ext.sim.one_process.every_kernel import HOST_READS, NO_HOST_READS
 from torch_ext.sim import _absent
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 _MODULES = {"": torch.cuda, "memory": torch.cuda.memory, "random": torch.cuda.random}
 
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -15,30 +15,30 @@ def _of_a_prototype():
         yield
 
 
-def _parts(device: str) -> list[Tensor]:
+def _parts(device):
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(length, 8, generator=draw).to(device).requires_grad_() for length in (3, 5)]
 
 
-def _attention_of_jagged(parts: list[Tensor]) -> Tensor:
+def _attention_of_jagged(parts):
     nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
     heads = nested.unflatten(-1, [2, 4]).transpose(1, 2)
-    output: Tensor = F.scaled_dot_product_attention(heads, heads, heads)
+    output = F.scaled_dot_product_attention(heads, heads, heads)
     return output.transpose(1, 2).values()
 
 
-def _strided(parts: list[Tensor]) -> Tensor:
+def _strided(parts):
     nested = torch.nested.as_nested_tensor(parts)
     return torch.nested.to_padded_tensor(torch.softmax(nested * 2 + nested, -1).transpose(1, 2).contiguous(), 0.5)
 
 
-def _norm(parts: list[Tensor]) -> Tensor:
+def _norm(parts):
     nested = torch.nested.as_nested_tensor(parts)
     scale = torch.full((8,), 3.0, device=parts[0].device)
     return torch.nested.to_padded_tensor(F.layer_norm(nested, (8,), scale, scale), 0.0)
 
 
-def _product(parts: list[Tensor]) -> Tensor:
+def _product(parts):
     nested = torch.nested.as_nested_tensor(parts)
     return torch.nested.to_padded_tensor(torch.matmul(nested, nested.transpose(1, 2).contiguous()), 0.0)
 

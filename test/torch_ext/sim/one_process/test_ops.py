@@ -10,8 +10,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -51,22 +50,22 @@ def _leave_generators_as_operators_left_them(monkeypatch):
     monkeypatch.setattr(_utils, "freeze_rng_state", contextlib.nullcontext)
 
 
-def _key(op: Any) -> str:
+def _key(op):
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-def _types(op: Any) -> list[torch.dtype]:
+def _types(op):
     supported = op.supported_dtypes("cpu")
     return [dtype for dtype in TYPES if dtype in supported] or sorted(supported, key=str)
 
 
-def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+def _samples(op, dtype):
     """Host samples: the first one, or all."""
     found = op.sample_inputs("cpu", dtype, requires_grad=False)
     return iter(found) if ALL_SAMPLES else itertools.islice(found, 1)
 
 
-def _to(value: Any, device: str) -> Any:
+def _to(value, device):
     if isinstance(value, torch.Tensor):
         return value.detach().to(device)
     if isinstance(value, torch.device):
@@ -74,13 +73,13 @@ def _to(value: Any, device: str) -> Any:
     return value
 
 
-def _call(op: Any, sample: Any, device: str, *, grad: bool, of_input_alone: bool = False) -> Result:
+def _call(op, sample, device, *, grad, of_input_alone=False):
     """Run the operator on copies of the sample on ``device``; with ``grad``, differentiate it by its floating-point
     arguments, or by its input alone.
     """
-    leaves: list[torch.Tensor] = []
+    leaves = []
 
-    def place(value: Any, where: str, differentiable: bool) -> Any:
+    def place(value, where, differentiable):
         moved = _to(value, where)
         if isinstance(moved, torch.Tensor):
             moved = moved.clone()
@@ -107,14 +106,14 @@ def _call(op: Any, sample: Any, device: str, *, grad: bool, of_input_alone: bool
     return Result(tensors, list(torch.autograd.grad(total, leaves, allow_unused=True)), *drew)
 
 
-def _who_drew() -> tuple[bool, bool]:
+def _who_drew():
     """Whether the host's and the device's generator have moved since they were seeded last."""
     untouched = torch.Generator().manual_seed(torch.initial_seed()).get_state()
     _, offset = SIM.get_rng_state().view(torch.int64).tolist()
     return not torch.equal(torch.get_rng_state(), untouched), offset != 0
 
 
-def _assert_same(op: Any, host: torch.Tensor | None, device: torch.Tensor | None, *, values: bool) -> None:
+def _assert_same(op, host, device, *, values):
     if host is None or device is None:
         assert host is device
         return
@@ -125,7 +124,7 @@ def _assert_same(op: Any, host: torch.Tensor | None, device: torch.Tensor | None
         torch.testing.assert_close(device.cpu(), host, equal_nan=True, rtol=bound, atol=bound)
 
 
-def _assert_same_result(op: Any, host: Result, device: Result) -> None:
+def _assert_same_result(op, host, device):
     assert not device.drew_on_host, "drew from the host's generator"
     # A generator of the host does not advance for a result without elements.
     draws = host.drew_on_host or not any(tensor.numel() for tensor in host.tensors) or _key(op) in RANDOM_BY_VALUE
@@ -136,7 +135,7 @@ def _assert_same_result(op: Any, host: Result, device: Result) -> None:
         _assert_same(op, one, other, values=values)
 
 
-def _compare(op: Any, dtype: torch.dtype) -> int:
+def _compare(op, dtype):
     """Compare all samples of one type and return how many there were."""
     compared = 0
     grad = dtype == torch.float32 and op.supports_autograd and _key(op) not in UNINITIALISED
@@ -175,7 +174,7 @@ def test_operator_equals_the_host(op):
         assert sum(_compare(op, dtype) for dtype in _types(op)) > 0
 
 
-def _types_of_the_host_alone(op: Any) -> list[torch.dtype]:
+def _types_of_the_host_alone(op):
     """Without bfloat16, which the database lists for the GPU of this machine, and types without other operators."""
     types = all_types_and_complex_and(torch.bool, torch.half)
     found = {dtype for dtype in types if dtype in op.supported_dtypes("cpu") - op.supported_dtypes("cuda")}

@@ -1,17 +1,16 @@
 """torch.profiler shows the device's work: kernels on their streams and collectives under simccl's names."""
 
 import json
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 
 
-def _of_device(profiler: Any) -> list[Any]:
+def _of_device(profiler):
     return [event for event in profiler.events() if event.device_type == DeviceType.PrivateUse1]
 
 

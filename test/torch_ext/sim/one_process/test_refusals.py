@@ -1,6 +1,5 @@
 """Calls that CUDA refuses and the host accepts: integer matrices, and kernels that are not deterministic."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ _ones = partial(torch.ones, dtype=torch.long, device="sim")
 _zeros = partial(torch.zeros, device="sim")
 
 # By the kernel that CUDA's message names: a program on a tensor of ones, and the tensor's shape.
-NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] = {
+NONDETERMINISTIC = {
     "_bincount_cuda": (lambda x: torch.bincount(x.detach().long(), weights=x), (6,)),
     "_histc_cuda with floating point input": (lambda x: torch.histc(x), (6,)),
     "adaptive_avg_pool2d_backward_cuda": (lambda x: F.adaptive_avg_pool2d(x, 3).sum().backward(), IMAGE),
@@ -57,7 +56,7 @@ NONDETERMINISTIC: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] 
 }
 
 # Programs with the same operators whose CUDA kernels are deterministic.
-DETERMINISTIC: dict[str, Callable[[Tensor], object]] = {
+DETERMINISTIC = {
     "bincount without weights": lambda x: torch.bincount(x.detach().long()),
     "cumsum": lambda x: x.cumsum(0),
     "median without indices": lambda x: x.median(),
@@ -90,7 +89,7 @@ def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic):
 
 
 # Element types by what CUDA's message names; others than those of products are in test_ops.py.
-CONVOLUTIONS: dict[str, Callable[[Tensor], object]] = {
+CONVOLUTIONS = {
     "slow_conv2d_cuda": lambda x: F.conv2d(x[0], x[0]),
     "slow_conv2d_cuda ": lambda x: F.conv1d(x[0, 0], x[0, 0]),
     "slow_conv_dilated<>": lambda x: F.conv2d(x[0], x[0, :, :, :1, :1], dilation=2),
@@ -99,7 +98,7 @@ CONVOLUTIONS: dict[str, Callable[[Tensor], object]] = {
     "slow_conv_transpose3d_out_cuda": lambda x: F.conv_transpose3d(x, x),
 }
 
-PRODUCTS: dict[str, Callable[[Tensor], object]] = {
+PRODUCTS = {
     '"addmm_cuda"': lambda x: x @ x,
     '"addmm_cuda" ': lambda x: x.addmm_(x.clone(), x.clone()),
     '"baddbmm_cuda"': lambda x: torch.einsum("bij,bjk->bik", x[None], x[None]),
@@ -160,7 +159,7 @@ class _Refusing(Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor):
+    def __new__(cls, inner):
         made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
         made.inner = inner
         return made

@@ -3,17 +3,16 @@
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 import torch_ext.sim  # noqa: F401 - registers the device
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 
 
-def _double(given: Any, answers: Any) -> None:
+def _double(given, answers):
     tensor, view = given.get()
     tensor.mul_(2)
     answers.put((str(tensor.device), view.tolist(), tensor.is_shared()))
@@ -39,7 +38,7 @@ def test_both_processes_see_each_others_writes():
         process.kill()
 
 
-def _round_trip(value: object) -> Any:
+def _round_trip(value):
     return pickle.loads(ForkingPickler.dumps(value))
 
 

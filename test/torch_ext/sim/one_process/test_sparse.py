@@ -1,7 +1,5 @@
 """Sparse tensors on the device: construction, parts, copies and computation, as on the host."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,20 +12,20 @@ _INDICES, _VALUES = ((0, 1, 1), (2, 0, 0)), (3.0, 4.0, 5.0)
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC)", "ignore:.*[Ss]parse invariant checks")
 
 
-def _coo(device: str) -> torch.Tensor:
+def _coo(device):
     return torch.sparse_coo_tensor(torch.tensor(_INDICES), torch.tensor(_VALUES), (2, 3), device=device)
 
 
-def _csr(device: str) -> torch.Tensor:
+def _csr(device):
     return torch.sparse_csr_tensor([0, 1, 2], [2, 0], [3.0, 9.0], (2, 3), device=device)
 
 
-def _same(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def _same(given, result):
     assert result is given
     return result
 
 
-_CALLS: dict[str, Callable[[str], torch.Tensor]] = {
+_CALLS = {
     "made of lists": lambda device: torch.sparse_coo_tensor(torch.tensor(_INDICES), list(_VALUES), device=device),
     "of given size": _coo,
     "empty": lambda device: torch.sparse_coo_tensor(torch.empty(2, 0), [], (2, 3), device=device),
@@ -80,7 +78,7 @@ def test_moves_between_devices_and_back(layout):
     torch.testing.assert_close(there.to("sim:0").cpu(), host, rtol=0, atol=0)
 
 
-_BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_BINARY = {
     "a + b": torch.add,
     "a + 3 b": lambda a, b: torch.add(a, b, alpha=3),
     "a += b": lambda a, b: a.add_(b),
@@ -96,7 +94,7 @@ _BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _repeating(hybrid: bool, seed: int) -> torch.Tensor:
+def _repeating(hybrid, seed):
     """Six values, or rows of two, at random places of nine: some places have several."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(0, 3, (2, 6), generator=generator)

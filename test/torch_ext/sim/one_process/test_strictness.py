@@ -1,7 +1,5 @@
 """The simulated devices refuse what GPUs refuse, in the same words; naive aliasing would let it succeed."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,7 @@ from torch import nn
 SIM = torch.get_device_module("sim")
 
 
-_Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-MIXED_CALLS: dict[str, _Call] = {
+MIXED_CALLS = {
     "mm with host": lambda device, host, other: torch.mm(device, host),
     "add with host": lambda device, host, other: device + host,
     "host in place": lambda device, host, other: host.add_(device),

@@ -17,7 +17,7 @@ from test.torch_ext.sim.races import stage
 from test.torch_ext.sim.races.test_zoo import PAIRS
 
 
-def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
+def by_sanitizer(pair, fixed):
     sanitizer = _sanitizer.cuda_sanitizer
     sanitizer.dispatch.event_handler.__init__()  # forgets the program before
     on = stage.Stage()
@@ -41,8 +41,8 @@ CHECKERS = {
 }
 
 
-def main() -> None:
-    counts: Counter[tuple[str, str]] = Counter()
+def main():
+    counts = Counter()
     for pair in PAIRS:
         ends = {name: (check(pair, False), check(pair, True)) for name, check in CHECKERS.items()}
         for name, (racy, twin) in ends.items():

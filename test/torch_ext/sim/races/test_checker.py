@@ -20,7 +20,7 @@ KINDS = ("use", "use", "copy", "pinned", "record", "wait", "wait", "free", "allo
 
 
 @st.composite
-def views(draw: st.DrawFn) -> il.View:
+def views(draw):
     itemsize = draw(st.sampled_from([1, 2]))
     room = BYTES // itemsize
     begin = draw(st.sampled_from([0, 0, 1, room // 2]))
@@ -38,9 +38,9 @@ def views(draw: st.DrawFn) -> il.View:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[il.Step]:  # noqa: C901
+def programs(draw):  # noqa: C901
     """Up to ten steps after two tensors on the first stream, and one of pinned memory, have been allocated."""
-    steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
+    steps = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
     live = {0: 0, 1: 0}
     streams = st.integers(0, STREAMS - 1)
     for _ in range(draw(st.integers(2, 10))):
@@ -76,11 +76,11 @@ def programs(draw: st.DrawFn) -> list[il.Step]:  # noqa: C901
 
 
 @st.composite
-def lifetimes(draw: st.DrawFn) -> list[il.Step]:
+def lifetimes(draw):
     """One tensor is used on a side stream, freed, and its memory is handed out again; each wait may be missing."""
     side, view = draw(st.sampled_from([1, 2])), draw(views())
     after = draw(st.sampled_from([0, 0, side, il.HOST]))
-    optional: list[list[il.Step]] = [
+    optional = [
         [il.Use(0, (), ((0, view),))],
         [il.Record(0, 0)],
         [il.Wait(side, 0)],
@@ -97,12 +97,12 @@ def lifetimes(draw: st.DrawFn) -> list[il.Step]:
 
 
 @st.composite
-def events(draw: st.DrawFn) -> list[il.Step]:
+def events(draw):
     """One event, recorded early, late, twice or on another stream; each step may be missing."""
     view = il.View(0, 1, (2,), (1,))
     writer, other = draw(st.permutations(range(STREAMS)))[:2]
     after = draw(st.sampled_from([other, other, il.HOST]))
-    optional: list[il.Step] = [
+    optional = [
         il.Use(writer, (), ((PINNED, view),)),
         il.Record(writer, 0),
         il.Use(writer, (), ((PINNED, view),)),
@@ -114,7 +114,7 @@ def events(draw: st.DrawFn) -> list[il.Step]:
     return [il.Allocate(PINNED, LANES), *(step for step in optional if draw(st.integers(0, 3)))]
 
 
-def hold(steps: list[il.Step], fault: str = "") -> None:
+def hold(steps, fault=""):
     """Hold what the checker says against every interleaving."""
     racing, reported = il.Machine(steps, LANES).explore(), il.check(steps, LANES, fault)
     assert bool(reported) == bool(racing), f"the checker says {reported}, the interleavings say {sorted(racing)}"

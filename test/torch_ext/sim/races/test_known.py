@@ -15,20 +15,20 @@ KNOWN = KnownRace("it races", "a link", ("test_a.py::TestA::test_*",), earlier=S
 class Raced:
     """A tensor, and a stream that no other stream waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._on = Stage()
         self.tensor = self._on.tensor()
 
-    def write(self) -> None:
+    def write(self):
         with self._on.on(self._on.side):
             self.tensor.fill_(2)
 
 
-def _written(on: Raced) -> None:
+def _written(on):
     on.write()
 
 
-def _written_elsewhere(on: Raced) -> None:
+def _written_elsewhere(on):
     on.write()
 
 

@@ -53,7 +53,7 @@ race 1: aten::copy_ reads what aten::fill_ writes
 }
 
 
-def report_of(name: str) -> str:
+def report_of(name):
     """Return the report of a program of the zoo, without what differs between machines and runs."""
     (program,) = (pair.program for pair in pairs_of(zoo_streams, zoo_memory) if pair.name == name)
     stage = Stage()
@@ -73,14 +73,14 @@ def test_report_text(name):
     assert text == EXPECTED[name]
 
 
-def access(operator: str, lane: str, line: int, sequence: int | None = None) -> races.Access:
+def access(operator, lane, line, sequence=None):
     """Make an access of a program, called by torch."""
     kind = "host" if lane == "the host" else "communication" if lane.startswith("the collectives") else "stream"
     stack = (races.Frame(torch.__file__, 1, "call"), races.Frame("train.py", line, "step"))
     return races.Access(operator, sequence, None, None, True, lane, kind, None, "torch.float32", (4,), stack)
 
 
-def race(earlier: races.Access, later: races.Access, freed: int = 0) -> races.Race:
+def race(earlier, later, freed=0):
     where = (races.Frame("train.py", freed, "step"),) if freed else None
     return races.Race(earlier, later, 0, 16, pinned=False, reused=bool(freed), allocated=None, freed=where)
 

@@ -1,7 +1,6 @@
 """Schedules: a race shows its wrong number, a program without one computes the same, and a seed runs again."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,20 +12,19 @@ from torch_ext.sim import _native, races
 SCHEDULES = ["early", "late", *(f"random:{seed}" for seed in range(4))]
 
 
-def _written_again(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _written_again(x, y):
     x.fill_(3)
     SIM.synchronize()
     return x
 
 
 # The side stream's work on a tensor of ones, and the next read or write.
-Program = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-READ_AFTER_WRITE: Program = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
-FRESH: Program = (lambda x: x.mul(2), lambda x, y: y)
-WRITE_AFTER_WRITE: Program = (lambda x: x.fill_(2), _written_again)  # of two late writes the second still comes last
+READ_AFTER_WRITE = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
+FRESH = (lambda x: x.mul(2), lambda x, y: y)
+WRITE_AFTER_WRITE = (lambda x: x.fill_(2), _written_again)  # of two late writes the second still comes last
 
 
-def _run(program: Program, schedule: str, *, fixed: bool) -> tuple[float, str, int]:
+def _run(program, schedule, *, fixed):
     on, result = Stage(), 0.0
     x = on.tensor(4)
     try:
@@ -59,7 +57,7 @@ def test_a_race_shows_its_wrong_number(program, right, wrong):
         assert _run(program, schedule, fixed=True)[:2] == (right, "")
 
 
-def _training(on: Stage) -> list[float]:
+def _training(on):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)).to(on.device)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

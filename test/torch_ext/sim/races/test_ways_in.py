@@ -20,7 +20,7 @@ print(x.mul(3).sum().item())
 """
 
 
-def _race(on: Stage) -> None:
+def _race(on):
     x = on.tensor()
     with on.on(on.side):
         x.fill_(2)

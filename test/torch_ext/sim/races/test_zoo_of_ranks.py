@@ -16,7 +16,7 @@ from torch_ext.sim import faults
 CALLS = 400  # of a group, in all programs
 
 
-def _delay(rank: int, schedule: str) -> None:
+def _delay(rank, schedule):
     """Make the calls of this rank late: of every rank in turn, or by random times."""
     draw = random.Random(f"{schedule} {rank}")
     for at in range(1, CALLS + 1):
