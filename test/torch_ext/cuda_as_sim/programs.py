@@ -14,7 +14,6 @@ import re
 import sys
 import traceback
 import types
-import typing
 import warnings
 from functools import partial
 
@@ -44,7 +43,7 @@ def names():
         Kind.GPU.value,
         torch.load(held)["device"].type,
         str(torch.device(NAME, 1)).split(":")[0],
-        typing.cast(torch.device, torch.accelerator.current_accelerator()).type,
+        torch.accelerator.current_accelerator().type,
         torch.cuda.__name__.rpartition(".")[2],
         next(nn.Linear(1, 1).cuda().parameters()).device.type,
     ):
@@ -411,7 +410,7 @@ def checkpointing():
         x.grad = None
         out = checkpoint(lambda t: F.dropout(t, 0.5) * t, x, use_reentrant=reentrant)
         out.sum().backward()
-        assert x.grad is not None and torch.equal(x.grad, 2 * out.detach())
+        assert torch.equal(x.grad, 2 * out.detach())
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         x.square().sum().backward()
 
@@ -564,7 +563,7 @@ def inductor():
     for loss in (found.pow(2).sum(), expected.pow(2).sum()):
         loss.backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(typing.cast(torch.Tensor, ours.grad).cpu(), theirs.grad)
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
     @torch.compile
     def noisy(y):
@@ -595,7 +594,7 @@ def attention_of_dtensors():
     try:
         host = torch.randn(2, 4, 8, 16)
         heads = distribute_tensor(host.cuda(), init_device_mesh("cuda", (1,)), [Shard(1)]).requires_grad_()
-        found = typing.cast(typing.Any, F.scaled_dot_product_attention(heads, heads, heads))
+        found = F.scaled_dot_product_attention(heads, heads, heads)
         found.sum().backward()
         torch.testing.assert_close(found.full_tensor().cpu(), F.scaled_dot_product_attention(host, host, host))
         assert heads.grad is not None
@@ -606,11 +605,10 @@ def attention_of_dtensors():
 def records_and_errors_of_nccl():
     from torch import distributed as dist
 
-    c10d = typing.cast(typing.Any, torch._C._distributed_c10d)
+    c10d = torch._C._distributed_c10d
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         work = dist.all_reduce(torch.ones(2, device="cuda"), async_op=True)
-        assert work is not None and dist.group.WORLD is not None
         work.wait()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

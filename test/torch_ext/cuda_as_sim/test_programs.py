@@ -112,8 +112,7 @@ def ends(tmp_path_factory):
     """The traceback of each program, or nothing if it passed; all run in one process."""
     done = python("-m", "test.torch_ext.cuda_as_sim.programs", TORCH_EXT_SIM="cuda")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", programs())

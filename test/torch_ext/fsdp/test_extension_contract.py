@@ -51,7 +51,6 @@ def test_no_broken_subclass_costs_a_time_limit(report):
 def shown(name):
     """Return the file ``name`` on the page."""
     found = re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
     return found[1]
 
 

@@ -63,8 +63,7 @@ def test_classes_are_ours_and_other_names_are_torchs():
 
 def places_of(area):
     """Return the places that an area passes to ``lazy_names``."""
-    places = vars(importlib.import_module(area))["__getattr__"].places
-    return places
+    return vars(importlib.import_module(area))["__getattr__"].places
 
 
 def names_for_type_checkers(area):

@@ -26,8 +26,7 @@ print(json.dumps({"version": told.get_version(), "requires": told.install_requir
 @pytest.fixture(scope="module")
 def metadata():
     pytest.importorskip("setuptools")
-    found = json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
-    return found
+    return json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
 
 
 def test_package_has_one_version_and_accepts_any_torch_from_2_13(metadata):

@@ -70,7 +70,6 @@ def serving(*words, limit_s=_LIMIT_S, **more):
         watchdog.daemon = True
         watchdog.start()
         try:
-            assert process.stdout is not None
             first = process.stdout.readline()
             assert f"serving runs on {'cpu' if '--host' in words else ''}" in first, first
             yield process

@@ -129,7 +129,6 @@ def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path):
         assert server.run("", program, folder=tmp_path).out == f"{first} old\n"
         (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
         assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
-        assert process.stdout is not None
         assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading again\n"
         assert "serving runs on cpu" in process.stdout.readline()
         (second,) = server.zygotes

@@ -5,7 +5,7 @@ import itertools
 import re
 import signal
 import unittest
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,6 @@ from torch_ext.results import Died, Raised, Remark, Status, TestName
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.class_runner import ClassFacts, decide_next
 from torch_ext.runner.messages import ClassEnded, TestEnded
-from torch_ext.world.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("before")
 
@@ -32,7 +31,7 @@ TESTS = [TestName("test_a.py", "TestA", f"test_{letter}") for letter in "ab"]
 def ending(test):
     """Run one test as a class process does, and return its result."""
     channel = FakeChannel()
-    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
+    result = _ClassResult(channel, 2, TESTS, failfast=False)
     check_calls(test)
     suite = _Suite(result)
     suite.addTest(test)
@@ -162,7 +161,7 @@ def test_test_run_by_another_test_has_a_separate_result():
             self.fail("b fails")
 
     channel = FakeChannel()
-    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
+    result = _ClassResult(channel, 2, TESTS, failfast=False)
     suite = _Suite(result)
     suite.addTests([Beside("test_a"), Beside("test_b")])
     suite.run(result)

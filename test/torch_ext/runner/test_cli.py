@@ -53,7 +53,6 @@ def test_a_pattern_may_be_what_the_shell_completes_and_names_the_only_file_to_im
 def test_the_printed_id_runs_again(cli):
     cli.executor.endings = {TUPLE: ending(TUPLE)}
     found = re.search(r"^rerun: python run_test\.py (.*)$", cli("--device", "cpu").out, re.MULTILINE)
-    assert found is not None
     arguments = found[1].split()
     assert arguments == ["-i", TUPLE, "--root", "suites", "--device", "cpu"]
     assert cli.main(*arguments).code == 1
@@ -84,7 +83,6 @@ def test_list_runs_nothing_and_cached_list_starts_no_executor(cli, monkeypatch):
     assert cli.asked == [RPC]
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", None)  # its import now fails
     folder = cache.folder()
-    assert folder is not None
     assert cli("--list").err == f"4 tests; names of 2 files from the cache in {folder / 'names'}\n"
 
 

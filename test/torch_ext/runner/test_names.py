@@ -48,7 +48,6 @@ class Runs:
 
     @property
     def entries(self):
-        assert self.folder is not None
         return sorted(self.folder.rglob("*.json"))
 
 
@@ -131,7 +130,6 @@ def test_a_cache_that_cannot_be_used_is_no_error(run, monkeypatch, why):
         raise OSError("disk full")
 
     folder = run.folder
-    assert folder is not None
     before = []
     if why == "a file in its place":
         folder.parent.mkdir()
@@ -157,7 +155,6 @@ def test_environment_key_differs_by_installed_versions(monkeypatch):
     import torch_ext
 
     found = environment_key("cpu")
-    assert found is not None
     assert found["torch"] == metadata.version("torch")
     assert found["torch_ext"] == torch_ext.__version__
     assert found["device"] == "cpu"
@@ -179,7 +176,6 @@ def test_a_name_belongs_to_the_root_it_was_found_below(run, tmp_path):
 
 def test_a_cache_that_is_made_is_the_users_alone(run):
     run()
-    assert run.folder is not None
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run.folder, run.folder / "names", *run.entries))
 
 
@@ -191,7 +187,7 @@ def test_needs_and_imports_are_remembered(run):
     collected = Collected(run.files[0], tests, (str(run.helper),), needs=ASKED)
     NameCache(run.folder, AROUND).store(collected, time.time_ns())
     remembered = NameCache(run.folder, AROUND).load(run.files[0])
-    assert remembered is not None and remembered.needs == ASKED
+    assert remembered.needs == ASKED
     assert set(remembered.imported) == {str(run.files[0].path), str(run.helper)}
 
 

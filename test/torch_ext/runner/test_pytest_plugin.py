@@ -82,7 +82,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     order = re.findall(r"^test_suite\.py::(?:(\w+)::)?\w+ (?!FAILED)[A-Z]", run.out, re.M)
     assert [cls for cls, _ in itertools.groupby(order)] == list(dict.fromkeys(order)) and order[0] == "TestA"
     root = ElementTree.parse(xml).getroot().find("testsuite")
-    assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
 
 
 @pytest.mark.parametrize(

@@ -186,18 +186,18 @@ def test_junit_reports_the_ending_of_each_rank(ran):
     assert zero.startswith("rank 0 was stopped") and "last words of 0" in zero
     assert one.startswith("rank 1 was killed by SIGSEGV") and "last words of 1" in one
     error = case.find("error")
-    assert error is not None and error.attrib["type"] == "rank killed"
+    assert error.attrib["type"] == "rank killed"
     assert re.fullmatch(r"rank 1 was killed by SIGSEGV at test_\w+\.py:\d+", error.attrib["message"])
     assert "What each rank did in" in (error.text or "")
     hung = ran.cases["test_hangs"].find("error")
-    assert hung is not None and "rank 1" in hung.attrib["message"]
+    assert "rank 1" in hung.attrib["message"]
 
 
 def test_junit_escapes_characters_invalid_in_xml(ran):
     text = "".join(each.text or "" for each in ran.cases["test_fails"].findall("system-out"))
     assert r"\x1b[31mred\x1b[0m \x00 ]]> <&> \ufffe" in text
     failure = ran.cases["test_fails"].find("failure")
-    assert failure is not None and r"a \x07 bell" in (failure.text or "")
+    assert r"a \x07 bell" in (failure.text or "")
 
 
 def test_json_lines_begin_and_end(ran):

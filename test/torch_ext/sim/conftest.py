@@ -38,7 +38,7 @@ def group():
 def transport(request, monkeypatch):
     """The transport of groups created from now on, in ranks too."""
     monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
-    return str(request.param)
+    return request.param
 
 
 def _module_with_ranks(item):

@@ -93,7 +93,6 @@ def store():
 def leave():
     """End this rank with success and without leaving its group, which is broken or already gone."""
     rank = world_rank.current()
-    assert rank is not None
     rank.report(Receipt(RankStatus.PASSED, time.monotonic()))
     rank.try_send(Phase.EXITING)
     os._exit(0)

@@ -104,7 +104,6 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank, world_size):
     # The tensors of a list are copied from and to one flat tensor.
     targets = [torch.zeros(4, 8, device="sim")[:, ::2], torch.zeros(4, 4, device="sim").t()]
     work = dist.all_gather(targets, holes.contiguous(), async_op=True)
-    assert work is not None
     work.wait()
     assert all(torch.equal(one, holes + 32 * (r - rank)) for r, one in enumerate(targets))
     part = torch.empty(4, 4, device="sim")
@@ -119,7 +118,6 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank, world_size):
         work._get_duration()
     dist.group.WORLD._enable_collectives_timing()
     timed = dist.all_reduce(part, async_op=True)
-    assert timed is not None
     timed.wait()
     SIM.synchronize()
     assert 0 < timed._get_duration() < 60_000
@@ -135,7 +133,6 @@ def test_coalesced_calls(rank, world_size):
     every = [torch.stack([_values(r, n) for r in range(world_size)]) for n in (3, 4)]
     mine = [each[rank].to("sim") for each in every]
     group = dist.group.WORLD
-    assert group is not None
     default = group._get_backend(torch.device("sim"))
 
     for op, divisor in ((OPS.SUM, 1), (OPS.AVG, world_size)):
@@ -229,7 +226,6 @@ def _exchange(kind, rank, numel):
     first = {"send": True, "recv": False, "in turn": rank == 0}[kind]
     works = [dist.isend(mine, peer) if is_send else dist.irecv(came, peer) for is_send in (first, not first)]
     for work in reversed(works):
-        assert work is not None
         work.wait()
     return came
 

@@ -59,7 +59,6 @@ def test_time_limit_is_the_groups_or_the_argument_of_wait(rank, world_size):
             with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
                 dist.all_reduce(full(), group=group)
         work = dist.irecv(full(), 1, group=waited)
-        assert work is not None
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
             work.wait(ranks.SHORT)
         store().set("seen", "yes")

@@ -30,7 +30,7 @@ def _entries():
     pickled = pickle.loads(native._dump_fr_trace()).get("entries", [])
     for name in ("profiling_name", "collective_seq_id", "input_sizes", "output_dtypes"):
         assert [entry[name] for entry in as_json] == [entry[name] for entry in pickled], name
-    return list(as_json)
+    return as_json
 
 
 # By entry: a call of one of two ranks, its name, and the sizes of its inputs and outputs on rank 0.

@@ -86,7 +86,7 @@ class MeetingPlace(dist.Store):
         self.me.dies_soon_in("while the group is made")
 
     def check(self, keys):
-        return bool(self.store.check(keys))
+        return self.store.check(keys)
 
     def wait(self, keys, timeout=TIMEOUT):
         self.store.wait(keys, timeout)
@@ -96,7 +96,7 @@ class MeetingPlace(dist.Store):
         if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
             self.me.await_death()  # so that peers look for a dead process
             self.has_waited = True
-        return bytes(self.store.get(key))
+        return self.store.get(key)
 
 
 def steps(group, me):

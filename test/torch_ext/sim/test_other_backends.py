@@ -1,7 +1,5 @@
 """Groups of gloo and fake groups with ``sim`` tensors. The threaded group is in test_conformance.py."""
 
-from typing import Any, cast
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,7 +55,7 @@ def test_detail_mode_finds_a_device_call_against_a_host_call(rank, world_size):
         if rank == 0:
             dist.reduce(full(), 0, group=group)
         else:
-            cast(Any, group)._get_backend(torch.device("cpu")).barrier().wait()
+            group._get_backend(torch.device("cpu")).barrier().wait()
     ranks.leave()
 
 
@@ -128,7 +126,7 @@ def test_group_of_gloo_reduces_sparse_gradients(rank, world_size):
         model(torch.tensor([rank, 2], device="sim")).sum().backward()
         optimizer.step()
     gradient = weight.weight.grad
-    assert gradient is not None and gradient.is_sparse
+    assert gradient.is_sparse
     assert gradient.to_dense()[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
     assert weight.weight[:, 0].tolist() == [0.0, 0.0, -1.0, 1.0]
 
@@ -168,5 +166,5 @@ def test_fake_group_takes_device_tensors(rank, world_size):
     model = torch.nn.Linear(4, 4, device="sim")
     fully_shard(model, mesh=init_device_mesh("sim", (4,)))
     model(torch.ones(2, 4, device="sim")).sum().backward()
-    assert model.weight.grad is not None and model.weight.grad.to_local().shape == (1, 4)
+    assert model.weight.grad.to_local().shape == (1, 4)
     assert dist.Backend.default_device_backend_map["sim"] == "simccl"

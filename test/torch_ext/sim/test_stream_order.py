@@ -20,9 +20,7 @@ SIM = torch.get_device_module("sim")
 
 
 def _reduce(x, group=None):
-    work = dist.all_reduce(x, group=group, async_op=True)
-    assert work is not None
-    return work
+    return dist.all_reduce(x, group=group, async_op=True)
 
 
 # --- wait ---
@@ -109,7 +107,7 @@ def test_receives_do_not_block_the_host_and_its_device_synchronizes_all(rank, wo
         store().set("go", "")
         assert (z + 1).tolist() == [5.0] * 3
         SIM.synchronize()
-        assert received is not None and received.is_completed()
+        assert received.is_completed()
     else:
         store().wait(["go"])
         dist.all_reduce(x)
@@ -201,7 +199,7 @@ def test_wait_page_names_the_operation_that_a_read_waits_for(rank, world_size):
     assert 0 < entry.until_s - time.monotonic() <= ranks.GROUP_TIMEOUT.total_seconds()
     # Its frame is in x.tolist(), which is not an operation.
     (task,) = (task for task in threads._threads(0) if task.tid == reading.native_id)
-    assert task.operation is not None and task.operation.limit_s == entry.until_s
+    assert task.operation.limit_s == entry.until_s
     store().set("seen", "")
     reading.join()
     assert page.waits() == ()
@@ -271,7 +269,6 @@ def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank, world_si
     before = SIM.memory_allocated()
     if rank == 0:
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
-        assert work is not None
         del mine
         assert SIM.memory_allocated() == before
         work.wait()
@@ -280,7 +277,6 @@ def test_tensors_are_held_until_the_wait_however_late_the_peer_is(rank, world_si
     else:
         store().wait(["go"])
         work = dist.all_gather_into_tensor(whole, mine, async_op=True)
-        assert work is not None
         SIM.synchronize()
         del mine
         assert SIM.memory_allocated() == before  # complete, without a wait

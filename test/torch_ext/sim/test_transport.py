@@ -18,7 +18,7 @@ NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/segment.h
 
 def _transport(group=None):
     backend = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
-    return str(backend.transport)
+    return backend.transport
 
 
 # --- which one ---

@@ -20,7 +20,6 @@ IN_PYTEST = {"PASSED": "passed", "SKIPPED": "skipped", "XFAIL": "expected failur
 
 def load(path):
     spec = importlib.util.spec_from_file_location("bodies", path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

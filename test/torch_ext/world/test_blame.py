@@ -172,7 +172,7 @@ CASES = {
 def test_to_blame_is(case):
     outcomes, ranks, phrase = CASES[case]
     blame = find_blame(outcomes)
-    assert blame is not None and tuple(sorted(blame.ranks)) == ranks
+    assert tuple(sorted(blame.ranks)) == ranks
     assert phrase in f"{blame.cause}\n{blame.sentence}\n"
 
 
@@ -216,9 +216,9 @@ def test_record_of_a_torch_that_writes_less_is_read_too():
 
 def test_odd_one_out_is_guilty_and_halves_are_not():
     odd = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")], 2: [call(1)]})
-    assert odd is not None and odd.ranks == (1,)
+    assert odd.ranks == (1,)
     halves = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")]})
-    assert halves is not None and halves.ranks == ()
+    assert halves.ranks == ()
     assert first_mismatch({0: [call(1, group="3 (sub)")], 1: []}) is None, "rank 1 may be no member"
     assert first_mismatch({0: [call(1), call(2), call(3)], 1: [call(3)]}) is None, "the ring buffer dropped the others"
 

@@ -60,8 +60,7 @@ class TestStanding(Standing):
 
 def await_pids(suite, target, process):
     """Wait for the test in which ``target`` is to be killed; return its ancestors' pids, from the parent half up."""
-    pids = json.loads(suite.await_note(target, process))
-    return pids
+    return json.loads(suite.await_note(target, process))
 
 
 def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path):

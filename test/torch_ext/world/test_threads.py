@@ -155,10 +155,10 @@ def test_polling_operation_is_found_at_its_wait(monkeypatch, operation):
     monkeypatch.setattr(threads, "operation_of", lambda frame: operation)
     monkeypatch.setattr(threads, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
+    assert task.doing == ("sleep" if operation is IN_BARRIER else "running")
     calls += ["running"] * 1000
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == "running"  # the thread computes
+    assert task.doing == "running"  # the thread computes
 
 
 def test_store_wait_has_the_same_description_at_every_frame(tmp_path):

@@ -134,8 +134,7 @@ def _parts(sparse):
 
 def _of_bag(grad):
     rows, first, bags, size = (torch.tensor(each, device="sim") for each in ([0, 1], [0], [0, 0], [2]))
-    result = ATEN._embedding_bag_backward(grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None)
-    return result
+    return ATEN._embedding_bag_backward(grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None)
 
 
 def _nested_from_padded(padded):
@@ -148,8 +147,7 @@ def _nested_from_mask(padded):
 
 def _nested_view(buffer):
     sizes, strides, offsets = torch.tensor([[2], [2]]), torch.tensor([[1], [1]]), torch.tensor([0, 2])
-    nested = ATEN._nested_view_from_buffer(buffer, sizes, strides, offsets)
-    return nested
+    return ATEN._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
 def _attention(forward):

@@ -99,7 +99,7 @@ def test_ddps_bfloat16_hooks_compress(group, hook):
     exact = 1 + 2**-10  # has more bits than bfloat16
     model(torch.full((1, 1), exact, device="sim")).sum().backward()
     gradient = model.module.weight.grad
-    assert gradient is not None and gradient.dtype == torch.float32
+    assert gradient.dtype == torch.float32
     assert gradient.item() == torch.tensor(exact).bfloat16().float().item() != exact
 
 

@@ -103,7 +103,6 @@ def functional_collective_without_wait_tensor(on, fixed):
     # As in pytorch#152534.
     x = on.tensor()
     group = dist.group.WORLD
-    assert group is not None
     raw = torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)  # earlier: all_reduce
     if fixed:
         raw = torch.ops._c10d_functional.wait_tensor(raw)
@@ -213,7 +212,6 @@ def freed_and_recorded_for_one_of_two_streams(on, fixed):
         x.mul(3)  # earlier: mul
     with on.on(on.side):
         work = dist.all_gather_into_tensor(two, x, async_op=True)
-        assert work is not None
         work.wait()
     x.record_stream(on.side)
     if fixed:

@@ -19,7 +19,6 @@ def _linear(on):
 
 
 def _local(parameter):
-    assert parameter is not None
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -98,7 +97,6 @@ def event_after_the_optimizer_recorded_before_it(on, fixed):
 def unsharded_ahead_and_not_waited_for(on, fixed):
     model = fully_shard(_linear(on))
     handle = model.unshard(async_op=True)
-    assert handle is not None
     handle.wait()  # earlier: copy_
     if fixed:
         on.side.wait_stream(on.main)
