@@ -19,7 +19,7 @@ sys.modules["torch"] = None
 from setuptools import Distribution
 from distutils.core import run_setup
 told = run_setup("setup.py", ["--version"], stop_after="init")
-print(json.dumps({"version": told.get_version(), "requires": told.install_requires, "packages": told.packages}))
+print(json.dumps({"version": told.get_version(), "requires": told.install_requires}))
 """
 
 
@@ -33,14 +33,6 @@ def test_package_has_one_version_and_accepts_any_torch_from_2_13(metadata):
     """With an upper bound on torch, pip would replace a nightly or a source build."""
     assert metadata["version"] == torch_ext.__version__
     assert [each for each in metadata["requires"] if re.match(r"torch\b", each)] == ["torch>=2.13"]
-
-
-def test_every_package_is_found(metadata):
-    folders = {path.parent for path in python_files("torch_ext")}
-    expected = {shown(folder).replace("/", ".") for folder in folders}
-    expected |= {f"torch_ext.{shown(path.parent).replace('/', '.')}" for path in python_files("testing")}
-    assert expected <= set(metadata["packages"])
-    assert not any(name.split(".")[0] != "torch_ext" for name in metadata["packages"])
 
 
 @pytest.fixture(scope="module")

@@ -33,21 +33,16 @@ GROUP_TIMEOUT = timedelta(seconds=30)
 SHORT = timedelta(seconds=1)  # the time limit of a group whose test times out
 
 
-def world_of(world_size=0, **options):
-    """Make a test of ``body(rank, world_size, *args)``, which ranks run: see :func:`run`.
-
-    Args:
-        world_size: 0 if it is a parameter of the test, as those after it are.
-        options: as of :func:`run`.
-    """
+def world_of(world_size, **options):
+    """Make a test of ``body(rank, world_size, *args)``, which ranks run: see :func:`run`."""
 
     def make(body):
         def test(**parameters):
-            run(parameters.pop("world_size", world_size), body, *parameters.values(), **options)
+            run(world_size, body, *parameters.values(), **options)
 
         test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
         signature = inspect.signature(body)
-        of_test = list(signature.parameters.values())[2 if world_size else 1 :]
+        of_test = list(signature.parameters.values())[2:]
         test.__signature__ = signature.replace(parameters=of_test)
         test.body = body
         return test

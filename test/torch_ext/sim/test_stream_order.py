@@ -145,17 +145,6 @@ def test_blocking_wait_blocks_the_host(rank, world_size, name):
         dist.all_reduce(x, group=group)
 
 
-@ranks.world_of(2)
-def test_a_barrier_blocks_the_host(rank, world_size):
-    if rank == 0:
-        threading.Timer(0.05, store().set, ("go", "")).start()
-        dist.barrier()
-        assert store().check(["go"])
-    else:
-        store().wait(["go"])
-        dist.barrier()
-
-
 # --- errors ---
 
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,8 +12,7 @@ from test.torch_ext.sim import ranks
 SIM = torch.get_device_module("sim")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@ranks.world_of()
+@ranks.world_of(4)
 def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank, world_size):
     torch.manual_seed(1)
     host = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
@@ -31,8 +29,7 @@ def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank, world_size
     torch.testing.assert_close(device.module[1].running_var.cpu(), host[1].running_var, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@ranks.world_of()
+@ranks.world_of(4)
 def test_dtensor_and_its_random_numbers(rank, world_size):
     from torch.distributed import tensor as dt
 

@@ -89,21 +89,18 @@ def test_fresh_memory_is_filled_with_what_no_program_expects(_deterministic):
 
 
 # Element types by what CUDA's message names; others than those of products are in test_ops.py.
-CONVOLUTIONS = {
-    "slow_conv2d_cuda": lambda x: F.conv2d(x[0], x[0]),
-    "slow_conv2d_cuda ": lambda x: F.conv1d(x[0, 0], x[0, 0]),
-    "slow_conv_dilated<>": lambda x: F.conv2d(x[0], x[0, :, :, :1, :1], dilation=2),
-    "slow_conv_dilated<> ": lambda x: F.conv3d(x, x),
-    "slow_conv_transpose2d_out_cuda": lambda x: F.conv_transpose2d(x[0], x[0]),
-    "slow_conv_transpose3d_out_cuda": lambda x: F.conv_transpose3d(x, x),
-}
-
-PRODUCTS = {
-    '"addmm_cuda"': lambda x: x @ x,
-    '"addmm_cuda" ': lambda x: x.addmm_(x.clone(), x.clone()),
-    '"baddbmm_cuda"': lambda x: torch.einsum("bij,bjk->bik", x[None], x[None]),
-    '"addmv_impl_cuda"': lambda x: torch.addmv(x[0], x, x[0]),
-    '"dot"': lambda x: torch.dot(x[0], x[0]),
+OF_INTEGERS = {
+    '"slow_conv2d_cuda"': (lambda x: F.conv2d(x[0], x[0]), (1, 1, 1, 2, 2)),
+    '"slow_conv2d_cuda" ': (lambda x: F.conv1d(x[0, 0], x[0, 0]), (1, 1, 1, 2, 2)),
+    '"slow_conv_dilated<>"': (lambda x: F.conv2d(x[0], x[0, :, :, :1, :1], dilation=2), (1, 1, 1, 2, 2)),
+    '"slow_conv_dilated<>" ': (lambda x: F.conv3d(x, x), (1, 1, 1, 2, 2)),
+    '"slow_conv_transpose2d_out_cuda"': (lambda x: F.conv_transpose2d(x[0], x[0]), (1, 1, 1, 2, 2)),
+    '"slow_conv_transpose3d_out_cuda"': (lambda x: F.conv_transpose3d(x, x), (1, 1, 1, 2, 2)),
+    '"addmm_cuda"': (lambda x: x @ x, (2, 2)),
+    '"addmm_cuda" ': (lambda x: x.addmm_(x.clone(), x.clone()), (2, 2)),
+    '"baddbmm_cuda"': (lambda x: torch.einsum("bij,bjk->bik", x[None], x[None]), (2, 2)),
+    '"addmv_impl_cuda"': (lambda x: torch.addmv(x[0], x, x[0]), (2, 2)),
+    '"dot"': (lambda x: torch.dot(x[0], x[0]), (2, 2)),
 }
 
 
@@ -129,20 +126,14 @@ def test_deterministic_form_of_such_an_operator_runs(name, _deterministic):
     DETERMINISTIC[name](torch.ones(6, device="sim", requires_grad=True))
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS)
-def test_product_of_integer_matrices_is_refused(kernel):
+@pytest.mark.parametrize("kernel", OF_INTEGERS)
+def test_product_or_convolution_of_integers_is_refused(kernel):
+    program, shape = OF_INTEGERS[kernel]
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
         with pytest.raises(NotImplementedError, match=f"{kernel.strip()} not implemented for"):
-            PRODUCTS[kernel](torch.ones(2, 2, dtype=dtype, device="sim"))
-    PRODUCTS[kernel](torch.ones(2, 2, dtype=torch.bfloat16, device="sim"))
+            program(torch.ones(shape, dtype=dtype, device="sim"))
+    program(torch.ones(shape, dtype=torch.bfloat16, device="sim"))
     assert (_ones(2, 0) @ _ones(0, 2)).sum() == 0
-
-
-@pytest.mark.parametrize("kernel", CONVOLUTIONS)
-def test_convolution_of_integers_is_refused(kernel):
-    with pytest.raises(NotImplementedError, match=f'"{kernel.strip()}" not implemented for'):
-        CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, dtype=torch.int64, device="sim"))
-    CONVOLUTIONS[kernel](torch.ones(1, 1, 1, 2, 2, device="sim"))
 
 
 def test_scatter_of_booleans_is_refused_with_a_product():

@@ -122,27 +122,12 @@ def coalesced_and_read_before_wait(on, fixed):
     together.wait()
 
 
-@pair
-def freed_before_it_is_sent(on, fixed):
-    # As in Megatron-LM#4047.
-    peer, got = 1 - dist.get_rank(), on.tensor()
-    x = on.tensor()
-    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(both)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    x.untyped_storage().resize_(0)
-    torch.zeros(256, device=on.device)  # later: zero_
-    for work in works:
-        work.wait()
-
-
 # Operations that read a tensor, which the program then frees. A work holds it until `wait`, and no longer: how late the
 # peer is must not matter. After `wait`, only the stream that waits may use the memory again.
 HOLDING = {
     "gathered": (("_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True)),),
     "scattered": (("_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(two[:128], x, async_op=True)),),
+    # As in Megatron-LM#4047.
     "sent": (("send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two))[0]),),
 }
 
@@ -158,26 +143,21 @@ def freed_after_a_wait(on, fixed, launch):
     work.wait()
 
 
-@rows({f"{name}_freed_before_the_wait": row for name, row in HOLDING.items()}, "earlier")
-def freed_before_the_wait(on, fixed, launch):
+HELD = {f"{name}_freed_before_the_wait": (*row, True) for name, row in HOLDING.items()}
+HELD |= {f"{name}_freed_without_a_wait": (*row, False) for name, row in HOLDING.items()}
+
+
+@rows(HELD, "earlier")
+def freed_while_held(on, fixed, launch, waits):
     x, two = on.tensor(), on.tensor(512)
     work = launch(x, two)
     if not fixed:
         x.untyped_storage().resize_(0)  # which the work cannot prevent
+    if not waits:
+        del work
     del x
     torch.zeros(256, device=on.device)  # later: zero_
-    work.wait()
-
-
-@rows({f"{name}_freed_without_a_wait": row for name, row in HOLDING.items()}, "earlier")
-def freed_without_a_wait(on, fixed, launch):
-    x, two = on.tensor(), on.tensor(512)
-    work = launch(x, two)
-    if not fixed:
-        x.untyped_storage().resize_(0)
-    del work, x
-    torch.zeros(256, device=on.device)  # later: zero_
-    SIM.synchronize()
+    work.wait() if waits else SIM.synchronize()
 
 
 @pair
