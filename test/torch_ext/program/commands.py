@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
@@ -18,15 +17,6 @@ EXAMPLE = CHECKOUT / "examples" / "train.py"
 
 # Far above the duration of any of them, also on a busy machine.
 _LIMIT_S = 240.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended, and what it printed."""
-
-    code: int
-    out: str
-    err: str
 
 
 def _environment(more):
@@ -53,7 +43,7 @@ def run(options, program, *arguments, folder, **more):
     with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
-    return Ended(process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @contextlib.contextmanager
@@ -101,8 +91,7 @@ def launched(launcher, *words, folder, **more):
     """Run the module ``launcher``, with our entry point installed beside what there is."""
     environment = _environment({**with_entry_point(folder), **more})
     command = [sys.executable, "-m", launcher, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
 
 
 def with_entry_point(folder):

@@ -56,9 +56,9 @@ _FINDS = r"""
 
 def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     ended = run("-n 2", _FINDS, "--alpha", "-m", "b", folder=tmp_path)
-    assert ended.err == ""
-    assert sorted(ended.out.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
-    assert ended.code == 0
+    assert ended.stderr == ""
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
+    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -75,25 +75,25 @@ def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(body, code, 
     if code == 7:
         program += "time.sleep(600)\n"
     ended = run("-n 3 --device cpu", program, folder=tmp_path)
-    assert message in ended.err
-    assert ("rank 0 was stopped at program.py:4 while its program was running" in ended.err) == (code == 7)
-    assert "torch_ext/program/" not in ended.err, "frames of ours say nothing"
-    assert ended.code == code
+    assert message in ended.stderr
+    assert ("rank 0 was stopped at program.py:4 while its program was running" in ended.stderr) == (code == 7)
+    assert "torch_ext/program/" not in ended.stderr, "frames of ours say nothing"
+    assert ended.returncode == code
 
 
 def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path):
     ended = run(
         "-n 2 --device cpu --output rank0", "import os\nprint('done', flush=True)\nos._exit(0)", folder=tmp_path
     )
-    assert (ended.code, ended.out) == (0, "done\n")
-    assert "ranks 0, 1 ended by os._exit(0)" in ended.err
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    assert "ranks 0, 1 ended by os._exit(0)" in ended.stderr
 
 
 def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path):
     program = "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     ended = run("-n 2 --device cpu", program + "os._exit(0) if dist.get_rank() else dist.barrier()", folder=tmp_path)
-    assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.err
-    assert ended.code == 1
+    assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.stderr
+    assert ended.returncode == 1
 
 
 def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path):
@@ -105,10 +105,10 @@ def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path):
             raise ValueError("no data")
     """
     ended = run("-n 2 --device cpu", program, folder=tmp_path)
-    assert "rank 1 exited with code 1" in ended.err
-    assert ended.out.count("ValueError: no data") == 1 and "torch_ext/" not in ended.out
+    assert "rank 1 exited with code 1" in ended.stderr
+    assert ended.stdout.count("ValueError: no data") == 1 and "torch_ext/" not in ended.stdout
     assert {file.stat().st_size for file in tmp_path.glob("?.*") if file.suffix != ".py"} == {0}
-    assert ended.code == 1
+    assert ended.returncode == 1
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError('no data')", "sys.exit(3)"])
@@ -127,7 +127,7 @@ def test_globals_are_finalized_and_files_written_at_the_end(end, tmp_path):
         {end}
     """
     ended = run("-n 2 --device cpu --output rank0", program, folder=tmp_path)
-    assert ended.out == "deleted\n"
+    assert ended.stdout == "deleted\n"
     assert [(tmp_path / f"log.{rank}").read_text() for rank in range(2)] == ["all of it"] * 2
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
@@ -155,23 +155,23 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
             dist.destroy_process_group()
     """
     ended = run("-n 3 --cuda-as-sim", program, folder=tmp_path)
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
 def test_build_failure_is_one_line(options, tmp_path):
     ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
-    assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.err
-    assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
+    assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.stderr
+    assert "torch_ext/" not in ended.stderr and "ast.py" not in ended.stderr, "frames of ours say nothing"
 
 
 def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path):
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
     ended = run("-n 2 --hang end", program, folder=tmp_path)
-    assert "ranks 0, 1 wait for each other: rank 0 in all_gather_into_tensor (" in ended.err
-    assert "barrier() in main (program.py:25)" in ended.err
-    assert ended.code == 1
+    assert "ranks 0, 1 wait for each other: rank 0 in all_gather_into_tensor (" in ended.stderr
+    assert "barrier() in main (program.py:25)" in ended.stderr
+    assert ended.returncode == 1
 
 
 def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path):
@@ -217,31 +217,31 @@ def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path):
         "print(x + 1)\n"
     )
     ended = run("-n 2 --hang end", program, folder=tmp_path)
-    assert "ranks 0, 1 wait for each other: rank 0 in recv (program.py:" in ended.err
-    assert "rank 0 waits in recv in group 0, called at" in ended.err and "program.py:7 for rank 1" in ended.err
-    assert ended.code == 1
+    assert "ranks 0, 1 wait for each other: rank 0 in recv (program.py:" in ended.stderr
+    assert "rank 0 waits in recv in group 0, called at" in ended.stderr and "program.py:7 for rank 1" in ended.stderr
+    assert ended.returncode == 1
 
 
 def test_memory_and_races_are_those_of_the_device(tmp_path):
     text = EXAMPLE.read_text()
     out_of_memory = run("-n 2 --memory 32KiB", text, folder=tmp_path)
-    assert "raised torch.OutOfMemoryError" in out_of_memory.err
-    assert out_of_memory.code == 1
+    assert "raised torch.OutOfMemoryError" in out_of_memory.stderr
+    assert out_of_memory.returncode == 1
     copied = "            batch = torch.randn(32, 64).to(device)\n"
     behind = copied.replace(".to(device)", ".pin_memory().to(device, non_blocking=True)")
     racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{behind}")
     found = run("-n 2 --races error", racing, folder=tmp_path)
-    assert "torch_ext.sim.races.RaceError" in found.err
-    assert "ranks 0, 1 raised" in found.err, "they differ in their device alone"
-    assert "program.py:22" in found.err
-    assert found.code == 1
+    assert "torch_ext.sim.races.RaceError" in found.stderr
+    assert "ranks 0, 1 raised" in found.stderr, "they differ in their device alone"
+    assert "program.py:22" in found.stderr
+    assert found.returncode == 1
 
 
 def test_silent_fake_is_an_error_with_strict(tmp_path):
     ended = run("-n 2 --strict", "import torch\ntorch.ones(2).sum()", folder=tmp_path)
-    assert "error: none of the 2 ranks made a process group" in ended.err
-    assert "used no simulated device" in ended.err
-    assert ended.code == 1
+    assert "error: none of the 2 ranks made a process group" in ended.stderr
+    assert "used no simulated device" in ended.stderr
+    assert ended.returncode == 1
 
 
 _MAKES_GROUP = """
@@ -263,14 +263,14 @@ _GATHERS = "found = [None, None]; dist.all_gather_object(found, dist.get_rank())
 )
 def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + program, folder=tmp_path)
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("also", ["", _GATHERS])
 def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + also + "dist.all_reduce(torch.ones(3))", folder=tmp_path)
-    assert "used no simulated device and computed on the host." in ended.err
-    assert ended.code == 1
+    assert "used no simulated device and computed on the host." in ended.stderr
+    assert ended.returncode == 1
 
 
 def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
@@ -282,7 +282,7 @@ def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
         folder=tmp_path,
         **with_entry_point(tmp_path),
     )
-    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):

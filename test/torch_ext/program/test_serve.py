@@ -80,9 +80,9 @@ def test_ranks_run_their_own_command(server, tmp_path):
             ended = server.run("", _SAYS_WHAT_IT_IS, "a b", folder=folder, TZ=zone, TMPDIR=str(tmp_path))
         finally:
             os.umask(before)
-        assert ended.out == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
-        assert "rank 0 raised SystemExit" in ended.err
-        assert ended.code == 7
+        assert ended.stdout == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
+        assert "rank 0 raised SystemExit" in ended.stderr
+        assert ended.returncode == 7
     assert server.zygotes == [zygote]
 
 
@@ -126,18 +126,18 @@ def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path):
     with serving("--host", **variables) as process:
         server = _Server(process, variables)
         (first,) = server.zygotes
-        assert server.run("", program, folder=tmp_path).out == f"{first} old\n"
+        assert server.run("", program, folder=tmp_path).stdout == f"{first} old\n"
         (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
-        assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
+        assert server.run("", program, folder=tmp_path).stdout.split()[1] == "newer"
         assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading again\n"
         assert "serving runs on cpu" in process.stdout.readline()
         (second,) = server.zygotes
         assert second != first
-        assert server.run("", program, folder=tmp_path).out == f"{second} newer\n"
+        assert server.run("", program, folder=tmp_path).stdout == f"{second} newer\n"
         ended = server.run("", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)", folder=tmp_path)
         lost = "error: `torch_ext serve`, which had started the ranks, has ended; the ranks ended with it\n"
-        assert ended.err.endswith(lost)
-        assert ended.code == 1
+        assert ended.stderr.endswith(lost)
+        assert ended.returncode == 1
         assert process.wait(timeout=_LIMIT_S) == 1
         assert "error: the zygote has ended" in process.stdout.read()
         assert list(server.folder().iterdir()) == []

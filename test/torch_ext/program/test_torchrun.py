@@ -18,17 +18,17 @@ def test_two_agents_train_on_sim(tmp_path):
         sim = {"TORCH_EXT_SIM": "1", "TORCH_EXT_SIM_STRICT": "1"}
         with ThreadPoolExecutor(2) as agents:
             ended = list(agents.map(lambda _: torchrun(*meeting, *endpoint, folder=tmp_path, **sim), range(2)))
-    assert [each.code for each in ended] == [0, 0], ended
-    assert sum("step 4: loss" in each.out for each in ended) >= 1
+    assert [each.returncode for each in ended] == [0, 0], ended
+    assert sum("step 4: loss" in each.stdout for each in ended) >= 1
 
 
 def test_silent_fake_is_reported(tmp_path):
     (tmp_path / "fake.py").write_text("import torch\n")
     ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
     # The first worker that fails has torchrun end the other.
-    assert re.search(r"error: rank [01] made no process group", ended.err)
-    assert re.search(r"error: rank [01] used no simulated device and", ended.err)
-    assert ended.code != 0
+    assert re.search(r"error: rank [01] made no process group", ended.stderr)
+    assert re.search(r"error: rank [01] used no simulated device and", ended.stderr)
+    assert ended.returncode != 0
 
 
 def test_entry_point_is_inactive_by_default():

@@ -38,8 +38,8 @@ _BY_PROGRAM = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]'
 
 
 def _passed(ended, ranks):
-    assert ended.code == 0, ended
-    assert ended.out.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
 
 
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "1"}])
@@ -63,8 +63,8 @@ def test_previous_value_hides_no_device(outside, tmp_path):
         folder=tmp_path,
         CUDA_VISIBLE_DEVICES=outside,
     )
-    assert ended.code == 0, ended
-    assert ended.out.count("seen: 2 True") == 2
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count("seen: 2 True") == 2
 
 
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
@@ -127,5 +127,5 @@ def test_invalid_device_entries_are_read_as_cuda_reads_them(tmp_path):
         folder=tmp_path,
         TORCH_EXT_SIM_DEVICES="4",
     )
-    assert ended.code == 0, ended
-    assert "no device is visible: the program set CUDA_VISIBLE_DEVICES='0,2,0', which names none of the" in ended.out
+    assert ended.returncode == 0, ended
+    assert "no device is visible: the program set CUDA_VISIBLE_DEVICES='0,2,0', which names none of the" in ended.stdout

@@ -180,37 +180,52 @@ def address():
         cluster.shutdown()
 
 
-@needs_ray
-def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path, address):
-    notes, suite = tmp_path / "notes", tmp_path / "suite"
-    notes.mkdir()
-    suite.mkdir()
-    (suite / "test_all.py").write_text(SUITE.format(notes=str(notes)))
-    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address]
-    events = tmp_path / "events.jsonl"
+@contextlib.contextmanager
+def running(folder, source, address, *options):
+    """Run a suite on the cluster for the block; yield the run, the folder of its notes and the file of its events."""
+    (folder / "notes").mkdir()
+    (folder / "suite").mkdir()
+    (folder / "suite/test_all.py").write_text(source.format(notes=str(folder / "notes")))
+    events = folder / "events.jsonl"
+    command = [sys.executable, RUN_TEST, "--root", str(folder / "suite"), "--cluster", address, "--device", "cpu", "-v"]
     with subprocess.Popen(
-        [*command, "--device", "cpu", "-v", "--json", str(events)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache")},
+        [*command, "--json", str(events), *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env={**os.environ, "TORCH_EXT_CACHE": str(folder / "cache"), "TORCH_EXT_HANG_AFTER": "3"},
     ) as runner:  # fmt: skip
         try:
-            raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
-            _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine's death takes the event along
-            for pid in (int(raylet), *_os.children_of(int(raylet))):  # Ray's workers too, as when a machine dies
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            _await_end(Path(folder))
-            (notes / "killed").touch()
-            out, err = runner.communicate(timeout=DEADLINE_S)
+            yield runner, folder / "notes", events
         except BaseException:
             runner.kill()
             raise
-    assert runner.returncode == 1, (out, err)
+
+
+def kill_machine(raylet):
+    for pid in (raylet, *_os.children_of(raylet)):  # Ray's workers too, as when a machine dies
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def results_in(events):
     recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    ended = {one["test"]: one["status"] for one in recorded if one["event"] == "result"}
+    return [one for one in recorded if one["event"] == "result"]
+
+
+@needs_ray
+def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path, address):
+    with running(tmp_path, SUITE, address) as (runner, notes, events):
+        raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
+        _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine's death takes the event along
+        kill_machine(int(raylet))
+        _await_end(Path(folder))
+        (notes / "killed").touch()
+        out, err = runner.communicate(timeout=DEADLINE_S)
+    assert runner.returncode == 1, (out, err)
+    results = results_in(events)
+    ended = {one["test"]: one["status"] for one in results}
     assert Counter(ended.values()) == {"passed": 6, "failed": 1}, (out, err)
     assert ended["test_all.py::TestOne::test_fails"] == "failed" and "look at" not in err
-    assert len([one for one in recorded if one["event"] == "result"]) == 7, "each test has one result"
+    assert len(results) == 7, "each test has one result"
     assert "is lost (" in err and "2 tests of test_all.py::TestLost run again elsewhere" in err
     lost = (notes / "TestLost.test_2_lost").read_text().splitlines()
     assert len(lost) == 2 and len({line.split()[0] for line in lost}) == 2, "it ran again on the other machine"
@@ -224,28 +239,12 @@ def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path, address):
 
 @needs_ray
 def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path, address):
-    notes, suite, events = tmp_path / "notes", tmp_path / "suite", tmp_path / "events.jsonl"
-    notes.mkdir()
-    suite.mkdir()
-    (suite / "test_hosts.py").write_text(ON_TWO_HOSTS.format(notes=str(notes)))
-    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address, "-j", "1"]
-    with subprocess.Popen(
-        [*command, "--device", "cpu", "-v", "--json", str(events)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_HANG_AFTER": "3"},
-    ) as runner:  # fmt: skip
-        try:
-            raylet, folder = _await(notes / "rank1", runner).split()
-            for pid in (int(raylet), *_os.children_of(int(raylet))):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            out, err = runner.communicate(timeout=DEADLINE_S)
-        except BaseException:
-            runner.kill()
-            raise
+    with running(tmp_path, ON_TWO_HOSTS, address, "-j", "1") as (runner, notes, events):
+        raylet, folder = _await(notes / "rank1", runner).split()
+        kill_machine(int(raylet))
+        out, err = runner.communicate(timeout=DEADLINE_S)
     _await_end(Path(folder))
-    recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    results = {one["test"].removeprefix("test_hosts.py::"): one for one in recorded if one["event"] == "result"}
+    results = {one["test"].removeprefix("test_all.py::"): one for one in results_in(events)}
     ended = {name: one["status"] for name, one in results.items()}
     assert ended == {
         "TestPair::test_passes": "passed",
@@ -265,7 +264,7 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path, ad
     assert {one["host"].split()[1] for one in failure["problems"][0]["ranks"]} == {"0", "1"}
     hang = results["TestPair::test_hangs"]["text"]
     assert "never called" in hang and results["TestPair::test_hangs"]["problems"][0]["culprits"] == [2], hang
-    assert "host 1 of test_hosts.py::TestLost, is lost (" in err and "1 test of test_hosts.py::TestLost" in err, err
+    assert "host 1 of test_all.py::TestLost, is lost (" in err and "1 test of test_all.py::TestLost" in err, err
     assert "asks for 2 hosts, and the cluster has 1 machine left" in results["TestLost"]["text"]
 
 

@@ -60,10 +60,6 @@ def damage(**changes):
     return lambda content: json.dumps({**json.loads(content), **changes}).encode()
 
 
-def each_entry(broken):
-    return lambda run: [path.write_bytes(broken(path.read_bytes())) for path in run.entries]
-
-
 def edit(run):
     run.files[0].path.write_text("# changed\n", encoding="utf-8")
     age(run.files[0].path)
@@ -78,7 +74,7 @@ BETWEEN = [
     (lambda run: run.helper.unlink(), ALL),
     (lambda run: [path.chmod(0o622) for path in run.entries], ALL),
     *(
-        (each_entry(broken), ALL)
+        (lambda run, broken=broken: [path.write_bytes(broken(path.read_bytes())) for path in run.entries], ALL)
         for broken in (
             lambda content: b"",
             lambda content: b"null",
