@@ -54,9 +54,6 @@ def names():
     assert torch.ones(1, device=Kind.GPU).is_cuda and torch.device(Kind.GPU) == torch.device("cuda")
     assert repr(torch.device("cuda", 1)) == "device(type='cuda', index=1)"
     assert repr(torch.ones(1).cuda()) == "tensor([1.], device='cuda:0')"
-
-
-def indices_as_devices():
     assert torch.ones(1, device=1).device == torch.device("cuda:1") and torch.ones(1).to(2).device.index == 2
     assert nn.Linear(1, 1).to(3).weight.device == torch.device("cuda", 3) and torch.device(1).type == NAME
 
@@ -157,6 +154,10 @@ def what_there_is():
     properties = torch.cuda.get_device_properties("cuda:1")
     assert properties.total_memory > 0 and properties.major >= 7 and properties.multi_processor_count >= 1
     assert isinstance(torch.backends.cuda.matmul.allow_tf32, bool) and isinstance(torch.cuda.get_arch_list(), list)
+    assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_stats() and torch.accelerator.get_memory_info()[1] > 0
 
 
 def setting_devices():
@@ -314,13 +315,6 @@ def names_of_torch_cuda():
     assert torch.cuda.nccl.version() >= (2, 10, 0)
     assert torch.cuda._utils._get_device_index("cuda:2") == 2 and torch.cuda._utils._get_device_index(None, True) == 0
     _raises(RuntimeError, "NVML", lambda: torch.cuda.utilization())
-
-
-def accelerator():
-    assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
-    torch.accelerator.synchronize()
-    torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_stats() and torch.accelerator.get_memory_info()[1] > 0
 
 
 def peers():

@@ -37,7 +37,7 @@ def report(results, planned=None, *, stream=None, interrupted=False, **options):
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
     tally = Tally(plan)
-    made = TextReporter(tally, RunOptions(Path("/root"), **options), Writer(stream))  # a test's shorthand
+    made = TextReporter(tally, RunOptions(Path("/root"), **options), Writer(stream))
     for event in (*results, *(Over(TestName(batch.file.name, batch.cls)) for batch in plan), RunEnded(interrupted)):
         tally(event)
         made(event)
@@ -128,14 +128,11 @@ def test_expected_failures_pass_and_unexpected_successes_fail():
     assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
 
 
-def test_reasons_and_warnings_are_grouped_and_the_frequent_come_first():
+def test_reasons_and_warnings_are_grouped_and_leftover_processes_come_with_their_test():
     results = [skipped(ONE, "rare"), skipped(TWO, "often"), skipped(THREE, "often"), skipped(OTHER, "")]
     results += [TestResult(TestName(FILE.name, "TestC", "t"), Status.PASSED, 0.0, warnings=("old torch", "old torch"))]
     text = report(results)
     assert "Skipped:\n     2  often\n     1  rare\n     1  no reason given\nWarnings:\n     2  old torch\n" in text
-
-
-def test_leftover_process_is_reported_with_its_test():
     reported = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
     text = report([TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", reported))])
     assert text.startswith(f"LEAK {ONE.id}: {reported}\n")

@@ -65,15 +65,12 @@ def test_every_class_runs_once_and_no_slot_is_given_twice(at_once, in_order, slo
                 assert not span.batch.need.alone
 
 
-def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it():
+def test_serial_keeps_the_order_of_the_plan_and_concurrent_classes_stay_below_the_limit():
     recorded = plan(RECORDED)
     spans = simulate(recorded, 64, 1, in_order=True)
     assert [span.batch for span in spans] == list(recorded.batches) and most_at_once(spans) == 1
     assert makespan(recorded, 64, 1, in_order=True) == pytest.approx(sum(batch.expected_s for batch in recorded))
-
-
-def test_concurrent_classes_stay_below_the_limit():
-    assert most_at_once(simulate(plan(RECORDED), 64, 3)) == 3
+    assert most_at_once(simulate(recorded, 64, 3)) == 3
 
 
 def test_longest_class_starts_first_and_oversized_class_waits():

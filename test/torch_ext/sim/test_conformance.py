@@ -41,7 +41,7 @@ class _OnSim(BackendConformance):
         return rows > 1 if dtype == torch.bool else rows
 
     def setUp(self):
-        self.addCleanup(os.environ.pop, TRANSPORT, None)  # mixed into a test case
+        self.addCleanup(os.environ.pop, TRANSPORT, None)
         os.environ[TRANSPORT] = self.transport
         super().setUp()
 

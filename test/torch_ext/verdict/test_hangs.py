@@ -178,7 +178,7 @@ def test_each_wait_ends_as_its_row_states(tmp_path):
 DAEMON = """
 def act():
     pid = int(await_note("waits"))
-    time.sleep(5)
+    time.sleep(3)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
 
@@ -212,7 +212,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("way", ["runner", "program", "pytest", "unittest"])
 def test_a_daemon_that_the_import_of_the_file_has_started_may_act(tmp_path, way):
-    extra = {"TORCH_EXT_HANG_AFTER": "2"}
+    extra = {"TORCH_EXT_HANG_AFTER": "1"}
     with suite_of(tmp_path, DAEMON) as suite:
         run = {
             "runner": lambda: suite.run(extra=extra),

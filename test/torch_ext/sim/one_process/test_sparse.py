@@ -125,7 +125,7 @@ def test_sparse_gradients_train_as_on_the_host(optimizer, kind):
     for device in ("cpu", "sim"):
         torch.manual_seed(0)
         layer = kind(5, 3, sparse=True).to(device)
-        steps = optimizer(layer.parameters(), lr=0.1)  # every optimizer takes it
+        steps = optimizer(layer.parameters(), lr=0.1)
         for _ in range(2):
             steps.zero_grad()
             layer(torch.tensor([[1, 2, 2]], device=device)).square().sum().backward()
