@@ -2,14 +2,10 @@
 pytest-xdist, and adds ``--long``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,18 +14,18 @@ from test.torch_ext import parallel, tiers
 _SIM = Path(__file__).resolve().parent / "sim"
 
 
-def _asked_for(config: pytest.Config) -> bool:
+def _asked_for(config):
     named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     return any(path == _SIM or _SIM in path.parents for path in named)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="thousands of repetitions where hundreds are the default")
     parser.addoption("--tier", choices=tiers.TIERS, help="which tests run: see test/torch_ext/tiers.py")
     parser.addoption("--times", type=int, default=20, help="how often --long repeats a row of verdict under load")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     config.addinivalue_line("markers", "long: deselected unless --long is given or a test is named by ::")
     config.addinivalue_line("markers", "processes: it starts processes, though its file imports nothing that tells so")
     config.addinivalue_line("markers", "promise: one of the tests with ranks that the README's second command runs")
@@ -46,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+def pytest_xdist_make_scheduler(config, log):
     """With ``-n`` alone, keep tests that share state in one process; ``--dist`` chooses another way."""
     if _asked_for(config) or config.getoption("dist") != "load":
         return None
@@ -54,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Scheduling(LoadScopeScheduling):
         # pytest-xdist's own groups would do, but 3.8 writes them into a field of items that pytest 9.2 lacks.
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             return parallel.scope(nodeid)
 
     config.option.loadscopereorder = False  # our order is by time, not by number
@@ -62,7 +58,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 @pytest.hookimpl(trylast=True)  # folders below add marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselect tests of other tiers, and tests marked ``long`` unless ``--long`` is given or a test is named by ``::``.
     Run the slowest files last, or first where processes share the tests.
     """
@@ -78,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item):
     tiers.refuse_processes(not tiers.may_start_processes(item))
     try:
         return (yield)
@@ -86,12 +82,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         tiers.refuse_processes(False)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     # Importing these tests registers the device, which every other test in the process would then find.
     return True if collection_path == _SIM and not _asked_for(config) else None
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_report_header(config):
     tier = f"tier: {tiers.tier_of(config)} (--tier {', '.join(tiers.TIERS)}; test/torch_ext/tiers.py)"
     sim = "test/torch_ext/sim needs its own process: pytest test/torch_ext/sim"
     return tier if _asked_for(config) else f"{tier}; {sim}"

@@ -1,12 +1,8 @@
 """Runs Python in a separate process, as a user of this checkout does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 from test.torch_ext.house.source import CHECKOUT
 
@@ -14,13 +10,13 @@ RUN_TEST = str(CHECKOUT / "run_test.py")
 
 
 def python(
-    *words: object,
-    folder: Path = CHECKOUT,
-    stdout: int = subprocess.PIPE,
-    preexec_fn: Callable[[], object] | None = None,
-    timeout_s: float = 600.0,  # far above nearly all durations, also on a busy machine
-    **variables: str | None,
-) -> subprocess.CompletedProcess[str]:
+    *words,
+    folder=CHECKOUT,
+    stdout=subprocess.PIPE,
+    preexec_fn=None,
+    timeout_s=600.0,  # far above nearly all durations, also on a busy machine
+    **variables,
+):
     """Run ``python WORDS`` in ``folder``, where it finds this checkout, and return how it ended and its output.
 
     ``variables`` are set in its environment; a variable with value None is removed.

@@ -1,7 +1,5 @@
 """How pytest-xdist spreads the tests below this folder: which tests share a process, and which files start first."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePosixPath
 
@@ -35,7 +33,7 @@ ALONE = {
 BY_PARAMETER = ("test_four_ways.py", "test_suites_catch_faults.py")
 
 
-def scope(node: str) -> str:
+def scope(node):
     """Name the group of tests that share a process with test ``node``: its file, for fixtures and zygotes, or less.
 
     >>> scope("test/torch_ext/world/test_watch.py::test_first_receipt_counts")
@@ -54,6 +52,6 @@ def scope(node: str) -> str:
     return path
 
 
-def place_in_queue(file: str) -> int:
+def place_in_queue(file):
     """Return the position of the tests of ``file`` in the queue: the slower, the earlier."""
     return _LONGEST.index(file) if file in _LONGEST else len(_LONGEST)

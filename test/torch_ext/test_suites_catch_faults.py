@@ -5,8 +5,6 @@ the suite must notice. Its ranks make the fault before they run the test. By def
 is made, since all take half an hour; the others are marked ``long``.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os
@@ -14,14 +12,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from test.torch_ext.suite_faults.mutation import OtherTorchError
-from test.torch_ext.suite_faults.table import FAULTS, Fault
+from test.torch_ext.suite_faults.table import FAULTS
 from test.torch_ext.world.suites import CHECKOUT, Run, endings
 
 # Far above the duration of any run.
@@ -53,7 +50,7 @@ class Test_{name}(suite.{cls}):
 """
 
 
-def missing(fault: Fault) -> str:
+def missing(fault):
     """Return why this torch cannot have the fault; empty if it can."""
     try:
         fault.edit.source()
@@ -62,11 +59,11 @@ def missing(fault: Fault) -> str:
     return ""
 
 
-def full_name(fault: Fault, cls: str) -> str:
+def full_name(fault, cls):
     return f"test_{fault.module.replace('.', '_')}.py::{cls}::{fault.method}"
 
 
-def write(folder: Path, faults: Mapping[str, Fault]) -> None:
+def write(folder, faults):
     """Write a file for each suite, with a class for each of its faults."""
     suites = defaultdict(list)
     for name, fault in faults.items():
@@ -85,16 +82,14 @@ class Report:
     endings: Mapping[str, tuple[str, str]]
 
 
-ReportOf = Callable[[str], Report]
-
-
 @pytest.fixture(scope="module")
-def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReportOf:
+def report_of(request, tmp_path_factory):
     """Runs on a device the tests that this run of pytest asks for: all take minutes, a single one seconds."""
-    asked = {(item.name.partition("[")[0], item.callspec.id) for item in request.session.items if is_of_a_device(item)}
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    asked = {(item.name.partition("[")[0], item.callspec.id) for item in items}
 
     @functools.cache
-    def report_of(device: str) -> Report:
+    def report_of(device):
         here = {name: fault for name, fault in FAULTS.items() if fault.device == device and not missing(fault)}
         faulty = {name: fault for name, fault in here.items() if ("test_suites_detect_faults", id_of(name)) in asked}
         selected = {full_name(fault, f"Test_{name}") for name, fault in faulty.items()}
@@ -107,16 +102,12 @@ def report_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return report_of
 
 
-def is_of_a_device(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and hasattr(item, "callspec")
-
-
-def id_of(name: str) -> str:
+def id_of(name):
     """The tests of a device are named so that they run in one process: see ``parallel.scope``."""
     return f"{FAULTS[name].device}/{name}"
 
 
-def run(folder: Path, device: str, selected: Sequence[str]) -> Report:
+def run(folder, device, selected):
     command = [str(CHECKOUT / "run_test.py"), "--root", str(folder), "--device", device, "-v", "-i", *selected]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_", "PYTEST_"))}
     try:
@@ -139,7 +130,7 @@ DEFAULT = {(fault.device, fault.module, fault.cls): name for name, fault in reve
     "name",
     [pytest.param(each, id=id_of(each), marks=() if each in DEFAULT else pytest.mark.long) for each in FAULTS],
 )
-def test_suites_detect_faults(report_of: ReportOf, name: str) -> None:
+def test_suites_detect_faults(report_of, name):
     fault = FAULTS[name]
     if why := missing(fault):
         pytest.skip(f"this torch words it in another way: {why}")
@@ -153,14 +144,14 @@ def test_suites_detect_faults(report_of: ReportOf, name: str) -> None:
 
 @pytest.mark.long  # `.ci/run` runs the suites as they are
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_suites_pass_without_faults(report_of: ReportOf, device: str) -> None:
+def test_suites_pass_without_faults(report_of, device):
     sound = {full_name(fault, fault.cls) for fault in FAULTS.values() if fault.device == device and not missing(fault)}
     report = report_of(device)
     passed = {test for test, (status, _) in report.endings.items() if status == "passed"}
     assert sound - passed == set(), report.output[-4000:]
 
 
-def test_every_fault_is_valid_python_and_applies_to_its_torch() -> None:
+def test_every_fault_is_valid_python_and_applies_to_its_torch():
     import torch
 
     if torch.__version__.startswith("2.13."):

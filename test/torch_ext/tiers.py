@@ -13,16 +13,10 @@ A test may start processes if its file imports what starts them, or a helper of 
 ``processes``. Any other test fails if it does so (:func:`refuse_processes`), so that the tiers are what they say.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
-
-import pytest
 
 TIERS = ("quick", "promises", "rest", "all")
 
@@ -36,21 +30,21 @@ _own_tests = __name__.rpartition(".")[0]
 _refused = False
 
 
-def tier_of(config: pytest.Config) -> str:
+def tier_of(config):
     """Return the requested tier. Tests named below this folder run whatever their tier."""
     folder = os.path.dirname(os.path.abspath(__file__)) + os.sep
     named = all(os.path.abspath(each.partition("::")[0]).startswith(folder) for each in config.args)
     return config.getoption("tier") or ("all" if named or config.getoption("long") else "quick")
 
 
-def is_wanted(item: pytest.Item, tier: str) -> bool:
+def is_wanted(item, tier):
     """Whether ``item`` belongs to ``tier``."""
     is_quick = not may_start_processes(item)
     is_promised = is_quick or item.get_closest_marker("promise") is not None
     return {"quick": is_quick, "promises": is_promised, "rest": not is_promised, "all": True}[tier]
 
 
-def may_start_processes(item: pytest.Item) -> bool:
+def may_start_processes(item):
     """Whether ``item`` is marked ``processes``, or its file imports modules that start processes."""
     module = getattr(item, "module", None)
     is_marked = item.get_closest_marker("processes") is not None
@@ -58,7 +52,7 @@ def may_start_processes(item: pytest.Item) -> bool:
 
 
 @functools.cache
-def _imports_a_starter(name: str) -> bool:
+def _imports_a_starter(name):
     seen, open_ = set[str](), [name]
     while open_:
         module = open_.pop()
@@ -70,7 +64,7 @@ def _imports_a_starter(name: str) -> bool:
     return False
 
 
-def _imported_by(module: ModuleType) -> Iterator[str]:
+def _imported_by(module):
     for value in vars(module).values():
         if isinstance(value, ModuleType):
             yield value.__name__
@@ -79,17 +73,17 @@ def _imported_by(module: ModuleType) -> Iterator[str]:
             yield from (home, f"{home}.{getattr(value, '__name__', '')}")
 
 
-def refuse_processes(refused: bool) -> None:
+def refuse_processes(refused):
     """Make the running test fail if it starts a process, or allow processes."""
     global _refused
     _refused = refused
 
 
-def watch_for_processes() -> None:
+def watch_for_processes():
     """Install the audit hook, once in a process."""
     sys.addaudithook(_on_event)
 
 
-def _on_event(event: str, args: Any) -> None:
+def _on_event(event, args):
     if _refused and event in _EVENTS:
         raise AssertionError(f"{event}: this test is to be marked `processes`: see {__name__}")

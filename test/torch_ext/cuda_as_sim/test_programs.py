@@ -1,7 +1,5 @@
 """Unmodified GPU programs run where the simulated device is CUDA's: those of ``programs.py``, and commands."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -36,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 rank = int(os.environ["LOCAL_RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group(os.environ.get("BACKEND"))
+assert __name__ == "__main__" and torch.cuda.device_count() == 2
 assert dist.get_backend() in ("nccl", "undefined") and dist.is_nccl_available() and torch.cuda.nccl.version() > (2, 10)
 assert dist.get_default_backend_for_device("cuda") == "nccl"
 x = torch.full((2,), rank + 1.0, device="cuda")
@@ -109,27 +108,26 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def ends(tmp_path_factory):
     """The traceback of each program, or nothing if it passed; all run in one process."""
     done = python("-m", "test.torch_ext.cuda_as_sim.programs", TORCH_EXT_SIM="cuda")
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", programs())
-def test_program_for_gpus_runs(name: str, ends: dict[str, str]) -> None:
+def test_program_for_gpus_runs(name, ends):
     assert not ends[name], ends[name]
 
 
 @pytest.mark.parametrize("words", [("program.py",), ("-m", "program"), ("-c", SHORT), ("-i", "program.py")])
-def test_every_python_command_line_runs_it(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_python_command_line_runs_it(words, tmp_path):
     (tmp_path / "program.py").write_text(SHORT)
     done = python(*words, folder=tmp_path, TORCH_EXT_SIM="cuda")
     assert done.returncode == 0 and set(done.stdout.split()) == {"through"}, done.stderr
 
 
-def test_torchruns_workers_train_on_it(tmp_path: Path) -> None:
+def test_torchruns_workers_train_on_it(tmp_path):
     (tmp_path / "train.py").write_text(RANKS)
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
     for backend in (None, "nccl"):
@@ -137,7 +135,7 @@ def test_torchruns_workers_train_on_it(tmp_path: Path) -> None:
         assert done.returncode == 0 and done.stdout.count("through") == 2, done.stderr
 
 
-def test_torchs_test_helpers_count_its_devices_however_tests_are_started(tmp_path: Path) -> None:
+def test_torchs_test_helpers_count_its_devices_however_tests_are_started(tmp_path):
     (tmp_path / "test_things.py").write_text(TESTS)
     by_script, by_call = str(Path(sys.executable).parent / "pytest"), "import pytest; raise SystemExit(pytest.main())"
     for words in (("-m", "pytest"), (by_script,), ("-c", by_call), ("test_things.py",)):

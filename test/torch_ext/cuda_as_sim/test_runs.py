@@ -1,10 +1,6 @@
 """A file that names CUDA runs on the simulated accelerator: ``run_test.py --upstream FILE --cuda-as-sim``."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-from pathlib import Path
 
 from test.torch_ext.interpreter import RUN_TEST, python
 
@@ -75,11 +71,11 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments):
     return python(RUN_TEST, *arguments, BACKEND="nccl", TORCH_EXT_DEVICE=None)
 
 
-def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path: Path) -> None:
+def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path):
     file = tmp_path / "test_cuda.py"
     file.write_text(FILE)
     (tmp_path / "helpers.py").write_text("def the_device(x):\n    return x.device if x.is_cuda else None\n")
@@ -96,7 +92,7 @@ def test_unmodified_file_trains_and_cuda_features_skip_with_a_reason(tmp_path: P
     assert done.returncode == 0
 
 
-def test_other_devices_and_our_own_suites_are_refused(tmp_path: Path) -> None:
+def test_other_devices_and_our_own_suites_are_refused(tmp_path):
     assert "--cuda-as-sim needs --upstream" in run("--cuda-as-sim").stderr
     done = run("--cuda-as-sim", "--upstream", str(tmp_path), "--device", "cpu")
     assert done.returncode == 2
@@ -129,7 +125,7 @@ if __name__ == "__main__":
 """
 
 
-def test_file_that_queries_or_uses_a_device_on_import_has_working_ranks(tmp_path: Path) -> None:
+def test_file_that_queries_or_uses_a_device_on_import_has_working_ranks(tmp_path):
     asks, uses = tmp_path / "test_asks.py", tmp_path / "test_uses.py"
     asks.write_text(ON_LOADING.format(when_loaded='assert torch.cuda.get_device_name(1).startswith("Simulated")'))
     uses.write_text(ON_LOADING.format(when_loaded="X = torch.ones(2).cuda()"))

@@ -89,12 +89,8 @@ class TestProcessRun(FSDPTest):
             join.call_args.kwargs,
             {"init_method": "file:///the/file", "world_size": default_world_size(), "rank": 3},
         )
-
-    def test_failed_body_waits_for_nobody(self):
         steps, _ = self._steps_of_run(run_test=lambda: sys.exit(10))
-        self.assertEqual(steps, ["join", "barrier", "reset", "seed", "body", "reset", "exit 10"])
-
-    def test_group_without_communication_on_request(self):
+        self.assertEqual(steps, ["join", "barrier", "reset", "seed", "body", "reset", "exit 10"], "it waits for nobody")
         _, join = self._steps_of_run(fake_pg=True)
         self.assertEqual(join.call_args.args, ("fake",))
         self.assertNotIn("init_method", join.call_args.kwargs)
@@ -202,29 +198,25 @@ class TestState(FSDPTest):
         with self.assertRaisesRegex(AssertionError, r"rank 1 .*missing \['zero.bias'.*unexpected \['0.bias'"):
             _assert_module_states(module, self.process_group, lambda expected, actual: None)
 
-    def test_zeroing_reaches_every_shard_and_buffers_on_request(self):
+    def test_zeroing_reaches_every_shard_or_the_local_one_and_buffers_on_request(self):
         model = FSDP(self._module(), **with_compute_device({}))
         _zero_model(model)
         self.assertEqual(torch.cat([tensor.flatten() for tensor in get_full_params(model)]).count_nonzero(), 0)
         self.assertEqual(model.module.running_var, torch.ones(3))
         _zero_model(model, zero_buffers=True)
         self.assertEqual(model.module.running_var, torch.zeros(3))
-
-    def test_zeroing_without_summoning_zeroes_local_shards(self):
         module = self._module()
         with mock.patch.object(FSDP, "summon_full_params", side_effect=RuntimeError("summoned")):
             _zero_model(module, summon_full=False)
         self.assertEqual(module.weight.detach(), torch.zeros(3))
 
-    def test_full_parameters_are_copies(self):
+    def test_full_parameters_are_copies_and_of_one_level_on_request(self):
         model = FSDP(nn.Sequential(nn.Linear(3, 3)).to(get_devtype()), **with_compute_device({}))
         params = get_full_params(model)
         self.assertEqual([param.shape for param in params], [(3, 3), (3,)])
         with torch.no_grad():
             params[0].zero_()
         self.assertNotEqual(get_full_params(model)[0], params[0])
-
-    def test_full_parameters_of_this_level_only(self):
         inner = FSDP(nn.Linear(5, 5, bias=False), **with_compute_device({}))
         model = FSDP(nn.Sequential(inner, nn.Linear(5, 3, bias=False)).to(get_devtype()), **with_compute_device({}))
         sizes = sorted(param.numel() for param in get_full_params(model, recurse=False))

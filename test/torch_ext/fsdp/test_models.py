@@ -98,17 +98,15 @@ class TestFSDP1Models(FSDPTest):
         else:
             self.assertEqual(set(moved), {device_mode == DEVICEInitMode.DEVICE_AFTER})
 
-    def test_unknown_mode_is_refused(self):
+    def test_unknown_mode_is_refused_and_the_caller_keeps_its_fsdp_kwargs(self):
         for model_class in FSDP1_MODELS:
             with self.assertRaisesRegex(ValueError, "Unsupported FSDP init mode: nonrecursive"):
                 self._init(model_class, "nonrecursive")
-
-    def test_caller_keeps_its_fsdp_kwargs(self):
         fsdp_kwargs = {"auto_wrap_policy": None, "use_orig_params": True}
         self._init(TransformerWithSharedParams, FSDPInitMode.RECURSIVE, fsdp_kwargs=fsdp_kwargs)
         self.assertEqual(fsdp_kwargs, {"auto_wrap_policy": None, "use_orig_params": True})
 
-    def test_transformer_wraps_its_layers_and_shares_one_weight(self):
+    def test_transformer_wraps_its_layers_shares_one_weight_and_has_buffers(self):
         plain = self._init(TransformerWithSharedParams, deterministic=True)
         self.assertIs(plain.output_proj.weight, plain.embed_tokens.weight)
         sharded = self._init(
@@ -121,8 +119,6 @@ class TestFSDP1Models(FSDPTest):
         self.assertEqual(len(FSDP.fsdp_modules(sharded)), 5)
         with FSDP.summon_full_params(sharded):
             self.assertIs(sharded.module.output_proj.weight, sharded.module.embed_tokens.weight)
-
-    def test_transformer_batch_norm_is_optional_and_buffers_are_there(self):
         with_bn = self._init(TransformerWithSharedParams)
         without = self._init(TransformerWithSharedParams, add_bn=False)
         self.assertIsInstance(with_bn.bn, nn.BatchNorm1d)
@@ -224,8 +220,6 @@ class TestFSDP1Models(FSDPTest):
             self.assertIs(dist.reduce_scatter_single, recording_reduce_scatter)
         # Three FSDP modules, each delayed and then reduced.
         self.assertEqual(events, [7] + 3 * [5, "reduce"])
-
-    def test_delayed_module_is_of_the_given_class(self):
         model = ModuleWithDelay.init(
             TransformerWithSharedParams,
             self.process_group,

@@ -208,11 +208,9 @@ class TestFSDPParity(FSDPTest):
         # One step, because after a float16 reduction rounding differs by more than the tolerance for losses.
         self._parity(use_pure_fp16=True, save_model=False, num_iters=1)
 
-    def test_mode_without_fsdp_is_refused(self):
+    def test_mode_without_fsdp_is_refused_and_a_constructor_that_raises_is_named(self):
         with self.assertRaisesRegex(ValueError, "NO_FSDP"):
             self._test_fsdp_parity(NestedWrappedModule, FSDPInitMode.NO_FSDP, DEVICEInitMode.DEVICE_BEFORE)
-
-    def test_constructor_that_raises_is_named(self):
         with self.assertRaisesRegex(ValueError, r"NestedWrappedModule\.init .*no_such_option"):
             self._parity(no_such_option=1)
 
@@ -222,10 +220,8 @@ class TestFSDPParity(FSDPTest):
         with self.assertRaisesRegex(AssertionError, message):
             self._parity(**kwargs)
 
-    def test_gradients_that_are_not_reduced_fail(self):
+    def test_gradients_that_are_not_reduced_and_a_state_that_is_not_loaded_fail(self):
         self._parity_fails("Scalars are not close|did not match", ref_init_fn=DummyDDP, num_iters=1)
-
-    def test_state_that_is_not_loaded_fails(self):
         with mock.patch.object(FSDP, "load_state_dict"):
             self._parity_fails("Scalars are not close|did not match")
 
@@ -242,11 +238,9 @@ class TestFSDPParity(FSDPTest):
         with mock.patch.object(torch.optim.SGD, "step", lazy_step):
             self._parity_fails("did not match", num_iters=1)
 
-    def test_model_that_stays_busy_fails(self):
+    def test_model_that_stays_busy_or_leaves_the_host_fails(self):
         with mock.patch.object(FSDP, "_assert_state", side_effect=AssertionError("busy")):
             self._parity_fails("busy")
-
-    def test_parameters_that_leave_the_host_fail(self):
         with self.assertRaises(AssertionError):
             self._check_on_host(nn.Linear(1, 1, device="meta"))
         self._check_on_host(nn.Linear(1, 1))
@@ -288,11 +282,9 @@ class TestTraining(FSDPTest):
         self.assertEqual(scaled, 4 * plain)
         self.assertEqual(list(model.parameters()), list(reference.parameters()))
 
-    def test_no_step_is_an_error(self):
+    def test_no_step_and_a_loss_of_another_type_are_errors(self):
         with self.assertRaisesRegex(ValueError, "num_steps=0"):
             self._train_for_several_steps(self._nested(), 0, autocast=False)
-
-    def test_loss_of_another_type_fails(self):
         model = self._nested()
         with mock.patch.object(NestedWrappedModule, "get_loss", lambda self, input, output: output.sum().double()):
             with self.assertRaisesRegex(AssertionError, "float64"):

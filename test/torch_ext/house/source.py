@@ -1,10 +1,7 @@
 """Reads imports, private torch names and literal device types from source, without running it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,18 +26,18 @@ class Import:
     lazy: bool
 
 
-def python_files(folder: str) -> list[Path]:
+def python_files(folder):
     """Return the Python files below ``folder`` of the checkout, sorted. Links to folders are not followed."""
     found = (CHECKOUT / folder).rglob("*.py")
     return sorted(path for path in found if not any(parent.is_symlink() for parent in path.parents))
 
 
-def shown(path: Path) -> str:
+def shown(path):
     """Return ``path`` relative to the checkout, with forward slashes."""
     return path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     """Return the dotted name under which a file of the checkout is imported."""
     parts = list(path.relative_to(CHECKOUT).with_suffix("").parts)
     if parts[0] == "testing":
@@ -48,7 +45,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(tree: ast.AST, package: str = "") -> list[Import]:
+def imports(tree, package=""):
     """Return every import, those of functions and of ``TYPE_CHECKING`` blocks included.
 
     ``from a import b`` counts as ``a.b``, since ``b`` may be a module; relative imports are resolved in ``package``.
@@ -56,7 +53,7 @@ def imports(tree: ast.AST, package: str = "") -> list[Import]:
     return list(_imports(tree, package, lazy=False))
 
 
-def _imports(node: ast.AST, package: str, lazy: bool) -> Iterator[Import]:
+def _imports(node, package, lazy):
     if isinstance(node, ast.Import):
         yield from (Import(alias.name, node.lineno, lazy) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -67,7 +64,7 @@ def _imports(node: ast.AST, package: str, lazy: bool) -> Iterator[Import]:
         yield from _imports(child, package, lazy)
 
 
-def private_torch_names(tree: ast.AST) -> list[tuple[int, str]]:
+def private_torch_names(tree):
     """Return ``(line, dotted name)`` of every private name of torch that is imported or reached through an import."""
     found = [(each.line, each.name) for each in imports(tree) if _is_private(each.name)]
     aliases = _torch_aliases(tree)
@@ -77,8 +74,8 @@ def private_torch_names(tree: ast.AST) -> list[tuple[int, str]]:
     return sorted(set(found))
 
 
-def _torch_aliases(tree: ast.AST) -> dict[str, str]:
-    aliases: dict[str, str] = {}
+def _torch_aliases(tree):
+    aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
@@ -91,7 +88,7 @@ def _torch_aliases(tree: ast.AST) -> dict[str, str]:
     return aliases if "torch" in aliases else {**aliases, "torch": "torch"}
 
 
-def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
+def _dotted(node, aliases):
     if isinstance(node, ast.Name):
         return aliases.get(node.id, "")
     if isinstance(node, ast.Attribute) and (base := _dotted(node.value, aliases)):
@@ -99,7 +96,7 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str:
     return ""
 
 
-def _is_private(name: str) -> bool:
+def _is_private(name):
     parts = tuple(name.split("."))
     if parts[0] != "torch":
         return False
@@ -110,16 +107,16 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in parts)
 
 
-def device_literals(tree: ast.AST) -> list[tuple[int, str]]:
+def device_literals(tree):
     """Return ``(line, source)`` of every expression that branches on a literal device type.
 
     That is a comparison (``==``, ``!=``, ``in``, ``not in``), a test of the beginning of a string, a ``case``, and a
     dictionary keyed by device types.
     """
-    return sorted({(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if _chooses(node)})  # type: ignore[attr-defined]
+    return sorted({(node.lineno, ast.unparse(node)) for node in ast.walk(tree) if _chooses(node)})
 
 
-def _chooses(node: ast.AST) -> bool:
+def _chooses(node):
     if isinstance(node, ast.Compare):
         return any(_names_device(side) for side in [node.left, *node.comparators])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -129,12 +126,12 @@ def _chooses(node: ast.AST) -> bool:
     return isinstance(node, ast.MatchValue) and _names_device(node.value)
 
 
-def _names_device(node: ast.expr) -> bool:
+def _names_device(node):
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return any(map(_names_device, node.elts))
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] in DEVICE_TYPES
 
 
-def below(name: str, packages: Iterable[str]) -> bool:
+def below(name, packages):
     """Whether ``name`` is one of ``packages`` or lies in one."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)

@@ -1,10 +1,7 @@
 """``docs/architecture.md`` fits the tree: every file, name and message that it mentions is there."""
 
-from __future__ import annotations
-
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +16,9 @@ CODE = [path for folder in ("torch_ext", "testing") for path in (CHECKOUT / fold
 CODE = [path for path in CODE if path.suffix in (".py", ".cpp", ".h")]
 
 
-def messages() -> set[str]:
+def messages():
     """Return the names in the tables of messages, in ``world/protocol.py`` and ``runner/messages.py``."""
-    found: set[str] = set()
+    found = set()
     for file in ("world/protocol.py", "runner/messages.py"):
         text = (CHECKOUT / "torch_ext" / file).read_text(encoding="utf-8")
         table = (ast.get_docstring(ast.parse(text)) or "").partition("\n====")[2]
@@ -29,38 +26,33 @@ def messages() -> set[str]:
     return found
 
 
-def messages_drawn(page: str) -> set[str]:
-    """Return the names of messages on the arrows between processes."""
-    picture = page.partition("## Processes")[2].partition("```mermaid")[2].partition("```")[0]
-    labels = re.findall(r'-- "([^"]*)" -->', picture)
-    return {name for label in labels for name in re.findall(r"\b[A-Z]\w+", label)}
-
-
-def test_architecture_draws_every_message() -> None:
+def test_architecture_draws_every_message():
     assert {"Start", "Receipt", "TestEnded"} <= messages()
-    assert messages_drawn(TEXT) == messages()
+    picture = TEXT.partition("## Processes")[2].partition("```mermaid")[2].partition("```")[0]
+    labels = re.findall(r'-- "([^"]*)" -->', picture)  # on the arrows between processes
+    assert {name for label in labels for name in re.findall(r"\b[A-Z]\w+", label)} == messages()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=shown)
-def test_links_have_targets(page: Path) -> None:
+def test_links_have_targets(page):
     text = page.read_text(encoding="utf-8")
     headings = {_anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     broken = [link for link in LINK.findall(text) if not _leads_somewhere(page, link, headings)]
     assert broken == []
 
 
-def _anchor(heading: str) -> str:
+def _anchor(heading):
     """Return the anchor that GitHub gives a heading."""
     return "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def _leads_somewhere(page: Path, link: str, headings: set[str]) -> bool:
+def _leads_somewhere(page, link, headings):
     if link.startswith("#"):
         return link in headings
     return "://" in link or (page.parent / link.partition("#")[0]).exists()
 
 
-def test_mentioned_files_exist() -> None:
+def test_mentioned_files_exist():
     files = [*PAGES, CHECKOUT / "run_test.py", *CODE]
     files += [path for folder in ("test", "benchmarks", "docs") for path in python_files(folder)]
     known = [f"/{shown(path)}" for path in files]
@@ -69,7 +61,7 @@ def test_mentioned_files_exist() -> None:
     assert sorted(name for name in mentioned if not any(path.endswith(f"/{name}") for path in known)) == []
 
 
-def test_mentioned_names_exist() -> None:
+def test_mentioned_names_exist():
     words = {word for path in CODE for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     outside_code = re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE)
     mentioned = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_][\w.]*)`", outside_code)}

@@ -1,7 +1,5 @@
 """Docstring examples run."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 
@@ -17,7 +15,7 @@ MODULES = [
 ]
 
 
-def test_there_are_examples() -> None:
+def test_there_are_examples():
     runner = {f"torch_ext.runner.{name}" for name in ("options", "selection")}
     world = {f"torch_ext.world.{name}" for name in ("_os", "outcome", "wording")}
     assert runner | world <= set(MODULES)
@@ -25,7 +23,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_are_true(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_true(module, monkeypatch):
     monkeypatch.setattr("sys.argv", ["example.py"])  # torch_ext.upstream.file prepares for the file that is run
     failed, tried = doctest.testmod(importlib.import_module(module))
     assert tried > 0

@@ -1,23 +1,26 @@
-"""A test file gives the same results under our runner, by itself, under unittest in two spellings, and under pytest;
-``coverage`` counts the lines that run in its ranks and in the parent half.
+"""A test file gives the same results under our runner, by itself, under unittest in two spellings, and under pytest,
+and an empty rank of it imports nothing; ``coverage`` counts the lines that run in its ranks and in the parent half.
 """
-
-from __future__ import annotations
 
 import json
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST, python
 from test.torch_ext.world.suites import suite_of
+from torch_ext import cache
 
 SOURCE = """
 import pickle
 
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
+
+
+# What a forked rank finds at its start.
+LOADED = set()
+os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
 
 
 def double(x):
@@ -46,6 +49,10 @@ class TestRanks(Ranks):
     def test_wants_devices(self):
         pass
 
+    def test_empty(self):
+        tell = lambda: note(f"imported{self.rank}", sorted(set(sys.modules) - LOADED))
+        multiprocessing.util.Finalize(None, tell, exitpriority=-100)
+
 
 class TestThreads(Threads):
     def test_one_thread_fails(self):
@@ -58,7 +65,7 @@ if __name__ == "__main__":
 """
 WAYS = {
     "run_test.py": (RUN_TEST, "--root", ".", "-v"),
-    "python file.py": ("test_suite.py", "-v"),
+    "python file.py": ("test_suite.py", "-v", "--device", "sim"),
     "unittest module": ("-m", "unittest", "-v", "test_suite"),
     "unittest path": ("-m", "unittest", "-v", "./test_suite.py"),
     "pytest": ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "test_suite.py"),
@@ -77,18 +84,20 @@ _LINE = re.compile(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
+def test_the_same_tests_pass_fail_and_skip(tmp_path, way):
     settings, lines = LINES.get(way, (None, ()))
     if settings is None:
         settings = tmp_path / "settings"
         settings.write_text(OTHERS)
     measured = ("-m", "coverage", "run", f"--rcfile={settings}") if lines else ()
     with suite_of(tmp_path, SOURCE) as suite:
-        run = suite.finish(suite.start([*measured, *WAYS[way]], stderr=subprocess.STDOUT))
+        device = "" if "--device" in WAYS[way] else "sim"
+        extra = {"TORCH_EXT_DEVICE": device, "TORCH_EXT_SIM_DEVICES": "4", "TORCH_EXT_CACHE": str(cache.folder())}
+        run = suite.finish(suite.start([*measured, *WAYS[way]], extra, stderr=subprocess.STDOUT))
     words = {"ok": "passed", "ERROR": "failed"}
     ended = {name: words.get(word, word.lower()) for name, word in _LINE.findall(run.out)}
     failed = {"test_one_rank_fails": "failed", "test_one_thread_fails": "failed"}
-    expected = {**failed, "test_functions_travel": "passed", "test_wants_devices": "skipped"}
+    expected = {**failed, "test_empty": "passed", "test_functions_travel": "passed", "test_wants_devices": "skipped"}
     assert (ended, run.code) == (expected, 1), run
     assert len(re.findall(r"rank 1 raised ValueError at test_suite.py:\d+: this is rank 1", run.out)) >= 2
     if way == "pytest":
@@ -101,6 +110,7 @@ def test_the_same_tests_pass_fail_and_skip(tmp_path: Path, way: str) -> None:
     # Otherwise functions that are pickled or sent in an RPC by reference would not resolve.
     module = "__main__" if way == "python file.py" else "test_suite"
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == [f"{module} {module}"] * 2
+    assert [(tmp_path / f"imported{rank}").read_text() for rank in (0, 1)] == ["[]"] * 2
     assert "fresh interpreter" not in run.out, "the tests would pass, seconds later"
     if lines:
         pytest.importorskip("coverage")

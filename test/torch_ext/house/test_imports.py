@@ -1,7 +1,5 @@
 """Imports point down: checked in every source file, then in running interpreters."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pkgutil
@@ -36,7 +34,7 @@ _OF_THE_PACKAGE = {
     "__main__": "runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
-LAYERS: dict[str, frozenset[str]] = {
+LAYERS = {
     **{f"torch_ext.{layer}": frozenset(f"torch_ext.{each}" for each in lower.split())
        for layer, lower in _OF_THE_PACKAGE.items()},
     "torch_ext": frozenset(),
@@ -67,16 +65,16 @@ ROOMS = {
 
 
 @cache
-def tree_of(path: Path) -> ast.AST:
+def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def layer_of(name: str) -> str:
+def layer_of(name):
     """Return the longest layer that contains ``name``, or an empty string if it is not ours."""
     return max((layer for layer in LAYERS if below(name, [layer])), key=len, default="")
 
 
-def wrong_imports(path: Path) -> list[str]:
+def wrong_imports(path):
     name = module_name(path)
     layer = layer_of(name)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -87,24 +85,21 @@ def wrong_imports(path: Path) -> list[str]:
         if not target or target == layer or each.name in ("torch_ext", "torch_ext.__version__"):
             continue
         if not below(each.name, LAYERS[layer]) and not (each.lazy and (name, each.name) in _UP):
-            found.append(f"{shown(path)}:{each.line} imports {each.name}, but {layer} may import {_or(LAYERS[layer])}")
+            allowed = " or ".join(sorted(LAYERS[layer])) or "nothing of this project"
+            found.append(f"{shown(path)}:{each.line} imports {each.name}, but {layer} may import {allowed}")
     return found
 
 
-def _or(layers: frozenset[str]) -> str:
-    return " or ".join(sorted(layers)) or "nothing of this project"
-
-
-def test_every_part_of_the_package_has_its_layer() -> None:
+def test_every_part_of_the_package_has_its_layer():
     parts = {module_name(path) for path in python_files("torch_ext")} | {"torch_ext.testing"}
     assert {name for name in parts if layer_of(name) == "torch_ext"} == {"torch_ext"}
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     assert [problem for path in FILES for problem in wrong_imports(path)] == []
 
 
-def test_no_string_names_a_module_of_a_layer_above() -> None:
+def test_no_string_names_a_module_of_a_layer_above():
     """Zygotes and the runner import modules by such names."""
     named = {
         (shown(path), node.value)
@@ -119,13 +114,13 @@ def test_no_string_names_a_module_of_a_layer_above() -> None:
 
 
 @pytest.mark.parametrize(("package", "other"), [("runner", "upstream"), ("upstream", "runner")])
-def test_runner_and_upstream_do_not_import_each_other(package: str, other: str) -> None:
+def test_runner_and_upstream_do_not_import_each_other(package, other):
     """Neither imports nor names the other: ``torch_ext/__main__.py`` combines them."""
     sources = {shown(path): path.read_text(encoding="utf-8") for path in python_files(f"torch_ext/{package}")}
     assert sources and [name for name, text in sources.items() if f"torch_ext.{other}" in text] == []
 
 
-def private_helpers(path: Path) -> list[str]:
+def private_helpers(path):
     """Return the imports of ``path`` from modules of ``testing._internal`` that torch does not have under that name."""
     found = []
     for each in imports(tree_of(path)):
@@ -138,7 +133,7 @@ def private_helpers(path: Path) -> list[str]:
     return found
 
 
-def test_suites_import_helpers_from_modules_that_upstream_has() -> None:
+def test_suites_import_helpers_from_modules_that_upstream_has():
     suites = python_files("test/distributed")
     assert any(below(each.name, [f"{_HELPERS}.common_fsdp"]) for path in suites for each in imports(tree_of(path)))
     assert [problem for path in suites for problem in private_helpers(path)] == []
@@ -155,19 +150,19 @@ def test_suites_import_helpers_from_modules_that_upstream_has() -> None:
         (f"import {_HELPERS}._distributed.skips", False),
     ],
 )
-def test_an_import_of_a_private_helper_is_found(line: str, allowed: bool, tmp_path: Path) -> None:
+def test_an_import_of_a_private_helper_is_found(line, allowed, tmp_path):
     file = tmp_path / "suite.py"
     file.write_text(line, encoding="utf-8")
     assert (private_helpers(file) == []) is allowed
 
 
-def test_expected_files_exist() -> None:
+def test_expected_files_exist():
     names = {shown(path) for path in FILES}
     assert {"torch_ext/world/tree.py", "testing/_internal/common_utils.py", "setup.py", shown(Path(__file__))} <= names
     assert not any(name.startswith("torch_ext/testing/") for name in names)
 
 
-def rooms_imported(path: Path) -> set[str]:
+def rooms_imported(path):
     """Return the names of this project's modules that a file imports, at once or later."""
     name = module_name(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -177,7 +172,7 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", ["torch_ext.world", "torch_ext.runner", "torch_ext.sim", "torch_ext.compat"])
-def test_no_package_imports_in_a_circle(package: str) -> None:
+def test_no_package_imports_in_a_circle(package):
     """A cycle, lazy imports included, means that two modules are one or that a third is missing."""
     graph = {
         module_name(path): {each for each in rooms_imported(path) if path.name != "__init__.py"}
@@ -188,23 +183,20 @@ def test_no_package_imports_in_a_circle(package: str) -> None:
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
-def _imports_torch(path: Path) -> bool:
-    return any(below(each.name, ["torch"]) for each in imports(tree_of(path)))
-
-
 @pytest.mark.parametrize("package", ["torch_ext/runner", "torch_ext/world"])
-def test_no_package_imports_torch_by_name(package: str) -> None:
-    assert [shown(path) for path in python_files(package) if _imports_torch(path)] == []
+def test_no_package_imports_torch_by_name(package):
+    files = {shown(path): imports(tree_of(path)) for path in python_files(package)}
+    assert [name for name, found in files.items() if any(below(each.name, ["torch"]) for each in found)] == []
 
 
-def modules_after(statement: str) -> set[str]:
+def modules_after(statement):
     program = f"{statement}\nimport json, sys\nprint(json.dumps(list(sys.modules)))"
     done = python("-c", program, TORCH_DEVICE_BACKEND_AUTOLOAD="0")  # without the entry point that torch would call
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def ours(loaded: set[str]) -> set[str]:
+def ours(loaded):
     return {layer_of(name) for name in loaded} - {"", "torch_ext"}
 
 
@@ -241,7 +233,7 @@ _UPSTREAMS = {"torch.testing._internal.common_distributed", "torch._dynamo"}
     ],
     ids=["package", "cli", "tree", "follow", "world", "runner", "command", "tests", "hypothesis"],
 )
-def test_each_part_loads_no_more_than_it_needs(statement: str, layers: set[str] | None, unloaded: set[str]) -> None:
+def test_each_part_loads_no_more_than_it_needs(statement, layers, unloaded):
     """The supervising side loads neither torch nor tests; test files load neither the runner nor upstream's harness."""
     loaded = modules_after(statement)
     assert layers is None or ours(loaded) == layers

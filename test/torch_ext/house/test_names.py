@@ -1,10 +1,7 @@
 """Public names: upstream's are defined here, all others resolve to torch's, and compat finds what it promises."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
-from types import ModuleType
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ assert len(AREAS) > 4
 
 
 @pytest.mark.parametrize(("module", "names"), [(common_distributed, DISTRIBUTED), (common_utils, UTILS)])
-def test_upstream_names_are_defined_here_and_exported(module: ModuleType, names: list[str]) -> None:
+def test_upstream_names_are_defined_here_and_exported(module, names):
     assert sorted(set(names) - vars(module).keys() & set(getattr(module, "__all__", names))) == []
 
 
@@ -45,12 +42,12 @@ def test_upstream_names_are_defined_here_and_exported(module: ModuleType, names:
         ("distributed.rpc_utils", "generate_tests"),
     ],
 )
-def test_upstream_modules_have_their_upstream_paths(module: str, name: str) -> None:
+def test_upstream_modules_have_their_upstream_paths(module, name):
     assert importlib.util.find_spec(f"torch.testing._internal.{module}") is not None
     assert name in vars(importlib.import_module(f"torch_ext.testing._internal.{module}"))
 
 
-def test_classes_are_ours_and_other_names_are_torchs() -> None:
+def test_classes_are_ours_and_other_names_are_torchs():
     from torch.testing._internal import common_distributed as upstream
 
     for name in ("MultiProcessTestCase", "MultiThreadedTestCase", "MultiProcContinuousTest", "DistributedTestBase"):
@@ -61,14 +58,13 @@ def test_classes_are_ours_and_other_names_are_torchs() -> None:
     assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
 
 
-def places_of(area: str) -> dict[str, tuple[str, ...]]:
+def places_of(area):
     """Return the places that an area passes to ``lazy_names``."""
-    places: dict[str, tuple[str, ...]] = vars(importlib.import_module(area))["__getattr__"].places
-    return places
+    return vars(importlib.import_module(area))["__getattr__"].places
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
+def test_every_name_of_compat_is_in_the_installed_torch(area):
     module = importlib.import_module(area)
     missing = []
     for name in places_of(area):
@@ -80,6 +76,6 @@ def test_every_name_of_compat_is_in_the_installed_torch(area: str) -> None:
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_every_place_of_compat_is_a_name_of_a_module_of_torch(area: str) -> None:
+def test_every_place_of_compat_is_a_name_of_a_module_of_torch(area):
     places = places_of(area).values()
     assert all(place.startswith("torch") and place.count(":") == 1 for known in places for place in known)

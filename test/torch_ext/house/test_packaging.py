@@ -1,13 +1,10 @@
 """The contents of the installed package; building needs no torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import stat
 import zipfile
-from typing import Any
 
 import pytest
 
@@ -22,33 +19,24 @@ sys.modules["torch"] = None
 from setuptools import Distribution
 from distutils.core import run_setup
 told = run_setup("setup.py", ["--version"], stop_after="init")
-print(json.dumps({"version": told.get_version(), "requires": told.install_requires, "packages": told.packages}))
+print(json.dumps({"version": told.get_version(), "requires": told.install_requires}))
 """
 
 
 @pytest.fixture(scope="module")
-def metadata() -> dict[str, Any]:
+def metadata():
     pytest.importorskip("setuptools")
-    found: dict[str, Any] = json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
-    return found
+    return json.loads(python("-c", _DESCRIBE).stdout.splitlines()[-1])
 
 
-def test_package_has_one_version_and_accepts_any_torch_from_2_13(metadata: dict[str, Any]) -> None:
+def test_package_has_one_version_and_accepts_any_torch_from_2_13(metadata):
     """With an upper bound on torch, pip would replace a nightly or a source build."""
     assert metadata["version"] == torch_ext.__version__
     assert [each for each in metadata["requires"] if re.match(r"torch\b", each)] == ["torch>=2.13"]
 
 
-def test_every_package_is_found(metadata: dict[str, Any]) -> None:
-    folders = {path.parent for path in python_files("torch_ext")}
-    expected = {shown(folder).replace("/", ".") for folder in folders}
-    expected |= {f"torch_ext.{shown(path.parent).replace('/', '.')}" for path in python_files("testing")}
-    assert expected <= set(metadata["packages"])
-    assert not any(name.split(".")[0] != "torch_ext" for name in metadata["packages"])
-
-
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(tmp_path_factory):
     """Build a wheel from a copy of the checkout, since building leaves files beside the sources. Needs no network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
@@ -66,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(built)
 
 
-def test_wheel_holds_both_packages_and_native_sources_only(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     names = set(wheel.namelist())
     files = {shown(path): path for path in python_files("torch_ext")}
     files |= {f"torch_ext/{shown(path)}": path for path in python_files("testing")}

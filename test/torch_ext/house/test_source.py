@@ -1,7 +1,5 @@
 """The source checks behind the rules: which code they report, and which they accept."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest
@@ -30,7 +28,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("statement", PRIVATE + PUBLIC)
-def test_private_torch_names_are_recognized(statement: str) -> None:
+def test_private_torch_names_are_recognized(statement):
     assert bool(private_torch_names(ast.parse(statement))) == (statement in PRIVATE)
 
 
@@ -53,11 +51,11 @@ NO_CHOICES = [
 
 
 @pytest.mark.parametrize("statement", CHOICES + NO_CHOICES)
-def test_literal_device_choices_are_recognized(statement: str) -> None:
+def test_literal_device_choices_are_recognized(statement):
     assert bool(device_literals(ast.parse(statement))) == (statement in CHOICES)
 
 
-def test_imports_are_absolute_and_marked_if_deferred() -> None:
+def test_imports_are_absolute_and_marked_if_deferred():
     tree = ast.parse("import a.b\nfrom c import d\nfrom . import e\nfrom ..f import g\ndef h():\n    import i")
     assert imports(tree, "p.q") == [
         Import("a.b", 1, False),
@@ -68,7 +66,7 @@ def test_imports_are_absolute_and_marked_if_deferred() -> None:
     ]
 
 
-def test_below_matches_whole_names() -> None:
+def test_below_matches_whole_names():
     assert below("torch_ext.world", ["torch_ext.world"])
     assert below("torch_ext.world.tree", ["torch_ext.world"])
     assert not below("torch_ext.worlds", ["torch_ext.world"])

@@ -1,9 +1,6 @@
 """Every environment variable of ours that code reads is documented, and every one that is mentioned is read."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
 DOCUMENTED_IN = [CHECKOUT / "docs/architecture.md", CHECKOUT / "torch_ext/sim/__init__.py"]
 
 
-def read_by(source: str) -> set[str]:
+def read_by(source):
     """Return our variables that Python code reads from the environment, by a literal or by a constant of the file."""
     constants = dict(re.findall(r'^\s*(\w+) = "(\w+)"', source, re.MULTILINE))
     keys = re.findall(r'\b(?:get|getenv|pop)\(\s*([\w"]+)|\[([\w"]+)\](?! =)|([\w"]+) (?:not )?in ', source)
@@ -28,20 +25,18 @@ def read_by(source: str) -> set[str]:
     return {name for name in names if NAME.fullmatch(name)}
 
 
-def read_natively(source: str) -> set[str]:
-    """Return our variables that are string literals of a C++ source."""
-    return set(re.findall(rf'"({NAME.pattern})"', source))
-
-
-def _text(path: Path) -> str:
+def _text(path):
     return path.read_text(encoding="utf-8")
 
 
-def _read_in(files: list[Path]) -> set[str]:
-    return {name for path in files for name in (read_by if path.suffix == ".py" else read_natively)(_text(path))}
+def _read_in(files):
+    """Return our variables that Python code reads, and those that are string literals of C++ sources."""
+    python = {name for path in files if path.suffix == ".py" for name in read_by(_text(path))}
+    native = (_text(path) for path in files if path.suffix != ".py")
+    return python | {name for text in native for name in re.findall(rf'"({NAME.pattern})"', text)}
 
 
-def test_variables_read_are_documented() -> None:
+def test_variables_read_are_documented():
     read = _read_in([*PACKAGE, *NATIVE])
     assert {"TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT", "TORCH_EXT_SIM_DEVICES", "TORCH_EXT_SIM_SANITIZE"} <= read
     documents = map(_text, [*PAGES, *DOCUMENTED_IN])
@@ -49,14 +44,11 @@ def test_variables_read_are_documented() -> None:
     assert sorted(read - documented) == [], "add a line to a table of docs/architecture.md or to another page"
 
 
-def _only_set() -> set[str]:
-    """Variables set for the processes of other programs, which may read them."""
+def test_mentioned_variables_are_read():
+    read = _read_in([*PACKAGE, *NATIVE, *OTHERS])
+    # Variables set for the processes of other programs, which may read them.
     lines = [line for path in DOCUMENTED_IN for line in _text(path).splitlines() if "do not set it" in line]
-    return {name for line in lines for name in NAME.findall(line)}
-
-
-def test_mentioned_variables_are_read() -> None:
-    read = _read_in([*PACKAGE, *NATIVE, *OTHERS]) | _only_set()
+    read |= {name for line in lines for name in NAME.findall(line)}
     mentioned = {(name, shown(path)) for path in [*PAGES, *PACKAGE, *NATIVE] for name in NAME.findall(_text(path))}
     assert sorted((name, path) for name, path in mentioned if name not in read) == []
 
@@ -74,5 +66,5 @@ OTHERS_THAN_READERS = [
 
 
 @pytest.mark.parametrize("source", READERS + OTHERS_THAN_READERS)
-def test_variable_readers_are_recognized(source: str) -> None:
+def test_variable_readers_are_recognized(source):
     assert read_by(source) == ({"TORCH_EXT_X"} if source in READERS else set())

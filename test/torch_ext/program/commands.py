@@ -1,7 +1,5 @@
 """Runs ``torch_ext run`` and torchrun on small programs, and finds processes that they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -9,9 +7,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import dedent
 
 from test.torch_ext.house.source import CHECKOUT
@@ -24,21 +19,12 @@ EXAMPLE = CHECKOUT / "examples" / "train.py"
 _LIMIT_S = 240.0
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended, and what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def _environment(more):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_SIM", "OMP_"))}
     return {**kept, "PYTHONPATH": str(CHECKOUT), **more}
 
 
-def start(options: str, program: str, *arguments: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+def start(options, program, *arguments, folder, **more):
     """Start ``torch_ext run`` on the text ``program``, in the file ``program.py`` of ``folder``."""
     (folder / "program.py").write_text(dedent(program), encoding="utf-8")
     return subprocess.Popen(
@@ -51,17 +37,17 @@ def start(options: str, program: str, *arguments: str, folder: Path, **more: str
     )
 
 
-def run(options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+def run(options, program, *arguments, folder, **more):
     """As :func:`start`, then wait for the end. No process may be left."""
     mark = uuid.uuid4().hex
     with start(options, program, *arguments, folder=folder, **{MARK: mark}, **more) as process:
         out, err = process.communicate(timeout=_LIMIT_S)
     assert alive_with(mark) == []
-    return Ended(process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @contextlib.contextmanager
-def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[subprocess.Popen[str]]:
+def serving(*words, limit_s=_LIMIT_S, **more):
     """Run ``torch_ext serve`` for the block, which begins once it serves. It ends with the block, after ``limit_s``
     seconds, or with this process, however this process ends.
     """
@@ -74,7 +60,6 @@ def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[sub
         watchdog.daemon = True
         watchdog.start()
         try:
-            assert process.stdout is not None
             first = process.stdout.readline()
             assert f"serving runs on {'cpu' if '--host' in words else ''}" in first, first
             yield process
@@ -84,7 +69,7 @@ def serving(*words: str, limit_s: float = _LIMIT_S, **more: str) -> Iterator[sub
             watchdog.cancel()
 
 
-def eventually(holds: Callable[[], bool]) -> bool:
+def eventually(holds):
     """Whether ``holds()`` becomes true within a generous limit."""
     end_s = time.monotonic() + _LIMIT_S
     while not holds() and time.monotonic() < end_s:
@@ -92,25 +77,24 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def alive_with(mark: str) -> list[str]:
+def alive_with(mark):
     """Return the command lines of processes that were started with ``mark`` in their environment."""
     return [command for command in marked_processes(mark).values() if command]  # an ending process has no command line
 
 
-def torchrun(*words: str, folder: Path, **more: str) -> Ended:
+def torchrun(*words, folder, **more):
     """Run torch's own torchrun, with our entry point installed beside what there is."""
     return launched("torch.distributed.run", *words, folder=folder, **more)
 
 
-def launched(launcher: str, *words: str, folder: Path, **more: str) -> Ended:
+def launched(launcher, *words, folder, **more):
     """Run the module ``launcher``, with our entry point installed beside what there is."""
     environment = _environment({**with_entry_point(folder), **more})
     command = [sys.executable, "-m", launcher, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
 
 
-def with_entry_point(folder: Path) -> dict[str, str]:
+def with_entry_point(folder):
     """Install our entry point in ``folder``; return what a process needs in its environment to find it."""
     installed = folder / "installed"
     information = installed / "entry_of_torch_ext-0.dist-info"

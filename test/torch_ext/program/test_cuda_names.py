@@ -1,9 +1,5 @@
 """CUDA's names in training code, in programs that run with ``--cuda-as-sim``."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from test.torch_ext.program.commands import run
 
 NAMES = """
@@ -110,14 +106,15 @@ if __name__ == "__main__":
 """
 
 
-def test_cuda_queries_of_training_code_are_answered(tmp_path: Path) -> None:
+def test_cuda_queries_of_training_code_are_answered(tmp_path):
     ended = run("-n 2 --cuda-as-sim --strict", NAMES, folder=tmp_path)
-    assert ended.code == 0, ended.err
-    assert "NCCL support" not in ended.out + ended.err and "CUDA is not available" not in ended.out + ended.err
+    assert ended.returncode == 0, ended.stderr
+    output = ended.stdout + ended.stderr
+    assert "NCCL support" not in output and "CUDA is not available" not in output
 
 
-def test_children_that_are_spawned_use_the_simulated_device(tmp_path: Path) -> None:
+def test_children_that_are_spawned_use_the_simulated_device(tmp_path):
     ended = run("-n 1 --cuda-as-sim", SPAWNING, folder=tmp_path, TORCH_EXT_SIM_DEVICES="2")
-    assert ended.code == 0, ended.err
-    outputs = sorted(line.partition("child ")[2] for line in ended.out.splitlines() if "child " in line)
+    assert ended.returncode == 0, ended.stderr
+    outputs = sorted(line.partition("child ")[2] for line in ended.stdout.splitlines() if "child " in line)
     assert outputs == ["0 [2.0, 2.0] cuda:0", "1 [2.0, 2.0] cuda:1"]

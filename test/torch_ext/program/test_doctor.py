@@ -1,15 +1,11 @@
 """``torch_ext doctor`` and ``torch_ext demo``: their output and exit codes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 
 from test.torch_ext.interpreter import python
 
 
-def test_doctor_reports_machine_features(tmp_path: Path) -> None:
+def test_doctor_reports_machine_features(tmp_path):
     done = python("-m", "torch_ext", "doctor")
     assert f"torch         {torch.__version__}" in done.stdout
     assert "start method  fork" in done.stdout
@@ -17,7 +13,7 @@ def test_doctor_reports_machine_features(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_doctor_fails_without_a_device(tmp_path: Path) -> None:
+def test_doctor_fails_without_a_device(tmp_path):
     done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert "simulator     not built for this torch yet" in done.stdout
     assert "PROBLEM       no C++ compiler" in done.stdout
@@ -25,7 +21,7 @@ def test_doctor_fails_without_a_device(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "it builds nothing"
 
 
-def test_unwritable_output_is_reported_in_one_sentence() -> None:
+def test_unwritable_output_is_reported_in_one_sentence():
     with open("/dev/full", "w") as full:
         done = python("-m", "torch_ext", "doctor", stdout=full.fileno())
     assert done.stderr.splitlines()[-1] == "error: the output cannot be written: No space left on device"
@@ -33,7 +29,7 @@ def test_unwritable_output_is_reported_in_one_sentence() -> None:
     assert done.returncode == 1
 
 
-def test_demo_finds_the_race_and_nothing_else() -> None:
+def test_demo_finds_the_race_and_nothing_else():
     done = python("-m", "torch_ext", "demo")
     assert done.stdout.count("step 2: loss") == 2
     assert done.stderr.count("FAILED demo.py") == 1

@@ -1,13 +1,10 @@
 """``torch_ext run``: the environment of a program, the report of its end, and no leftovers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -57,11 +54,11 @@ _FINDS = r"""
 """
 
 
-def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
+def test_a_program_finds_what_torchrun_gives_it(tmp_path):
     ended = run("-n 2", _FINDS, "--alpha", "-m", "b", folder=tmp_path)
-    assert ended.err == ""
-    assert sorted(ended.out.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
-    assert ended.code == 0
+    assert ended.stderr == ""
+    assert sorted(ended.stdout.splitlines()) == ["[rank 0] \x1b[1mfine\x1b[0m", "[rank 1] \x1b[1mfine\x1b[0m"]
+    assert ended.returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -73,35 +70,33 @@ def test_a_program_finds_what_torchrun_gives_it(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 11)", 128 + 11, "rank 1 was killed by SIGSEGV at program.py:3"),
     ],
 )
-def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(
-    body: str, code: int, message: str, tmp_path: Path
-) -> None:
+def test_the_first_rank_that_fails_is_named_and_gives_the_exit_code(body, code, message, tmp_path):
     program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {body}\n"
     if code == 7:
         program += "time.sleep(600)\n"
     ended = run("-n 3 --device cpu", program, folder=tmp_path)
-    assert message in ended.err
-    assert ("rank 0 was stopped at program.py:4 while its program was running" in ended.err) == (code == 7)
-    assert "torch_ext/program/" not in ended.err, "frames of ours say nothing"
-    assert ended.code == code
+    assert message in ended.stderr
+    assert ("rank 0 was stopped at program.py:4 while its program was running" in ended.stderr) == (code == 7)
+    assert "torch_ext/program/" not in ended.stderr, "frames of ours say nothing"
+    assert ended.returncode == code
 
 
-def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path: Path) -> None:
+def test_leaving_early_with_code_0_is_success_as_under_torchrun(tmp_path):
     ended = run(
         "-n 2 --device cpu --output rank0", "import os\nprint('done', flush=True)\nos._exit(0)", folder=tmp_path
     )
-    assert (ended.code, ended.out) == (0, "done\n")
-    assert "ranks 0, 1 ended by os._exit(0)" in ended.err
+    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    assert "ranks 0, 1 ended by os._exit(0)" in ended.stderr
 
 
-def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_left_while_others_waited_for_it_is_named(tmp_path):
     program = "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
     ended = run("-n 2 --device cpu", program + "os._exit(0) if dist.get_rank() else dist.barrier()", folder=tmp_path)
-    assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.err
-    assert ended.code == 1
+    assert "rank 1 exited with code 0 at program.py:4 before its program was over" in ended.stderr
+    assert ended.returncode == 1
 
 
-def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: Path) -> None:
+def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path):
     program = """
         import os
         os.closerange(3, 1024)
@@ -110,14 +105,14 @@ def test_a_program_may_close_every_descriptor_and_reuse_their_numbers(tmp_path: 
             raise ValueError("no data")
     """
     ended = run("-n 2 --device cpu", program, folder=tmp_path)
-    assert "rank 1 exited with code 1" in ended.err
-    assert ended.out.count("ValueError: no data") == 1 and "torch_ext/" not in ended.out
+    assert "rank 1 exited with code 1" in ended.stderr
+    assert ended.stdout.count("ValueError: no data") == 1 and "torch_ext/" not in ended.stdout
     assert {file.stat().st_size for file in tmp_path.glob("?.*") if file.suffix != ".py"} == {0}
-    assert ended.code == 1
+    assert ended.returncode == 1
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError('no data')", "sys.exit(3)"])
-def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: Path) -> None:
+def test_globals_are_finalized_and_files_written_at_the_end(end, tmp_path):
     program = f"""
         import os, sys
 
@@ -132,12 +127,12 @@ def test_globals_are_finalized_and_files_written_at_the_end(end: str, tmp_path: 
         {end}
     """
     ended = run("-n 2 --device cpu --output rank0", program, folder=tmp_path)
-    assert ended.out == "deleted\n"
+    assert ended.stdout == "deleted\n"
     assert [(tmp_path / f"log.{rank}").read_text() for rank in range(2)] == ["all of it"] * 2
     assert [(tmp_path / f"kept.{rank}").read_text() for rank in range(2)] == ["this too"] * 2
 
 
-def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path) -> None:
+def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
     """Names and store stay the same, and a rank may join before its peers have destroyed the previous group."""
     program = """
         import time
@@ -160,26 +155,26 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path: Path)
             dist.destroy_process_group()
     """
     ended = run("-n 3 --cuda-as-sim", program, folder=tmp_path)
-    assert ended.code == 0, ended.err
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])
-def test_build_failure_is_one_line(options: str, tmp_path: Path) -> None:
+def test_build_failure_is_one_line(options, tmp_path):
     ended = run(f"-n 1 {options}", "def f(:  # cuda", folder=tmp_path)
-    assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.err
-    assert "torch_ext/" not in ended.err and "ast.py" not in ended.err, "frames of ours say nothing"
+    assert "rank 0 raised SyntaxError: invalid syntax (program.py, line 1)" in ended.stderr
+    assert "torch_ext/" not in ended.stderr and "ast.py" not in ended.stderr, "frames of ours say nothing"
 
 
-def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path: Path) -> None:
+def test_hang_is_proven_and_traced_to_the_absent_rank(tmp_path):
     program = EXAMPLE.read_text().replace("        optimizer.step()\n", "        if rank == 1 and step == 2:\n"
         "            dist.barrier()\n        optimizer.step()\n")  # fmt: skip
     ended = run("-n 2 --hang end", program, folder=tmp_path)
-    assert "ranks 0, 1 wait for each other: rank 0 in all_gather_into_tensor (" in ended.err
-    assert "barrier() in main (program.py:25)" in ended.err
-    assert ended.code == 1
+    assert "ranks 0, 1 wait for each other: rank 0 in all_gather_into_tensor (" in ended.stderr
+    assert "barrier() in main (program.py:25)" in ended.stderr
+    assert ended.returncode == 1
 
 
-def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path: Path) -> None:
+def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path):
     """This process, outside the run, ends a wait that no process of the run can end."""
     program = """
         import os, signal, threading
@@ -191,7 +186,6 @@ def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path: Path) -> 
         lock.acquire()
     """
     with start("-n 2 --device cpu --output all", program, folder=tmp_path, TORCH_EXT_HANG_AFTER="1") as process:
-        assert process.stdout is not None and process.stderr is not None
         pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
         text = ""
         while "the program goes on until" not in text:
@@ -208,7 +202,7 @@ def test_reported_hang_fails_a_program_that_ends_with_code_0(tmp_path: Path) -> 
     assert process.returncode == 1
 
 
-def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path) -> None:
+def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path):
     """No frame of c10d is on the stack: the collective was called, and ordered before the stream, long ago."""
     program = (
         "import os, torch, torch.distributed as dist\n"
@@ -223,31 +217,31 @@ def test_a_hang_in_a_kernel_that_waits_for_a_collective_is_proven(tmp_path: Path
         "print(x + 1)\n"
     )
     ended = run("-n 2 --hang end", program, folder=tmp_path)
-    assert "ranks 0, 1 wait for each other: rank 0 in recv (program.py:" in ended.err
-    assert "rank 0 waits in recv in group 0, called at" in ended.err and "program.py:7 for rank 1" in ended.err
-    assert ended.code == 1
+    assert "ranks 0, 1 wait for each other: rank 0 in recv (program.py:" in ended.stderr
+    assert "rank 0 waits in recv in group 0, called at" in ended.stderr and "program.py:7 for rank 1" in ended.stderr
+    assert ended.returncode == 1
 
 
-def test_memory_and_races_are_those_of_the_device(tmp_path: Path) -> None:
+def test_memory_and_races_are_those_of_the_device(tmp_path):
     text = EXAMPLE.read_text()
     out_of_memory = run("-n 2 --memory 32KiB", text, folder=tmp_path)
-    assert "raised torch.OutOfMemoryError" in out_of_memory.err
-    assert out_of_memory.code == 1
+    assert "raised torch.OutOfMemoryError" in out_of_memory.stderr
+    assert out_of_memory.returncode == 1
     copied = "            batch = torch.randn(32, 64).to(device)\n"
     behind = copied.replace(".to(device)", ".pin_memory().to(device, non_blocking=True)")
     racing = text.replace(copied.removeprefix("    "), f"        with torch.Stream(device):\n{behind}")
     found = run("-n 2 --races error", racing, folder=tmp_path)
-    assert "torch_ext.sim.races.RaceError" in found.err
-    assert "ranks 0, 1 raised" in found.err, "they differ in their device alone"
-    assert "program.py:22" in found.err
-    assert found.code == 1
+    assert "torch_ext.sim.races.RaceError" in found.stderr
+    assert "ranks 0, 1 raised" in found.stderr, "they differ in their device alone"
+    assert "program.py:22" in found.stderr
+    assert found.returncode == 1
 
 
-def test_silent_fake_is_an_error_with_strict(tmp_path: Path) -> None:
+def test_silent_fake_is_an_error_with_strict(tmp_path):
     ended = run("-n 2 --strict", "import torch\ntorch.ones(2).sum()", folder=tmp_path)
-    assert "error: none of the 2 ranks made a process group" in ended.err
-    assert "used no simulated device" in ended.err
-    assert ended.code == 1
+    assert "error: none of the 2 ranks made a process group" in ended.stderr
+    assert "used no simulated device" in ended.stderr
+    assert ended.returncode == 1
 
 
 _MAKES_GROUP = """
@@ -267,19 +261,19 @@ _GATHERS = "found = [None, None]; dist.all_gather_object(found, dist.get_rank())
         _GATHERS + "dist.destroy_process_group()",
     ],
 )
-def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program: str, tmp_path: Path) -> None:
+def test_ranks_that_move_empty_tensors_or_objects_alone_are_no_fakes(program, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + program, folder=tmp_path)
-    assert (ended.code, ended.err) == (0, "")
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("also", ["", _GATHERS])
-def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also: str, tmp_path: Path) -> None:
+def test_ranks_that_reduce_on_the_host_are_fakes_also_if_they_move_objects(also, tmp_path):
     ended = run("-n 2 --strict", _MAKES_GROUP + also + "dist.all_reduce(torch.ones(3))", folder=tmp_path)
-    assert "used no simulated device and computed on the host." in ended.err
-    assert ended.code == 1
+    assert "used no simulated device and computed on the host." in ended.stderr
+    assert ended.returncode == 1
 
 
-def test_processes_of_a_rank_need_not_join_the_job(tmp_path: Path) -> None:
+def test_processes_of_a_rank_need_not_join_the_job(tmp_path):
     (tmp_path / "helper.py").write_text("import torch\n")
     started = "import subprocess, sys; subprocess.run([sys.executable, 'helper.py'], check=True); "
     ended = run(
@@ -288,10 +282,10 @@ def test_processes_of_a_rank_need_not_join_the_job(tmp_path: Path) -> None:
         folder=tmp_path,
         **with_entry_point(tmp_path),
     )
-    assert (ended.code, ended.out, ended.err) == (0, "", "")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
     program = """
         import time
         try:
@@ -302,7 +296,6 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     """
     mark = uuid.uuid4().hex
     with start("-n 2 --device cpu", program, folder=tmp_path, **{MARK: mark}) as process:
-        assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[rank 0] begun\n", "[rank 1] begun\n"}
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
@@ -324,21 +317,19 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path: Path) -> None:
         ("--device cpu --races error a.py", "--races is for the simulated accelerator"),
     ],
 )
-def test_a_usage_error_says_what_to_do(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_error_says_what_to_do(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert message in capsys.readouterr().err
 
 
-def test_a_limit_that_is_no_number_is_a_usage_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_that_is_no_number_is_a_usage_error(monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXT_HANG_AFTER", "nan")
     assert main([__file__]) == 2
     assert capsys.readouterr().err.startswith("error: TORCH_EXT_HANG_AFTER is 'nan'; expected")
 
 
-def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+def test_a_command_without_standard_streams_runs(tmp_path):
     (tmp_path / "program.py").write_text("print('lost')\nraise SystemExit(5)")
     command = f"{sys.executable} -m torch_ext run -n 1 --device cpu program.py <&- >&-"
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}

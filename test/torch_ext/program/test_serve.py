@@ -1,21 +1,18 @@
 """``torch_ext serve``: its zygote starts the same programs as the command would, for its user alone."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from test.torch_ext.house.source import CHECKOUT
-from test.torch_ext.program.commands import Ended, eventually, run, serving, start
+from test.torch_ext.program.commands import eventually, run, serving, start
 from torch_ext.program import serve
 from torch_ext.world import _os
 
@@ -46,23 +43,23 @@ class _Server:
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
-    def zygotes(self) -> list[int]:
+    def zygotes(self):
         return _os.children_of(self.process.pid)
 
-    def run(self, options: str, program: str, *arguments: str, folder: Path, **more: str) -> Ended:
+    def run(self, options, program, *arguments, folder, **more):
         options = f"-n 2 --device cpu --output rank0 {options}"
         return run(options, program, *arguments, folder=folder, **self.variables, **more)
 
-    def start(self, program: str, folder: Path) -> subprocess.Popen[str]:
+    def start(self, program, folder):
         folder.mkdir(exist_ok=True)
         return start("-n 2 --device cpu", program, folder=folder, **self.variables)
 
-    def folder(self) -> Path:
+    def folder(self):
         return Path(self.variables["XDG_RUNTIME_DIR"], "torch_ext")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
+def server(tmp_path_factory):
     # The path is longer than the name of a socket may be.
     runtime = tmp_path_factory.mktemp("r" * 100)
     variables = {"XDG_RUNTIME_DIR": str(runtime)}
@@ -72,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
         assert process.wait(timeout=_LIMIT_S) == 0
 
 
-def test_ranks_run_their_own_command(server: _Server, tmp_path: Path) -> None:
+def test_ranks_run_their_own_command(server, tmp_path):
     (zygote,) = server.zygotes
     assert stat.S_IMODE(server.folder().stat().st_mode) == 0o700
     for mask, zone, hour in ((0o027, "Asia/Tokyo", 9), (0o022, "UTC", 0)):
@@ -83,13 +80,13 @@ def test_ranks_run_their_own_command(server: _Server, tmp_path: Path) -> None:
             ended = server.run("", _SAYS_WHAT_IT_IS, "a b", folder=folder, TZ=zone, TMPDIR=str(tmp_path))
         finally:
             os.umask(before)
-        assert ended.out == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
-        assert "rank 0 raised SystemExit" in ended.err
-        assert ended.code == 7
+        assert ended.stdout == f"{zygote} {folder} {oct(mask)} {tmp_path} {hour} ['a b'] ''\n"
+        assert "rank 0 raised SystemExit" in ended.stderr
+        assert ended.returncode == 7
     assert server.zygotes == [zygote]
 
 
-def test_end_of_one_command_does_not_affect_another(server: _Server, tmp_path: Path) -> None:
+def test_end_of_one_command_does_not_affect_another(server, tmp_path):
     zygotes = server.zygotes
     with server.start(_WAITS, tmp_path / "one") as one, server.start(_WAITS, tmp_path / "two") as two:
         pids = {
@@ -108,9 +105,7 @@ def test_end_of_one_command_does_not_affect_another(server: _Server, tmp_path: P
     assert server.zygotes == zygotes
 
 
-def test_second_server_is_refused_and_mismatched_command_warned(
-    server: _Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_server_is_refused_and_mismatched_command_warned(server, monkeypatch, capfd):
     with pytest.raises(AssertionError, match="another process already serves these runs"):
         with serving("--host", **server.variables):
             pass
@@ -122,7 +117,7 @@ def test_second_server_is_refused_and_mismatched_command_warned(
     assert "`torch_ext serve` is not used: its interpreter, search path or environment" in capfd.readouterr().err
 
 
-def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path: Path) -> None:
+def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path):
     loaded = tmp_path / "loaded"
     loaded.mkdir()
     (loaded / "sitecustomize.py").write_text("VALUE = 'old'")
@@ -131,31 +126,30 @@ def test_changed_file_reloads_and_dead_zygote_ends_the_server(tmp_path: Path) ->
     with serving("--host", **variables) as process:
         server = _Server(process, variables)
         (first,) = server.zygotes
-        assert server.run("", program, folder=tmp_path).out == f"{first} old\n"
+        assert server.run("", program, folder=tmp_path).stdout == f"{first} old\n"
         (loaded / "sitecustomize.py").write_text("VALUE = 'newer'")
-        assert server.run("", program, folder=tmp_path).out.split()[1] == "newer"
-        assert process.stdout is not None
+        assert server.run("", program, folder=tmp_path).stdout.split()[1] == "newer"
         assert process.stdout.readline() == f"torch_ext: {loaded}/sitecustomize.py has changed: loading again\n"
         assert "serving runs on cpu" in process.stdout.readline()
         (second,) = server.zygotes
         assert second != first
-        assert server.run("", program, folder=tmp_path).out == f"{second} newer\n"
+        assert server.run("", program, folder=tmp_path).stdout == f"{second} newer\n"
         ended = server.run("", "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)", folder=tmp_path)
         lost = "error: `torch_ext serve`, which had started the ranks, has ended; the ranks ended with it\n"
-        assert ended.err.endswith(lost)
-        assert ended.code == 1
+        assert ended.stderr.endswith(lost)
+        assert ended.returncode == 1
         assert process.wait(timeout=_LIMIT_S) == 1
         assert "error: the zygote has ended" in process.stdout.read()
         assert list(server.folder().iterdir()) == []
 
 
-def test_idle_server_ends(tmp_path: Path) -> None:
+def test_idle_server_ends(tmp_path):
     with serving("--host", "--idle", "0.1", XDG_RUNTIME_DIR=str(tmp_path)) as process:
         assert process.wait(timeout=_LIMIT_S) == 0
     assert list((tmp_path / "torch_ext").iterdir()) == []
 
 
-def test_run_rejects_a_folder_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_rejects_a_folder_open_to_others(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with serve.folder() as place:
         assert place.samefile(tmp_path / "torch_ext")
@@ -170,7 +164,7 @@ def test_run_rejects_a_folder_open_to_others(tmp_path: Path, monkeypatch: pytest
         pass
 
 
-def test_owner_of_the_peer_comes_from_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_of_the_peer_comes_from_the_kernel(monkeypatch):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert serve.is_own(ours)
@@ -178,7 +172,7 @@ def test_owner_of_the_peer_comes_from_the_kernel(monkeypatch: pytest.MonkeyPatch
         assert not serve.is_own(ours)
 
 
-def test_an_editable_installation_is_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_editable_installation_is_the_same_in_every_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", ["", str(tmp_path), "__editable__.a.finder.__path_hook__"])
     found = []
     for folder in (tmp_path, CHECKOUT):

@@ -1,29 +1,14 @@
 """Unmodified torchrun, with ``TORCH_EXT_SIM`` in the environment."""
 
-from __future__ import annotations
-
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from test.torch_ext.interpreter import python
 from test.torch_ext.program.commands import EXAMPLE, torchrun
 
-_NAMES_CUDA = """
-import os, torch, torch.distributed as dist
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl")
-tensor = torch.ones(2, device=f"cuda:{rank}")
-dist.all_reduce(tensor)
-line = f"{__name__} {tensor.device.type == 'cuda'} {tensor.tolist()} {torch.cuda.device_count()}\\n"
-os.write(1, line.encode())  # in one piece: unbuffered ranks print the parts of a line apart
-dist.destroy_process_group()
-"""
 
-
-def test_two_agents_train_on_sim(tmp_path: Path) -> None:
+def test_two_agents_train_on_sim(tmp_path):
     """Two hosts, emulated: they find each other by torchrun's own rendezvous."""
     meeting = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", tmp_path.name)
     with socket.socket() as held:  # stays bound and never listens, so that no other process gets the port
@@ -33,24 +18,20 @@ def test_two_agents_train_on_sim(tmp_path: Path) -> None:
         sim = {"TORCH_EXT_SIM": "1", "TORCH_EXT_SIM_STRICT": "1"}
         with ThreadPoolExecutor(2) as agents:
             ended = list(agents.map(lambda _: torchrun(*meeting, *endpoint, folder=tmp_path, **sim), range(2)))
-    assert [each.code for each in ended] == [0, 0], ended
-    assert sum("step 4: loss" in each.out for each in ended) >= 1
+    assert [each.returncode for each in ended] == [0, 0], ended
+    assert sum("step 4: loss" in each.stdout for each in ended) >= 1
 
 
-def test_cuda_means_sim_in_workers_and_silent_fake_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(_NAMES_CUDA)
-    ended = torchrun("--nproc-per-node", "2", "program.py", folder=tmp_path, TORCH_EXT_SIM="cuda")
-    assert ended.out.splitlines() == ["__main__ True [2.0, 2.0] 2"] * 2
-    assert ended.code == 0
+def test_silent_fake_is_reported(tmp_path):
     (tmp_path / "fake.py").write_text("import torch\n")
     ended = torchrun("--nproc-per-node", "2", "fake.py", folder=tmp_path, TORCH_EXT_SIM="1", TORCH_EXT_SIM_STRICT="1")
     # The first worker that fails has torchrun end the other.
-    assert re.search(r"error: rank [01] made no process group", ended.err)
-    assert re.search(r"error: rank [01] used no simulated device and", ended.err)
-    assert ended.code != 0
+    assert re.search(r"error: rank [01] made no process group", ended.stderr)
+    assert re.search(r"error: rank [01] used no simulated device and", ended.stderr)
+    assert ended.returncode != 0
 
 
-def test_entry_point_is_inactive_by_default() -> None:
+def test_entry_point_is_inactive_by_default():
     program = "import sys; from torch_ext.program.autoload import load; load(); print(sorted(sys.modules))"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,10 @@
 """``CUDA_VISIBLE_DEVICES``: a program chooses its devices by it; a value set before the program hides none."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
-from test.torch_ext.program.commands import Ended, launched, run, torchrun
+from test.torch_ext.program.commands import launched, run, torchrun
 
 # Each rank has one device, which it calls cuda:0.
 _ONE_EACH = """
@@ -40,19 +37,19 @@ dist.destroy_process_group()
 _BY_PROGRAM = 'os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]'
 
 
-def _passed(ended: Ended, ranks: int) -> None:
-    assert ended.code == 0, ended
-    assert ended.out.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
+def _passed(ended, ranks):
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count(f"The program hid {ranks - 1} by setting CUDA_VISIBLE_DEVICES.") == ranks, ended
 
 
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "1"}])
-def test_a_program_shows_each_rank_its_own_device(outside: dict[str, str], tmp_path: Path) -> None:
+def test_a_program_shows_each_rank_its_own_device(outside, tmp_path):
     program = _ONE_EACH.format(choice=_BY_PROGRAM)
     _passed(run("-n 3 --cuda-as-sim --strict --races error --memory 64MiB", program, folder=tmp_path, **outside), 3)
 
 
 @pytest.mark.parametrize("outside", ["", "0", "1"])
-def test_previous_value_hides_no_device(outside: str, tmp_path: Path) -> None:
+def test_previous_value_hides_no_device(outside, tmp_path):
     ended = run(
         "-n 2 --cuda-as-sim",
         """
@@ -66,18 +63,18 @@ def test_previous_value_hides_no_device(outside: str, tmp_path: Path) -> None:
         folder=tmp_path,
         CUDA_VISIBLE_DEVICES=outside,
     )
-    assert ended.code == 0, ended
-    assert ended.out.count("seen: 2 True") == 2
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count("seen: 2 True") == 2
 
 
 @pytest.mark.parametrize("outside", [{}, {"CUDA_VISIBLE_DEVICES": "0"}])
-def test_torchrun_workers_choose_devices(outside: dict[str, str], tmp_path: Path) -> None:
+def test_torchrun_workers_choose_devices(outside, tmp_path):
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=_BY_PROGRAM))
     ended = torchrun("--nproc-per-node", "2", "program.py", folder=tmp_path, TORCH_EXT_SIM="cuda", **outside)
     _passed(ended, 2)
 
 
-def test_a_script_chooses_for_the_workers_that_it_becomes(tmp_path: Path) -> None:
+def test_a_script_chooses_for_the_workers_that_it_becomes(tmp_path):
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=""))
     words = ("--no-python", "--nproc-per-node", "2", "bash", "-c")
     command = 'CUDA_VISIBLE_DEVICES=$LOCAL_RANK exec "$PYTHON" program.py'
@@ -85,7 +82,7 @@ def test_a_script_chooses_for_the_workers_that_it_becomes(tmp_path: Path) -> Non
     _passed(ended, 2)
 
 
-def test_a_script_that_starts_ranks_without_a_launcher_chooses_for_them(tmp_path: Path) -> None:
+def test_a_script_that_starts_ranks_without_a_launcher_chooses_for_them(tmp_path):
     (tmp_path / "program.py").write_text(_ONE_EACH.format(choice=""))
     (tmp_path / "start.py").write_text(
         """
@@ -104,7 +101,7 @@ sys.exit(max(rank.wait() for rank in ranks))
     _passed(launched("start", folder=tmp_path), 2)
 
 
-def test_invalid_device_entries_are_read_as_cuda_reads_them(tmp_path: Path) -> None:
+def test_invalid_device_entries_are_read_as_cuda_reads_them(tmp_path):
     ended = run(
         "-n 1 --cuda-as-sim",
         """
@@ -130,5 +127,5 @@ def test_invalid_device_entries_are_read_as_cuda_reads_them(tmp_path: Path) -> N
         folder=tmp_path,
         TORCH_EXT_SIM_DEVICES="4",
     )
-    assert ended.code == 0, ended
-    assert "no device is visible: the program set CUDA_VISIBLE_DEVICES='0,2,0', which names none of the" in ended.out
+    assert ended.returncode == 0, ended
+    assert "no device is visible: the program set CUDA_VISIBLE_DEVICES='0,2,0', which names none of the" in ended.stdout

@@ -1,12 +1,8 @@
 """Fixtures of the command's tests: the suite of their module's ``LAYOUT``, and an executor without processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +10,7 @@ from test.torch_ext.runner.fakes import Cli, FakeCollector, FakeExecutor, write_
 
 
 @pytest.fixture
-def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(request, tmp_path, monkeypatch):
     """The suite, in the working directory, with its own cache."""
     monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCH_EXT_DEVICE", raising=False)
@@ -27,7 +23,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def before() -> Iterator[object]:
+def before():
     """The handler of SIGINT before the test, restored after it."""
     handler = signal.getsignal(signal.SIGINT)
     yield handler
@@ -35,7 +31,7 @@ def before() -> Iterator[object]:
 
 
 @pytest.fixture
-def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeExecutor]:
+def executor(request, monkeypatch):
     executor = FakeExecutor(FakeCollector(request.module.LAYOUT))
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
     yield executor
@@ -43,6 +39,6 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def cli(root: Path, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(root, executor, capsys):
     """The command on the suite."""
     return Cli(executor, capsys)

@@ -1,13 +1,9 @@
 """Fakes for the half of the runner that starts processes, and a suite for them to run."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 from torch_ext.results import Began, Over, Remark, Status, TestName, TestResult
 from torch_ext.runner.cli import main, main_for_file
@@ -15,20 +11,18 @@ from torch_ext.runner.names import Collected, TestFile
 from torch_ext.runner.options import RunOptions
 from torch_ext.runner.schedule import Plan
 
-Layout = Mapping[str, Sequence[str]]
-
 
 class FakeCollector:
     """Answers from a table of file name to ``Class.method``, and records which files were asked for."""
 
-    def __init__(self, layout: Layout, errors: Mapping[str, str] = {}, imported: Sequence[str] = ()) -> None:
+    def __init__(self, layout, errors: Mapping[str, str] = {}, imported=()):
         self.layout = layout
         self.errors = errors
         self.imported = tuple(imported)
         self.asked: list[str] = []
         self.on_collect: Callable[[], object] = lambda: None
 
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+    def collect(self, files):
         for file in reversed(files):
             self.asked.append(file.name)
             self.on_collect()
@@ -43,7 +37,7 @@ class FakeExecutor:
     Passes every test but those in ``endings``; a test that ends in None is never reported.
     """
 
-    def __init__(self, collector: FakeCollector, endings: Mapping[str, TestResult | None] = {}) -> None:
+    def __init__(self, collector, endings: Mapping[str, TestResult | None] = {}):
         self.fake_collector = collector
         self.endings = endings
         self.plans: list[Plan] = []
@@ -52,18 +46,18 @@ class FakeExecutor:
         self.interrupt_at = ""
         self.open = 0
 
-    def open_executor(self, options: RunOptions) -> FakeExecutor:
+    def open_executor(self, options):
         self.options.append(options)
         self.open += 1
         return self
 
-    def collect(self, files: Sequence[TestFile]) -> Iterator[Collected]:
+    def collect(self, files):
         return self.fake_collector.collect(files)
 
-    def close(self) -> None:
+    def close(self):
         self.open = max(0, self.open - 1)
 
-    def run(self, plan: Plan, sink: Callable[[Began | Over | TestResult], None]) -> None:
+    def run(self, plan, sink):
         self.plans.append(plan)
         for batch in plan:
             name = TestName(batch.file.name, batch.cls)
@@ -73,9 +67,7 @@ class FakeExecutor:
             if not goes_on:
                 return
 
-    def _run_all(
-        self, tests: Sequence[TestName], options: RunOptions, sink: Callable[[Began | Over | TestResult], None]
-    ) -> bool:
+    def _run_all(self, tests, options, sink):
         for test in tests:
             sink(Began(test))
             self.ran.append(test.id)
@@ -90,20 +82,20 @@ class FakeExecutor:
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def file(name: str) -> TestFile:
+def file(name):
     """A test file that does not exist."""
     return TestFile(f"{name}.py", Path("/root") / f"{name}.py", name.replace("/", "."), Path("/root"))
 
 
-def named(*ids: str) -> list[TestName]:
+def named(*ids):
     return [TestName(*each.split("::")) for each in ids]
 
 
-def ending(test: str, status: Status = Status.FAILED, duration_s: float = 0.1) -> TestResult:
+def ending(test, status=Status.FAILED, duration_s=0.1):
     return TestResult(TestName(*test.split("::")), status, duration_s, (Remark("boom"),))
 
 
@@ -119,20 +111,20 @@ class Done:
 class Cli:
     """The command, over an executor that starts no process. Each call clears the record of the previous one."""
 
-    def __init__(self, executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, executor, capsys):
         self.executor = executor
         self._capsys = capsys
 
-    def __call__(self, *arguments: str) -> Done:
+    def __call__(self, *arguments):
         return self.main("--root", "suites", *arguments)
 
-    def main(self, *arguments: str) -> Done:
+    def main(self, *arguments):
         return self._ended(lambda: main(list(arguments)))
 
-    def of_file(self, file: Path, *arguments: str) -> Done:
+    def of_file(self, file, *arguments):
         return self._ended(lambda: main_for_file(file, list(arguments)))
 
-    def _ended(self, call: Callable[[], int]) -> Done:
+    def _ended(self, call):
         self.executor.ran, self.executor.fake_collector.asked = [], []
         self._capsys.readouterr()
         try:
@@ -142,16 +134,16 @@ class Cli:
         return Done(code, *self._capsys.readouterr())
 
     @property
-    def ran(self) -> list[str]:
+    def ran(self):
         return self.executor.ran
 
     @property
-    def asked(self) -> list[str]:
+    def asked(self):
         """The files of which the collector was asked for the tests, sorted."""
         return sorted(self.executor.fake_collector.asked)
 
 
-def write_suite(root: Path, layout: Layout) -> Path:
+def write_suite(root, layout):
     """Create the files of ``layout`` below ``root``. Nothing imports them, so they hold only a comment."""
     for name in layout:
         path = root / name

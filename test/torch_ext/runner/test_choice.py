@@ -3,18 +3,15 @@
 A failure here means that the run holds other tests than the user asked for or, far worse, lacks some in silence.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.runner.fakes import Cli, FakeCollector, FakeExecutor, ending
+from test.torch_ext.runner.fakes import FakeCollector, FakeExecutor, ending
 from torch_ext.results import Status, TestName, TestResult
 from torch_ext.runner.choice import History, divide
 
@@ -29,12 +26,12 @@ A1, A2, B1, C1, C2, D1 = IDS
 class Flaky(FakeExecutor):
     """Fails each test as often as ``failures`` says, then passes it. Before the tests of a file, calls ``before``."""
 
-    def __init__(self, before: Callable[[Flaky], object] = lambda executor: None, **failures: int) -> None:
+    def __init__(self, before=lambda executor: None, **failures):
         super().__init__(FakeCollector(LAYOUT))
         self.failures = {globals()[name]: number for name, number in failures.items()}
         self.before = before
 
-    def _run_all(self, tests, options, sink):  # type: ignore[no-untyped-def]
+    def _run_all(self, tests, options, sink):
         self.before(self)
         for test in tests:
             self.endings = {}
@@ -50,14 +47,11 @@ class Flaky(FakeExecutor):
     skips = False  # whether tests of later runs skip instead of passing
 
 
-Use = Callable[[FakeExecutor], FakeExecutor]
-
-
 @pytest.fixture
-def use(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Use:
+def use(cli, monkeypatch):
     """Replace the executor that passes all tests."""
 
-    def use(executor: FakeExecutor) -> FakeExecutor:
+    def use(executor):
         monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", executor)
         cli.executor = executor
         return executor
@@ -71,16 +65,16 @@ def use(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.mark.parametrize(
     "arguments", [["a"], ["suites/a/test_one.py"], ["TestA", "-q", "TestB"], ["-i", "TestA", "--", "TestB"]]
 )
-def test_patterns_need_no_flag(cli: Cli, arguments: list[str]) -> None:
+def test_patterns_need_no_flag(cli, arguments):
     assert (cli(*arguments).code, cli.ran) == (0, [A1, A2, B1])
 
 
-def test_path_outside_the_root_sets_the_root(cli: Cli, root: Path) -> None:
+def test_path_outside_the_root_sets_the_root(cli, root):
     assert cli.main(str(root / "a")).code == 1  # the fake names no tests of such a file
     assert cli.asked == ["test_one.py"]
 
 
-def test_folder_with_tests_is_a_path_and_other_folders_are_names(cli: Cli, tmp_path: Path) -> None:
+def test_folder_with_tests_is_a_path_and_other_folders_are_names(cli, tmp_path):
     for name in ("my_tests/deep/test_one.py", "data/readme"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
@@ -93,7 +87,7 @@ def test_folder_with_tests_is_a_path_and_other_folders_are_names(cli: Cli, tmp_p
 # --- what failed ------------------------------------------------------------------------------------------------------
 
 
-def test_last_failed_selects_tests_that_failed_in_their_last_run(cli: Cli) -> None:
+def test_last_failed_selects_tests_that_failed_in_their_last_run(cli):
     done = cli("--last-failed")
     assert done.code == 2 and "nothing selected: none of these tests failed when it last ran" in done.err
     cli.executor.endings = {A2: ending(A2), D1: ending(D1)}
@@ -105,7 +99,7 @@ def test_last_failed_selects_tests_that_failed_in_their_last_run(cli: Cli) -> No
     assert (cli("--last-failed").code, cli.ran) == (1, [D1])
 
 
-def test_failure_in_any_round_counts_as_last_failed(cli: Cli, use: Use) -> None:
+def test_failure_in_any_round_counts_as_last_failed(cli, use):
     use(Flaky(A2=1))  # in the first round
     assert cli("--repeat", "3", "TestA").code == 1
     assert (cli("--last-failed").code, cli.ran) == (0, [A2])
@@ -115,13 +109,13 @@ def test_failure_in_any_round_counts_as_last_failed(cli: Cli, use: Use) -> None:
 # --- what changed -----------------------------------------------------------------------------------------------------
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder, *arguments):
     who = ["-c", "user.name=x", "-c", "user.email=x@example.com", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture
-def repository(tmp_path: Path, root: Path) -> Path:
+def repository(tmp_path, root):
     (tmp_path / "helper.py").write_text("# helps\n")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "suites", "helper.py")
@@ -129,7 +123,7 @@ def repository(tmp_path: Path, root: Path) -> Path:
     return tmp_path
 
 
-def test_changed_runs_files_that_differ(repository: Path, cli: Cli) -> None:
+def test_changed_runs_files_that_differ(repository, cli):
     done = cli("--changed", "HEAD")
     assert done.code == 2 and "no test file, nor a module that it imports, differs from HEAD" in done.err
     (repository / "suites/b/test_two.py").write_text("# changed\n")
@@ -146,7 +140,7 @@ def test_changed_runs_files_that_differ(repository: Path, cli: Cli) -> None:
     assert (cli("--changed", "HEAD").code, cli.ran) == (0, [A1, A2, B1]), "new files count"
 
 
-def test_changed_follows_imports(repository: Path, cli: Cli) -> None:
+def test_changed_follows_imports(repository, cli):
     helper = (str(repository / "helper.py"),)
     for folder, imported in (("a", helper), ("b", ())):
         cli.executor.fake_collector.imported = imported
@@ -156,7 +150,7 @@ def test_changed_follows_imports(repository: Path, cli: Cli) -> None:
     assert (cli("--changed", "HEAD", "-q").code, cli.ran) == (0, [A1, A2, B1])
 
 
-def test_changed_without_git_is_a_usage_error(cli: Cli) -> None:
+def test_changed_without_git_is_a_usage_error(cli):
     done = cli("--changed", "HEAD")
     assert done.code == 2 and "--changed needs git, which fails in" in done.err
 
@@ -164,7 +158,7 @@ def test_changed_without_git_is_a_usage_error(cli: Cli) -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_cover_every_test_once_regardless_of_history(cli: Cli) -> None:
+def test_parts_cover_every_test_once_regardless_of_history(cli):
     parts = []
     for time_s in (0.25, 500.0):
         cli.executor.endings = {A1: ending(A1, Status.PASSED, time_s)}
@@ -173,7 +167,7 @@ def test_parts_cover_every_test_once_regardless_of_history(cli: Cli) -> None:
     assert parts[0] == parts[1] and sorted(test for ran in parts[0] for test in ran) == IDS
 
 
-def test_parts_are_balanced_by_the_times_of_a_report(cli: Cli) -> None:
+def test_parts_are_balanced_by_the_times_of_a_report(cli):
     cli.executor.endings = {A1: ending(A1, Status.PASSED, 100.0)}
     cli("--json", "times.jsonl")
     line = cli("--shard", "1/2", "--times", "times.jsonl").out.splitlines()[0]
@@ -191,12 +185,12 @@ def test_parts_are_balanced_by_the_times_of_a_report(cli: Cli) -> None:
         *((["--shard", wrong], f"got '{wrong}', expected I/N") for wrong in ("0/2", "3/2", "2", "a/b")),
     ],
 )
-def test_empty_part_is_a_usage_error(cli: Cli, arguments: list[str], message: str) -> None:
+def test_empty_part_is_a_usage_error(cli, arguments, message):
     done = cli(*arguments)
     assert done.code == 2 and message in done.err
 
 
-def test_parts_are_even() -> None:
+def test_parts_are_even():
     weights = {TestName("f.py", f"Test{number}", "test"): 1.0 + number % 7 for number in range(100)}
     sums = [sum(weights[test] for test in part) for part in divide(weights, 8)]
     assert max(sums) - min(sums) <= 7.0
@@ -205,7 +199,7 @@ def test_parts_are_even() -> None:
 # --- again ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_on_rerun_is_flaky_and_never_passed(cli: Cli, use: Use) -> None:
+def test_a_pass_on_rerun_is_flaky_and_never_passed(cli, use):
     use(Flaky(A2=1, C1=3))
     done = cli("--reruns", "2")
     assert (done.code, cli.ran) == (1, [*IDS, A2, C1, C1])
@@ -214,14 +208,14 @@ def test_a_pass_on_rerun_is_flaky_and_never_passed(cli: Cli, use: Use) -> None:
     assert f"Flaky:\n  {A2}\nFailed:\n  {C1}\n" in done.out and f"FAILED {C1}  0.10 s  attempt 3 of 3\n" in done.out
 
 
-def test_flake_fails_the_command_only_on_request(cli: Cli, use: Use) -> None:
+def test_flake_fails_the_command_only_on_request(cli, use):
     for more, code in (([], 0), (["--fail-on-flaky"], 1)):
         use(Flaky(A2=1))
         assert cli("--reruns", "1", *more).code == code
     assert cli("--last-failed").code == 2, "a flaky test has not failed"
 
 
-def test_a_rerun_that_skips_leaves_the_failure(cli: Cli, use: Use) -> None:
+def test_a_rerun_that_skips_leaves_the_failure(cli, use):
     flaky = Flaky(A1=1)
     flaky.skips = True
     use(flaky)
@@ -229,7 +223,7 @@ def test_a_rerun_that_skips_leaves_the_failure(cli: Cli, use: Use) -> None:
     assert done.code == 1 and done.out.splitlines()[-1] == "0 passed, 1 failed, 0 skipped"
 
 
-def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests_and_does_not_run_again(cli: Cli) -> None:
+def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests_and_does_not_run_again(cli):
     cli.executor.endings = {A1: TestResult(TestName("a/test_one.py", "TestA"), Status.FAILED, 0.0), A2: None}
     done = cli("--reruns", "2")
     assert (done.code, cli.ran) == (1, IDS)
@@ -240,7 +234,7 @@ def test_a_class_that_failed_as_a_whole_failed_with_all_its_tests_and_does_not_r
     assert cli("--last-failed").code == 2
 
 
-def test_failfast_goes_on_after_a_flake_and_ends_with_the_round_that_fails(cli: Cli, use: Use) -> None:
+def test_failfast_goes_on_after_a_flake_and_ends_with_the_round_that_fails(cli, use):
     use(Flaky(A2=1, C1=9))
     assert cli("-f", "--reruns", "1").code == 1
     assert cli.ran == [A1, A2, A2, B1, C1, C1]
@@ -249,7 +243,7 @@ def test_failfast_goes_on_after_a_flake_and_ends_with_the_round_that_fails(cli: 
     assert cli.ran == [A1, A2] * 3
 
 
-def test_repeat_runs_everything_and_counts_every_round(cli: Cli, use: Use) -> None:
+def test_repeat_runs_everything_and_counts_every_round(cli, use):
     use(Flaky(A1=1))
     done = cli("--repeat", "3", "TestA")
     assert (done.code, cli.ran) == (1, [A1, A2] * 3)
@@ -257,7 +251,7 @@ def test_repeat_runs_everything_and_counts_every_round(cli: Cli, use: Use) -> No
     assert done.out.splitlines()[-1] == "5 passed, 1 failed, 0 skipped"
 
 
-def test_reports_list_tests_missing_from_a_later_round(cli: Cli, use: Use) -> None:
+def test_reports_list_tests_missing_from_a_later_round(cli, use):
     use(Flaky(lambda executor: vars(executor).update(interrupt_at=A2 if len(executor.ran) >= 3 else "")))
     done = cli("a", "--repeat", "3", "--json", "events", "--junit", "junit.xml")
     assert done.code == 130 and f"Not run: 2 tests, the first of them {A2}" in done.out
@@ -269,23 +263,23 @@ def test_reports_list_tests_missing_from_a_later_round(cli: Cli, use: Use) -> No
 # --- list and history -------------------------------------------------------------------------------------------------
 
 
-def test_json_list_has_the_address_of_each_test(cli: Cli) -> None:
+def test_json_list_has_the_address_of_each_test(cli):
     (line,) = cli("--list", "TestD", "--json", "-").out.splitlines()
     assert json.loads(line) == {"test": D1, "file": "b/test_two.py", "class": "TestD", "method": "test_1"}
     assert cli("--list", "--json", "list.jsonl").code == 0
     assert len(Path("list.jsonl").read_text().splitlines()) == 6
 
 
-def history(tmp_path: Path) -> History:
+def history(tmp_path):
     return History(tmp_path / "cache", tmp_path / "root")
 
 
-def saved(found: History, *results: tuple[str, float], status: Status = Status.PASSED) -> History:
+def saved(found, *results, status=Status.PASSED):
     found.save([TestResult(TestName("a.py", "A", name), status, duration_s) for name, duration_s in results])
     return found
 
 
-def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("torch_ext.runner.choice._TESTS", 3)
     for number in range(6):
         saved(history(tmp_path), (f"t{number}", 1.0), ("always", float(number)))
@@ -293,7 +287,7 @@ def test_a_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {test.split("::")[-1]: took_s for test, (_, took_s) in kept.items()} == {"always": 5.0, "t4": 1.0, "t5": 1.0}
 
 
-def test_expected_duration_is_the_last_duration(tmp_path: Path) -> None:
+def test_expected_duration_is_the_last_duration(tmp_path):
     saved(history(tmp_path), ("t", 1.0))
     saved(history(tmp_path), ("t", 1.2))
     saved(history(tmp_path), ("t", 0.0), status=Status.SKIPPED)
@@ -314,7 +308,7 @@ for number in range(40):
 """
 
 
-def test_concurrent_runners_keep_each_others_history(tmp_path: Path) -> None:
+def test_concurrent_runners_keep_each_others_history(tmp_path):
     command = [sys.executable, "-c", TWO_RUNNERS, str(tmp_path)]
     runners = [subprocess.Popen([*command, name]) for name in ("A", "B", "C")]
     assert [runner.wait(timeout=100) for runner in runners] == [0, 0, 0]
@@ -323,7 +317,7 @@ def test_concurrent_runners_keep_each_others_history(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_invalid_history_is_no_error(cli: Cli, tmp_path: Path) -> None:
+def test_invalid_history_is_no_error(cli, tmp_path):
     assert cli().code == 0
     (path,) = (tmp_path / "cache/history").glob("*.json")
     for text in ("{", "[]", '{"tests": {"a": [[1]]}}', '{"tests": 3}'):
@@ -334,7 +328,7 @@ def test_invalid_history_is_no_error(cli: Cli, tmp_path: Path) -> None:
     assert cli("--last-failed").code == 2
 
 
-def test_a_history_that_others_may_write_is_not_read(tmp_path: Path) -> None:
+def test_a_history_that_others_may_write_is_not_read(tmp_path):
     saved(history(tmp_path), ("t", 1.0), status=Status.FAILED)
     assert history(tmp_path).failed(TestName("a.py", "A", "t"))
     (tmp_path / "cache" / "history").chmod(0o777)

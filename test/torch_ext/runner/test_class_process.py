@@ -1,41 +1,37 @@
 """What a class process reports about a test, and the meaning of its end, without processes: silence is no pass."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
 import signal
 import unittest
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from torch_ext.results import Died, Problem, Raised, Remark, Status, TestName, TestResult
+from torch_ext.results import Died, Raised, Remark, Status, TestName
 from torch_ext.runner.class_process import _ClassResult, _Suite, check_calls
 from torch_ext.runner.class_runner import ClassFacts, decide_next
 from torch_ext.runner.messages import ClassEnded, TestEnded
-from torch_ext.world.channel import Channel
 
 pytestmark = pytest.mark.usefixtures("before")
 
 
 class FakeChannel:
-    def __init__(self) -> None:
+    def __init__(self):
         self.messages: list[Any] = []
 
-    def send(self, message: Any) -> None:
+    def send(self, message):
         self.messages.append(message)
 
 
 TESTS = [TestName("test_a.py", "TestA", f"test_{letter}") for letter in "ab"]
 
 
-def ending(test: unittest.TestCase) -> TestResult:
+def ending(test):
     """Run one test as a class process does, and return its result."""
     channel = FakeChannel()
-    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
+    result = _ClassResult(channel, 2, TESTS, failfast=False)
     check_calls(test)
     suite = _Suite(result)
     suite.addTest(test)
@@ -46,20 +42,20 @@ def ending(test: unittest.TestCase) -> TestResult:
     return ended
 
 
-def case(**methods: Callable[..., Any]) -> unittest.TestCase:
+def case(**methods):
     return type("TestA", (unittest.TestCase,), {"test_a": lambda self: None, **methods})("test_a")
 
 
-def interrupt(self: unittest.TestCase) -> None:
+def interrupt(self):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("where", ["test_a", "a cleanup"])
-def test_a_trace_begins_in_the_code_of_the_test(where: str) -> None:
-    def fails(*of_a_method: unittest.TestCase) -> None:
+def test_a_trace_begins_in_the_code_of_the_test(where):
+    def fails(*of_a_method):
         signal.raise_signal(signal.SIGINT)
 
-    def adds(self: unittest.TestCase) -> None:
+    def adds(self):
         self.addCleanup(fails)
 
     ended = ending(case(test_a=fails if where == "test_a" else adds))
@@ -69,7 +65,7 @@ def test_a_trace_begins_in_the_code_of_the_test(where: str) -> None:
     assert found == [("test_class_process.py", "fails")], problem.trace
 
 
-def interrupt_in_subtest(self: unittest.TestCase) -> None:
+def interrupt_in_subtest(self):
     with self.subTest(part=1):
         interrupt(self)
 
@@ -85,20 +81,20 @@ def interrupt_in_subtest(self: unittest.TestCase) -> None:
     ],
     ids=["setUp", "test_a", "tearDown", "in a cleanup", "in a sub-test", "after a skip", "of an expected failure"],
 )
-def test_interrupt_is_a_failure_with_its_traceback(methods: dict[str, Callable[..., Any]]) -> None:
+def test_interrupt_is_a_failure_with_its_traceback(methods):
     ended = ending(case(**methods))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
     assert isinstance(problem, Raised) and problem.sentence == "KeyboardInterrupt" and "in interrupt" in problem.trace
 
 
-def test_test_without_a_result_from_unittest_is_a_failure() -> None:
+def test_test_without_a_result_from_unittest_is_a_failure():
     class Silent(unittest.TestCase):
-        def run(self, result: Any = None) -> Any:
+        def run(self, result=None):
             result.startTest(self)
             result.stopTest(self)
 
-        def test_a(self) -> None:
+        def test_a(self):
             pass
 
     ended = ending(Silent("test_a"))
@@ -107,7 +103,7 @@ def test_test_without_a_result_from_unittest_is_a_failure() -> None:
 
 
 # Bodies of a test, by the word for how they end.
-ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
+ENDINGS = {
     "passes": lambda self: None,
     "fails": lambda self: self.fail("it fails"),
     "raises": lambda self: int("x"),
@@ -116,24 +112,24 @@ ENDINGS: dict[str, Callable[[unittest.TestCase], None]] = {
 }
 
 
-def fail_in_a_part(self: unittest.TestCase) -> None:
+def fail_in_a_part(self):
     with self.subTest(part=1):
         self.fail("it fails in a part")
 
 
 @pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("inner", ["run", "__call__"])
-def test_class_that_repeats_a_test_has_one_merged_result(expected: bool, inner: str) -> None:
+def test_class_that_repeats_a_test_has_one_merged_result(expected, inner):
     for number in (1, 2, 3):
         for endings in itertools.product(ENDINGS, repeat=number):
             tests = []
             for _ in range(2):
                 left = list(endings)
 
-                def body(self: unittest.TestCase, left: list[str] = left) -> None:
+                def body(self, left=left):
                     ENDINGS[left.pop(0)](self)
 
-                def again(self: unittest.TestCase, result: Any = None, left: list[str] = left) -> None:
+                def again(self, result=None, left=left):
                     while left:
                         getattr(unittest.TestCase, inner)(self, result)
 
@@ -151,21 +147,21 @@ def test_class_that_repeats_a_test_has_one_merged_result(expected: bool, inner: 
             assert ("ran this test" in message) == (number > 1 and ended.status is Status.FAILED)
 
 
-def test_test_run_by_another_test_has_a_separate_result() -> None:
+def test_test_run_by_another_test_has_a_separate_result():
     class Beside(unittest.TestCase):
-        def run(self, result: Any = None) -> Any:
+        def run(self, result=None):
             super().run(result)
             if self._testMethodName == "test_a":
                 Beside("test_b").run(result)
 
-        def test_a(self) -> None:
+        def test_a(self):
             pass
 
-        def test_b(self) -> None:
+        def test_b(self):
             self.fail("b fails")
 
     channel = FakeChannel()
-    result = _ClassResult(cast(Channel, channel), 2, TESTS, failfast=False)
+    result = _ClassResult(channel, 2, TESTS, failfast=False)
     suite = _Suite(result)
     suite.addTests([Beside("test_a"), Beside("test_b")])
     suite.run(result)
@@ -174,30 +170,30 @@ def test_test_run_by_another_test_has_a_separate_result() -> None:
     assert isinstance(ended[0].problems[0], Raised) and "test_b" in ended[0].problems[0].where
 
 
-async def coroutine(self: unittest.TestCase) -> None:
+async def coroutine(self):
     raise AssertionError("it ran")
 
 
-def generator(self: unittest.TestCase) -> Iterator[None]:
+def generator(self):
     raise AssertionError("it ran")
     yield
 
 
 @pytest.mark.parametrize("method", [coroutine, generator])
 @pytest.mark.parametrize("where", ["setUp", "test_a", "tearDown"])
-def test_method_whose_call_runs_nothing_is_refused(where: str, method: Callable[..., Any]) -> None:
+def test_method_whose_call_runs_nothing_is_refused(where, method):
     ended = ending(case(**{where: method}))
     assert ended.status is Status.FAILED
     (problem,) = ended.problems
     assert isinstance(problem, Raised) and problem.sentence.startswith(f"TypeError: {where}() returned a ")
 
 
-def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
+def test_awaited_tests_run_and_other_coroutines_are_refused():
     class Asynchronous(unittest.IsolatedAsyncioTestCase):
-        async def test_runs(self) -> None:
+        async def test_runs(self):
             self.fail("it ran")
 
-        def test_generator(self) -> Iterator[None]:
+        def test_generator(self):
             yield
 
     (problem,) = ending(Asynchronous("test_runs")).problems
@@ -206,11 +202,11 @@ def test_awaited_tests_run_and_other_coroutines_are_refused() -> None:
     assert isinstance(problem, Raised) and "returned a generator" in problem.sentence
 
 
-def test_method_on_the_instance_is_unchanged() -> None:
+def test_method_on_the_instance_is_unchanged():
     test = case()
-    before = test.test_a  # type: ignore[attr-defined]
+    before = test.test_a
     check_calls(test)
-    assert test.test_a == before  # type: ignore[attr-defined]
+    assert test.test_a == before
 
 
 # The end of a class process: silence is no pass
@@ -221,7 +217,6 @@ RAISED = Raised("KeyboardInterrupt", "Traceback ...")
 ENDED, REPORTED, LEFT = ClassEnded(), ClassEnded(True), ClassEnded(True, RAISED)
 
 
-UNBEGUN = Remark("unittest ended the class before 2 of its tests began.")
 # Whether a test runs, how many have ended and are left, the last word, and how the process died; then the result.
 ENDS = [
     (ClassFacts(False, 3, 0, ENDED), (None, False)),
@@ -245,11 +240,11 @@ ENDS = [
     *((ClassFacts(False, ended, 2, None, KILLED, lost_zygote=True), (None, True)) for ended in (0, 1)),
     (ClassFacts(False, 1, 0, None, KILLED, lost_zygote=True), (KILLED, False)),
     # Tests that unittest leaves out are missed.
-    (ClassFacts(False, 0, 2, ENDED), (UNBEGUN, False)),
+    (ClassFacts(False, 0, 2, ENDED), (Remark("unittest ended the class before 2 of its tests began."), False)),
     (ClassFacts(False, 1, 2, ENDED), (None, True)),
 ]
 
 
 @pytest.mark.parametrize(("facts", "following"), ENDS)
-def test_decision_after_the_end_of_a_class_process(facts: ClassFacts, following: tuple[Problem | None, bool]) -> None:
+def test_decision_after_the_end_of_a_class_process(facts, following):
     assert decide_next(facts, facts.death or EXITED) == following

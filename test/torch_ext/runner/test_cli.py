@@ -1,18 +1,14 @@
 """The command from arguments to exit code, over an executor that starts no process."""
 
-from __future__ import annotations
-
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from test.torch_ext.interpreter import python
-from test.torch_ext.runner.fakes import Cli, ending
+from test.torch_ext.runner.fakes import ending
 from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 from torch_ext.results import Status
@@ -26,28 +22,22 @@ DICT, TUPLE, ONE = (f"{INPUT}::{name.replace('.', '::')}" for name in LAYOUT[INP
 CALL = f"{RPC}::TestRpc::test_call"
 
 
-def test_everything_passes(cli: Cli) -> None:
-    done = cli()
-    assert (done.code, cli.ran) == (0, [DICT, TUPLE, ONE, CALL])
-    assert done.out.splitlines()[-1] == "4 passed, 0 failed, 0 skipped"
-
-
 @pytest.mark.parametrize(
     ("status", "code"), [(Status.SKIPPED, 0), (Status.XFAIL, 0), (Status.FAILED, 1), (Status.UNEXPECTED_SUCCESS, 1)]
 )
-def test_only_failures_are_exit_code_1(cli: Cli, status: Status, code: int) -> None:
+def test_only_failures_are_exit_code_1(cli, status, code):
     cli.executor.endings = {TUPLE: ending(TUPLE, status)}
     assert cli().code == code
 
 
-def test_a_test_that_vanishes_is_exit_code_1(cli: Cli) -> None:
+def test_a_test_that_vanishes_is_exit_code_1(cli):
     cli.executor.endings = {CALL: None}
     done = cli()
     assert done.code == 1 and f"Not run: 1 test, the first of them {CALL}" in done.out
     assert f"Not run: 2 tests, the first of them {CALL}" in cli("--repeat", "2").out
 
 
-def test_include_exclude_and_keywords_narrow_the_run(cli: Cli) -> None:
+def test_include_exclude_and_keywords_narrow_the_run(cli):
     assert cli("-i", "distributed/fsdp", "TestRpc", "-x", "TestMore", "-x", "test_call", "-k", "not tuple").code == 0
     assert cli.ran == [DICT]
 
@@ -55,15 +45,14 @@ def test_include_exclude_and_keywords_narrow_the_run(cli: Cli) -> None:
 @pytest.mark.parametrize(
     "pattern", ["suites/distributed/rpc", "./suites/distributed/rpc/test_rpc.py", "suites.distributed.rpc", CALL]
 )
-def test_a_pattern_may_be_what_the_shell_completes_and_names_the_only_file_to_import(cli: Cli, pattern: str) -> None:
+def test_a_pattern_may_be_what_the_shell_completes_and_names_the_only_file_to_import(cli, pattern):
     assert cli("-i", pattern).code == 0
     assert (cli.ran, cli.asked) == ([CALL], [RPC])
 
 
-def test_the_printed_id_runs_again(cli: Cli) -> None:
+def test_the_printed_id_runs_again(cli):
     cli.executor.endings = {TUPLE: ending(TUPLE)}
     found = re.search(r"^rerun: python run_test\.py (.*)$", cli("--device", "cpu").out, re.MULTILINE)
-    assert found is not None
     arguments = found[1].split()
     assert arguments == ["-i", TUPLE, "--root", "suites", "--device", "cpu"]
     assert cli.main(*arguments).code == 1
@@ -80,15 +69,13 @@ def test_the_printed_id_runs_again(cli: Cli) -> None:
         ("/usr/bin/pytest", "python run_test.py"),
     ],
 )
-def test_rerun_lines_start_the_runner_as_it_was_started(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, started: str, shown: str
-) -> None:
+def test_rerun_lines_start_the_runner_as_it_was_started(cli, monkeypatch, started, shown):
     monkeypatch.setattr(sys, "argv", [started])
     cli("-i", CALL)
     assert cli.executor.options[-1].command == shown
 
 
-def test_list_runs_nothing_and_cached_list_starts_no_executor(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_runs_nothing_and_cached_list_starts_no_executor(cli, monkeypatch):
     done = cli("--list", "-i", "distributed/fsdp")
     assert (done.code, done.out.splitlines(), done.err) == (0, [DICT, TUPLE, ONE], "3 tests\n")
     assert cli.executor.plans == []
@@ -96,11 +83,10 @@ def test_list_runs_nothing_and_cached_list_starts_no_executor(cli: Cli, monkeypa
     assert cli.asked == [RPC]
     monkeypatch.setitem(sys.modules, "torch_ext.runner.execute", None)  # its import now fails
     folder = cache.folder()
-    assert folder is not None
     assert cli("--list").err == f"4 tests; names of 2 files from the cache in {folder / 'names'}\n"
 
 
-def test_names_are_cached_for_each_device(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_cached_for_each_device(cli, monkeypatch):
     cli("--list", "--device", "cpu")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
     cli("--list")
@@ -129,13 +115,13 @@ def test_names_are_cached_for_each_device(cli: Cli, monkeypatch: pytest.MonkeyPa
         (["-i"], "expected at least one argument"),
     ],
 )
-def test_usage_error_exits_with_2_and_a_remedy(cli: Cli, arguments: list[str], reason: str) -> None:
+def test_usage_error_exits_with_2_and_a_remedy(cli, arguments, reason):
     done = cli(*arguments)
     assert (done.code, done.out, cli.executor.plans) == (2, "", [])
     assert reason in done.err
 
 
-def test_a_root_without_tests_selects_nothing(cli: Cli, root: Path) -> None:
+def test_a_root_without_tests_selects_nothing(cli, root):
     (root / "empty").mkdir()
     done = cli.main("--root", "suites/empty")
     assert done.code == 2 and f"no test_*.py below {root / 'empty'}" in done.err
@@ -145,12 +131,12 @@ def test_a_root_without_tests_selects_nothing(cli: Cli, root: Path) -> None:
 
 
 @pytest.fixture
-def broken(cli: Cli) -> Cli:
+def broken(cli):
     cli.executor.fake_collector.errors = {RPC: "Traceback ...\nImportError: no module named nothing"}
     return cli
 
 
-def test_a_broken_file_fails_the_run_and_the_others_still_run(broken: Cli) -> None:
+def test_a_broken_file_fails_the_run_and_the_others_still_run(broken):
     done = broken()
     assert (done.code, broken.ran) == (1, [DICT, TUPLE, ONE])
     assert f"FAILED {RPC}  0.00 s\nTraceback ...\nImportError: no module named nothing\nrerun: " in done.out
@@ -164,12 +150,12 @@ def test_a_broken_file_fails_the_run_and_the_others_still_run(broken: Cli) -> No
         *((arguments, 0) for arguments in (["-i", INPUT], ["-i", "TestInput"], ["-x", RPC])),
     ],
 )
-def test_a_broken_file_fails_a_run_that_asks_for_it(broken: Cli, arguments: list[str], code: int) -> None:
+def test_a_broken_file_fails_a_run_that_asks_for_it(broken, arguments, code):
     assert broken(*arguments).code == code
     assert bool(broken.executor.plans) == (code == 0)
 
 
-def test_requested_files_without_tests_are_reported(cli: Cli) -> None:
+def test_requested_files_without_tests_are_reported(cli):
     cli.executor.fake_collector.layout = {**LAYOUT, RPC: []}
     for patterns in ((), ("distributed",), (RPC, INPUT)):
         done = cli(*patterns)
@@ -179,7 +165,7 @@ def test_requested_files_without_tests_are_reported(cli: Cli) -> None:
     assert done.code == 2 and f"nothing selected: no test in {RPC}; pytest runs functions and classes" in done.err
 
 
-def test_a_broken_file_fails_the_list(broken: Cli) -> None:
+def test_a_broken_file_fails_the_list(broken):
     done = broken("--list")
     assert (done.code, done.out.splitlines()) == (1, [DICT, TUPLE, ONE])
     assert f"{RPC} cannot be imported:\nTraceback ...\nImportError" in done.err
@@ -188,11 +174,11 @@ def test_a_broken_file_fails_the_list(broken: Cli) -> None:
 # --- endings ----------------------------------------------------------------------------------------------------------
 
 
-def interrupt() -> None:
+def interrupt():
     raise KeyboardInterrupt
 
 
-def test_interrupt_prints_the_results_so_far(cli: Cli) -> None:
+def test_interrupt_prints_the_results_so_far(cli):
     cli.executor.interrupt_at = ONE
     done = cli()
     assert done.code == 130 and "Interrupted.\nNot run: 2 tests" in done.out
@@ -204,7 +190,7 @@ def test_interrupt_prints_the_results_so_far(cli: Cli) -> None:
 # --- names that were cached -------------------------------------------------------------------------------------------
 
 
-def test_run_uses_imported_names_instead_of_cached_ones(cli: Cli) -> None:
+def test_run_uses_imported_names_instead_of_cached_ones(cli):
     cli("--list")
     collector = cli.executor.fake_collector
     collector.layout = {**LAYOUT, INPUT: ["TestInput.test_dict", "TestInput.test_more", "TestNew.test_n"]}
@@ -217,11 +203,11 @@ def test_run_uses_imported_names_instead_of_cached_ones(cli: Cli) -> None:
     assert (done.code, cli.ran) == (1, [CALL]) and "ImportError: gone" in done.out
 
 
-def test_parts_are_divided_by_imported_names(cli: Cli) -> None:
+def test_parts_are_divided_by_imported_names(cli):
     """Machines must agree on the parts, whatever each has cached."""
     cli("--list")
     cli.executor.fake_collector.layout = {**LAYOUT, RPC: ["TestRpc.test_call", "TestMany.test_1", "TestMany.test_2"]}
-    ran: list[str] = []
+    ran = []
     for part in ("1/2", "2/2"):
         assert cli("--shard", part).code == 0
         assert cli.asked == sorted(LAYOUT)
@@ -247,12 +233,12 @@ raise SystemExit(code)
 """
 
 
-def run_in(root: Path, *arguments: str, before: str = "", **how: Any) -> subprocess.CompletedProcess[str]:
+def run_in(root, *arguments, before="", **how):
     return python("-c", RUN.format(before=before), root, RPC, *arguments, folder=root, **how)
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
-def test_closed_stdout_is_one_sentence_and_other_closed_streams_are_harmless(root: Path, closed: int) -> None:
+def test_closed_stdout_is_one_sentence_and_other_closed_streams_are_harmless(root, closed):
     message = "error: stdout is closed, but the report needs it; redirect it, such as > /dev/null\n"
     done = run_in(root, preexec_fn=lambda: os.close(closed))
     assert (done.returncode, done.stderr) == ((2, message) if closed == 1 else (0, ""))
@@ -270,7 +256,7 @@ def test_closed_stdout_is_one_sentence_and_other_closed_streams_are_harmless(roo
         (["--junit", "/dev/full"], "error: the JUnit report cannot be written to /dev/full: "),
     ],
 )
-def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: list[str], message: str) -> None:
+def test_a_full_disk_is_one_sentence_whatever_is_shown(root, arguments, message):
     with open(os.devnull if "/dev/full" in arguments else "/dev/full", "w") as stdout:
         done = run_in(root, *arguments, stdout=stdout.fileno())
     assert done.returncode == 1
@@ -278,14 +264,14 @@ def test_a_full_disk_is_one_sentence_whatever_is_shown(root: Path, arguments: li
     assert reason.startswith(message) and "No space left" in reason
 
 
-def test_a_working_directory_that_is_gone_is_one_sentence(root: Path, tmp_path: Path) -> None:
+def test_a_working_directory_that_is_gone_is_one_sentence(root, tmp_path):
     (tmp_path / "gone").mkdir()
     done = run_in(root, before=f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())")
     assert done.returncode == 2
     assert done.stderr == "error: the working directory is gone; change to one that exists\n"
 
 
-def test_characters_outside_the_locale_are_escaped(tmp_path: Path) -> None:
+def test_characters_outside_the_locale_are_escaped(tmp_path):
     folder = tmp_path / "é"
     folder.mkdir()
     (folder / "test_ü.py").write_text(
@@ -296,7 +282,7 @@ def test_characters_outside_the_locale_are_escaped(tmp_path: Path) -> None:
         assert done.returncode == 0 and "\\x" in done.stdout, done
 
 
-def test_untrusted_cache_is_one_sentence_and_is_not_used(cli: Cli, root: Path) -> None:
+def test_untrusted_cache_is_one_sentence_and_is_not_used(cli, root):
     (root.parent / "cache").mkdir()
     (root.parent / "cache").chmod(0o777)
     for _ in range(2):
@@ -307,7 +293,7 @@ def test_untrusted_cache_is_one_sentence_and_is_not_used(cli: Cli, root: Path) -
 
 
 @pytest.mark.parametrize("arguments", [[], ["--list"]])
-def test_closed_pipe_is_an_interrupt_without_a_traceback(root: Path, arguments: list[str]) -> None:
+def test_closed_pipe_is_an_interrupt_without_a_traceback(root, arguments):
     reader, writer = os.pipe()
     os.close(reader)
     done = run_in(root, *arguments, stdout=writer)
@@ -319,7 +305,7 @@ def test_closed_pipe_is_an_interrupt_without_a_traceback(root: Path, arguments: 
 
 
 @pytest.fixture
-def alone(cli: Cli) -> Cli:
+def alone(cli):
     cli.executor.fake_collector.layout = {"test_input.py": LAYOUT[INPUT]}
     return cli
 
@@ -332,16 +318,14 @@ def alone(cli: Cli) -> Cli:
         (["-k", "tuple", "-k", "one"], [TUPLE, ONE]),
     ],
 )
-def test_single_file_accepts_unittest_names_and_ignores_the_cache(
-    alone: Cli, root: Path, arguments: list[str], expected: list[str]
-) -> None:
+def test_single_file_accepts_unittest_names_and_ignores_the_cache(alone, root, arguments, expected):
     for _ in range(2):
         assert alone.of_file(root / INPUT, *arguments).code == 0
         assert alone.ran == [name.removeprefix("distributed/fsdp/") for name in expected]
         assert alone.asked == ["test_input.py"]
 
 
-def test_single_file_has_its_own_rerun_command(alone: Cli, root: Path) -> None:
+def test_single_file_has_its_own_rerun_command(alone, root):
     alone.executor.endings = {name: ending(name) for name in ["test_input.py::TestMore::test_one"]}
     done = alone.of_file(root / INPUT, "-f", "--device", "cpu")
     assert done.code == 1 and f"\nrerun: python suites/{INPUT} TestMore.test_one --device cpu\n" in done.out
@@ -356,14 +340,12 @@ def test_single_file_has_its_own_rerun_command(alone: Cli, root: Path) -> None:
         (["--root", "elsewhere"], ""),
     ],
 )
-def test_single_file_refuses_runner_options_and_foreign_tests(
-    alone: Cli, root: Path, flags: list[str], message: str
-) -> None:
+def test_single_file_refuses_runner_options_and_foreign_tests(alone, root, flags, message):
     done = alone.of_file(root / INPUT, *flags)
     assert done.code == 2 and message in done.err
 
 
-def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(cli: Cli) -> None:
+def test_a_file_of_this_checkout_is_named_as_the_runner_names_it(cli):
     cli.executor.fake_collector.layout = {"torch_ext/runner/test_cli.py": ["TestA.test_1"]}
     assert cli.of_file(Path(__file__).resolve()).code == 0
     assert cli.ran == ["torch_ext/runner/test_cli.py::TestA::test_1"]
@@ -384,7 +366,7 @@ for _ in range(2):
 """
 
 
-def test_the_command_runs_twice_in_one_process(tmp_path: Path) -> None:
+def test_the_command_runs_twice_in_one_process(tmp_path):
     """The real runner, with processes: the first run must leave no state that breaks the second."""
     with suite_of(tmp_path, TWO) as suite:
         run = suite.finish(suite.start(["-c", TWICE, str(tmp_path)]))

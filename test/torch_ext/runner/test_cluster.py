@@ -1,7 +1,5 @@
 """Tests on a Ray cluster: three raylets on this machine, of which one is killed while it runs a class."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from test.torch_ext.interpreter import RUN_TEST
 from torch_ext.results import SetupError
 from torch_ext.runner.cluster.hosts import HostRanks
 from torch_ext.runner.cluster.machines import Machines
-from torch_ext.runner.cluster.messages import Line, RankStream
+from torch_ext.runner.cluster.messages import RankStream
 from torch_ext.runner.options import RunOptions
 from torch_ext.world import _os
 
@@ -169,7 +166,7 @@ class TestLost(DistributedTestBase):
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
+def address():
     """The address of a cluster whose head runs no tests: the driver would go down with the head's raylet."""
     from ray.cluster_utils import Cluster
 
@@ -183,37 +180,52 @@ def address() -> Iterator[str]:
         cluster.shutdown()
 
 
-@needs_ray
-def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: str) -> None:
-    notes, suite = tmp_path / "notes", tmp_path / "suite"
-    notes.mkdir()
-    suite.mkdir()
-    (suite / "test_all.py").write_text(SUITE.format(notes=str(notes)))
-    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address]
-    events = tmp_path / "events.jsonl"
+@contextlib.contextmanager
+def running(folder, source, address, *options):
+    """Run a suite on the cluster for the block; yield the run, the folder of its notes and the file of its events."""
+    (folder / "notes").mkdir()
+    (folder / "suite").mkdir()
+    (folder / "suite/test_all.py").write_text(source.format(notes=str(folder / "notes")))
+    events = folder / "events.jsonl"
+    command = [sys.executable, RUN_TEST, "--root", str(folder / "suite"), "--cluster", address, "--device", "cpu", "-v"]
     with subprocess.Popen(
-        [*command, "--device", "cpu", "-v", "--json", str(events)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache")},
+        [*command, "--json", str(events), *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env={**os.environ, "TORCH_EXT_CACHE": str(folder / "cache"), "TORCH_EXT_HANG_AFTER": "3"},
     ) as runner:  # fmt: skip
         try:
-            raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
-            _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine's death takes the event along
-            for pid in (int(raylet), *_os.children_of(int(raylet))):  # Ray's workers too, as when a machine dies
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            _await_end(Path(folder))
-            (notes / "killed").touch()
-            out, err = runner.communicate(timeout=DEADLINE_S)
+            yield runner, folder / "notes", events
         except BaseException:
             runner.kill()
             raise
-    assert runner.returncode == 1, (out, err)
+
+
+def kill_machine(raylet):
+    for pid in (raylet, *_os.children_of(raylet)):  # Ray's workers too, as when a machine dies
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def results_in(events):
     recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    ended: dict[str, Any] = {one["test"]: one["status"] for one in recorded if one["event"] == "result"}
+    return [one for one in recorded if one["event"] == "result"]
+
+
+@needs_ray
+def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path, address):
+    with running(tmp_path, SUITE, address) as (runner, notes, events):
+        raylet, folder, _ = _await(notes / "TestLost.test_2_lost", runner).split()
+        _await(events, runner, '"result".*TestLost::test_1_before')  # or the machine's death takes the event along
+        kill_machine(int(raylet))
+        _await_end(Path(folder))
+        (notes / "killed").touch()
+        out, err = runner.communicate(timeout=DEADLINE_S)
+    assert runner.returncode == 1, (out, err)
+    results = results_in(events)
+    ended = {one["test"]: one["status"] for one in results}
     assert Counter(ended.values()) == {"passed": 6, "failed": 1}, (out, err)
     assert ended["test_all.py::TestOne::test_fails"] == "failed" and "look at" not in err
-    assert len([one for one in recorded if one["event"] == "result"]) == 7, "each test has one result"
+    assert len(results) == 7, "each test has one result"
     assert "is lost (" in err and "2 tests of test_all.py::TestLost run again elsewhere" in err
     lost = (notes / "TestLost.test_2_lost").read_text().splitlines()
     assert len(lost) == 2 and len({line.split()[0] for line in lost}) == 2, "it ran again on the other machine"
@@ -226,29 +238,13 @@ def test_tests_of_a_lost_machine_run_again_elsewhere(tmp_path: Path, address: st
 
 
 @needs_ray
-def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Path, address: str) -> None:
-    notes, suite, events = tmp_path / "notes", tmp_path / "suite", tmp_path / "events.jsonl"
-    notes.mkdir()
-    suite.mkdir()
-    (suite / "test_hosts.py").write_text(ON_TWO_HOSTS.format(notes=str(notes)))
-    command = [sys.executable, RUN_TEST, "--root", str(suite), "--cluster", address, "-j", "1"]
-    with subprocess.Popen(
-        [*command, "--device", "cpu", "-v", "--json", str(events)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env={**os.environ, "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_HANG_AFTER": "3"},
-    ) as runner:  # fmt: skip
-        try:
-            raylet, folder = _await(notes / "rank1", runner).split()
-            for pid in (int(raylet), *_os.children_of(int(raylet))):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            out, err = runner.communicate(timeout=DEADLINE_S)
-        except BaseException:
-            runner.kill()
-            raise
+def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path, address):
+    with running(tmp_path, ON_TWO_HOSTS, address, "-j", "1") as (runner, notes, events):
+        raylet, folder = _await(notes / "rank1", runner).split()
+        kill_machine(int(raylet))
+        out, err = runner.communicate(timeout=DEADLINE_S)
     _await_end(Path(folder))
-    recorded = [json.loads(line) for line in events.read_text().splitlines()]
-    results = {one["test"].removeprefix("test_hosts.py::"): one for one in recorded if one["event"] == "result"}
+    results = {one["test"].removeprefix("test_all.py::"): one for one in results_in(events)}
     ended = {name: one["status"] for name, one in results.items()}
     assert ended == {
         "TestPair::test_passes": "passed",
@@ -268,11 +264,11 @@ def test_a_class_on_two_hosts_is_judged_as_one_and_ends_with_either(tmp_path: Pa
     assert {one["host"].split()[1] for one in failure["problems"][0]["ranks"]} == {"0", "1"}
     hang = results["TestPair::test_hangs"]["text"]
     assert "never called" in hang and results["TestPair::test_hangs"]["problems"][0]["culprits"] == [2], hang
-    assert "host 1 of test_hosts.py::TestLost, is lost (" in err and "1 test of test_hosts.py::TestLost" in err, err
+    assert "host 1 of test_all.py::TestLost, is lost (" in err and "1 test of test_all.py::TestLost" in err, err
     assert "asks for 2 hosts, and the cluster has 1 machine left" in results["TestLost"]["text"]
 
 
-def _await_end(folder: Path) -> None:
+def _await_end(folder):
     """Wait until the supervisor of a machine has ended and removed its temporary folder."""
     end_s = time.monotonic() + DEADLINE_S
     while folder.exists():
@@ -280,7 +276,7 @@ def _await_end(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str:
+def _await(note, runner, pattern="."):
     """Wait until ``pattern`` matches the text of ``note``, and return the match."""
     end_s = time.monotonic() + DEADLINE_S
     while not note.exists() or not re.search(pattern, note.read_text()):
@@ -290,7 +286,7 @@ def _await(note: Path, runner: subprocess.Popen[str], pattern: str = ".") -> str
     return note.read_text()
 
 
-def test_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(SetupError, match="--cluster needs Ray, which is not installed here; install it with: pip inst"):
         Machines(RunOptions(Path("/root"), cluster="local:2"))
@@ -299,16 +295,16 @@ def test_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.Mo
 class Recorder(HostRanks):
     """A host that records its messages."""
 
-    def __init__(self, host: int, sent: list[Line]) -> None:
+    def __init__(self, host, sent):
         super().__init__(1, host, sent.append)
         self.heard: list[Any] = []
 
-    def _receive(self, line: Line) -> None:
+    def _receive(self, line):
         self.heard.append(line.payload)
 
 
-def test_messages_that_overtake_each_other_are_handled_in_order() -> None:
-    sent: list[Line] = []
+def test_messages_that_overtake_each_other_are_handled_in_order():
+    sent = []
     first, second, receiver = Recorder(1, sent), Recorder(2, sent), Recorder(0, [])
     for number in range(3):
         first.send(0, 1, RankStream.OUTPUT, f"first {number}")

@@ -1,14 +1,11 @@
 """Sources of options: ``[tool.torch_ext]``, the environment, flags; messages about wrong ones; shell completion."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ from torch_ext.runner.options import TABLE, default_root
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     for name in ("TORCH_EXT_OPTIONS", "TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "deep/er").mkdir(parents=True)
@@ -29,11 +26,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(project: Path, text: str) -> None:
+def write(project, text):
     (project / "pyproject.toml").write_text(f"[tool.other]\nx = 1\n[tool.torch_ext]\n{text}\n")
 
 
-def refused() -> str:
+def refused():
     """Return the message with which the command rejects its configuration."""
     with pytest.raises(SetupError) as error:
         parse([])
@@ -41,14 +38,12 @@ def refused() -> str:
     return line
 
 
-def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+def shown(capsys):
     rows = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
     return {name: (value, source) for name, value, source in rows}
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_win_over_the_environment_and_that_over_the_file(project, monkeypatch, capsys):
     write(project, 'root = "suites"\nreruns = 1\ntimeout = 2.5\nslots = 3\nverbose = true\ndevice = "sim"')
     monkeypatch.setenv("TORCH_EXT_OPTIONS", "--reruns 2 --slots 4 -k 'a or b'")
     monkeypatch.setenv("TORCH_EXT_DEVICE", "cpu")
@@ -85,7 +80,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
         ("reruns = ", "cannot be read: "),
     ],
 )
-def test_invalid_configuration_is_refused(project: Path, text: str, sentence: str) -> None:
+def test_invalid_configuration_is_refused(project, text, sentence):
     write(project, text)
     line = refused()
     assert sentence in line and str(project / "pyproject.toml") in line
@@ -106,20 +101,18 @@ def test_invalid_configuration_is_refused(project: Path, text: str, sentence: st
         ("TORCH_EXT_START_METHOD", "spawn", "TORCH_EXT_START_METHOD: argument --start-method: invalid choice"),
     ],
 )
-def test_a_variable_that_its_option_cannot_have_is_a_usage_error(
-    project: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, sentence: str
-) -> None:
+def test_a_variable_that_its_option_cannot_have_is_a_usage_error(project, monkeypatch, variable, text, sentence):
     monkeypatch.setenv(variable, text)
     assert sentence in refused()
 
 
-def test_a_file_without_our_section_is_passed_over(project: Path) -> None:
+def test_a_file_without_our_section_is_passed_over(project):
     write(project, "reruns = 1")
     (project / "deep/pyproject.toml").write_text("[project]\n")
     assert parse(["--root", str(project)]).reruns == 1
 
 
-def test_typed_patterns_replace_configured_patterns(project: Path) -> None:
+def test_typed_patterns_replace_configured_patterns(project):
     write(project, 'root = "suites"\ninclude = ["a"]\nexclude = "slow"')
     assert parse([]).include == ("a",) and parse([]).exclude == ("slow",)
     assert parse(["b"]).include == ("b",)
@@ -127,7 +120,7 @@ def test_typed_patterns_replace_configured_patterns(project: Path) -> None:
     assert (alone.include, alone.exclude, alone.root) == ((), (), project / "suites")
 
 
-def test_help_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_option_in_a_group(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     text = capsys.readouterr().out
@@ -137,9 +130,7 @@ def test_help_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) 
     assert text.startswith("usage: ") and len(text.splitlines()[0]) < 80
 
 
-def test_an_installed_package_takes_the_suites_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_takes_the_suites_from_the_working_directory(tmp_path, monkeypatch):
     assert default_root() == CHECKOUT / "test"
     monkeypatch.setattr(torch_ext, "__file__", str(tmp_path / "site-packages/torch_ext/__init__.py"))
     monkeypatch.chdir(tmp_path)
@@ -150,7 +141,7 @@ def test_an_installed_package_takes_the_suites_from_the_working_directory(
     assert default_root() == tmp_path / "test"
 
 
-def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
+def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path):
     program = (
         "import sys; from torch_ext.runner.cli import main; code = main(sys.argv[1:]); "
         "print(code, 'torch' in sys.modules)"
@@ -160,7 +151,7 @@ def test_a_usage_error_is_one_line_and_loads_no_torch(tmp_path: Path) -> None:
     assert done.stderr == "error: there is no option --shrad; nearest: --shard, --changed; see --help\n"
 
 
-def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None:
+def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path):
     """Beside the clone, Python finds the folder ``torch_ext`` before the package, and runs the clone's ``__main__``."""
     clone = tmp_path / "torch_ext"
     clone.mkdir()
@@ -175,7 +166,7 @@ def test_the_command_runs_beside_a_clone_of_its_own_name(tmp_path: Path) -> None
         assert done.stdout == f"torch_ext {torch_ext.__version__}\n", done.stderr
 
 
-def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> None:
+def test_patterns_are_the_folders_and_files_below_the_root(tmp_path):
     for name in ("a/test_one.py", "a/b/test_two.py", "c/other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -196,7 +187,7 @@ def test_patterns_are_the_folders_and_files_below_the_root(tmp_path: Path) -> No
         ("run_test.py distributed/fsdp/test_fsdp_inp", "distributed/fsdp/test_fsdp_input.py "),
     ],
 )
-def test_command_completes_for_a_shell(tmp_path: Path, line: str, found: str) -> None:
+def test_command_completes_for_a_shell(tmp_path, line, found):
     completions = tmp_path / "told"
     asked = {
         "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(completions),

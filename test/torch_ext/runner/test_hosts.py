@@ -1,10 +1,7 @@
 """Classes that ask for several hosts, for which this machine stands. Those on a cluster are in ``test_cluster.py``."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -72,7 +69,7 @@ class TestOdd(DistributedTestBase):
 """
 
 
-def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path: Path) -> None:
+def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(tmp_path):
     (tmp_path / "test_hosts.py").write_text(SUITE)
     done = python(RUN_TEST, "--root", tmp_path, "--device", "cpu", "--json", "-", folder=tmp_path)
     recorded = [json.loads(line) for line in done.stdout.splitlines()]
@@ -94,11 +91,11 @@ def test_this_machine_stands_for_two_and_the_report_names_the_host_of_each_rank(
 
 
 @pytest.mark.parametrize(("asked", "number"), [(2, 2), (1, 1), (0, 1), (-3, 1), (True, 1), ("2", 1), (["a", "b"], 1)])
-def test_hosts_must_be_a_number(asked: object, number: int) -> None:
+def test_hosts_must_be_a_number(asked, number):
     assert settings.hosts_of(type("TestA", (), {"hosts": asked})) == number
 
 
-def test_an_interface_is_known_by_its_address() -> None:
+def test_an_interface_is_known_by_its_address():
     name = settings.interface_of("127.0.0.1")
     assert name and settings.interface_of("203.0.113.7") == ""
     variables = {"GLOO_SOCKET_IFNAME": name, "TP_SOCKET_IFNAME": name}

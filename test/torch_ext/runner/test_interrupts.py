@@ -1,7 +1,5 @@
 """SIGINT is raised where it does no harm, and once is enough."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -11,7 +9,7 @@ import pytest
 from torch_ext.runner.interrupts import Interrupts, held
 
 
-def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> None:
+def test_interrupt_waits_for_the_end_of_the_outermost_block(before):
     interrupts, done = Interrupts(), []
     with pytest.raises(KeyboardInterrupt):
         with held():
@@ -25,7 +23,7 @@ def test_interrupt_waits_for_the_end_of_the_outermost_block(before: object) -> N
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_each_interrupts_a_class_process(before: object) -> None:
+def test_each_interrupts_a_class_process(before):
     interrupts = Interrupts()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -33,7 +31,7 @@ def test_each_interrupts_a_class_process(before: object) -> None:
     interrupts.restore()
 
 
-def test_ignored_interrupts_stay_ignored(before: object) -> None:
+def test_ignored_interrupts_stay_ignored(before):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts = Interrupts()
     signal.raise_signal(signal.SIGINT)
@@ -42,7 +40,7 @@ def test_ignored_interrupts_stay_ignored(before: object) -> None:
 
 
 @pytest.mark.processes
-def test_supervisor_handles_sigterm_and_children_do_not(before: object) -> None:
+def test_supervisor_handles_sigterm_and_children_do_not(before):
     interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM))
     child = os.fork()
     if not child:
@@ -59,6 +57,6 @@ def test_supervisor_handles_sigterm_and_children_do_not(before: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_interrupts_are_not_held_without_a_handler(before: object) -> None:
+def test_interrupts_are_not_held_without_a_handler(before):
     with pytest.raises(KeyboardInterrupt), held():
         signal.raise_signal(signal.SIGINT)

@@ -1,20 +1,18 @@
 """Tasks that take turns on one thread."""
 
-from __future__ import annotations
-
 import os
 import time
 
 import pytest
 
-from torch_ext.runner.loop import Loop, Pause, Task
+from torch_ext.runner.loop import Loop, Pause
 
 
-def test_task_continues_when_its_file_is_readable() -> None:
+def test_task_continues_when_its_file_is_readable():
     pipes = [os.pipe() for _ in range(2)]
-    log: list[str] = []
+    log = []
 
-    def task(name: str, reader: int) -> Task[None]:
+    def task(name, reader):
         log.append(f"{name} waits")
         yield Pause((reader,), time.monotonic() + 60)
         log.append(f"{name} reads {os.read(reader, 1).decode()}")
@@ -31,12 +29,12 @@ def test_task_continues_when_its_file_is_readable() -> None:
             os.close(descriptor)
 
 
-def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too() -> None:
+def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too():
     reader, writer = os.pipe()
 
-    turns: list[int] = []
+    turns = []
 
-    def timed() -> Task[None]:
+    def timed():
         yield Pause((reader,), time.monotonic() + 0.01)
         os.close(reader)
         yield Pause((reader,), time.monotonic() + 60)  # another thread may open a file of this number meanwhile
@@ -50,10 +48,10 @@ def test_a_wait_ends_at_its_time_and_a_descriptor_that_is_gone_ends_it_too() -> 
     assert turns and time.monotonic() < end_s
 
 
-def test_tasks_that_are_not_done_clean_up_when_the_loop_closes() -> None:
-    cleaned: list[int] = []
+def test_tasks_that_are_not_done_clean_up_when_the_loop_closes():
+    cleaned = []
 
-    def task(number: int) -> Task[None]:
+    def task(number):
         try:
             yield Pause(())
         finally:
@@ -66,10 +64,10 @@ def test_tasks_that_are_not_done_clean_up_when_the_loop_closes() -> None:
     assert sorted(cleaned) == [0, 1, 2] and not loop
 
 
-def test_loop_ticks_while_all_tasks_wait() -> None:
-    ticks: list[int] = []
+def test_loop_ticks_while_all_tasks_wait():
+    ticks = []
 
-    def task() -> Task[None]:
+    def task():
         while len(ticks) < 3:
             yield Pause((), time.monotonic() + 60)
 
@@ -81,8 +79,8 @@ def test_loop_ticks_while_all_tasks_wait() -> None:
     loop.close()
 
 
-def test_exception_of_a_task_leaves_the_loop() -> None:
-    def task() -> Task[None]:
+def test_exception_of_a_task_leaves_the_loop():
+    def task():
         yield Pause((), 0.0)
         raise ValueError("no")
 

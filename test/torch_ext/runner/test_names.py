@@ -3,12 +3,9 @@
 A failure here means either that a run imports everything again, or, far worse, that it misses tests in silence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ EXPECTED = [["a/test_a.py::TestA::test_1", "a/test_a.py::TestA::test_2"], []]
 AROUND = {"torch": "2.13.0", "device": "cpu"}
 
 
-def age(path: Path) -> None:
+def age(path):
     """Backdate ``path`` by a minute, as if no editor had it open."""
     then = time.time() - 60
     os.utime(path, (then, then))
@@ -32,7 +29,7 @@ def age(path: Path) -> None:
 class Runs:
     """Two test files that import one helper, and runs that ask for their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.helper = folder / "helper.py"
         self.helper.write_text("# imported by every test file\n", encoding="utf-8")
         self.files = find_test_files(write_suite(folder / "root", LAYOUT))
@@ -41,7 +38,7 @@ class Runs:
         self.collector = FakeCollector(LAYOUT, imported=[str(self.helper)])
         self.folder: Path | None = folder / "cache" / "deep"
 
-    def __call__(self, around: Mapping[str, str] | None = AROUND) -> tuple[list[list[str]], list[str]]:
+    def __call__(self, around=AROUND):
         """Return each file's ids as one run would, and the files that it imported."""
         self.collector.asked.clear()
         cache = NameCache(self.folder, dict(around) if around is not None else None)
@@ -50,31 +47,26 @@ class Runs:
         return found, sorted(self.collector.asked)
 
     @property
-    def entries(self) -> list[Path]:
-        assert self.folder is not None
+    def entries(self):
         return sorted(self.folder.rglob("*.json"))
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Runs:
+def run(tmp_path):
     return Runs(tmp_path)
 
 
-def damage(**changes: object) -> Callable[[bytes], bytes]:
+def damage(**changes):
     return lambda content: json.dumps({**json.loads(content), **changes}).encode()
 
 
-def each_entry(broken: Callable[[bytes], bytes]) -> Callable[[Runs], object]:
-    return lambda run: [path.write_bytes(broken(path.read_bytes())) for path in run.entries]
-
-
-def edit(run: Runs) -> None:
+def edit(run):
     run.files[0].path.write_text("# changed\n", encoding="utf-8")
     age(run.files[0].path)
 
 
 # Changes between two runs, and which files the second one imports.
-BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
+BETWEEN = [
     (lambda run: None, []),
     (lambda run: os.utime(run.files[0].path), []),
     (edit, FIRST),
@@ -82,7 +74,7 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
     (lambda run: run.helper.unlink(), ALL),
     (lambda run: [path.chmod(0o622) for path in run.entries], ALL),
     *(
-        (each_entry(broken), ALL)
+        (lambda run, broken=broken: [path.write_bytes(broken(path.read_bytes())) for path in run.entries], ALL)
         for broken in (
             lambda content: b"",
             lambda content: b"null",
@@ -99,16 +91,14 @@ BETWEEN: list[tuple[Callable[[Runs], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("between", "asked"), BETWEEN)
-def test_second_run_imports_changed_and_untrusted_files(
-    run: Runs, between: Callable[[Runs], object], asked: list[str]
-) -> None:
+def test_second_run_imports_changed_and_untrusted_files(run, between, asked):
     assert run() == (EXPECTED, ALL)
     assert len(run.entries) == len(run.files)
     between(run)
     assert run() == (EXPECTED, asked)
 
 
-def test_changed_environment_makes_names_stale_and_devices_have_separate_entries(run: Runs) -> None:
+def test_changed_environment_makes_names_stale_and_devices_have_separate_entries(run):
     for other in ({}, {"device": "sim"}):
         assert run({**AROUND, **other})[1] == ALL
     assert run()[1] == run({**AROUND, "device": "sim"})[1] == []
@@ -116,14 +106,14 @@ def test_changed_environment_makes_names_stale_and_devices_have_separate_entries
         assert run({**AROUND, **other})[1] == ALL
 
 
-def test_a_file_that_fails_to_import_is_never_remembered(run: Runs) -> None:
+def test_a_file_that_fails_to_import_is_never_remembered(run):
     run.collector.errors = {"a/test_a.py": "ImportError: gone"}
     assert run()[0] == [["ImportError: gone"], []]
     run.collector.errors = {}
     assert run() == (EXPECTED, FIRST)
 
 
-def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run: Runs) -> None:
+def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run):
     run.collector.on_collect = lambda: run.files[0].path.write_text("# saved by an editor just now\n", "utf-8")
     run()
     run.collector.on_collect = lambda: None
@@ -131,13 +121,12 @@ def test_a_file_that_changes_while_it_is_imported_is_not_remembered(run: Runs) -
 
 
 @pytest.mark.parametrize("why", ["a file in its place", "disk full", "no folder", "no torch", "others may write it"])
-def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    def fail(*paths: object) -> None:
+def test_a_cache_that_cannot_be_used_is_no_error(run, monkeypatch, why):
+    def fail(*paths):
         raise OSError("disk full")
 
     folder = run.folder
-    assert folder is not None
-    before: list[Path] = []
+    before = []
     if why == "a file in its place":
         folder.parent.mkdir()
         folder.write_text("a file where the folder should be", encoding="utf-8")
@@ -156,51 +145,49 @@ def test_a_cache_that_cannot_be_used_is_no_error(run: Runs, monkeypatch: pytest.
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
-def test_environment_key_differs_by_installed_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_key_differs_by_installed_versions(monkeypatch):
     from importlib import metadata
 
     import torch_ext
 
     found = environment_key("cpu")
-    assert found is not None
     assert found["torch"] == metadata.version("torch")
     assert found["torch_ext"] == torch_ext.__version__
     assert found["device"] == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert environment_key("cpu") != found
 
-    def missing(name: str) -> str:
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
     assert environment_key("cpu") is None
 
 
-def test_a_name_belongs_to_the_root_it_was_found_below(run: Runs, tmp_path: Path) -> None:
+def test_a_name_belongs_to_the_root_it_was_found_below(run, tmp_path):
     run()
     run.files, run.collector = find_test_files(tmp_path / "root/a"), FakeCollector({"test_a.py": ["TestA.test_1"]})
     assert run()[0] == [[TestName("test_a.py", "TestA", "test_1").id]]
 
 
-def test_a_cache_that_is_made_is_the_users_alone(run: Runs) -> None:
+def test_a_cache_that_is_made_is_the_users_alone(run):
     run()
-    assert run.folder is not None
     assert all(path.stat().st_mode & 0o077 == 0 for path in (run.folder, run.folder / "names", *run.entries))
 
 
 ASKED = (Needs(4, 4, 2), Needs(2, 1, 0, alone=True))
 
 
-def test_needs_and_imports_are_remembered(run: Runs) -> None:
+def test_needs_and_imports_are_remembered(run):
     tests = tuple(TestName(run.files[0].name, "TestA", method) for method in ("test_1", "test_2"))
     collected = Collected(run.files[0], tests, (str(run.helper),), needs=ASKED)
     NameCache(run.folder, AROUND).store(collected, time.time_ns())
     remembered = NameCache(run.folder, AROUND).load(run.files[0])
-    assert remembered is not None and remembered.needs == ASKED
+    assert remembered.needs == ASKED
     assert set(remembered.imported) == {str(run.files[0].path), str(run.helper)}
 
 
-def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
+def test_only_test_files_are_found_in_order(tmp_path):
     names = ["b/test_b.py", "test_z.py", "a/test_a.py", "a/test_a2.py"]
     strangers = [
         "a/api_test.py",
@@ -217,11 +204,7 @@ def test_only_test_files_are_found_in_order(tmp_path: Path) -> None:
     assert found == sorted([*names, "a/api_test.py"])
 
 
-def test_a_root_without_tests_holds_none(tmp_path: Path) -> None:
-    assert find_test_files(tmp_path) == find_test_files(tmp_path / "nowhere") == ()
-
-
-def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: Path) -> None:
+def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path):
     write_suite(tmp_path, dict.fromkeys(["root/__init__.py", "root/pkg/__init__.py"], ()))
     write_suite(tmp_path, dict.fromkeys(["root/pkg/test_a.py", "root/plain/test_b.py", "root/pkg/plain/test_c.py"], ()))
     found = {file.name: (file.module, file.import_root) for file in find_test_files(tmp_path / "root")}
@@ -232,7 +215,7 @@ def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path: P
     }
 
 
-def test_module_name_matches_pytest() -> None:
+def test_module_name_matches_pytest():
     path = Path(__file__).resolve()
     file = describe(path, path.parents[2])
     assert (file.name, file.module) == ("torch_ext/runner/test_names.py", __name__)

@@ -1,10 +1,7 @@
 """``pytest --slots``: distributed tests on slots, the rest as ever, and one report of both."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -71,7 +68,7 @@ ENDINGS = {
 }  # fmt: skip
 
 
-def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> None:
+def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path):
     xml = tmp_path / "report.xml"
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_pytest(*PLUGIN, "--slots", "8", f"--junitxml={xml}", "-W", "default")
@@ -85,7 +82,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
     order = re.findall(r"^test_suite\.py::(?:(\w+)::)?\w+ (?!FAILED)[A-Z]", run.out, re.M)
     assert [cls for cls, _ in itertools.groupby(order)] == list(dict.fromkeys(order)) and order[0] == "TestA"
     root = ElementTree.parse(xml).getroot().find("testsuite")
-    assert root is not None and (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("10", "3", "0")
 
 
 @pytest.mark.parametrize(
@@ -96,9 +93,7 @@ def test_reports_are_those_of_the_runner_under_pytests_names(tmp_path: Path) -> 
         (("--slots", "none"), 4, "got --slots 'none', expected a number above 0, auto or off"),
     ],
 )
-def test_concurrency_follows_slots_or_pytest_explains(
-    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
-) -> None:
+def test_concurrency_follows_slots_or_pytest_explains(tmp_path, arguments, code, message):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_pytest(*PLUGIN, *arguments, "-k", "test_function")
         assert message in run.out + run.err and run.code == code, run
@@ -106,9 +101,7 @@ def test_concurrency_follows_slots_or_pytest_explains(
 
 
 @pytest.mark.parametrize("slots", [("--slots", "8", "-x"), ()])
-def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(
-    tmp_path: Path, slots: tuple[str, ...]
-) -> None:
+def test_x_stops_at_the_first_failure_and_without_slots_everything_is_pytests(tmp_path, slots):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_pytest(*PLUGIN, *slots, "-k", "test_fails or test_function" if slots else "fails or dies_where")
         failed = ["test_fails"] if slots else ["test_dies_where_a_failure_is_expected", "test_fails"]
@@ -157,7 +150,7 @@ execute.RunExecutor.run = interrupted
 """
 
 
-def test_interrupt_reports_finished_tests_out_of_order(tmp_path: Path) -> None:
+def test_interrupt_reports_finished_tests_out_of_order(tmp_path):
     with suite_of(tmp_path, INTERRUPTED) as suite:
         (tmp_path / "conftest.py").write_text(CTRL_C)
         run = suite.run_pytest(*PLUGIN, "--slots", "8")

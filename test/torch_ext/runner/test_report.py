@@ -1,10 +1,7 @@
 """The text report: exact text on a pipe; on a terminal the same text with colours."""
 
-from __future__ import annotations
-
 import io
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,38 +20,31 @@ ONE, TWO, THREE, OTHER = named(
 )
 
 
-def passed(test: TestName) -> TestResult:
+def passed(test):
     return TestResult(test, Status.PASSED, 1.5)
 
 
-def failed(test: TestName, message: str = "boom") -> TestResult:
+def failed(test, message="boom"):
     return TestResult(test, Status.FAILED, 0.5, (Remark(message),) if message else ())
 
 
-def skipped(test: TestName, reason: str = "needs 2 GPUs") -> TestResult:
+def skipped(test, reason="needs 2 GPUs"):
     return TestResult(test, Status.SKIPPED, 0.0, reason=reason)
 
 
-def report(
-    results: Sequence[TestResult],
-    planned: Sequence[TestName] | None = None,
-    *,
-    stream: io.StringIO | None = None,
-    interrupted: bool = False,
-    **options: object,
-) -> str:
+def report(results, planned=None, *, stream=None, interrupted=False, **options):
     """Return all output for ``results``, with ``T s`` for the total time, the only thing that varies."""
     stream = io.StringIO() if stream is None else stream
     plan = make_plan([FILE], [result.test for result in results] if planned is None else planned)
     tally = Tally(plan)
-    made = TextReporter(tally, RunOptions(Path("/root"), **options), Writer(stream))  # type: ignore[arg-type]  # a test's shorthand
+    made = TextReporter(tally, RunOptions(Path("/root"), **options), Writer(stream))
     for event in (*results, *(Over(TestName(batch.file.name, batch.cls)) for batch in plan), RunEnded(interrupted)):
         tally(event)
         made(event)
     return re.sub(r"(Ran \d+ tests? in )\d+\.\d\d s", r"\1T s", stream.getvalue())
 
 
-def test_default_is_one_line_a_class_and_the_counts_last() -> None:
+def test_default_is_one_line_a_class_and_the_counts_last():
     assert report([passed(ONE), skipped(TWO), passed(THREE), passed(OTHER)]) == (
         "fsdp/test_a.py::TestA  2 passed, 1 skipped  3.00 s\n"
         "fsdp/test_a.py::TestB  1 passed  1.50 s\n"
@@ -65,7 +55,7 @@ def test_default_is_one_line_a_class_and_the_counts_last() -> None:
     )
 
 
-def test_verbose_is_one_line_a_test_with_the_reason_of_a_skip() -> None:
+def test_verbose_is_one_line_a_test_with_the_reason_of_a_skip():
     lines = report([passed(ONE), skipped(TWO)], verbosity=1).splitlines()
     assert lines[:2] == [
         "fsdp/test_a.py::TestA::test_1  passed  1.50 s",
@@ -74,14 +64,14 @@ def test_verbose_is_one_line_a_test_with_the_reason_of_a_skip() -> None:
     assert not any(line.startswith("fsdp/test_a.py::TestA  ") for line in lines)
 
 
-def test_quiet_shows_failures_and_summary_only() -> None:
+def test_quiet_shows_failures_and_summary_only():
     lines = report([passed(ONE), failed(TWO)], verbosity=-1).splitlines()
     assert lines[:3] == ["", "FAILED fsdp/test_a.py::TestA::test_2  0.50 s", "boom"]
     assert not any("1 passed, 1 failed  " in line for line in lines)
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
 
 
-def test_a_failure_is_one_block_as_it_happens_and_named_again_at_the_end() -> None:
+def test_a_failure_is_one_block_as_it_happens_and_named_again_at_the_end():
     text = report([failed(ONE, "line 1\nline 2\n"), passed(TWO)])
     block = (
         "\nFAILED fsdp/test_a.py::TestA::test_1  0.50 s\nline 1\nline 2\n"
@@ -97,14 +87,14 @@ NASTY = "[rank 0] [bold]x[/bold] [/] :smile: \x1b[31mred\x1b[0m\ttab \x07" + "lo
 
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
-def test_a_message_is_printed_as_it_is_but_commands_no_terminal(kind: type[io.StringIO]) -> None:
+def test_a_message_is_printed_as_it_is_but_commands_no_terminal(kind):
     shown = NASTY.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
     text = report([failed(ONE, NASTY)], stream=kind())
     assert f"\n{shown}\nrerun: " in text
     assert "\x07" not in text and "\x1b[31m" not in text
 
 
-def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colours_and_nothing_else(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     results = [
@@ -120,7 +110,7 @@ def test_a_terminal_gets_colours_and_nothing_else(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_unencodable_characters_are_escaped(encoding: str) -> None:
+def test_unencodable_characters_are_escaped(encoding):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding, errors="surrogateescape")  # as stdout in the C locale
     Writer(stream).line("message caf\xe9 \ud800")
@@ -130,7 +120,7 @@ def test_unencodable_characters_are_escaped(encoding: str) -> None:
     )
 
 
-def test_expected_failures_pass_and_unexpected_successes_fail() -> None:
+def test_expected_failures_pass_and_unexpected_successes_fail():
     results = [TestResult(ONE, Status.XFAIL, 0.0), TestResult(TWO, Status.UNEXPECTED_SUCCESS, 0.0)]
     text = report(results, verbosity=1)
     assert "test_1  expected failure" in text
@@ -138,26 +128,23 @@ def test_expected_failures_pass_and_unexpected_successes_fail() -> None:
     assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
 
 
-def test_reasons_and_warnings_are_grouped_and_the_frequent_come_first() -> None:
+def test_reasons_and_warnings_are_grouped_and_leftover_processes_come_with_their_test():
     results = [skipped(ONE, "rare"), skipped(TWO, "often"), skipped(THREE, "often"), skipped(OTHER, "")]
     results += [TestResult(TestName(FILE.name, "TestC", "t"), Status.PASSED, 0.0, warnings=("old torch", "old torch"))]
     text = report(results)
     assert "Skipped:\n     2  often\n     1  rare\n     1  no reason given\nWarnings:\n     2  old torch\n" in text
-
-
-def test_leftover_process_is_reported_with_its_test() -> None:
     reported = f"rank 1 {LEFT_BEHIND}, which was ended: sleep 600"
     text = report([TestResult(ONE, Status.PASSED, 1.0, warnings=("the import took long", reported))])
     assert text.startswith(f"LEAK {ONE.id}: {reported}\n")
 
 
-def test_run_of_skips_only_reports_that_nothing_ran() -> None:
+def test_run_of_skips_only_reports_that_nothing_ran():
     sentence = "Nothing ran: every test was skipped."
     assert sentence in report([skipped(ONE), skipped(TWO)])
     assert sentence not in report([skipped(ONE), passed(TWO)])
 
 
-def test_planned_test_without_a_result_is_reported_and_fails_the_run() -> None:
+def test_planned_test_without_a_result_is_reported_and_fails_the_run():
     text = report([passed(ONE)], [ONE, TWO, THREE])
     assert "fsdp/test_a.py::TestA  1 passed, 2 not run  1.50 s\n" in text
     assert f"Not run: 2 tests, the first of them {TWO.id}\n" in text
@@ -166,7 +153,7 @@ def test_planned_test_without_a_result_is_reported_and_fails_the_run() -> None:
     assert text.endswith("\n0 passed, 0 failed, 0 skipped\n")
 
 
-def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests() -> None:
+def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests():
     text = report([failed(TestName(FILE.name, "TestA"), "setUpClass raised")], [ONE, TWO])
     assert "rerun: python run_test.py -i fsdp/test_a.py::TestA\n" in text
     assert "fsdp/test_a.py::TestA  1 failed, 2 not run  0.50 s\n" in text
@@ -175,7 +162,7 @@ def test_a_failed_class_is_counted_and_its_line_waits_for_its_tests() -> None:
     assert text.endswith("\n1 passed, 1 failed, 0 skipped\n")
 
 
-def test_the_rerun_line_repeats_the_conditions_that_were_given() -> None:
+def test_the_rerun_line_repeats_the_conditions_that_were_given():
     options = RunOptions(
         Path("/x/my suites"), typed_root="my suites", device="cpu", timeout_s=7.5, start_method="interpreter"
     )

@@ -1,12 +1,8 @@
 """Reports for machines, of one run of the real command with every kind of result: each report agrees with the run."""
 
-from __future__ import annotations
-
 import json
 import re
-import subprocess
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,22 +96,22 @@ class Ran:
     events: list[dict[str, Any]]
 
     @property
-    def text(self) -> list[str]:
+    def text(self):
         """The lines of the text report."""
         return [line for line in self.out.splitlines() if not line.startswith("::")]
 
-    def results(self, method: str) -> list[dict[str, Any]]:
+    def results(self, method):
         return [one for one in self.events if one["event"] == "result" and one["method"] == method]
 
 
-def run(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, **extra):
     """Run the command on ``folder``, with its own cache."""
     words = (RUN_TEST, "--root", folder, "--device", "cpu", *arguments)
     return python(*words, folder=folder, TORCH_EXT_CACHE=str(folder / "cache"), **extra)
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_all.py").write_text(SUITE, encoding="utf-8", errors="surrogatepass")
     (folder / "test_broken.py").write_text("import nothing_of_that_name\n")
@@ -129,11 +125,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr, cases, suites, events)
 
 
-def tags(case: ElementTree.Element) -> list[str]:
+def tags(case):
     return [child.tag for child in case]
 
 
-def test_file_that_skips_as_a_whole_has_not_failed(tmp_path: Path) -> None:
+def test_file_that_skips_as_a_whole_has_not_failed(tmp_path):
     case = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self): pass\n"
     (tmp_path / "test_a.py").write_text(case)
     (tmp_path / "test_b.py").write_text(f"{case}raise unittest.SkipTest('no cluster')\n")
@@ -145,7 +141,7 @@ def test_file_that_skips_as_a_whole_has_not_failed(tmp_path: Path) -> None:
     assert "warning: none of 1 tests fits -k 'test_l'\n" in mistyped.stderr, mistyped
 
 
-def test_the_text_and_the_exit_code(ran: Ran) -> None:
+def test_the_text_and_the_exit_code(ran):
     assert ran.code == 1, ran.err
     assert ran.text[-1] == "2 passed, 7 failed, 1 skipped, 1 flaky"
     assert "Ran 9 tests; 1 file failed as a whole; 1 class failed as a whole in " in ran.out
@@ -171,18 +167,18 @@ def test_the_text_and_the_exit_code(ran: Ran) -> None:
         ("import", ["error"]),
     ],
 )
-def test_junit_has_every_ending(ran: Ran, name: str, found: Sequence[str]) -> None:
+def test_junit_has_every_ending(ran, name, found):
     assert tags(ran.cases[name]) == found
 
 
-def test_junit_counts_match_its_cases(ran: Ran) -> None:
+def test_junit_counts_match_its_cases(ran):
     for suite in (ran.suites, *ran.suites):
         for name, tag in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             if name in suite.attrib:
                 assert int(suite.attrib[name]) == len(list(suite.iter(tag))), (suite.attrib, tag)
 
 
-def test_junit_reports_the_ending_of_each_rank(ran: Ran) -> None:
+def test_junit_reports_the_ending_of_each_rank(ran):
     (output,) = ran.cases["test_passes"].findall("system-out")
     assert output.text == "rank 0 passed\nrank 1 passed"
     case = ran.cases["test_crashes"]
@@ -190,21 +186,21 @@ def test_junit_reports_the_ending_of_each_rank(ran: Ran) -> None:
     assert zero.startswith("rank 0 was stopped") and "last words of 0" in zero
     assert one.startswith("rank 1 was killed by SIGSEGV") and "last words of 1" in one
     error = case.find("error")
-    assert error is not None and error.attrib["type"] == "rank killed"
+    assert error.attrib["type"] == "rank killed"
     assert re.fullmatch(r"rank 1 was killed by SIGSEGV at test_\w+\.py:\d+", error.attrib["message"])
     assert "What each rank did in" in (error.text or "")
     hung = ran.cases["test_hangs"].find("error")
-    assert hung is not None and "rank 1" in hung.attrib["message"]
+    assert "rank 1" in hung.attrib["message"]
 
 
-def test_junit_escapes_characters_invalid_in_xml(ran: Ran) -> None:
+def test_junit_escapes_characters_invalid_in_xml(ran):
     text = "".join(each.text or "" for each in ran.cases["test_fails"].findall("system-out"))
     assert r"\x1b[31mred\x1b[0m \x00 ]]> <&> \ufffe" in text
     failure = ran.cases["test_fails"].find("failure")
-    assert failure is not None and r"a \x07 bell" in (failure.text or "")
+    assert r"a \x07 bell" in (failure.text or "")
 
 
-def test_json_lines_begin_and_end(ran: Ran) -> None:
+def test_json_lines_begin_and_end(ran):
     start, plan, *_, end = ran.events
     assert (start["event"], start["version"], start["device"]) == ("start", 1, "cpu")
     needs = {one["method"]: (one["world_size"], one["processes"]) for one in plan["tests"]}
@@ -213,7 +209,7 @@ def test_json_lines_begin_and_end(ran: Ran) -> None:
     assert end["not_run"] == ["test_all.py::TestSetUp::test_never"] and not end["interrupted"]
 
 
-def test_json_lines_report_every_attempt_in_order(ran: Ran) -> None:
+def test_json_lines_report_every_attempt_in_order(ran):
     first, second = ran.results("test_flakes")
     assert (first["status"], first["attempt"], first["again"]) == ("failed", 1, True)
     assert (second["status"], second["attempt"], second["again"]) == ("flaky", 2, False)
@@ -222,7 +218,7 @@ def test_json_lines_report_every_attempt_in_order(ran: Ran) -> None:
     assert [one["time"] for one in ran.events] == sorted(one["time"] for one in ran.events)
 
 
-def test_json_lines_hold_each_rank(ran: Ran) -> None:
+def test_json_lines_hold_each_rank(ran):
     problem = ran.results("test_crashes")[0]["problems"][0]
     assert (problem["kind"], problem["culprits"]) == ("ranks", [1])
     zero, one = problem["ranks"]
@@ -231,7 +227,7 @@ def test_json_lines_hold_each_rank(ran: Ran) -> None:
     assert ran.results("test_dies")[0]["problems"][0]["summary"].endswith("exited with code 3.")
 
 
-def test_all_reports_agree(ran: Ran) -> None:
+def test_all_reports_agree(ran):
     last = {one["method"]: one["counts_as"] for one in ran.events if one["event"] == "result" and one["method"]}
     words = {"failure": "failed", "error": "failed", "flakyFailure": "flaky", "skipped": "skipped"}
     for method, counted in last.items():
@@ -239,7 +235,7 @@ def test_all_reports_agree(ran: Ran) -> None:
         assert found == counted or method == "test_expected"
 
 
-def test_github_gets_one_line_for_each_failure_and_flake(ran: Ran) -> None:
+def test_github_gets_one_line_for_each_failure_and_flake(ran):
     lines = [line for line in ran.out.splitlines() if line.startswith("::")]
     assert Counter(line.split()[0] for line in lines) == {"::error": 7, "::warning": 1}
     (crashed,) = [line for line in lines if "test_crashes" in line]
@@ -252,7 +248,7 @@ PASSING = "import unittest\nclass TestA(unittest.TestCase):\n    def test_1(self
 
 
 @pytest.mark.parametrize("flag", ["--junit", "--json"])
-def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path: Path, flag: str) -> None:
+def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_path, flag):
     (tmp_path / "test_a.py").write_text(PASSING)
     (tmp_path / "file").write_text("")
     done = run(tmp_path, flag, "file/report")
@@ -263,7 +259,7 @@ def test_a_report_that_cannot_be_opened_is_a_usage_error_in_one_sentence(tmp_pat
     assert (tmp_path / "test_a.py").read_text() == PASSING
 
 
-def test_json_on_stdout_moves_the_text_to_stderr(tmp_path: Path) -> None:
+def test_json_on_stdout_moves_the_text_to_stderr(tmp_path):
     (tmp_path / "test_a.py").write_text(PASSING)
     done = run(tmp_path, "--json", "-")
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()][-1] == "end"

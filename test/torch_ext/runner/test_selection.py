@@ -3,10 +3,7 @@
 A failure here means that a user runs other tests than the ones named, or none, without a message.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -33,9 +30,7 @@ TESTS = [
 FILES = [INPUT, OTHER, RPC_INPUT, RPC, TOP]
 
 
-def choose(
-    include: Sequence[str] = (), exclude: Sequence[str] = (), tests: Sequence[TestName] = TESTS
-) -> tuple[list[str], list[str]]:
+def choose(include=(), exclude=(), tests=TESTS):
     """Return the files that are imported and the ids that are selected."""
     files = sorted({test.file for test in tests})
     selection = select_files(files, include, exclude, PREFIXES)
@@ -43,12 +38,8 @@ def choose(
     return list(selection.files), [test.id for test in select_tests(selection, known)[0]]
 
 
-def ids(*numbers: int) -> list[str]:
+def ids(*numbers):
     return [TESTS[number].id for number in numbers]
-
-
-def test_no_pattern_selects_everything() -> None:
-    assert choose() == (FILES, [test.id for test in TESTS])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_no_pattern_selects_everything() -> None:
         ("TestTop.test_top", (6,)),
     ],
 )
-def test_every_spelling_selects_its_tests(pattern: str, numbers: tuple[int, ...]) -> None:
+def test_every_spelling_selects_its_tests(pattern, numbers):
     assert choose([pattern])[1] == ids(*numbers)
     rest = [number for number in range(len(TESTS)) if number not in numbers]
     assert choose(exclude=[pattern])[1] == ids(*rest)
@@ -94,9 +85,7 @@ def test_every_spelling_selects_its_tests(pattern: str, numbers: tuple[int, ...]
         ([TOP, "distributed/rpc"], [], [RPC_INPUT, RPC, TOP]),
     ],
 )
-def test_only_files_whose_names_are_needed_are_imported(
-    include: list[str], exclude: list[str], files: list[str]
-) -> None:
+def test_only_files_whose_names_are_needed_are_imported(include, exclude, files):
     assert choose(include, exclude)[0] == files
 
 
@@ -113,7 +102,7 @@ def test_only_files_whose_names_are_needed_are_imported(
         ("test_cal", "TestRpc.test_call"),
     ],
 )
-def test_a_mistyped_pattern_is_named_with_what_comes_nearest(pattern: str, near: str) -> None:
+def test_a_mistyped_pattern_is_named_with_what_comes_nearest(pattern, near):
     for include, exclude in (([pattern], []), ([TOP, pattern], []), ([], [pattern])):
         with pytest.raises(SelectionError) as raised:
             choose(include, exclude)
@@ -123,29 +112,29 @@ def test_a_mistyped_pattern_is_named_with_what_comes_nearest(pattern: str, near:
 
 
 @pytest.mark.parametrize("pattern", ["", " ", "zzzzqqqq", f"{INPUT}::", f"{INPUT}::a::b::c", "fsdp/", "a::b/c"])
-def test_a_pattern_that_resembles_nothing_is_an_error(pattern: str) -> None:
+def test_a_pattern_that_resembles_nothing_is_an_error(pattern):
     with pytest.raises(SelectionError, match=re.escape(repr(pattern))):
         choose([pattern])
 
 
-def test_a_path_that_does_not_exist_is_an_error_before_anything_is_imported() -> None:
+def test_a_path_that_does_not_exist_is_an_error_before_anything_is_imported():
     for pattern in ("distributed/fspd", "test_nothing.py", "nowhere/test_rpc.TestRpc", "test_nothing.py::TestRpc"):
         with pytest.raises(SelectionError):
             select_files(FILES, [pattern], ())
 
 
-def test_excluding_names_of_files_that_are_not_run_is_no_error() -> None:
+def test_excluding_names_of_files_that_are_not_run_is_no_error():
     assert choose([INPUT], [f"{RPC}::TestRpc"])[1] == ids(0, 1, 2)
     assert choose([INPUT], ["distributed/rpc"])[1] == ids(0, 1, 2)
     with pytest.raises(SelectionError, match="TestRpc"):
         choose([INPUT], ["TestRpc"])
 
 
-def test_including_names_of_excluded_files_selects_nothing_quietly() -> None:
+def test_including_names_of_excluded_files_selects_nothing_quietly():
     assert choose([f"{RPC}::TestRpc", TOP], ["distributed"])[1] == ids(6)
 
 
-def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
+def test_a_dot_in_a_folder_is_no_separator_of_folders():
     tests = [TestName(f"{folder}/test_m.py", "TestA", "test_1") for folder in ("v1", "v1.2", "v1/2", "a/v1.2")]
     for number, pattern in enumerate(("v1/test_m.py", "v1.2", "v1/2", "a/v1.2")):
         assert choose([pattern], (), tests)[1] == [tests[number].id]
@@ -153,7 +142,7 @@ def test_a_dot_in_a_folder_is_no_separator_of_folders() -> None:
     assert choose(["v1"], (), tests)[1] == [tests[0].id, tests[2].id]
 
 
-def test_a_suffix_or_a_slash_says_whether_a_file_or_a_folder_is_meant() -> None:
+def test_a_suffix_or_a_slash_says_whether_a_file_or_a_folder_is_meant():
     tests = [TestName(file, "TestA", "test_1") for file in ("test_a/test_b.py", "x/test_a.py", "test_a.py")]
     for pattern, number in (("test_a.py", 2), ("test_a", 2), ("test_a/", 0)):
         assert choose([pattern], (), tests)[1] == [tests[number].id]
@@ -177,7 +166,7 @@ TANGLES = st.sets(
 
 
 @given(TANGLES)
-def test_an_id_or_path_selects_exactly_its_tests_and_imports_only_its_file(tests: list[TestName]) -> None:
+def test_an_id_or_path_selects_exactly_its_tests_and_imports_only_its_file(tests):
     for test in tests:
         assert choose([test.id], (), tests) == ([test.file], [test.id])
         of_file = [each.id for each in tests if each.file == test.file]
@@ -217,18 +206,12 @@ EXPRESSIONS = st.recursive(
         ("*fsdp*tuple*", False),
     ],
 )
-def test_a_word_is_a_part_of_the_name_or_a_glob(word: str, fits: bool) -> None:
+def test_a_word_is_a_part_of_the_name_or_a_glob(word, fits):
     assert keyword_filter([word])(TEST) is fits
 
 
-def test_several_options_are_alternatives_and_none_lets_all_through() -> None:
-    assert keyword_filter(["rpc", "dict"])(TEST)
-    assert not keyword_filter(["rpc", "tuple"])(TEST)
-    assert keyword_filter([])(TEST)
-
-
 @given(EXPRESSIONS)
-def test_expressions_mean_what_they_mean_in_python(text: str) -> None:
+def test_expressions_mean_what_they_mean_in_python(text):
     assert keyword_filter([text])(TEST) == eval(text, {}, {word: word.lower() in TEST.id.lower() for word in WORDS})
 
 
@@ -236,7 +219,7 @@ def test_expressions_mean_what_they_mean_in_python(text: str) -> None:
     "text",
     ["a and", "not", "and a", "a or or b", "(a or b", "a)", "a b", "a (b)", "()", "a AND b", "lambda a", "(" * 999],
 )
-def test_an_incomplete_expression_is_refused(text: str) -> None:
+def test_an_incomplete_expression_is_refused(text):
     with pytest.raises(SelectionError) as raised:
         keyword_filter([text])
     assert str(raised.value) == f"got -k {text!r}, expected names joined by 'and', 'or', 'not' and parentheses"

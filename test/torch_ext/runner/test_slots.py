@@ -1,16 +1,13 @@
 """Which class runs when: the queue and the slots, under a clock that jumps."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulate import Span, lower_bound, makespan, simulate
+from benchmarks.simulate import lower_bound, makespan, simulate
 from test.torch_ext.runner.fakes import file
 from torch_ext.results import Needs, TestName
 from torch_ext.runner.places import Machine
@@ -33,7 +30,7 @@ RECORDED = [
 ]  # fmt: skip
 
 
-def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), copies: int = 1) -> Plan:
+def plan(classes, alone=(), copies=1):
     return Plan(
         tuple(
             Batch(file(f"f{where}"), f"C{number}_{copy}", (), Needs(processes=ranks, alone=number in alone), seconds)
@@ -43,20 +40,20 @@ def plan(classes: Sequence[tuple[float, int, int]], alone: Sequence[int] = (), c
     )
 
 
-def most_at_once(spans: Sequence[Span]) -> int:
+def most_at_once(spans):
     return max(sum(span.begun_s <= each.begun_s < span.ended_s for span in spans) for each in spans)
 
 
 @pytest.mark.parametrize("slots", [8, 64])
 @pytest.mark.parametrize("copies", [1, 8])
-def test_packed_stays_within_a_tenth_of_the_lower_bound(slots: int, copies: int) -> None:
+def test_packed_stays_within_a_tenth_of_the_lower_bound(slots, copies):
     recorded = plan(RECORDED, alone=(67, 68), copies=copies)
     assert makespan(recorded, slots) <= 1.1 * lower_bound(recorded, slots)
 
 
 @pytest.mark.parametrize(("at_once", "in_order"), [(1, True), (3, False), (64, False)])
 @pytest.mark.parametrize("slots", [1, 5, 8])
-def test_every_class_runs_once_and_no_slot_is_given_twice(at_once: int, in_order: bool, slots: int) -> None:
+def test_every_class_runs_once_and_no_slot_is_given_twice(at_once, in_order, slots):
     recorded = plan(RECORDED, alone=(4, 68))
     spans = simulate(recorded, slots, at_once, in_order=in_order)
     assert len(spans) == len(recorded.batches) and {span.batch for span in spans} == set(recorded.batches)
@@ -68,32 +65,29 @@ def test_every_class_runs_once_and_no_slot_is_given_twice(at_once: int, in_order
                 assert not span.batch.need.alone
 
 
-def test_serial_keeps_the_order_of_the_plan_and_takes_as_long_as_all_of_it() -> None:
+def test_serial_keeps_the_order_of_the_plan_and_concurrent_classes_stay_below_the_limit():
     recorded = plan(RECORDED)
     spans = simulate(recorded, 64, 1, in_order=True)
     assert [span.batch for span in spans] == list(recorded.batches) and most_at_once(spans) == 1
     assert makespan(recorded, 64, 1, in_order=True) == pytest.approx(sum(batch.expected_s for batch in recorded))
+    assert most_at_once(simulate(recorded, 64, 3)) == 3
 
 
-def test_concurrent_classes_stay_below_the_limit() -> None:
-    assert most_at_once(simulate(plan(RECORDED), 64, 3)) == 3
-
-
-def test_longest_class_starts_first_and_oversized_class_waits() -> None:
+def test_longest_class_starts_first_and_oversized_class_waits():
     spans = simulate(plan([(1, 2, 0), (5, 3, 0), (4, 2, 0), (2, 1, 0)]), 4, 9)
     assert [(span.batch.cls, span.begun_s) for span in spans] == [
         ("C1_0", 0), ("C3_0", 0), ("C2_0", 5), ("C0_0", 5)
     ]  # fmt: skip
 
 
-def test_the_last_class_of_a_file_says_so() -> None:
+def test_the_last_class_of_a_file_says_so():
     queue = Queue(plan([(1, 1, 0), (1, 1, 1), (1, 1, 0)]), 4, 4)
     first, other, last = (queue.start(), queue.start(), queue.start())
     assert first is not None and other is not None and last is not None and queue.start() is None
     assert [queue.ended(batch) for batch in (first, other, last)] == [False, True, True] and queue.over
 
 
-def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
+def test_a_class_needs_what_the_most_demanding_of_its_tests_needs():
     tests = [TestName("a.py", "A", "1"), TestName("a.py", "A", "2"), TestName("a.py", "B", "1")]
     needs = {tests[0]: Needs(4, 4, 0), tests[1]: Needs(2, 2, 0, alone=True), tests[2]: Needs(4, 1, 0)}
     made = make_plan([file("a")], tests, needs, lambda test: 2.0)
@@ -101,7 +95,7 @@ def test_a_class_needs_what_the_most_demanding_of_its_tests_needs() -> None:
 
 
 @pytest.mark.parametrize("length", [20, 55, 90])
-def test_two_classes_never_share_a_temporary_folder(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_classes_never_share_a_temporary_folder(length, monkeypatch):
     """A folder whose path is too long for the address of a socket is reached by a shorter one."""
     base = tempfile.mkdtemp(dir="/tmp", prefix="t")
     try:
@@ -120,7 +114,7 @@ def test_two_classes_never_share_a_temporary_folder(length: int, monkeypatch: py
         shutil.rmtree(base)
 
 
-def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
+def test_classes_of_a_file_and_tests_of_a_class_stand_together():
     order = ["b A 1", "a B 2", "b C 1", "a A 1", "b A 2", "a B 1", "b A 1"]
     tests = [TestName(f"{name}.py", cls, method) for name, cls, method in map(str.split, order)]
     files = [file("a"), file("b"), file("empty")]
@@ -132,6 +126,6 @@ def test_classes_of_a_file_and_tests_of_a_class_stand_together() -> None:
     assert [test.id for test in made.tests] == expected
 
 
-def test_a_test_of_an_unknown_file_is_not_dropped_in_silence() -> None:
+def test_a_test_of_an_unknown_file_is_not_dropped_in_silence():
     with pytest.raises(AssertionError, match=r"a\.py::A::test"):
         make_plan([file("b")], [TestName("a.py", "A", "test")])

@@ -1,7 +1,5 @@
 """Output while tests run: progress after long silence, styles on a terminal, classes in the order of the plan."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys
@@ -14,7 +12,6 @@ import pytest
 from test.torch_ext.runner.fakes import Terminal, file, named
 from torch_ext.results import (
     Began,
-    Event,
     Needs,
     Over,
     Remark,
@@ -36,12 +33,12 @@ ONE, TWO, OTHER = named("a.py::TestA::test_1", "a.py::TestA::test_2", "a.py::Tes
 PLAN = make_plan([file("a")], [ONE, TWO, OTHER], {ONE: Needs(4, 4), OTHER: Needs(1, 1)})
 
 
-def passed(test: TestName) -> TestResult:
+def passed(test):
     return TestResult(test, Status.PASSED, 1.0)
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """The time, which a test sets."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -51,17 +48,17 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Watched:
     """A watch of a run, and the tally that counts before it."""
 
-    def __init__(self, stream: io.StringIO, **more: bool) -> None:
+    def __init__(self, stream, **more):
         self.tally = Tally(PLAN)
         self.watch = ProgressLines(self.tally, lambda test: None, Writer(stream), **more)
 
-    def __call__(self, *events: Event) -> None:
+    def __call__(self, *events):
         for event in events:
             self.tally(event)
             self.watch(event)
 
 
-def test_the_summary_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now: list[float]) -> None:
+def test_the_summary_counts_and_names_what_runs_for_how_long_on_how_many_ranks(now):
     run = Watched(io.StringIO())
     assert run.watch.summary(101.0) == "[0/3]  1 s" and run.watch.under_way(101.0) == []
     for now[0], event in ((101.0, Began(TestName("a.py", "TestA"))), (102.0, Began(ONE)), (103.0, Began(OTHER))):
@@ -73,7 +70,7 @@ def test_the_summary_counts_and_names_what_runs_for_how_long_on_how_many_ranks(n
     assert run.watch.under_way(112.0) == ["a.py::TestA (between tests)  4 ranks  2 s"]
 
 
-def test_the_summary_counts_a_test_once_however_often_it_runs(now: list[float]) -> None:
+def test_the_summary_counts_a_test_once_however_often_it_runs(now):
     run = Watched(io.StringIO())
     for attempt, status in ((1, Status.FAILED), (2, Status.FAILED), (3, Status.FLAKY)):
         run(TestResult(ONE, status, 1.0, attempt=attempt, again=attempt < 3))
@@ -85,7 +82,7 @@ def test_the_summary_counts_a_test_once_however_often_it_runs(now: list[float]) 
     assert run.watch.summary(103.0).startswith("[1/3]  2 passed  1 failed  1 flaky  1 s")
 
 
-def test_a_line_follows_long_silence(now: list[float]) -> None:
+def test_a_line_follows_long_silence(now):
     stream, quiet = io.StringIO(), io.StringIO()
     often, rarely = Watched(stream), Watched(quiet, often=False)
     often(Began(ONE))
@@ -104,14 +101,14 @@ def test_a_line_follows_long_silence(now: list[float]) -> None:
     assert quiet.getvalue() == "[0/3]  0:01:01\n"
 
 
-def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+def report(stream, monkeypatch):
     """Return all that a run writes to ``stream`` in which one test passes slowly and another fails."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stdout", stream)
     reporters = Reporters(PLAN, RunOptions(Path("/root")))
     failure = Remark("[bold] the \t whole " + "text " * 50)
-    events: list[Event] = [
+    events = [
         Began(TestName("a.py", "TestA")), Began(ONE), Began(TestName("a.py", "TestB")), Began(OTHER), Tick(),
         Stalled(ONE, "no progress\n  stacks"),
         TestResult(OTHER, Status.FAILED, 0.5, (failure,)), Over(TestName("a.py", "TestB")), Tick(),
@@ -124,7 +121,7 @@ def report(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return stream.getvalue()
 
 
-def test_a_terminal_gets_the_report_of_a_pipe_with_styles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_the_report_of_a_pipe_with_styles(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     raw, piped = report(Terminal(), monkeypatch), report(io.StringIO(), monkeypatch)
     assert "a.py::TestA::test_1: no progress\n  stacks\n" in piped
@@ -132,7 +129,7 @@ def test_a_terminal_gets_the_report_of_a_pipe_with_styles(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("NO_COLOR", "1")])
-def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch, name, value):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert re.search(r"\x1b\[[\d;]*31m", report(Terminal(), monkeypatch)), "else this test looks for nothing"
@@ -148,7 +145,7 @@ def test_no_color_and_a_dumb_terminal_are_honored(monkeypatch: pytest.MonkeyPatc
 FOUR = make_plan([file("a"), file("b")], named("a.py::A::1", "a.py::A::2", "a.py::B::1", "b.py::C::1"))
 
 
-def event_of(word: str) -> Event:
+def event_of(word):
     """Return what a word means: ``+A1`` a beginning, ``A1`` a pass, ``!A1`` a failure, ``A.`` the end of a class."""
     if word in ("round", "end"):
         return RoundBegan(2) if word == "round" else RunEnded()
@@ -170,8 +167,8 @@ def event_of(word: str) -> Event:
         ("C1 A. round B1 C1 A1", "A. C1 round A1"),  # B waits for A again
     ],
 )
-def test_the_first_class_passes_through_and_the_rest_waits(happens: str, expected: str) -> None:
-    handed_on: list[Event] = []
+def test_the_first_class_passes_through_and_the_rest_waits(happens, expected):
+    handed_on = []
     ordered = InOrder(FOUR, handed_on.append)
     for word in happens.split():
         ordered(event_of(word))

@@ -4,14 +4,9 @@ They may run on several cores: ``-n auto --dist loadgroup``. Tests that start ra
 process that runs one needs a zygote that has loaded its module.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +14,7 @@ import torch.distributed as dist
 
 from torch_ext.world import provider
 
-collect_ignore_glob: list[str] = []
+collect_ignore_glob = []
 
 try:
     import torch_ext.sim  # noqa: F401 - registers the device
@@ -31,7 +26,7 @@ except RuntimeError as error:
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Any]:
+def group():
     """A default group of this process only."""
     torch.get_device_module("sim").set_device(0)
     dist.init_process_group("simccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -40,23 +35,23 @@ def group() -> Iterator[Any]:
 
 
 @pytest.fixture(params=["shared", "gloo"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def transport(request, monkeypatch):
     """The transport of groups created from now on, in ranks too."""
     monkeypatch.setenv("TORCH_EXT_SIM_TRANSPORT", request.param)
-    return str(request.param)
+    return request.param
 
 
-def _module_with_ranks(item: pytest.Item) -> ModuleType | None:
+def _module_with_ranks(item):
     return item.module if isinstance(item, pytest.Function) and hasattr(item.module, "ranks") else None
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
     if workers:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         # Every warning is an error. A test that makes torch raise one says which.
         if Path(__file__).parent in item.path.parents:  # the hook gets the items of every folder
@@ -65,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     """Fork the ranks' zygote now, when it has every test module and before a test uses a device in this process."""
     for name in sorted({module.__name__ for module in map(_module_with_ranks, session.items) if module}):
         provider.prepare(name)

@@ -4,8 +4,6 @@ Pytest forks the ranks' zygote after collection (see conftest.py), before a test
 that has used one cannot use it.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal
@@ -13,10 +11,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +22,10 @@ import torch_ext.sim  # noqa: F401 - registers the device, also in a fresh zygot
 from torch_ext.world import provider, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.follow import RankTask, start_world
-from torch_ext.world.outcome import Outcome
 from torch_ext.world.protocol import Phase, RankStatus, Receipt
 from torch_ext.world.settings import Limits
 from torch_ext.world.verdict import Judgement, WorldReport, judge, render
 
-Body = Callable[..., None]
 DEADLINE_S = 120.0
 # Torch's warning in ranks that call its coalesced collectives by their older names.
 COALESCED_WARNING = r"`torch\.distributed\.[\w.]+_coalesced` (is|will be) deprecated"
@@ -39,36 +33,24 @@ GROUP_TIMEOUT = timedelta(seconds=30)
 SHORT = timedelta(seconds=1)  # the time limit of a group whose test times out
 
 
-def world_of(world_size: int = 0, **options: Any) -> Callable[[Body], Callable[..., None]]:
-    """Make a test of ``body(rank, world_size, *args)``, which ranks run: see :func:`run`.
+def world_of(world_size, **options):
+    """Make a test of ``body(rank, world_size, *args)``, which ranks run: see :func:`run`."""
 
-    Args:
-        world_size: 0 if it is a parameter of the test, as those after it are.
-        options: as of :func:`run`.
-    """
-
-    def make(body: Body) -> Callable[..., None]:
-        def test(**parameters: Any) -> None:
-            run(parameters.pop("world_size", world_size), body, *parameters.values(), **options)
+    def make(body):
+        def test(**parameters):
+            run(world_size, body, *parameters.values(), **options)
 
         test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
         signature = inspect.signature(body)
-        of_test = list(signature.parameters.values())[2 if world_size else 1 :]
-        test.__signature__ = signature.replace(parameters=of_test)  # type: ignore[attr-defined]
-        test.body = body  # type: ignore[attr-defined]
+        of_test = list(signature.parameters.values())[2:]
+        test.__signature__ = signature.replace(parameters=of_test)
+        test.body = body
         return test
 
     return make
 
 
-def run(
-    world_size: int,
-    body: Body,
-    *args: Any,
-    killed: int | None = None,
-    by: signal.Signals = signal.SIGKILL,
-    **options: Any,
-) -> None:
+def run(world_size, body, *args, killed=None, by=signal.SIGKILL, **options):
     """Call ``body(rank, world_size, *args)`` in ``world_size`` ranks of a process group, and wait for them.
 
     The signal ``by`` must end the rank ``killed``; every other rank must pass. ``options`` go to
@@ -87,7 +69,7 @@ def run(
             _check(outcomes, killed, death, time.monotonic() - world.started_s)
 
 
-def _check(outcomes: list[Outcome], killed: int | None, death: int | None, took_s: float) -> None:
+def _check(outcomes, killed, death, took_s):
     verdict = judge(outcomes, death)
     report = render(WorldReport(tuple(outcomes), verdict, took_s))
     assert verdict.judgement is Judgement.PASSED, report
@@ -95,26 +77,23 @@ def _check(outcomes: list[Outcome], killed: int | None, death: int | None, took_
     assert died == ([] if killed is None else [killed]), report
 
 
-def full(value: float = 1.0, numel: int = 3) -> torch.Tensor:
+def full(value=1.0, numel=3):
     return torch.full((numel,), value, device="sim")
 
 
-def store() -> dist.Store:
+def store():
     return c10d._get_default_store()
 
 
-def leave() -> None:
+def leave():
     """End this rank with success and without leaving its group, which is broken or already gone."""
     rank = world_rank.current()
-    assert rank is not None
     rank.report(Receipt(RankStatus.PASSED, time.monotonic()))
     rank.try_send(Phase.EXITING)
     os._exit(0)
 
 
-def _in_group(
-    rank: int, world_size: int, folder: str, of_body: tuple[str, str], args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def _in_group(rank, world_size, folder, of_body, args, options):
     body = getattr(sys.modules[of_body[0]], of_body[1])
     # Warnings that our own code causes are errors in ranks too. Torch's own name modules of torch.
     warnings.filterwarnings("error", module=r"(test\.)?torch_ext\.")

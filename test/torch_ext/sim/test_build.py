@@ -3,8 +3,6 @@
 Stand-in compilers keep these tests fast; the real compiler made the library that every other test here runs on.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -21,12 +19,12 @@ from torch_ext.sim import build
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def _compiler(folder: Path, body: str) -> Path:
+def _compiler(folder, body):
     """A stand-in compiler: a script that answers ``--version`` and otherwise runs ``body`` with the output in $out."""
     path = folder / "compiler"
     path.write_text(
@@ -38,14 +36,14 @@ def _compiler(folder: Path, body: str) -> Path:
 
 
 @pytest.mark.parametrize("asked", ["0", "cuda"])
-def test_build_command_names_a_missing_compiler_in_one_line(cache: Path, asked: str) -> None:
+def test_build_command_names_a_missing_compiler_in_one_line(cache, asked):
     finished = python("-m", "torch_ext", "build", CXX="no-such-compiler", TORCH_EXT_SIM=asked)
     assert finished.returncode == 1 and not finished.stdout
     (message,) = finished.stderr.splitlines()
     assert message.startswith("error: ") and "apt install g++" in message and "python -m torch_ext build" in message
 
 
-def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
+def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cache, tmp_path):
     finished = python("-m", "torch_ext", "build", CXX=str(_compiler(tmp_path, "echo 'error: no such thing'; exit 1")))
     assert finished.returncode == 1 and not finished.stdout
     assert "\nerror: Building the simulated accelerator failed" in finished.stderr
@@ -53,28 +51,26 @@ def test_failed_build_command_shows_the_compilers_output_and_leaves_nothing(cach
     assert {path.name for path in cache.glob("sim/*/*")} == {".lock"}
 
 
-def test_build_command_shows_the_path_of_the_build() -> None:
+def test_build_command_shows_the_path_of_the_build():
     finished = python("-m", "torch_ext", "build")
     assert finished.returncode == 0 and finished.stdout == f"{build.ensure_built()}\n"
     as_cuda = python("-m", "torch_ext", "build", TORCH_EXT_SIM="cuda")
     assert as_cuda.returncode == 0 and Path(as_cuda.stdout.strip()).is_file() and as_cuda.stdout != finished.stdout
 
 
-def test_build_command_refuses_arguments() -> None:
+def test_build_command_refuses_arguments():
     finished = python("-m", "torch_ext", "build", "-v")
     assert finished.returncode == 2 and "torch_ext build: error: unrecognized arguments: -v" in finished.stderr
 
 
 @pytest.mark.parametrize("argv", [["-m"], ["-m", "x"], ["program"]])
-def test_importing_the_package_registers_whatever_the_program(argv: list[str]) -> None:
+def test_importing_the_package_registers_whatever_the_program(argv):
     code = f"import sys; sys.argv[:] = {argv!r}; import torch, torch_ext.sim; print(torch.sim.device_count() > 0)"
     finished = python("-c", code)
     assert finished.stdout == "True\n", finished.stderr
 
 
-def test_finished_build_is_used_again_even_without_a_compiler(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_build_is_used_again_even_without_a_compiler(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'echo x >> {tmp_path}/calls; echo made > "$out"')))
     library = build.ensure_built()
     calls = (tmp_path / "calls").read_text()
@@ -84,7 +80,7 @@ def test_finished_build_is_used_again_even_without_a_compiler(
     assert build.ensure_built() == library
 
 
-def test_every_source_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_source_is_compiled_once(cache, tmp_path, monkeypatch):
     seen = f'case "$out" in *.o) cat "${{out%.o}}.cpp" >> {tmp_path}/compiled;; esac'
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'{seen}; echo made > "$out"')))
     build.ensure_built()
@@ -93,14 +89,12 @@ def test_every_source_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch:
     assert sorted(compiled) == sorted(f'#include "{path}"' for path in sources)
 
 
-def test_sources_of_the_wide_unit_exist() -> None:
+def test_sources_of_the_wide_unit_exist():
     # A source whose name is no longer listed joins the other unit, which then reads all of ATen too.
     assert {source for source in build._WIDE if not (build._SOURCES / f"{source}.cpp").exists()} == set()
 
 
-def test_changed_source_grouping_or_compiler_is_another_build(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_source_grouping_or_compiler_is_another_build(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, 'echo made > "$out"')))
     first = build.ensure_built()
     sources = tmp_path / "csrc"
@@ -116,7 +110,7 @@ def test_changed_source_grouping_or_compiler_is_another_build(
     assert len({first, second, third, build.ensure_built()}) == 4
 
 
-def test_killed_build_does_not_stop_the_next_one(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_build_does_not_stop_the_next_one(cache, tmp_path, monkeypatch):
     started, go = tmp_path / "started", tmp_path / "go"
     wait = f'touch {started}; while [ -d {tmp_path} ] && [ ! -e {go} ]; do sleep 0.1; done; echo made > "$out"'
     slow = _compiler(tmp_path, wait)

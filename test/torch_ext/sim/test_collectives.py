@@ -2,11 +2,8 @@
 reduction and size: gloo's bits, NCCL's scaled sums, lists of unequal sizes, and collectives in one call.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ OPS = dist.ReduceOp
 
 
 @ranks.world_of(2)
-def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> None:
+def test_unequal_sizes_of_types_that_gloo_lacks(rank, world_size):
     """Tensors travel as bytes, so sizes and splits change."""
     for dtype in (torch.bool, torch.complex64):
         rows = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1]], dtype=dtype)
@@ -38,38 +35,17 @@ def test_unequal_sizes_of_types_that_gloo_lacks(rank: int, world_size: int) -> N
 
 
 @ranks.world_of(2)
-def test_types_that_nccl_lacks_are_refused(rank: int, world_size: int) -> None:
+def test_types_and_reductions_that_nccl_lacks_are_refused(rank, world_size):
     for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
         x = torch.empty(2, dtype=dtype, device="sim")
         for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.send(x, 1 - rank)):
             with pytest.raises(TypeError, match="data type is not supported for NCCL process group: "):
                 call(x)
-
-
-@ranks.world_of(2)
-def test_differing_types_are_a_type_error_as_with_nccl(rank: int, world_size: int) -> None:
     one, two = torch.ones(2, device="sim"), torch.ones(4, dtype=torch.float64, device="sim")
     with pytest.raises(TypeError, match="same type"):
         dist.all_gather_into_tensor(two, one)
     with pytest.raises(TypeError, match="same type"):
         dist.reduce_scatter_tensor(one, two)
-
-
-@ranks.world_of(2)
-def test_premultiplied_sum_scales_and_keeps_its_input(rank: int, world_size: int) -> None:
-    for factor in (0.25, torch.tensor([0.25], device="sim")):
-        op = dist._make_nccl_premul_sum(factor)
-        x = torch.full((2,), float(rank + 1), device="sim")
-        dist.all_reduce(x, op)
-        assert x.tolist() == [0.75, 0.75]
-        given = torch.full((4,), float(rank + 1), device="sim")
-        part = torch.empty(2, device="sim")
-        dist.reduce_scatter_tensor(part, given, op)
-        assert part.tolist() == [0.75, 0.75] and given.tolist() == [float(rank + 1)] * 4
-
-
-@ranks.world_of(2)
-def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> None:
     for name in ("BAND", "BOR", "BXOR"):
         with pytest.raises(ValueError, match=f"Cannot use ReduceOp.{name} with NCCL"):
             dist.all_reduce(torch.ones(1, device="sim", dtype=torch.int32), getattr(OPS, name))
@@ -86,8 +62,21 @@ def test_reductions_without_meaning_are_refused(rank: int, world_size: int) -> N
             call(torch.ones(1, device="sim"), 2)
 
 
+@ranks.world_of(2)
+def test_premultiplied_sum_scales_and_keeps_its_input(rank, world_size):
+    for factor in (0.25, torch.tensor([0.25], device="sim")):
+        op = dist._make_nccl_premul_sum(factor)
+        x = torch.full((2,), float(rank + 1), device="sim")
+        dist.all_reduce(x, op)
+        assert x.tolist() == [0.75, 0.75]
+        given = torch.full((4,), float(rank + 1), device="sim")
+        part = torch.empty(2, device="sim")
+        dist.reduce_scatter_tensor(part, given, op)
+        assert part.tolist() == [0.75, 0.75] and given.tolist() == [float(rank + 1)] * 4
+
+
 # Collectives whose tensors ProcessGroupNCCL hands to NCCL as they are, on one with other strides and on another.
-IN_MEMORY_ORDER: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+IN_MEMORY_ORDER = {
     "all_reduce": lambda x, other: dist.all_reduce(x),
     "broadcast": lambda x, other: dist.broadcast(x, 0),
     "reduce": lambda x, other: dist.reduce(x, 0),
@@ -101,7 +90,7 @@ IN_MEMORY_ORDER: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 @ranks.world_of(2)
-def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size: int) -> None:
+def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank, world_size):
     whole = torch.arange(32.0, device="sim").view(4, 8) + 32 * rank
     transposed, holes = whole[:, :4].contiguous().t(), whole[:, ::2]
     for name, call in IN_MEMORY_ORDER.items():
@@ -115,7 +104,6 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size:
     # The tensors of a list are copied from and to one flat tensor.
     targets = [torch.zeros(4, 8, device="sim")[:, ::2], torch.zeros(4, 4, device="sim").t()]
     work = dist.all_gather(targets, holes.contiguous(), async_op=True)
-    assert work is not None
     work.wait()
     assert all(torch.equal(one, holes + 32 * (r - rank)) for r, one in enumerate(targets))
     part = torch.empty(4, 4, device="sim")
@@ -128,25 +116,23 @@ def test_strided_tensors_are_refused_or_copied_as_by_nccl(rank: int, world_size:
         dist.recv(part)
     with pytest.raises(RuntimeError, match="getDuration only works if timing was enabled"):
         work._get_duration()
-    dist.group.WORLD._enable_collectives_timing()  # type: ignore[union-attr]
+    dist.group.WORLD._enable_collectives_timing()
     timed = dist.all_reduce(part, async_op=True)
-    assert timed is not None
     timed.wait()
     SIM.synchronize()
     assert 0 < timed._get_duration() < 60_000
 
 
-def _values(rank: int, numel: int) -> torch.Tensor:
+def _values(rank, numel):
     return ((torch.arange(numel) + 3 * rank) % 4).float()
 
 
 @ranks.world_of(2)
-def test_coalesced_calls(rank: int, world_size: int) -> None:
+def test_coalesced_calls(rank, world_size):
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     every = [torch.stack([_values(r, n) for r in range(world_size)]) for n in (3, 4)]
     mine = [each[rank].to("sim") for each in every]
     group = dist.group.WORLD
-    assert group is not None
     default = group._get_backend(torch.device("sim"))
 
     for op, divisor in ((OPS.SUM, 1), (OPS.AVG, world_size)):
@@ -185,8 +171,8 @@ def test_coalesced_calls(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(3)
-def test_all_to_all_of_unequal_sizes(rank: int, world_size: int) -> None:
-    def block(sender: int, receiver: int) -> torch.Tensor:
+def test_all_to_all_of_unequal_sizes(rank, world_size):
+    def block(sender, receiver):
         return _values(sender, (sender + 2 * receiver) % 4)  # some are empty
 
     outputs = [torch.empty_like(block(r, rank), device="sim") for r in range(world_size)]
@@ -196,7 +182,7 @@ def test_all_to_all_of_unequal_sizes(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(2)
-def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, world_size: int) -> None:
+def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank, world_size):
     # NCCL refuses these too, at the root, which alone sees all sizes.
     unequal = [torch.ones(r + 1, device="sim") for r in range(world_size)]
     store = dist.distributed_c10d._get_default_store()
@@ -215,7 +201,7 @@ def test_gather_and_scatter_of_unequal_sizes_are_refused_at_the_root(rank: int, 
 
 
 @ranks.world_of(2)
-def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
+def test_transfer_without_a_wait_completes(rank, world_size):
     received = torch.empty(1, device="sim")
     work = dist.irecv(received, 1, tag=7) if rank == 0 else None
     dist.barrier()
@@ -230,7 +216,7 @@ def test_transfer_without_a_wait_completes(rank: int, world_size: int) -> None:
     assert work.is_success() and received.item() == 1
 
 
-def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
+def _exchange(kind, rank, numel):
     """Swap a tensor of the rank's number with the peer, and return the one that came."""
     peer, mine, came = 1 - rank, torch.full((numel,), float(rank), device="sim"), torch.empty(numel, device="sim")
     if kind == "batched":
@@ -240,7 +226,6 @@ def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
     first = {"send": True, "recv": False, "in turn": rank == 0}[kind]
     works = [dist.isend(mine, peer) if is_send else dist.irecv(came, peer) for is_send in (first, not first)]
     for work in reversed(works):
-        assert work is not None
         work.wait()
     return came
 
@@ -248,7 +233,7 @@ def _exchange(kind: str, rank: int, numel: int) -> torch.Tensor:
 LARGE = (4 << 20) // 4 + 1  # elements: more than NCCL buffers
 
 
-def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: str) -> None:
+def _check_exchange(rank, world_size, kind, numel, error):
     _exchange("batched", rank, LARGE)
     for _ in range(2):  # an exchange before is none of this one's business
         _exchange("in turn", rank, LARGE)
@@ -270,9 +255,7 @@ def _check_exchange(rank: int, world_size: int, kind: str, numel: int, error: st
     ],
     ids=["both send first", "both receive first", "both send little first", "in turn", "batched"],
 )
-def test_transfers_that_block_each_other_on_a_gpu_are_refused(
-    transport: str, kind: str, numel: int, error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transfers_that_block_each_other_on_a_gpu_are_refused(transport, kind, numel, error, monkeypatch):
     ranks.run(2, _check_exchange, kind, numel, error)
     if error and transport == "shared":
         monkeypatch.setenv("TORCH_EXT_SIM_P2P", "buffered")

@@ -1,12 +1,8 @@
 """``simccl`` over both transports, gloo and the threaded group, on the suite that every c10d backend is held to."""
 
-from __future__ import annotations
-
 import os
-import subprocess
 import unittest
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ class _OnSim(BackendConformance):
     device_type = "sim"
     backend_name = "simccl"
     transport: ClassVar[str]
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     # gloo lacks the last two types: the transport over gloo sends them as other types.
     types = (*BackendConformance.types, torch.bool, torch.complex64)
     lacks = {"dense tensors in another order than row-major": "ProcessGroupNCCL refuses them"}
@@ -33,21 +29,21 @@ class _OnSim(BackendConformance):
         "recv from any rank": "NCCL receives from a given rank only",
     }
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         if dtype.is_complex:
             return [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
         lacking = {dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR}
         lacking |= {dist.ReduceOp.AVG} if dtype == torch.bool else set()
         return [op for op in super().reductions(dtype) if op not in lacking]
 
-    def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def _rows(self, dtype, numel):
         rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
         return rows > 1 if dtype == torch.bool else rows
 
-    def setUp(self) -> None:
-        self.addCleanup(os.environ.pop, TRANSPORT, None)  # type: ignore[attr-defined]  # mixed into a test case
+    def setUp(self):
+        self.addCleanup(os.environ.pop, TRANSPORT, None)
         os.environ[TRANSPORT] = self.transport
-        super().setUp()  # type: ignore[misc]
+        super().setUp()
 
 
 class TestSimcclOverSharedMemory(_OnSim, DistributedTestBase):
@@ -61,7 +57,7 @@ class TestSimcclOverGloo(_OnSim, DistributedTestBase):
 class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
     types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
     lacks = {"coalescing": "gloo has none"}
@@ -70,7 +66,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
         "disagreement is named": "ends the process, or mixes up bytes",
     }
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG]
 
 
@@ -79,7 +75,7 @@ class TestGloo(BackendConformance, DistributedTestBase):
 class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
     device_type = "cpu"
     backend_name = "threaded"
-    world_size = 3  # type: ignore[assignment]
+    world_size = 3
     lacks = {
         "reduce": "not written",
         "send and recv": "there are no transfers",
@@ -94,14 +90,14 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
         "disagreement is named": "tells one rank while the others wait",
     }
 
-    def setUp(self) -> None:
+    def setUp(self):
         super().setUp()
         self._spawn_threads()
 
-    def start_group(self) -> None:
+    def start_group(self):
         """The threads have a default group already."""
 
-    def reductions(self, dtype: torch.dtype) -> list[Any]:
+    def reductions(self, dtype):
         # The threaded group averages only floating-point numbers.
         return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
@@ -136,15 +132,13 @@ if __name__ == "__main__":
 GLOO = "dist.ProcessGroupGloo"
 
 
-def _run_out_of_tree(
-    folder: Path, test: str, backend: str = GLOO, lacks: str = "{}"
-) -> subprocess.CompletedProcess[str]:
+def _run_out_of_tree(folder, test, backend=GLOO, lacks="{}"):
     file = folder / "test_mine.py"
     file.write_text(OUT_OF_TREE.replace("BACKEND", backend).replace("LACKS", lacks))
     return python(file, f"TestMine.{test}", TORCH_EXT_DEVICE="cpu")
 
 
-def test_suite_runs_on_an_out_of_tree_backend(tmp_path: Path) -> None:
+def test_suite_runs_on_an_out_of_tree_backend(tmp_path):
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one")
     assert ran.returncode == 0, ran.stderr
 
@@ -156,7 +150,7 @@ def test_suite_runs_on_an_out_of_tree_backend(tmp_path: Path) -> None:
         ('{"scater": "not written yet"}', "names unknown features: ['scater']"),
     ],
 )
-def test_features_listed_as_lacking_must_be_missing(lacks: str, message: str, tmp_path: Path) -> None:
+def test_features_listed_as_lacking_must_be_missing(lacks, message, tmp_path):
     ran = _run_out_of_tree(tmp_path, "test_one_to_all_and_all_to_one", lacks=lacks)
     assert ran.returncode == 1 and message in ran.stderr + ran.stdout, ran.stderr
 
@@ -166,14 +160,14 @@ class _Corrupted(_OnSim, DistributedTestBase):
     transport = "shared"
     sizes = (1, 13)
 
-    def start_group(self) -> None:
+    def start_group(self):
         super().start_group()
         if self.rank == 1:
             faults.corrupt(at=1)
 
 
 @pytest.mark.parametrize("test", ["test_reductions", "test_all_gather", "test_one_to_all_and_all_to_one"])
-def test_one_flipped_bit_fails_the_suite(test: str) -> None:
+def test_one_flipped_bit_fails_the_suite(test):
     result = unittest.TestResult()
     _Corrupted(test).run(result)
     assert len(result.failures) + len(result.errors) == 1, result

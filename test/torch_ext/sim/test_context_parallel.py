@@ -1,7 +1,5 @@
 """Context parallelism: causal attention over a sequence in parts is that of the whole, with its gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +12,7 @@ experimental = pytest.importorskip("torch.distributed.tensor.experimental._atten
 
 
 @ranks.world_of(2)
-def test_causal_attention_over_parts_is_that_of_the_whole(rank: int, world_size: int) -> None:
+def test_causal_attention_over_parts_is_that_of_the_whole(rank, world_size):
     mesh = init_device_mesh("sim", (world_size,))
     for rotation in ("allgather", "alltoall"):
         for heads in (4, 2):  # of the keys; with two, each serves two of the queries

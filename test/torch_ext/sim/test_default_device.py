@@ -1,15 +1,10 @@
 """Which device a run chooses by default; the simulated one has as many devices as a test asks for."""
 
-from __future__ import annotations
-
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from test.torch_ext.interpreter import RUN_TEST
 from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
@@ -59,29 +54,6 @@ class TestWhere(Ranks):
     def test_where(self):
         print("this rank is on", accelerator.device_type())
 """
-EMPTY = """
-# What a forked rank finds at its start.
-LOADED = set()
-os.register_at_fork(after_in_child=lambda: LOADED.update(sys.modules))
-
-
-class TestEmpty(Ranks):
-    world_size = 1
-
-    def test_empty(self):
-        note("imported", json.dumps(sorted(set(sys.modules) - LOADED)))
-
-
-if __name__ == "__main__":
-    run_tests()
-"""
-WAYS = {
-    "run_test.py": (RUN_TEST, "--root", "."),
-    "file": ("test_suite.py",),
-    "file with --device": ("test_suite.py", "--device", "sim"),
-    "unittest": ("-m", "unittest", "test_suite"),
-    "pytest": ("-m", "pytest", "-q", "test_suite.py"),
-}
 BUILT = {"TORCH_EXT_CACHE": str(cache.folder())}
 ON_SIM = {"TORCH_EXT_DEVICE": "sim", **BUILT}
 CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
@@ -95,27 +67,17 @@ CHOOSES = {"TORCH_EXT_DEVICE": "", **BUILT}
         ("asks_for_six or asks_for_few", {"TORCH_EXT_SIM_DEVICES": "4"}, "1 passed, 0 failed, 2 skipped"),
     ],
 )
-def test_device_count_follows_the_test_or_the_user(
-    tests: str, more: dict[str, str], counts: str, tmp_path: Path
-) -> None:
+def test_device_count_follows_the_test_or_the_user(tests, more, counts, tmp_path):
     with suite_of(tmp_path, SUITE) as suite:
         run = suite.run("-k", tests, extra={**ON_SIM, **more})
     assert run.out.splitlines()[-1] == counts, run
     assert ("Needs 6 accelerator devices" in run.out) == bool(more)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_empty_rank_imports_nothing_however_its_file_is_started(way: str, tmp_path: Path) -> None:
-    with suite_of(tmp_path, EMPTY) as suite:
-        run = suite.finish(suite.start([*WAYS[way]], CHOOSES if "--device" in WAYS[way] else ON_SIM))
-    assert run.code == 0, run
-    assert json.loads((tmp_path / "imported").read_text()) == []
-
-
 @pytest.mark.skipif(
     "torch.accelerator.current_accelerator().type != 'sim'", reason="torch prefers an accelerator of this machine"
 )
-def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path: Path) -> None:
+def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path):
     with suite_of(tmp_path, WHERE) as suite:
         by_unittest = suite.run_unittest(extra={**CHOOSES, "TORCH_EXT_SHOW_OUTPUT": "1"})
         for run in (suite.run("--show-output", extra=CHOOSES), by_unittest):
@@ -123,7 +85,7 @@ def test_a_machine_without_accelerator_runs_on_the_simulated_one(tmp_path: Path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the run would choose the accelerator of this machine")
-def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path: Path) -> None:
+def test_without_a_compiler_tests_run_on_the_host_with_a_message(tmp_path):
     missing = {"CXX": str(tmp_path / "no-compiler"), "TORCH_EXT_CACHE": str(tmp_path / "cache"), "TORCH_EXT_DEVICE": ""}
     with suite_of(tmp_path, WHERE) as suite:
         run = suite.run("--show-output", extra=missing)

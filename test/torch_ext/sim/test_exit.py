@@ -4,11 +4,7 @@ In the programs here a device thread is sure to need Python after finalization h
 Note [Threads at exit] (``csrc/finalization.cpp``) lets it finish.
 """
 
-from __future__ import annotations
-
 import signal
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -50,7 +46,7 @@ UNMENDED = "from torch_ext.sim import _native\natexit.unregister(_native.before_
 ABORTED = "terminate called without an active exception"
 
 
-def ends(text: str, code: int = 0, shown: str = "") -> tuple[str, int, str]:
+def ends(text, code=0, shown=""):
     return text, code, shown
 
 
@@ -134,7 +130,7 @@ dist.destroy_process_group()
 """
 WORK = "def work():" + LATE.replace("\n", "\n    ") + "\n"
 # The program, and the options with which Python starts it.
-WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+WAYS = {
     "script": (SIM + BACKWARD + LATE, ()),
     "by a variable": (BACKWARD + LATE, ()),
     "torchrun": (
@@ -151,7 +147,7 @@ WAYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def run(program: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[int, str]:
+def run(program, folder, options=()):
     (folder / "test_program.py").write_text(program, encoding="utf-8")
     by_variable = {} if "import torch_ext" in program or options else {"TORCH_EXT_SIM": "1"}
     done = python(*options, "test_program.py", folder=folder, OMP_NUM_THREADS="1", **by_variable)
@@ -159,7 +155,7 @@ def run(program: str, folder: Path, options: tuple[str, ...] = ()) -> tuple[int,
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -> None:
+def test_a_program_ends_as_it_would_without_a_device(end, tmp_path):
     text, code, shown = ENDS[end]
     before = EARLIER if end == "exit functions" else ""
     ended, output = run(before + SIM + BACKWARD + LATE + text, tmp_path)
@@ -168,7 +164,7 @@ def test_a_program_ends_as_it_would_without_a_device(end: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_program_ends_well_however_it_was_started(way: str, tmp_path: Path) -> None:
+def test_a_program_ends_well_however_it_was_started(way, tmp_path):
     text, options = WAYS[way]
     code, output = run(text, tmp_path, options)
     assert (code, ABORTED in output) == (0, False), output
@@ -179,7 +175,7 @@ FINALIZED = [way for way in WAYS if way != "torch_ext run"]
 
 
 @pytest.mark.parametrize("way", ["script", *(pytest.param(way, marks=pytest.mark.long) for way in FINALIZED[1:])])
-def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
+def test_without_the_exit_function_it_aborts(way, tmp_path):
     text, options = WAYS[way]
     code, output = run("import atexit\n" + UNMENDED + text.replace("[], 1\n", "[], 20\n"), tmp_path, options)
     # The status of the process itself, of its child, or of torchrun, which reports that of its worker.
@@ -187,7 +183,7 @@ def test_without_the_exit_function_it_aborts(way: str, tmp_path: Path) -> None:
     assert ABORTED in output or "Fatal Python error: PyEval_SaveThread" in output, output
 
 
-def test_the_exit_function_may_be_called_twice_and_starts_no_threads(tmp_path: Path) -> None:
+def test_the_exit_function_may_be_called_twice_and_starts_no_threads(tmp_path):
     count = "print(len(os.listdir('/proc/self/task')))\n"
     called = "from torch_ext.sim import _native\n_native.before_finalization()\n"
     code, output = run(SIM + count + called + count + BACKWARD + "backward()", tmp_path)

@@ -1,15 +1,11 @@
 """Peers of a rank that dies or stays away get an error in time, and never hang."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ SIM = torch.get_device_module("sim")
 
 
 # Calls beyond those of test_killed_peers.py; rank 1, whose part the others need, dies before it takes part.
-IN_WHAT: dict[str, Callable[[], object]] = {
+IN_WHAT = {
     "all_gather": lambda: dist.all_gather([full() for _ in range(3)], full()),
     "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(full()[:1], full()),
     "broadcast": lambda: dist.broadcast(full(), 1),
@@ -38,7 +34,7 @@ IN_WHAT: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", IN_WHAT)
 @ranks.world_of(3, killed=1)
-def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str) -> None:
+def test_peers_of_a_dead_rank_get_an_error(rank, world_size, name):
     dist.all_reduce(full())
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -49,7 +45,7 @@ def test_peers_of_a_dead_rank_get_an_error(rank: int, world_size: int, name: str
 
 
 @ranks.world_of(2)
-def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size: int) -> None:
+def test_time_limit_is_the_groups_or_the_argument_of_wait(rank, world_size):
     # All ranks that wait for rank 0 here have the default group's limit.
     assert ranks.SHORT < ranks.GROUP_TIMEOUT
     brief = dist.new_group(timeout=ranks.SHORT)
@@ -63,7 +59,6 @@ def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size:
             with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
                 dist.all_reduce(full(), group=group)
         work = dist.irecv(full(), 1, group=waited)
-        assert work is not None
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
             work.wait(ranks.SHORT)
         store().set("seen", "yes")
@@ -74,7 +69,7 @@ def test_time_limit_is_the_groups_or_the_argument_of_wait(rank: int, world_size:
 
 
 # Works of rank 0 that cannot end, because rank 1 never joins them.
-PENDING: dict[str, Callable[[], Any]] = {
+PENDING = {
     "recv": lambda: dist.irecv(full(), 1),
     "batch": lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, full(), 1), dist.P2POp(dist.irecv, full(), 1)])[0],
     "all_reduce": lambda: dist.all_reduce(full(), async_op=True),
@@ -86,11 +81,11 @@ PENDING: dict[str, Callable[[], Any]] = {
 class _Waiter(threading.Thread):
     """Waits for a work and keeps the error of the wait."""
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work):
         super().__init__()
         self.work, self.error = work, None
 
-    def start_and_block(self) -> None:
+    def start_and_block(self):
         """Return when the thread sleeps inside ``wait``, or is about to."""
         self.begun = threading.Event()
         self.start()
@@ -98,7 +93,7 @@ class _Waiter(threading.Thread):
         while Path(f"/proc/self/task/{self.native_id}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             pass
 
-    def run(self) -> None:
+    def run(self):
         self.begun.set()
         try:
             self.work.wait()
@@ -110,7 +105,7 @@ class _Waiter(threading.Thread):
 
 @pytest.mark.parametrize("name", PENDING)
 @ranks.world_of(2, timeout=timedelta(hours=1))  # beyond the tests' deadline: nothing but the abort can end the wait
-def test_abort_ends_what_is_pending(rank: int, world_size: int, name: str) -> None:
+def test_abort_ends_what_is_pending(rank, world_size, name):
     if rank == 0:
         work, group = PENDING[name](), c10d._get_default_group()
         waiter = _Waiter(work)

@@ -1,13 +1,9 @@
 """Torch's flight recorder shows the operations of ``simccl`` that a program called, one entry each."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,29 +14,27 @@ from torch.distributed import distributed_c10d as c10d
 from test.torch_ext.sim import ranks
 from torch_ext.sim import _native
 
-Entry = dict[str, Any]
 
-
-def _x(*sizes: int) -> torch.Tensor:
+def _x(*sizes):
     return torch.ones(sizes, device="sim")
 
 
-def _world() -> dist.ProcessGroup:
+def _world():
     return c10d._get_default_group()
 
 
-def _entries() -> list[Entry]:
+def _entries():
     """The entries of the recorder, by either of its functions."""
     native = torch._C._distributed_c10d
     as_json = json.loads(native._dump_fr_trace_json()).get("entries", [])
     pickled = pickle.loads(native._dump_fr_trace()).get("entries", [])
     for name in ("profiling_name", "collective_seq_id", "input_sizes", "output_dtypes"):
         assert [entry[name] for entry in as_json] == [entry[name] for entry in pickled], name
-    return list(as_json)
+    return as_json
 
 
 # By entry: a call of one of two ranks, its name, and the sizes of its inputs and outputs on rank 0.
-CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]]] = [
+CALLS = [
     (lambda rank: dist.all_reduce(_x(3)), "all_reduce", [[3]], [[3]]),
     (lambda rank: dist.reduce(_x(3), 1), "reduce", [[3]], [[3]]),
     (lambda rank: dist.broadcast(_x(2, 2), 0), "broadcast", [[2, 2]], [[2, 2]]),
@@ -68,7 +62,7 @@ CALLS: list[tuple[Callable[[int], object], str, list[list[int]], list[list[int]]
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2, backend="simccl")
-def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -> None:
+def test_every_collective_has_one_entry_of_its_own(rank, world_size):
     warnings.filterwarnings("ignore", ranks.COALESCED_WARNING, FutureWarning)
     for call, *_ in CALLS:
         call(rank)
@@ -87,7 +81,7 @@ def test_every_collective_has_one_entry_of_its_own(rank: int, world_size: int) -
 
 
 @ranks.world_of(2)
-def test_entries_distinguish_groups_and_backends(rank: int, world_size: int) -> None:
+def test_entries_distinguish_groups_and_backends(rank, world_size):
     groups = [dist.new_group(backend="simccl", group_desc=desc) for desc in ("ring", None)]
     dist.all_reduce(_x(3), group=groups[0])
     dist.broadcast(_x(5), 0, group=groups[1])
@@ -103,7 +97,7 @@ def test_entries_distinguish_groups_and_backends(rank: int, world_size: int) -> 
     ]
 
 
-def _check_capacity(rank: int, world_size: int, kept: int) -> None:
+def _check_capacity(rank, world_size, kept):
     for _ in range(5):
         dist.all_reduce(_x(1))
     assert [operation["sequence"] for operation in _native.recorded_operations()] == [5 - n for n in range(kept)][::-1]
@@ -111,6 +105,6 @@ def _check_capacity(rank: int, world_size: int, kept: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_capacity_is_that_of_the_recorder(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_is_that_of_the_recorder(size, monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", str(size))
     ranks.run(1, _check_capacity, size)

@@ -1,7 +1,5 @@
 """Collectives in graphs: captured without running, and run again by each replay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ SIM = torch.get_device_module("sim")
 
 
 @ranks.world_of(2)
-def test_collectives_of_a_graph_run_in_each_replay(rank: int, world_size: int) -> None:
+def test_collectives_of_a_graph_run_in_each_replay_and_must_be_waited_for_in_it(rank, world_size):
     x, gathered = torch.ones(4, device="sim"), torch.zeros(8, device="sim")
     for asynchronous in (False, True):
         graph = torch.accelerator.Graph()
@@ -27,14 +25,9 @@ def test_collectives_of_a_graph_run_in_each_replay(rank: int, world_size: int) -
             x.fill_(value + rank)
             graph.replay()
             assert z.tolist() == [2 * (2 * value + 1) + 1] * 4 and gathered.tolist() == z.tolist() * 2
-
-
-@ranks.world_of(2)
-def test_a_collective_that_a_graph_does_not_wait_for_is_unjoined(rank: int, world_size: int) -> None:
-    x = torch.ones(4, device="sim")
     graph = torch.accelerator.Graph()
     with pytest.raises(torch.AcceleratorError, match="capturing stream has unjoined work"):
         with SIM.stream(SIM.Stream()), graph:
             dist.all_reduce(x, async_op=True)
-    dist.all_reduce(x)
+    dist.all_reduce(x.fill_(1))
     assert x.tolist() == [2.0] * 4

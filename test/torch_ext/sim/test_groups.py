@@ -1,12 +1,8 @@
 """Groups of ``simccl``: which backends they get, how they split, count and call back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +11,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from test.torch_ext.sim import ranks
 
-SIM = torch.get_device_module("sim")
 OPS = dist.ReduceOp
 
 
-def _run_generation(rank: int, world_size: int, life: int, path: str) -> None:
+def _run_generation(rank, world_size, life, path):
     dist.destroy_process_group()
     os.environ.update(TORCHELASTIC_RESTART_COUNT=str(life), GROUP_WORLD_SIZE="1")
     store = dist.FileStore(path, -1)
@@ -29,7 +24,7 @@ def _run_generation(rank: int, world_size: int, life: int, path: str) -> None:
     assert x.item() == 2.0
 
 
-def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: Path) -> None:
+def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path):
     for life in (0, 1):
         ranks.run(2, _run_generation, life, str(tmp_path / "kept"))
         assert (tmp_path / "kept").exists()
@@ -39,9 +34,9 @@ def test_a_job_that_starts_again_meets_in_the_store_of_its_first_life(tmp_path: 
 
 
 @ranks.world_of(2)
-def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank: int, world_size: int) -> None:
+def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank, world_size):
     assert str(dist.get_backend_config()) == "cpu:gloo,sim:simccl"
-    gathered: list[Any] = [None] * world_size
+    gathered = [None] * world_size
     dist.all_gather_object(gathered, {"rank": rank, "tensor": torch.full((1,), rank, device="sim")})
     assert [one["rank"] for one in gathered] == list(range(world_size))
     assert gathered[1]["tensor"].device.type == "sim"
@@ -54,18 +49,18 @@ def test_default_backend_serves_both_devices_and_device_group_refuses_host(rank:
 
 
 @ranks.world_of(4, bound=True)  # torch splits no others
-def test_group_bound_to_a_device_serves_it_alone_and_splits_after_unlike_histories(rank: int, world_size: int) -> None:
+def test_group_bound_to_a_device_serves_it_alone_and_splits_after_unlike_histories(rank, world_size):
     assert str(dist.get_backend_config()) == "sim:simccl" and dist.get_backend() == "simccl"
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
-    gathered: list[Any] = [None] * world_size
+    gathered = [None] * world_size
     dist.all_gather_object(gathered, rank)
     assert gathered == list(range(world_size))
     dist.barrier()  # on the bound device, without an argument
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)  # ranks 2 and 3 never hear of it
 
-    def total(ranks: list[list[int]], parent: dist.ProcessGroup | None = None) -> float:
+    def total(ranks, parent=None):
         group = dist.split_group(parent, split_ranks=ranks)
         x = torch.full((1,), float(rank), device="sim")
         # The return value on other ranks differs between releases, but is no group.
@@ -86,7 +81,7 @@ def test_group_bound_to_a_device_serves_it_alone_and_splits_after_unlike_histori
 
 
 @ranks.world_of(2)
-def test_futures_carry_finished_device_tensors(rank: int, world_size: int) -> None:
+def test_futures_carry_finished_device_tensors(rank, world_size):
     averaged = torch.full((2,), float(rank), device="sim")
     (value,) = dist.all_reduce(averaged, OPS.AVG, async_op=True).get_future().wait()
     assert value.tolist() == [0.5, 0.5]  # the division has run by the time the future completes
@@ -101,7 +96,7 @@ def test_futures_carry_finished_device_tensors(rank: int, world_size: int) -> No
 
 
 @ranks.world_of(2)
-def test_results_are_finished_for_inference_tensors(rank: int, world_size: int) -> None:
+def test_results_are_finished_for_inference_tensors(rank, world_size):
     with torch.inference_mode():
         for dtype in (torch.float32, torch.float8_e4m3fn):  # divided in place, and copied back from another type
             x = torch.full((2,), 2 * rank, dtype=dtype, device="sim")
@@ -113,19 +108,19 @@ def test_results_are_finished_for_inference_tensors(rank: int, world_size: int) 
 
 
 @ranks.world_of(3)
-def test_object_collectives_on_both_kinds_of_group(rank: int, world_size: int) -> None:
+def test_object_collectives_on_both_kinds_of_group(rank, world_size):
     for group in (None, dist.new_group(backend="simccl")):
         collected = [None] * world_size if rank == 0 else None
         dist.gather_object({"from": rank}, collected, 0, group=group)
         assert collected is None or collected == [{"from": r} for r in range(world_size)]
-        own: list[Any] = [None]
+        own = [None]
         dist.scatter_object_list(own, [f"to {r}" for r in range(world_size)] if rank == 0 else None, 0, group=group)
         assert own == [f"to {rank}"]
         here = torch.device("sim", rank)
         if rank == 0:
             dist.send_object_list(["text", torch.ones(1, device=here)], 1, group=group, device=here)
         elif rank == 1:
-            received: list[Any] = [None, None]
+            received = [None, None]
             dist.recv_object_list(received, 0, group=group, device=here)
             assert received[0] == "text" and received[1].device == torch.device("sim:0")
 
@@ -134,7 +129,7 @@ def test_object_collectives_on_both_kinds_of_group(rank: int, world_size: int) -
 
 
 @ranks.world_of(3)
-def test_sequence_numbers_count_collectives_alone(rank: int, world_size: int) -> None:
+def test_sequence_numbers_count_collectives_alone(rank, world_size):
     group = c10d._get_default_group()
     number = group._get_sequence_number_for_group
     start, x = number(), torch.ones(world_size, device="sim")
@@ -158,7 +153,7 @@ def test_sequence_numbers_count_collectives_alone(rank: int, world_size: int) ->
 
 
 @ranks.world_of(2)
-def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank: int, world_size: int) -> None:
+def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank, world_size):
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq)))
     assert group._has_hooks()
@@ -178,7 +173,7 @@ def test_completion_hook_is_called_once_for_each_work_waited_for_or_not(rank: in
 
 
 @ranks.world_of(2, timeout=ranks.SHORT)
-def test_completion_hook_is_called_for_a_failed_work_too(rank: int, world_size: int) -> None:
+def test_completion_hook_is_called_for_a_failed_work_too(rank, world_size):
     group, seen = c10d._get_default_group(), []
     group._register_on_completion_hook(lambda info: seen.append(info.op_type))
     dist.all_reduce(torch.ones(1, device="sim"))
@@ -193,7 +188,7 @@ def test_completion_hook_is_called_for_a_failed_work_too(rank: int, world_size: 
 
 
 @ranks.world_of(2)
-def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) -> None:
+def test_barriers_are_on_the_device_and_monitored_ones_on_the_host(rank, world_size):
     refusal = "only implemented for GLOO|requires a group with a CPU-capable backend"
     with pytest.raises(ValueError, match=refusal):  # as for NCCL
         dist.monitored_barrier(dist.new_group(backend="simccl"))
@@ -202,23 +197,19 @@ def test_monitored_barrier_belongs_to_host_groups(rank: int, world_size: int) ->
     with contextlib.nullcontext() if served else pytest.raises(ValueError, match=refusal):
         dist.monitored_barrier()
     dist.monitored_barrier(dist.new_group(backend="gloo"))
-
-
-@ranks.world_of(2)
-def test_barrier_of_a_group_is_on_the_device(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="simccl")
     group.barrier().wait()
     group.barrier(timeout=timedelta(seconds=60)).wait()
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=60)
     group.barrier(options).wait()
-    dist.group.WORLD.barrier().wait()  # type: ignore[union-attr]
+    dist.group.WORLD.barrier().wait()
     dist.new_group(backend="gloo").barrier().wait()
     assert group._get_backend(torch.device("sim"))._get_sequence_number_for_group() == 3
 
 
 @ranks.world_of(2)
-def test_detail_mode_finds_ranks_that_call_differently(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_detail_mode_finds_ranks_that_call_differently(rank, world_size, tmp_path):
     dist.destroy_process_group()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     store = dist.FileStore(str(tmp_path / "store"), world_size)

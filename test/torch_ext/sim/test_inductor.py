@@ -1,16 +1,11 @@
 """``torch.compile`` with Inductor on ``sim`` generates C++, which computes the same as the eager program."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -26,19 +21,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-sim: Any = torch.get_device_module("sim")
-Program = Callable[..., Any]
+sim = torch.get_device_module("sim")
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh():
     torch._dynamo.reset()
     torch.manual_seed(0)
     with config.patch(fx_graph_cache=False, compile_threads=1):
         yield
 
 
-def assert_compiled_equals_eager(program: Program, *args: Any) -> None:
+def assert_compiled_equals_eager(program, *args):
     compiled, code = run_and_get_code(torch.compile(program, fullgraph=True), *args)
     source = "\n".join(code)
     assert "cpp_pybinding" in source and 'extern "C"' in source, source
@@ -47,7 +41,7 @@ def assert_compiled_equals_eager(program: Program, *args: Any) -> None:
     torch.testing.assert_close(compiled, program(*args), rtol=max(1e-5, 2 * eps), atol=max(1e-5, 2 * eps))
 
 
-def pointwise_and_reductions(x: Tensor, y: Tensor) -> list[Tensor]:
+def pointwise_and_reductions(x, y):
     wide = functional.gelu(x) * y.sigmoid() + x.exp().clamp(max=3)
     normalized = functional.layer_norm(wide, (x.shape[-1],)) + functional.softmax(wide, -1)
     return [
@@ -56,7 +50,7 @@ def pointwise_and_reductions(x: Tensor, y: Tensor) -> list[Tensor]:
     ]  # fmt: skip
 
 
-def views_gathers_and_products(x: Tensor, y: Tensor) -> list[Tensor]:
+def views_gathers_and_products(x, y):
     rows = torch.arange(x.shape[0] - 1, -1, -1, device=x.device)
     scattered = torch.zeros_like(x).index_add(0, rows % 3, y)
     return [
@@ -67,19 +61,19 @@ def views_gathers_and_products(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_those_of_eager_execution(dtype: torch.dtype) -> None:
+def test_values_are_those_of_eager_execution(dtype):
     x, y = (torch.randn(9, 12, device="sim").to(dtype) for _ in range(2))
     assert_compiled_equals_eager(views_gathers_and_products, x, y)
     if dtype.itemsize == 4:
         assert_compiled_equals_eager(pointwise_and_reductions, x, y)
 
 
-def test_arguments_of_two_devices_are_refused() -> None:
+def test_arguments_of_two_devices_are_refused():
     with pytest.raises(Exception, match=r"(?i)device.*(sim:1|cpu)"):
         torch.compile(lambda x, y: x + y, fullgraph=True)(torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1"))
 
 
-def test_generated_kernels_report_reads_and_writes_on_the_device_of_their_arguments() -> None:
+def test_generated_kernels_report_reads_and_writes_on_the_device_of_their_arguments():
     x, y = (torch.randn(9, 12, device="sim:1") for _ in range(2))
     start = x.clone()
     program = torch.compile(lambda x, y: (x.mul_(2), (x * y).sin().sum(0), y.cos()), fullgraph=True)
@@ -94,7 +88,7 @@ def test_generated_kernels_report_reads_and_writes_on_the_device_of_their_argume
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["racy", "twin"])
-def test_generated_code_of_the_host_is_checked_for_races(waits: bool) -> None:
+def test_generated_code_of_the_host_is_checked_for_races(waits):
     x, host, late = torch.ones(256, device="sim"), torch.zeros(256).pin_memory(), torch.zeros(256).pin_memory()
     program = torch.compile(lambda host, late: late.copy_(host * 2 + 1), fullgraph=True)
     program(host, late)
@@ -110,7 +104,7 @@ def test_generated_code_of_the_host_is_checked_for_races(waits: bool) -> None:
         assert operators == [("aten::copy_", "generated code")] * 2
 
 
-def test_shapes_may_be_dynamic() -> None:
+def test_shapes_may_be_dynamic():
     compiled = torch.compile(lambda x: (x.sin() * x).sum(-1), dynamic=True, fullgraph=True)
     counters.clear()
     for length in (3, 7, 12):
@@ -119,9 +113,9 @@ def test_shapes_may_be_dynamic() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_random_numbers_come_from_the_generator_of_the_device() -> None:
+def test_random_numbers_come_from_the_generator_of_the_device():
     @torch.compile(fullgraph=True)
-    def program(x: Tensor) -> Tensor:
+    def program(x):
         return functional.dropout(x, 0.5) + torch.rand_like(x)
 
     x = torch.ones(4000, device="sim:1")
@@ -133,7 +127,7 @@ def test_random_numbers_come_from_the_generator_of_the_device() -> None:
     assert 1.3 < first.mean().item() < 1.7
 
 
-def test_branches_are_compiled_too() -> None:
+def test_branches_are_compiled_too():
     for value in (torch.ones(5, device="sim:1"), -torch.ones(5, device="sim:1")):
         assert_compiled_equals_eager(
             lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() * 2, lambda x: x.cos() + 1, (x,)), value
@@ -141,8 +135,8 @@ def test_branches_are_compiled_too() -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["transformer", "convolution_under_autocast"])
-def test_training_steps_are_those_of_eager_execution(autocast: bool) -> None:
-    model: nn.Module = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+def test_training_steps_are_those_of_eager_execution(autocast):
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     x, tolerance = torch.randn(3, 5, 8), {"rtol": 1e-4, "atol": 1e-5}
     if autocast:
         model = nn.Sequential(nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(3, 2))
@@ -163,8 +157,8 @@ def test_training_steps_are_those_of_eager_execution(autocast: bool) -> None:
     torch.testing.assert_close(compiled.state_dict(), eager.state_dict(), **tolerance)
 
 
-def test_cached_code_of_another_state_of_the_simulator_is_not_served(tmp_path: Path) -> None:
-    def hits() -> int:
+def test_cached_code_of_another_state_of_the_simulator_is_not_served(tmp_path):
+    def hits():
         torch._dynamo.reset()
         counters.clear()
         torch.compile(lambda x: x.cos() * 3)(torch.ones(3, device="sim"))
@@ -176,7 +170,7 @@ def test_cached_code_of_another_state_of_the_simulator_is_not_served(tmp_path: P
             assert hits() == 0
 
 
-def test_cpp_wrapper_is_refused_with_a_reason() -> None:
+def test_cpp_wrapper_is_refused_with_a_reason():
     with (
         config.patch(cpp_wrapper=True),
         pytest.raises(Exception, match="sim: the wrapper around the kernels is Python"),
@@ -190,27 +184,27 @@ _vectors = pytest.mark.skipif(
 )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, **kwargs: Any) -> Any:
+def _attend(query, key, value, bias, **kwargs):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def causal(b, h, i, j):
         return i >= j
 
-    def near(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def near(score, b, h, i, j):
         return score + bias[h] * (j - i)
 
     mask = create_block_mask(causal, None, None, query.size(2), key.size(2), device=query.device)
     return torch.compile(flex_attention)(query, key, value, score_mod=near, block_mask=mask, **kwargs)
 
 
-def _attended(device: str) -> list[Tensor]:
+def _attended(device):
     """Query, key, value and a bias."""
     made = [torch.randn(1, 2, 256, 16) for _ in range(3)]
     return [each.to(device) for each in (*made, torch.tensor([0.1, 0.3]))]
 
 
 @_vectors
-def test_flex_attention_is_that_of_the_host() -> None:
+def test_flex_attention_is_that_of_the_host():
     inputs = _attended("cpu")
     on_host, (out, code) = _attend(*inputs), run_and_get_code(_attend, *(each.to("sim:1") for each in inputs))
     assert out.device == torch.device("sim:1")
@@ -219,7 +213,7 @@ def test_flex_attention_is_that_of_the_host() -> None:
 
 
 @_vectors
-def test_a_race_with_compiled_flex_attention_is_found() -> None:
+def test_a_race_with_compiled_flex_attention_is_found():
     query, key, value, bias = _attended("sim")
     with torch.no_grad():
         _attend(query, key, value, bias)  # compiles
@@ -235,7 +229,7 @@ def test_a_race_with_compiled_flex_attention_is_found() -> None:
 
 
 @_vectors
-def test_flex_attention_for_more_than_the_output_is_refused_with_a_reason() -> None:
+def test_flex_attention_for_more_than_the_output_is_refused_with_a_reason():
     query, key, value, bias = _attended("sim")
     with pytest.raises(Exception, match="flex_attention on sim is compiled for its output alone"):
         _attend(query, key, value, bias, return_lse=True)
@@ -245,6 +239,6 @@ def test_flex_attention_for_more_than_the_output_is_refused_with_a_reason() -> N
         assert _attend(query, key, value, bias).shape == query.shape
 
 
-def test_host_tensors_are_compiled_as_before() -> None:
+def test_host_tensors_are_compiled_as_before():
     x = torch.randn(9, 12)
     assert_compiled_equals_eager(lambda x: [x.sin() + 1, x.var(-1)], x)

@@ -4,8 +4,6 @@ In some phases the rank kills itself at one place, before its peers have any dat
 kills it at a random moment, within about the duration of the phase.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -15,7 +13,6 @@ import select
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +31,7 @@ CALLS = 8  # of all steps together
 TIMEOUT = timedelta(hours=1)  # only the death itself can end a wait
 UNMET = timedelta(milliseconds=400)  # peers cannot know a rank that never joined
 # Within how many seconds the timer kills the rank; None: the rank kills itself.
-PHASES: dict[str, float | None] = {
+PHASES = {
     "before it tells its address": None,
     "before it reads its peers' addresses": None,
     "while the group is made": 0.003,
@@ -58,18 +55,18 @@ class Rank:
     after_s: float  # how long the victim lives in a phase that ends by a timer
 
     @property
-    def dies(self) -> bool:
+    def dies(self):
         return self.rank == self.victim
 
-    def dies_in(self, phase: str) -> None:
+    def dies_in(self, phase):
         if self.dies and self.phase == phase:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def dies_soon_in(self, phase: str) -> None:
+    def dies_soon_in(self, phase):
         if self.dies and self.phase == phase:
             signal.setitimer(signal.ITIMER_REAL, max(self.after_s, 1e-6))
 
-    def await_death(self) -> None:
+    def await_death(self):
         with contextlib.suppress(ProcessLookupError):  # the process has been reaped
             process = os.pidfd_open(int(store().get("victim")))
             select.select([process], [], [])
@@ -79,40 +76,40 @@ class Rank:
 class MeetingPlace(dist.Store):
     """A store in which a rank may die."""
 
-    def __init__(self, met: dist.Store, me: Rank) -> None:
+    def __init__(self, met, me):
         super().__init__()
         self.store, self.me, self.has_waited = met, me, False
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         self.me.dies_in("before it tells its address")
         self.store.set(key, value)
         self.me.dies_soon_in("while the group is made")
 
-    def check(self, keys: list[str]) -> bool:
-        return bool(self.store.check(keys))
+    def check(self, keys):
+        return self.store.check(keys)
 
-    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+    def wait(self, keys, timeout=TIMEOUT):
         self.store.wait(keys, timeout)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         self.me.dies_in("before it reads its peers' addresses")
         if self.me.phase == "before it reads its peers' addresses" and not self.has_waited:
             self.me.await_death()  # so that peers look for a dead process
             self.has_waited = True
-        return bytes(self.store.get(key))
+        return self.store.get(key)
 
 
-def steps(group: c10d.Backend, me: Rank) -> list[Callable[[], object]]:
+def steps(group, me):
     """The steps of each rank: a small and a large reduction, a gather, and a ring of transfers."""
     small, large = torch.ones(4, device="sim"), torch.ones(1 << 18, device="sim")
     gathered = torch.empty(WORLD_SIZE * 4, device="sim")
     after, before = (me.rank + 1) % WORLD_SIZE, (me.rank - 1) % WORLD_SIZE
 
-    def pass_on() -> None:
+    def pass_on():
         group.send([small], after, 0).wait()
         group.recv([small], before, 0).wait()
 
-    def launch_two() -> None:
+    def launch_two():
         first, second = group.allreduce([small]), group.allreduce([large])
         second.wait()
         first.wait()
@@ -127,7 +124,7 @@ def steps(group: c10d.Backend, me: Rank) -> list[Callable[[], object]]:
     ]
 
 
-def one_large(group: c10d.Backend, me: Rank) -> None:
+def one_large(group, me):
     """A gather whose parts a rank can be killed between: it publishes 8 MiB, waits, and copies 24 MiB out."""
     mine, gathered = (torch.ones(size << 21, device="sim") for size in (1, WORLD_SIZE))
     SIM.synchronize()
@@ -142,7 +139,7 @@ def one_large(group: c10d.Backend, me: Rank) -> None:
     SIM.synchronize()
 
 
-def take_part(me: Rank) -> None:
+def take_part(me):
     """Meet the peers, and do things with them for ever, or for as long as the phase says."""
     met = MeetingPlace(dist.PrefixStore("killed", store()), me)
     timeout = UNMET if me.phase == "before it tells its address" else TIMEOUT
@@ -168,7 +165,7 @@ def take_part(me: Rank) -> None:
         one_large(group, me)
 
 
-def error_of(me: Rank) -> str:
+def error_of(me):
     try:
         take_part(me)
     except RuntimeError as error:
@@ -176,7 +173,7 @@ def error_of(me: Rank) -> str:
     raise AssertionError("no error")
 
 
-def held() -> Counter[str]:
+def held():
     """Return the descriptors and the mapped segments of this process, which may have equal names."""
     links = []
     for each in os.listdir("/proc/self/fd"):
@@ -186,7 +183,7 @@ def held() -> Counter[str]:
     return Counter(each for each in (*links, *mapped) if re.search(r"memfd|pidfd|socket", each))
 
 
-def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s: float) -> None:
+def _round(rank, world_size, phase, victim, at, after_s):
     me, before = Rank(rank, phase, victim, at, after_s), held()
     if me.dies:
         store().set("victim", str(os.getpid()))
@@ -210,7 +207,7 @@ def _round(rank: int, world_size: int, phase: str, victim: int, at: int, after_s
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase: str, request: pytest.FixtureRequest) -> None:
+def test_peers_of_a_killed_rank_get_an_error_whenever_it_dies(phase, request):
     draw, longest_s = random.Random(phase), PHASES[phase]
     for _ in range(100 if request.config.getoption("--long", default=False) else 1):
         victim, at = draw.randrange(WORLD_SIZE), draw.randint(1, CALLS)

@@ -3,8 +3,6 @@
 The caps here are small: no test comes near the machine's own bound.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -33,7 +31,7 @@ def child(text):
 """
 
 
-def run(text: str, folder: Path, cap: int = 16 * MIB, **variables: str) -> str:
+def run(text, folder, cap=16 * MIB, **variables):
     (folder / "prelude.py").write_text(PRELUDE, encoding="utf-8")
     (folder / "program.py").write_text("from prelude import *\nfrom prelude import _native\n" + text, encoding="utf-8")
     done = python("program.py", folder=folder, **{"TORCH_EXT_SIM_MACHINE_MEMORY": str(cap), **variables})
@@ -41,7 +39,7 @@ def run(text: str, folder: Path, cap: int = 16 * MIB, **variables: str) -> str:
     return done.stdout
 
 
-def test_one_process_holds_the_cap_to_the_byte_on_all_its_devices(tmp_path: Path) -> None:
+def test_one_process_holds_the_cap_to_the_byte_on_all_its_devices(tmp_path):
     text = """
 total = torch.sim.get_device_properties(0).total_memory
 print(torch.sim.mem_get_info(3)[0] == 16 * MIB)
@@ -68,7 +66,7 @@ print(_native.machine_memory() == (16 * MIB,) * 3)
     assert output.splitlines()[-4:] == ["16 True", "0", "16", "True"]
 
 
-def test_a_segment_counts_what_was_handed_out_and_idle_pages_serve_other_blocks(tmp_path: Path) -> None:
+def test_a_segment_counts_what_was_handed_out_and_idle_pages_serve_other_blocks(tmp_path):
     text = """
 held.append(torch.empty(1, device="sim"))
 print(torch.sim.memory_reserved(), _native.machine_memory()[2])
@@ -84,7 +82,7 @@ print(_native.machine_memory()[2] - 512 == 14 * MIB)
     assert run(text, tmp_path).splitlines() == ["2097152 512", "20 True", "True"]
 
 
-def test_processes_share_the_cap_and_one_that_dies_gives_its_part_back(tmp_path: Path) -> None:
+def test_processes_share_the_cap_and_one_that_dies_gives_its_part_back(tmp_path):
     text = """
 fill(10)
 one = child("print(fill()); print(len(held), flush=True); signal.pause()")
@@ -103,7 +101,7 @@ one.wait()
     assert output.splitlines()[-3:] == ["6", "True 10", "None 16"]
 
 
-def test_forked_children_share_it_too(tmp_path: Path) -> None:
+def test_forked_children_share_it_too(tmp_path):
     text = """
 end, start = os.pipe()
 counted, count = os.pipe()
@@ -125,26 +123,26 @@ print(fill(16), len(held))
     assert run(text, tmp_path).splitlines() == ["16", "None 16"]
 
 
-def test_ranks_without_a_common_process_get_equal_parts() -> None:
+def test_ranks_without_a_common_process_get_equal_parts():
     variables = {"LOCAL_WORLD_SIZE": "4", "TORCH_EXT_SIM_MEMORY_PAGE": "", "TORCH_EXT_SIM_MACHINE_MEMORY": None}
     done = python("-c", "from torch_ext.sim import _native\nprint(_native.machine_memory()[0])", **variables)
     assert 0 < int(done.stdout) <= 0.2 * machine_memory.available_bytes() * 1.5
 
 
-def test_the_capacity_of_each_device_comes_from_a_variable(tmp_path: Path) -> None:
+def test_the_capacity_of_each_device_comes_from_a_variable(tmp_path):
     text = "print([torch.sim.get_device_properties(index).total_memory for index in range(4)], str(fill())[:60])"
     output = run(text, tmp_path, TORCH_EXT_SIM_MEMORY=str(2 * MIB))
     assert output.startswith(f"{[2 * MIB] * 4} sim out of memory. Tried to allocate 1.00 MiB. Device sim:0 ")
 
 
 @pytest.mark.parametrize("name", ["TORCH_EXT_SIM_MEMORY", "TORCH_EXT_SIM_MACHINE_MEMORY"])
-def test_invalid_byte_counts_are_refused(name: str, tmp_path: Path) -> None:
+def test_invalid_byte_counts_are_refused(name, tmp_path):
     with pytest.raises(AssertionError, match=f"{name}=2GiB: expected a number of bytes above 0."):
         run("torch.ones(1, device='sim')", tmp_path, **{name: "2GiB"})
 
 
-def test_cgroup_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def group(folder: str, limit: str, used: str, idle: str, values: tuple[str, int, int]) -> None:
+def test_cgroup_bounds_available_memory(tmp_path, monkeypatch):
+    def group(folder, limit, used, idle, values):
         place = tmp_path / folder
         place.mkdir(parents=True, exist_ok=True)
         for name, value in zip((limit, used), values, strict=False):

@@ -1,9 +1,5 @@
 """Groups of gloo and fake groups with ``sim`` tensors. The threaded group is in test_conformance.py."""
 
-from __future__ import annotations
-
-from typing import Any, cast
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +17,7 @@ SIM = torch.get_device_module("sim")
 # --- gloo ---
 
 
-def _check_gloo(rank: int, world_size: int, config: str) -> None:
+def _check_gloo(rank, world_size, config):
     assert dist.get_backend() == "gloo" or ":" in config
     assert str(dist.get_backend_config()) == (config if ":" in config else "cpu:gloo,cuda:gloo")
     x, parts = full(rank + 1.0), [full() for _ in range(world_size)]
@@ -47,28 +43,28 @@ def _check_gloo(rank: int, world_size: int, config: str) -> None:
 
 
 @pytest.mark.parametrize("config", ["gloo", "sim:gloo", "cpu:gloo,sim:gloo"])
-def test_group_of_gloo_serves_device_tensors(config: str) -> None:
+def test_group_of_gloo_serves_device_tensors(config):
     ranks.run(2, _check_gloo, config, backend=config)
 
 
 @ranks.world_of(2, backend="gloo")
-def test_detail_mode_finds_a_device_call_against_a_host_call(rank: int, world_size: int) -> None:
+def test_detail_mode_finds_a_device_call_against_a_host_call(rank, world_size):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group(backend="gloo")
     with pytest.raises(RuntimeError, match=r"Detected mismatch(.|\n)*OpType=(REDUCE|BARRIER)"):
         if rank == 0:
             dist.reduce(full(), 0, group=group)
         else:
-            cast(Any, group)._get_backend(torch.device("cpu")).barrier().wait()
+            group._get_backend(torch.device("cpu")).barrier().wait()
     ranks.leave()
 
 
-def _own_gloo(rank: int, world_size: int, name: str) -> Any:
+def _own_gloo(rank, world_size, name):
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store()), rank, world_size, timeout=ranks.GROUP_TIMEOUT)
 
 
 @ranks.world_of(2, backend="cpu:gloo")
-def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -> None:
+def test_own_backend_of_gloo_serves_device_tensors(rank, world_size):
     gloo = _own_gloo(rank, world_size, "own")
     x, host, parts = full(rank + 1.0), torch.full((3,), rank + 1.0), [[full() for _ in range(world_size)]]
     gloo.allreduce([x]).wait()
@@ -96,7 +92,7 @@ def test_own_backend_of_gloo_serves_device_tensors(rank: int, world_size: int) -
 
 
 @ranks.world_of(2, backend="cpu:gloo")
-def test_wrapper_around_an_own_backend_compares_calls_of_both_halves(rank: int, world_size: int) -> None:
+def test_wrapper_around_an_own_backend_compares_calls_of_both_halves(rank, world_size):
     gloo = _own_gloo(rank, world_size, "own")
     meeting = dist.PrefixStore("wrapper", store())
     wrapper = dist.distributed_c10d._create_process_group_wrapper(gloo, "own", meeting, rank, world_size)
@@ -116,7 +112,7 @@ def test_wrapper_around_an_own_backend_compares_calls_of_both_halves(rank: int, 
 
 
 @ranks.world_of(2, backend="gloo")
-def test_group_of_gloo_reduces_sparse_gradients(rank: int, world_size: int) -> None:
+def test_group_of_gloo_reduces_sparse_gradients(rank, world_size):
     x = torch.tensor([rank == 0, rank == 1, True, False]).float().to_sparse().to("sim")
     dist.all_reduce(x)
     assert x.is_sparse and x.to_dense().tolist() == [1.0, 1.0, 2.0, 0.0]
@@ -130,14 +126,14 @@ def test_group_of_gloo_reduces_sparse_gradients(rank: int, world_size: int) -> N
         model(torch.tensor([rank, 2], device="sim")).sum().backward()
         optimizer.step()
     gradient = weight.weight.grad
-    assert gradient is not None and gradient.is_sparse
+    assert gradient.is_sparse
     assert gradient.to_dense()[:, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
     assert weight.weight[:, 0].tolist() == [0.0, 0.0, -1.0, 1.0]
 
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2, backend="gloo")
-def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
+def test_ranks_of_gloo_may_use_one_device(rank, world_size):
     SIM.set_device(0)
     x = full()
     dist.all_reduce(x)
@@ -145,7 +141,7 @@ def test_ranks_of_gloo_may_use_one_device(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(2, backend="cpu:gloo")
-def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank: int, world_size: int) -> None:
+def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank, world_size):
     with pytest.raises(RuntimeError, match="No backend type associated with device type sim"):
         dist.all_reduce(full())
 
@@ -154,7 +150,7 @@ def test_group_of_gloo_for_the_host_alone_refuses_device_tensors(rank: int, worl
 
 
 @ranks.world_of(1)
-def test_fake_group_takes_device_tensors(rank: int, world_size: int) -> None:
+def test_fake_group_takes_device_tensors(rank, world_size):
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     x, whole = full(), full(numel=12)
@@ -170,5 +166,5 @@ def test_fake_group_takes_device_tensors(rank: int, world_size: int) -> None:
     model = torch.nn.Linear(4, 4, device="sim")
     fully_shard(model, mesh=init_device_mesh("sim", (4,)))
     model(torch.ones(2, 4, device="sim")).sum().backward()
-    assert model.weight.grad is not None and model.weight.grad.to_local().shape == (1, 4)
+    assert model.weight.grad.to_local().shape == (1, 4)
     assert dist.Backend.default_device_backend_map["sim"] == "simccl"

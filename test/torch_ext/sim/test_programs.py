@@ -6,15 +6,11 @@ the programs one rank does one thing differently; then all ranks of that group g
 the seed: ``TORCH_EXT_PROGRAMS=SEED:1`` runs that program alone.
 """
 
-from __future__ import annotations
-
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,7 +20,7 @@ SIM = torch.get_device_module("sim")
 WORLD_SIZE = 4
 OPERATIONS = 12
 OPS = dist.ReduceOp
-REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+REDUCTIONS = {
     OPS.SUM: torch.add, OPS.MAX: torch.maximum, OPS.MIN: torch.minimum, OPS.PRODUCT: torch.mul,
 }  # fmt: skip
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -63,7 +59,7 @@ class Program:
     departure: Departure | None
 
 
-def draw_program(seed: int) -> Program:
+def draw_program(seed):
     draw = random.Random(seed)
     groups = [list(range(WORLD_SIZE))]
     groups += [sorted(draw.sample(range(WORLD_SIZE), draw.randint(2, WORLD_SIZE))) for _ in range(2)]
@@ -79,7 +75,7 @@ def draw_program(seed: int) -> Program:
     return Program(groups, operations, _draw_departure(draw, groups, operations) if seed % 2 else None)
 
 
-def _draw_departure(draw: random.Random, groups: list[list[int]], operations: list[Operation]) -> Departure:
+def _draw_departure(draw, groups, operations):
     number = draw.randrange(len(operations))
     one = operations[number]
     respects = {"operation": replace(one, kind=draw.choice([kind for kind in KINDS if kind != one.kind]))}
@@ -104,14 +100,14 @@ DIFFERENCES = {
 }
 
 
-def inputs_of(one: Operation, members: int) -> torch.Tensor:
+def inputs_of(one, members):
     """The inputs of all members, ``[members, elements]``: 1 or 2, exact in every type for every reduction."""
     parts = members if one.kind in ("reduce_scatter", "all_to_all") else 1
     generator = torch.Generator().manual_seed(one.seed)
     return torch.randint(1, 3, (members, parts * one.size), generator=generator).to(one.dtype)
 
 
-def model(one: Operation, members: int, me: int) -> torch.Tensor | None:
+def model(one, members, me):
     """The output of a member of the group; ``None`` if it is unspecified."""
     rows = inputs_of(one, members)
     if one.kind == "barrier" or (one.kind == "reduce" and me != one.root):
@@ -128,15 +124,12 @@ def model(one: Operation, members: int, me: int) -> torch.Tensor | None:
     return total.view(members, one.size)[me] if one.kind == "reduce_scatter" else total
 
 
-Begun = tuple[torch.Tensor | None, dist.Work | None]
-
-
-def begin(one: Operation, group: dist.ProcessGroup, ranks_of: list[int], me: int) -> Begun:
+def begin(one, group, ranks_of, me):
     mine = inputs_of(one, len(ranks_of))[me].to("sim")
     root, later = ranks_of[one.root], one.asynchronous
     sizes = {"all_gather": one.size * len(ranks_of), "reduce_scatter": one.size, "all_to_all": mine.numel()}
     out = torch.full((sizes.get(one.kind, 0),), 7, dtype=one.dtype, device="sim")
-    calls: dict[str, Callable[[], dist.Work | None]] = {
+    calls = {
         "barrier": lambda: dist.barrier(group, async_op=later),
         "all_reduce": lambda: dist.all_reduce(mine, one.reduction, group, later),
         "reduce": lambda: dist.reduce(mine, root, one.reduction, group, later),
@@ -148,14 +141,14 @@ def begin(one: Operation, group: dist.ProcessGroup, ranks_of: list[int], me: int
     return out if one.kind in sizes else mine, calls[one.kind]()
 
 
-def run_program(seed: int, rank: int) -> None:  # noqa: C901
+def run_program(seed, rank):  # noqa: C901
     program = draw_program(seed)
     departure = program.departure
     groups = [dist.new_group(members, backend="simccl") for members in program.groups]
-    waiting: list[tuple[int, Begun]] = []
+    waiting = []
     draw = random.Random(f"{seed} {rank}")  # each rank decides for itself when to wait
 
-    def finish(number: int, begun: Begun) -> None:
+    def finish(number, begun):
         out, work = begun
         members = program.groups[program.operations[number].group]
         try:
@@ -196,7 +189,7 @@ def run_program(seed: int, rank: int) -> None:  # noqa: C901
             dist.destroy_process_group(group)
 
 
-def check_error(text: str, rank: int, departure: Departure, members: list[int]) -> None:
+def check_error(text, rank, departure, members):
     assert f"simccl on rank {rank}: " in text, (departure, text)
     if departure.what == "size" and departure.instead.kind == "all_to_all":
         assert "ranks disagree in the number of elements: " in text and f"rank {departure.rank} called " in text, text
@@ -207,7 +200,7 @@ def check_error(text: str, rank: int, departure: Departure, members: list[int]) 
     assert any(f"; rank {other} called " in text for other in named), (departure, text)
 
 
-def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
+def _run_programs(rank, world_size, first, count):
     import warnings
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -219,7 +212,7 @@ def _run_programs(rank: int, world_size: int, first: int, count: int) -> None:
             raise
 
 
-def test_programs_match_their_model(transport: str, request: pytest.FixtureRequest) -> None:
+def test_programs_match_their_model(transport, request):
     usual = 2000 if request.config.getoption("--long", default=False) else 60 if transport == "shared" else 12
     first, _, count = os.environ.get("TORCH_EXT_PROGRAMS", f"0:{usual}").partition(":")
     ranks.run(WORLD_SIZE, _run_programs, int(first), int(count), backend="simccl")

@@ -1,27 +1,24 @@
 """The helper that runs ranks fails when a rank does, so that the tests which use it can."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
 from test.torch_ext.sim import ranks
 
 
-def _fail(rank: int, world_size: int) -> None:
+def _fail(rank, world_size):
     assert rank == 0, "this rank is wrong"
 
 
-def _die(rank: int, world_size: int) -> None:
+def _die(rank, world_size):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.leave()
 
 
-def _vanish(rank: int, world_size: int) -> None:
+def _vanish(rank, world_size):
     os._exit(0)
 
 
@@ -34,6 +31,6 @@ def _vanish(rank: int, world_size: int) -> None:
         (_vanish, None, r"rank [01] exited with code 0"),
     ],
 )
-def test_ranks_that_end_otherwise_fail_the_test(body: Callable[..., None], killed: int | None, message: str) -> None:
+def test_ranks_that_end_otherwise_fail_the_test(body, killed, message):
     with pytest.raises(AssertionError, match=message):
         ranks.run(2, body, killed=killed)

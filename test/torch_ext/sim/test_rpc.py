@@ -1,36 +1,29 @@
 """RPC with device maps: the device of tensors on arrival, both ways and in each kind of call, and the errors."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed import rpc
 
 from test.torch_ext.sim import ranks
 
-Maps = dict[Any, Any]
-
 # Torch's own agent warns about the group that it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 
-def _join(rank: int, folder: Path, maps: Maps, **more: Any) -> None:
+def _join(rank, folder, maps, **more):
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder / 'store'}", rpc_timeout=60, **more)
     for to, map_ in maps.items():
         options.set_device_map(to, map_)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def _swap(x: torch.Tensor, y: torch.Tensor, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _swap(x, y, where):
     assert (str(x.device), str(y.device)) == (where, "cpu")
     return (x * 2).view(2, 2).t(), y + 1, torch.full((3,), 7.0, device="sim:0")
 
 
 @ranks.world_of(2)
-def test_device_tensors_follow_the_map_and_results_its_reverse(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_device_tensors_follow_the_map_and_results_its_reverse(rank, world_size, tmp_path):
     other = f"worker{1 - rank}"
     _join(rank, tmp_path, {other: {"sim:0": "sim:1", 1: 0}})
     x = torch.arange(4.0, device="sim:0", requires_grad=True)
@@ -51,13 +44,13 @@ def test_device_tensors_follow_the_map_and_results_its_reverse(rank: int, world_
     rpc.shutdown()
 
 
-def _on_host(x: torch.Tensor) -> torch.Tensor:
+def _on_host(x):
     assert x.device == torch.device("sim:1")
     return x + 1
 
 
 @ranks.world_of(2)
-def test_maps_of_one_side_and_devices_outside_them(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_maps_of_one_side_and_devices_outside_them(rank, world_size, tmp_path):
     """Only rank 0 has a map, from the host, and lets its worker use a device that no map names."""
     _join(
         rank, tmp_path, {"worker1": {"cpu": "sim:1"}} if rank == 0 else {}, devices=["sim:1", "sim:2"] if rank else None
@@ -76,29 +69,29 @@ def test_maps_of_one_side_and_devices_outside_them(rank: int, world_size: int, t
 
 
 @ranks.world_of(2)
-def test_device_that_does_not_exist_is_refused_on_every_rank(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_device_that_does_not_exist_is_refused_on_every_rank(rank, world_size, tmp_path):
     other = f"worker{1 - rank}"
     with pytest.raises(ValueError, match="has target devices with invalid indices in its device map"):
         _join(rank, tmp_path, {other: {"sim:0": f"sim:{torch.get_device_module('sim').device_count()}"}})
 
 
-def test_group_of_no_fixed_size_is_refused(tmp_path: Path) -> None:
+def test_group_of_no_fixed_size_is_refused(tmp_path):
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}", devices=["sim:0"])
     with pytest.raises(ValueError, match="device maps for 'sim' need a group of fixed size: pass world_size"):
         rpc.init_rpc("worker0", rank=0, rpc_backend_options=options)
 
 
-def test_devices_of_other_kinds_are_refused_as_by_torch() -> None:
+def test_devices_of_other_kinds_are_refused_as_by_torch():
     with pytest.raises(ValueError, match="expect a list of CUDA devices, but got device type cpu"):
         rpc.TensorPipeRpcBackendOptions(devices=["cpu"])
 
 
 class Held:
-    def __init__(self) -> None:
+    def __init__(self):
         self.event, self.tensor = torch.get_device_module("sim").Event(), torch.ones(2, device="sim")
 
 
-def test_future_holds_an_event_beside_its_tensors() -> None:
-    future: torch.futures.Future[Held] = torch.futures.Future(devices=["sim:0"])
+def test_future_holds_an_event_beside_its_tensors():
+    future = torch.futures.Future(devices=["sim:0"])
     future.set_result(Held())
     assert future.wait().tensor.sum().item() == 2

@@ -1,10 +1,7 @@
 """Faults injected into a rank's communication happen at the chosen call, and have the documented effect."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torch_ext.sim import faults
 
 
 @ranks.world_of(2, timeout=ranks.SHORT)
-def test_delay(rank: int, world_size: int) -> None:
+def test_delay(rank, world_size):
     if rank == 1:
         faults.delay(at=2, by=timedelta(milliseconds=100))
         faults.delay(at=4, by=timedelta(hours=1))
@@ -39,7 +36,7 @@ def test_delay(rank: int, world_size: int) -> None:
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2, timeout=ranks.SHORT)
-def test_drop_of_a_collective(rank: int, world_size: int) -> None:
+def test_drop_of_a_collective(rank, world_size):
     if rank == 1:
         faults.drop(at=2)
     dist.all_reduce(full())
@@ -51,7 +48,7 @@ def test_drop_of_a_collective(rank: int, world_size: int) -> None:
 
 
 @ranks.world_of(2)
-def test_drop_of_a_send_loses_the_message(rank: int, world_size: int) -> None:
+def test_drop_of_a_send_loses_the_message(rank, world_size):
     if rank == 0:
         faults.drop(at=1)
         dist.send(full(1.0), 1)
@@ -64,7 +61,7 @@ def test_drop_of_a_send_loses_the_message(rank: int, world_size: int) -> None:
 
 @pytest.mark.usefixtures("transport")
 @ranks.world_of(2)
-def test_corrupt_of_what_a_rank_sends(rank: int, world_size: int) -> None:
+def test_corrupt_of_what_a_rank_sends(rank, world_size):
     if rank == 1:
         faults.corrupt(at=2)
     results = []
@@ -82,7 +79,7 @@ def test_corrupt_of_what_a_rank_sends(rank: int, world_size: int) -> None:
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("corrupts", [0, 1])
 @ranks.world_of(2)
-def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank: int, world_size: int, corrupts: int) -> None:
+def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank, world_size, corrupts):
     if rank == corrupts:
         faults.corrupt(at=1)
     x = full(2.0)
@@ -91,7 +88,7 @@ def test_corrupt_of_what_a_root_sends_or_a_rank_receives(rank: int, world_size: 
 
 
 @ranks.world_of(2)
-def test_a_fault_is_one_groups_and_can_be_cleared(rank: int, world_size: int) -> None:
+def test_a_fault_is_one_groups_and_can_be_cleared(rank, world_size):
     other = dist.new_group(backend="simccl")
     if rank == 1:
         faults.corrupt(at=1, group=other.group_name)
@@ -109,6 +106,6 @@ def test_a_fault_is_one_groups_and_can_be_cleared(rank: int, world_size: int) ->
 
 
 @pytest.mark.parametrize("at", [0, -1, True, 1.5])
-def test_calls_are_counted_from_one(at: Any) -> None:
+def test_calls_are_counted_from_one(at):
     with pytest.raises(ValueError, match="counted from 1"):
         faults.drop(at=at)

@@ -1,11 +1,7 @@
 """Synchronized batch norm, and DTensor with its random numbers, equal the host; the suites have the other training."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +12,11 @@ from test.torch_ext.sim import ranks
 SIM = torch.get_device_module("sim")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@ranks.world_of()
-def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank: int, world_size: int) -> None:
+@ranks.world_of(4)
+def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank, world_size):
     torch.manual_seed(1)
     host = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
-    device: Any = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(host)).to("sim")
+    device = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(host)).to("sim")
     device = nn.parallel.DistributedDataParallel(device)
     x = torch.randn(world_size * 2, 2, 3, 3, generator=torch.Generator().manual_seed(3))
     expected = host(x)
@@ -34,9 +29,8 @@ def test_sync_batch_norm_equals_batch_norm_over_the_whole_batch(rank: int, world
     torch.testing.assert_close(device.module[1].running_var.cpu(), host[1].running_var, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@ranks.world_of()
-def test_dtensor_and_its_random_numbers(rank: int, world_size: int) -> None:
+@ranks.world_of(4)
+def test_dtensor_and_its_random_numbers(rank, world_size):
     from torch.distributed import tensor as dt
 
     mesh = init_device_mesh("sim", (world_size,))

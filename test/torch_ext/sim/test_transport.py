@@ -1,11 +1,7 @@
 """The transports of ``simccl``: how ranks choose one, the order of its operations, and a closed group's leftovers."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,39 +13,29 @@ from test.torch_ext.sim.ranks import full, store
 from torch_ext.sim import _native
 
 SIM = torch.get_device_module("sim")
-OPS = dist.ReduceOp
 NUMBER_OF_SLOTS = 256  # kSlots in csrc/transport/segment.h
 
 
-def _transport(group: dist.ProcessGroup | None = None) -> str:
-    backend: Any = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
-    return str(backend.transport)
+def _transport(group=None):
+    backend = (group or c10d._get_default_group())._get_backend(torch.device("sim"))
+    return backend.transport
 
 
 # --- which one ---
 
 
-def _check_kind(rank: int, world_size: int, kind: str, group: dist.ProcessGroup | None = None) -> None:
-    assert _transport(group) == kind
-    x = full()
-    dist.all_reduce(x, group=group)
-    assert x.tolist() == [world_size] * 3
-
-
-@ranks.world_of(2)
-def test_transport_is_shared_memory_by_default(rank: int, world_size: int) -> None:
-    _check_kind(rank, world_size, "shared")
-
-
 @ranks.world_of(3)
-def test_one_rank_that_cannot_share_takes_the_group_to_gloo(rank: int, world_size: int) -> None:
+def test_transport_is_shared_memory_unless_one_rank_cannot_share(rank, world_size):
+    assert _transport() == "shared"
     if rank == 1:
         os.environ["TORCH_EXT_SIM_TRANSPORT"] = "gloo"  # emulates a rank on another machine
-    _check_kind(rank, world_size, "gloo", dist.new_group(backend="simccl"))
+    group, x = dist.new_group(backend="simccl"), full()
+    dist.all_reduce(x, group=group)
+    assert _transport(group) == "gloo" and x.tolist() == [world_size] * 3
 
 
 @ranks.world_of(2)
-def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) -> None:
+def test_differing_settings_of_ranks_are_reported(rank, world_size):
     os.environ["TORCH_EXT_SIM_REDUCE"] = "ring" if rank else "tree"
     with pytest.raises(ValueError, match=r"TORCH_EXT_SIM_REDUCE=(ring|tree), but rank . has TORCH_EXT_SIM_REDUCE="):
         dist.new_group(backend="simccl")
@@ -60,7 +46,7 @@ def test_differing_settings_of_ranks_are_reported(rank: int, world_size: int) ->
 
 
 @ranks.world_of(2)
-def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size: int) -> None:
+def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank, world_size):
     mine, out = full(rank + 1.0), torch.zeros(3 * world_size, device="sim")
     x = full(rank + 1.0, 1 << 20)  # large enough that ranks share the work of reducing it
     works = [dist.all_gather_into_tensor(out, mine, async_op=True), dist.all_reduce(x, async_op=True)]
@@ -68,14 +54,13 @@ def test_inputs_are_read_at_launch_and_peers_need_no_wait(rank: int, world_size:
     if rank == 1:
         store().wait(["other is through"])  # rank 0 needs no more data from this rank
     for work in works:
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
     assert x.eq(3.0).all().item() and out.tolist() == [1.0] * 3 + [2.0] * 3
     store().set("other is through", "")
 
 
-Launch = Callable[[torch.Tensor, torch.Tensor], Any]
 # Operations of two ranks on a tensor and one of twice its size, and where rank 1 gets a sum or elements of rank 0.
-OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch.Tensor], float]] = {
+OPERATIONS = {
     "all_reduce": (lambda x, two: dist.all_reduce(x, async_op=True), lambda x, two: x, 3.0),
     "broadcast": (lambda x, two: dist.broadcast(x, 0, async_op=True), lambda x, two: x, 1.0),
     "reduce": (lambda x, two: dist.reduce(x, 1, async_op=True), lambda x, two: x, 3.0),
@@ -99,9 +84,7 @@ OPERATIONS: dict[str, tuple[Launch, Callable[[torch.Tensor, torch.Tensor], torch
 
 
 @ranks.world_of(2)
-def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
-    rank: int, world_size: int, transport: str
-) -> None:
+def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(rank, world_size, transport):
     assert _transport() == transport
     for name, (launch, result, expected) in OPERATIONS.items():
         x, two = full(rank + 1.0, 1 << 19), full(rank + 1.0, 1 << 20)
@@ -123,9 +106,7 @@ def test_memory_freed_after_a_wait_may_be_used_while_the_peer_is_late(
 
 
 @ranks.world_of(2)
-def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier_ones(
-    rank: int, world_size: int
-) -> None:
+def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier_ones(rank, world_size):
     tensors = [full(float(i)) for i in range(NUMBER_OF_SLOTS)]
     works = [dist.all_reduce(tensor, async_op=True) for _ in range(3) for tensor in tensors]
     for work in works[-NUMBER_OF_SLOTS:]:
@@ -137,7 +118,7 @@ def test_more_collectives_under_way_than_there_are_slots_read_results_of_earlier
 
 
 @ranks.world_of(2)
-def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank: int, world_size: int) -> None:
+def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank, world_size):
     received, peer = full(0.0), 1 - rank
     backend = c10d._get_default_group()._get_backend(torch.device("sim"))
     backend.send([full(7.0)], rank, 0)
@@ -154,14 +135,14 @@ def test_messages_to_a_rank_itself_arrive_and_tags_change_no_order(rank: int, wo
 # --- reductions ---
 
 
-def _fold(rows: list[torch.Tensor]) -> torch.Tensor:
+def _fold(rows):
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
     return total
 
 
-def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
+def _check_order(rank, world_size, order, numel):
     rows = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     x = rows[rank].to("sim")
     dist.all_reduce(x)
@@ -185,7 +166,7 @@ def _check_order(rank: int, world_size: int, order: str, numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [1001, 1 << 18], ids=["each for itself", "shared out"])
 @pytest.mark.parametrize("order", ["rank", "ring", "tree", "random:3"])
-def test_reductions_use_the_requested_order(order: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reductions_use_the_requested_order(order, numel, monkeypatch):
     monkeypatch.setenv("TORCH_EXT_SIM_REDUCE", order)
     ranks.run(4, _check_order, order, numel)
 
@@ -194,8 +175,8 @@ def test_reductions_use_the_requested_order(order: str, numel: int, monkeypatch:
 
 
 @ranks.world_of(2)
-def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank: int, world_size: int) -> None:
-    def own() -> tuple[int, int]:
+def test_destroyed_groups_leave_neither_memory_nor_descriptors(rank, world_size):
+    def own():
         files = len(os.listdir("/proc/self/fd"))
         return files, Path("/proc/self/maps").read_text().count("memfd:simccl")
 

@@ -12,9 +12,7 @@ import importlib
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 class OtherTorchError(LookupError):
@@ -32,7 +30,7 @@ class Edit:
     old: str
     new: str
 
-    def source(self) -> str:
+    def source(self):
         """Return the changed source.
 
         Raises:
@@ -43,7 +41,7 @@ class Edit:
             raise OtherTorchError(f"{self.function} contains {text.count(self.old)} times: {self.old}")
         return text.replace(self.old, self.new)
 
-    def apply(self) -> None:
+    def apply(self):
         """Make the change in this process.
 
         Raises:
@@ -52,7 +50,7 @@ class Edit:
         exchange(self.function, source=self.source())
 
 
-def exchange(place: str, change: Callable[[ast.Module], ast.Module] = lambda tree: tree, source: str = "") -> None:
+def exchange(place, change=lambda tree: tree, source=""):
     """Give the function at ``place`` (``"module:Class.function"``) the code that ``change`` makes of its source, or of
     another ``source``. ``change`` sees the lines of the module's file, and no decorators.
 
@@ -69,16 +67,16 @@ def exchange(place: str, change: Callable[[ast.Module], ast.Module] = lambda tre
     definition.decorator_list = []  # decorators stay in place, around the function
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
     tree = ast.fix_missing_locations(change(tree))
-    namespace: dict[str, Any] = dict(function.__globals__)
+    namespace = dict(function.__globals__)
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some read annotations within them
     exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
     function.__code__ = namespace[definition.name].__code__
 
 
-def _find(place: str) -> types.FunctionType:
+def _find(place):
     module, _, path = place.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        found = importlib.import_module(module)
         for name in path.split("."):
             found = inspect.getattr_static(found, name)
     except (ImportError, AttributeError) as error:

@@ -8,11 +8,8 @@ The text files of this folder have a row for each fault, below the test class an
         TEXT {{OLD => NEW}} TEXT  a part of the function's source that occurs once, and its changes
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +39,7 @@ class Fault:
     device: str
 
 
-def parse(text: str) -> Iterator[Fault]:
+def parse(text):
     """Yield the faults of a text file.
 
     Raises:
@@ -64,7 +61,7 @@ def parse(text: str) -> Iterator[Fault]:
             yield Fault(edit, module, cls, method, says, device or "cpu")
 
 
-def _read() -> Iterator[tuple[str, Fault]]:
+def _read():
     """Name each fault after its function, with a number."""
     seen = Counter[str]()
     for path in sorted(Path(__file__).parent.glob("*.txt")):
@@ -77,6 +74,6 @@ def _read() -> Iterator[tuple[str, Fault]]:
 FAULTS = dict(_read())
 
 
-def inject(name: str) -> None:
+def inject(name):
     """Make the change of fault ``name`` in this process and in all that are forked from it."""
     FAULTS[name].edit.apply()

@@ -1,11 +1,8 @@
 """How the device under test is chosen, and the properties that ``accelerator`` reports. Missing devices are mocked."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,21 +13,21 @@ REQUESTED = accelerator.DEVICE_VARIABLE
 
 
 @pytest.fixture(autouse=True)
-def undecided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def undecided(monkeypatch):
     """A process in which the device has not been chosen yet."""
     monkeypatch.setattr(accelerator, "_chosen", None)
     monkeypatch.delenv(REQUESTED, raising=False)
     yield
 
 
-def pretend_module(available: bool = True, count: int = 2, **names: object) -> types.ModuleType:
+def pretend_module(available=True, count=2, **names):
     module = types.ModuleType("torch.pretended")
     vars(module).update(is_available=lambda: available, device_count=lambda: count, **names)
     return module
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def machine(monkeypatch):
     """A machine on which torch finds the accelerator ``found``, with ``module`` for every device type."""
     machine = types.SimpleNamespace(found=None, module=pretend_module())
     monkeypatch.setattr(
@@ -54,13 +51,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     ],
 )
 def test_requested_device_precedes_the_machines_and_that_the_simulator(
-    machine: types.SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    requested: str | None,
-    found: str | None,
-    available: bool,
-    chosen: str,
-) -> None:
+    machine, monkeypatch, requested, found, available, chosen
+):
     monkeypatch.setitem(sys.modules, "torch_ext.sim", types.ModuleType("torch_ext.sim"))
     machine.found, machine.module = found, pretend_module(available=available)
     if requested is not None:
@@ -69,9 +61,7 @@ def test_requested_device_precedes_the_machines_and_that_the_simulator(
     assert accelerator.is_accelerator() == (chosen != "cpu")
 
 
-def test_without_a_simulator_the_host_is_used_with_a_message(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_simulator_the_host_is_used_with_a_message(machine, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch_ext.sim", None)  # its import fails
     assert accelerator.device_type() == accelerator.device_type() == "cpu"
     assert not accelerator.is_accelerator()
@@ -84,7 +74,7 @@ def test_without_a_simulator_the_host_is_used_with_a_message(
     assert accelerator.device_type() == "cpu", "the first answer holds"
 
 
-def test_error_for_a_refused_device_names_torch_and_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_for_a_refused_device_names_torch_and_a_remedy(monkeypatch):
     monkeypatch.setenv(REQUESTED, "abacus")
     with pytest.raises(accelerator.UnknownDeviceError) as raised:
         accelerator.device_type()
@@ -98,18 +88,14 @@ def test_error_for_a_refused_device_names_torch_and_a_remedy(monkeypatch: pytest
     assert accelerator.device_type() == "cpu"
 
 
-def test_a_known_type_without_devices_is_refused(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_type_without_devices_is_refused(machine, monkeypatch):
     machine.module = pretend_module(available=False)
     monkeypatch.setenv(REQUESTED, "cuda")
     with pytest.raises(accelerator.UnknownDeviceError, match=r"^got the device cuda .* finds no such device on this"):
         accelerator.device_type()
 
 
-def test_the_package_that_registers_a_device_is_imported_first(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_that_registers_a_device_is_imported_first(machine, monkeypatch):
     monkeypatch.setitem(accelerator._PROVIDERS, "xpu", "provider_of_xpu")
     monkeypatch.setitem(sys.modules, "provider_of_xpu", None)  # its import fails
     monkeypatch.setenv(REQUESTED, "xpu")
@@ -119,11 +105,11 @@ def test_the_package_that_registers_a_device_is_imported_first(
     assert accelerator.device_type() == "xpu"
 
 
-def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose(kind, monkeypatch):
     monkeypatch.setattr(accelerator, "_chosen", kind)
 
 
-def test_host_is_one_device_over_gloo_that_cannot_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_is_one_device_over_gloo_that_cannot_sleep(monkeypatch):
     choose("cpu", monkeypatch)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: pytest.fail("there is no such device"))
     monkeypatch.setattr(torch.cpu, "request_devices", lambda count: pytest.fail("asked"), raising=False)
@@ -136,10 +122,10 @@ def test_host_is_one_device_over_gloo_that_cannot_sleep(monkeypatch: pytest.Monk
     assert [accelerator.current_device(rank) for rank in (0, 3)] == [torch.device("cpu")] * 2
 
 
-def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_devices_in_turn(machine, monkeypatch):
     choose("cuda", monkeypatch)
     assert (accelerator.device_count(), accelerator.backend()) == (2, "nccl")
-    made_current: list[int] = []
+    made_current = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
     assert [accelerator.current_device(rank).index for rank in range(4)] == [0, 1, 0, 1]
     for rank in (1, 2):
@@ -148,22 +134,15 @@ def test_ranks_take_devices_in_turn(machine: types.SimpleNamespace, monkeypatch:
 
 
 @pytest.mark.parametrize(("names", "sleeps"), [({}, False), ({"_sleep": object}, True)])
-def test_ability_to_sleep_comes_from_the_device_module(
-    machine: types.SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    names: dict[str, object],
-    sleeps: bool,
-) -> None:
+def test_ability_to_sleep_comes_from_the_device_module(machine, monkeypatch, names, sleeps):
     choose("xpu", monkeypatch)
     machine.module = pretend_module(**names)
     assert accelerator.can_sleep() is sleeps
 
 
-def test_devices_are_requested_from_modules_that_can_make_them(
-    machine: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_are_requested_from_modules_that_can_make_them(machine, monkeypatch):
     choose("xpu", monkeypatch)
-    asked: list[int] = []
+    asked = []
     machine.module = pretend_module(count=8, request_devices=asked.append)
     accelerator.request_devices(6)
     assert asked == [6]

@@ -1,7 +1,5 @@
 """``DistributedTestBase`` on ``cpu``."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 
@@ -19,28 +17,26 @@ class TestOnCpu(DistributedTestBase):
 
     world_size = 2
 
-    def setUp(self) -> None:
+    def setUp(self):
         patched = mock.patch.dict(os.environ, TORCH_EXT_DEVICE="cpu")
         patched.start()
         self.addCleanup(patched.stop)
         super().setUp()
 
-    def test_the_group_spans_the_ranks_and_reduces(self) -> None:
+    def test_groups_span_the_ranks_and_each_gets_its_device_and_the_world_size(self):
         group = self.create_pg("cpu")
         assert (group.size(), group.rank()) == (2, self.rank)
         assert c10d.get_backend(group) == self.backend("cpu") == "gloo"
         total = torch.tensor([self.rank + 1.0])
         c10d.all_reduce(total)
         assert total.item() == 3
-
-    def test_smaller_group_spans_the_requested_ranks(self) -> None:
-        if self.rank == 0:
-            assert self.create_pg("cpu", world_size=1).size() == 1
-
-    def test_each_rank_gets_its_device_and_the_world_size(self) -> None:
         assert os.environ["WORLD_SIZE"] == "2"
         assert self.rank_to_device("cpu") == {0: [0], 1: [0]}
         assert self.backend("cuda:1") == "nccl"
+
+    def test_smaller_group_spans_the_requested_ranks(self):
+        if self.rank == 0:
+            assert self.create_pg("cpu", world_size=1).size() == 1
 
 
 del DistributedTestBase  # pytest would take the imported class for a test class of this file

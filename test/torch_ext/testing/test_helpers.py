@@ -1,16 +1,12 @@
 """Helpers for test bodies, tested without ranks: a mock records barriers in place of a process group."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
 import sys
 import types
 import unittest
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -32,14 +28,14 @@ LEVEL = "TORCH_DISTRIBUTED_DEBUG"
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def events(monkeypatch):
     """Events in order, including barriers."""
-    found: list[Any] = []
+    found = []
     monkeypatch.setattr(c10d, "barrier", lambda: found.append("barrier"))
     return found
 
 
-def test_every_combination_runs_in_order_with_a_barrier_after_each(events: list[Any]) -> None:
+def test_every_combination_runs_in_order_with_a_barrier_after_each(events):
     grid = {"a": [1, 2], "b": ["x", "y"]}
     run_subtests(unittest.TestCase(), grid, lambda *args, **kwargs: events.append((args, kwargs)), "always", fixed=True)
     combinations = [(1, "x"), (1, "y"), (2, "x"), (2, "y")]
@@ -48,7 +44,7 @@ def test_every_combination_runs_in_order_with_a_barrier_after_each(events: list[
     ]
 
 
-def test_a_grid_without_axes_runs_once_and_an_axis_without_values_is_an_error(events: list[Any]) -> None:
+def test_a_grid_without_axes_runs_once_and_an_axis_without_values_is_an_error(events):
     run_subtests(unittest.TestCase(), {}, lambda: events.append("ran"))
     with pytest.raises(ValueError, match="there is no subtest to run: 'a' has no values"):
         run_subtests(unittest.TestCase(), {"a": []}, lambda a: events.append("ran"))
@@ -56,8 +52,8 @@ def test_a_grid_without_axes_runs_once_and_an_axis_without_values_is_an_error(ev
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions carry notes since Python 3.11")
-def test_a_failure_names_its_combination_and_ends_the_grid(events: list[Any]) -> None:
-    def fail(a: int, b: str) -> None:
+def test_a_failure_names_its_combination_and_ends_the_grid(events):
+    def fail(a, b):
         events.append(a)
         if a == 2:
             raise ValueError("no")
@@ -68,9 +64,9 @@ def test_a_failure_names_its_combination_and_ends_the_grid(events: list[Any]) ->
     assert events == [1, "barrier", 2]
 
 
-def test_each_combination_compiles_anew(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_combination_compiles_anew(events, monkeypatch):
     dynamo = types.SimpleNamespace(reset=lambda: events.append("reset"))
-    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)
     run_subtests(unittest.TestCase(), {"a": [1, 2]}, lambda a: events.append(a))
     assert events == ["reset", 1, "reset", "barrier", "reset", 2, "reset", "barrier"]
     monkeypatch.delitem(sys.modules, "torch._dynamo")
@@ -79,7 +75,7 @@ def test_each_combination_compiles_anew(events: list[Any], monkeypatch: pytest.M
 
 
 @pytest.fixture(params=[None, "INFO"], ids=["unset", "INFO"])
-def level_before(request: pytest.FixtureRequest) -> Iterator[str | None]:
+def level_before(request):
     """The debug level before a test. The fixture restores it, whatever level the code under test sets."""
     kept, wanted = os.environ.get(LEVEL), request.param
     put_level(wanted)
@@ -87,7 +83,7 @@ def level_before(request: pytest.FixtureRequest) -> Iterator[str | None]:
     put_level(kept)
 
 
-def put_level(level: str | None) -> None:
+def put_level(level):
     if level is None:
         os.environ.pop(LEVEL, None)
     else:
@@ -96,11 +92,9 @@ def put_level(level: str | None) -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_test_runs_once_at_each_level_which_is_then_restored(
-    level_before: str | None, events: list[Any], raises: bool
-) -> None:
+def test_test_runs_once_at_each_level_which_is_then_restored(level_before, events, raises):
     @with_dist_debug_levels(["DETAIL", "OFF", "INFO"])
-    def test(value: int) -> int:
+    def test(value):
         events.append((os.environ[LEVEL], c10d.get_debug_level().name))
         return sys.exit(value) if raises else value
 
@@ -116,7 +110,7 @@ def test_test_runs_once_at_each_level_which_is_then_restored(
     assert c10d.get_debug_level().name == (level_before or "OFF")
 
 
-def test_a_store_is_reached_through_its_own_port_and_has_the_given_timeout() -> None:
+def test_a_store_is_reached_through_its_own_port_and_has_the_given_timeout():
     store = create_tcp_store(world_size=2, wait_for_workers=False, timeout=timedelta(seconds=7))
     assert store.timeout == timedelta(seconds=7)
     client = c10d.TCPStore("localhost", store.port, 2, is_master=False, timeout=timedelta(seconds=30))
@@ -136,16 +130,14 @@ def test_a_store_is_reached_through_its_own_port_and_has_the_given_timeout() -> 
         (1, 1, {0: [0]}),
     ],
 )
-def test_init_multigpu_helper(
-    monkeypatch: pytest.MonkeyPatch, devices: int, world_size: int, expected: dict[int, list[int]]
-) -> None:
+def test_init_multigpu_helper(monkeypatch, devices, world_size, expected):
     monkeypatch.setattr(accelerator, "is_accelerator", lambda: devices > 0)
     monkeypatch.setattr(accelerator, "device_count", lambda: devices or 1)
     assert init_multigpu_helper(world_size, "gloo") == expected
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_output_is_captured_separately_and_then_released(capsys: pytest.CaptureFixture[str], raises: bool) -> None:
+def test_output_is_captured_separately_and_then_released(capsys, raises):
     with contextlib.suppress(ValueError), captured_output() as (out, err):
         print("inside")
         print("wrong", file=sys.stderr)
@@ -157,37 +149,33 @@ def test_output_is_captured_separately_and_then_released(capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def fresh_cycles() -> Iterator[None]:
+def fresh_cycles():
     get_cycles_per_ms.cache_clear()
     yield
     get_cycles_per_ms.cache_clear()
 
 
-def test_error_for_a_device_without_sleep_names_an_alternative(
-    fresh_cycles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_for_a_device_without_sleep_names_an_alternative(fresh_cycles, monkeypatch):
     monkeypatch.setattr(accelerator, "_chosen", "cpu")
     with pytest.raises(RuntimeError, match=r"^cpu has no _sleep; sleep on the host instead$"):
         get_cycles_per_ms()
 
 
-def test_cycles_are_measured_once_by_the_devices_own_events(
-    fresh_cycles: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    took_ms: Iterator[float] = iter([50.0, 40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 2.0])
+def test_cycles_are_measured_once_by_the_devices_own_events(fresh_cycles, monkeypatch):
+    took_ms = iter([50.0, 40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 2.0])
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing):
             assert enable_timing
 
-        def record(self) -> None: ...
+        def record(self): ...
 
-        def synchronize(self) -> None: ...
+        def synchronize(self): ...
 
-        def elapsed_time(self, end: object) -> float:
+        def elapsed_time(self, end):
             return next(took_ms)
 
-    slept: list[int] = []
+    slept = []
     module = types.SimpleNamespace(Event=Event, Stream=object, _sleep=slept.append)
     monkeypatch.setattr(accelerator, "_chosen", "cuda")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
@@ -198,17 +186,17 @@ def test_cycles_are_measured_once_by_the_devices_own_events(
 
 
 @pytest.mark.processes
-def test_lowered_recursion_limit_does_not_reach_later_tests() -> None:
+def test_lowered_recursion_limit_does_not_reach_later_tests():
     before = sys.getrecursionlimit()
 
     class Lowers(MultiThreadedTestCase):
         world_size = 2
 
-        def setUp(self) -> None:
+        def setUp(self):
             super().setUp()
             self._spawn_threads()
 
-        def runTest(self) -> None:
+        def runTest(self):
             sys.setrecursionlimit(before - 100)
 
     Lowers().run(result := unittest.TestResult())
@@ -216,7 +204,7 @@ def test_lowered_recursion_limit_does_not_reach_later_tests() -> None:
     assert sys.getrecursionlimit() == before
 
 
-def test_reserved_port_is_given_to_no_other_process() -> None:
+def test_reserved_port_is_given_to_no_other_process():
     with reserved_port() as port:
         taken = [socket.socket() for _ in range(2000)]
         try:
@@ -231,7 +219,7 @@ def test_reserved_port_is_given_to_no_other_process() -> None:
             stranger.bind(("127.0.0.1", port))
 
 
-def test_a_store_binds_a_reserved_port() -> None:
+def test_a_store_binds_a_reserved_port():
     with reserved_port() as port:
         store = c10d.TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
         client = c10d.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)

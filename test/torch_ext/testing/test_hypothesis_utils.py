@@ -4,8 +4,6 @@ The suite below runs in another process. Its ranks record every example that the
 ranks ran which examples.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -13,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -258,31 +255,31 @@ class Record:
     seen: Mapping[str, list[dict[str, Any]]]
     database: list[int]
 
-    def by_rank(self, test: str, key: str) -> list[list[Any]]:
+    def by_rank(self, test, key):
         """The records of each rank under ``key``, in order."""
         return [[each[key] for each in self.seen[test] if each["rank"] == rank] for rank in (0, 1)]
 
 
-def record_of(folder: Path, run: Run) -> Record:
+def record_of(folder, run):
     seen = defaultdict(list)
     for line in lines(folder / "seen"):
         seen[line["test"]].append(line)
     return Record(run, seen, [line["pid"] for line in lines(folder / "database")])
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+def record(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     with mock.patch.dict(os.environ):
         os.environ.pop("CI", None)
         return record_of(folder, check_rows(folder, SOURCE, deadline_s=400))
 
 
-def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record: Record) -> None:
+def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record):
     for key in ("x", "kind"):
         first, second = record.by_rank("test_all_pass", key)
         assert len(first) == 40
@@ -290,14 +287,14 @@ def test_all_ranks_run_the_same_examples_in_one_set_of_processes(record: Record)
     assert [len(set(pids)) for pids in record.by_rank("test_all_pass", "pid")] == [1, 1]
 
 
-def test_settings_and_explicit_examples_apply_above_and_below(record: Record) -> None:
+def test_settings_and_explicit_examples_apply_above_and_below(record):
     for seen in record.by_rank("test_examples", "x"):
         assert sorted(seen[:2]) == [7, 9]
         assert len(seen) == 5
     assert [len(seen) for seen in record.by_rank("test_settings_above", "x")] == [3, 3]
 
 
-def test_shrinking_stays_in_step(record: Record) -> None:
+def test_shrinking_stays_in_step(record):
     """Ranks record the same examples up to the failure, which ends the ranks."""
     first, second = record.by_rank("test_rank_1_fails", "xs")
     assert first == second
@@ -305,7 +302,7 @@ def test_shrinking_stays_in_step(record: Record) -> None:
     assert record.run.text["test_rank_1_fails"].count("minimal example") == 1
 
 
-def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record: Record) -> None:
+def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record):
     failed = [x >= 137 for x in record.by_rank("test_state_left_over", "x")[0]]
     assert any(failed)
     for pids in record.by_rank("test_state_left_over", "pid"):
@@ -314,17 +311,17 @@ def test_ranks_are_fresh_after_a_failure_and_kept_otherwise(record: Record) -> N
     assert "met something else" not in record.run.text["test_state_left_over"], "a failed example left something"
 
 
-def test_stacks_of_a_hang_begin_in_the_body(record: Record) -> None:
+def test_stacks_of_a_hang_begin_in_the_body(record):
     stacks = record.run.text["test_rank_1_hangs"].partition("Stacks of rank 1:")[2]
     assert re.search(r"in forever\n.* in test_rank_1_hangs\n(?!\s+File)", stacks), stacks
 
 
-def test_the_database_has_one_writer_which_is_no_rank(record: Record) -> None:
+def test_the_database_has_one_writer_which_is_no_rank(record):
     assert len(set(record.database)) == 1
     assert not {line["pid"] for seen in record.seen.values() for line in seen} & set(record.database)
 
 
-def test_shrinking_ends_in_time_with_the_smallest_example_found(record: Record) -> None:
+def test_shrinking_ends_in_time_with_the_smallest_example_found(record):
     text = record.run.text["test_shrinks_in_time"]
     shown = re.search(r"test_shrinks_in_time\(x=([\d_]+)\)", text)
     assert shown, text
@@ -337,13 +334,13 @@ def test_shrinking_ends_in_time_with_the_smallest_example_found(record: Record) 
 # Running an example again, in other ways
 
 
-def blob(text: str) -> str:
+def blob(text):
     found = re.search(r"^    TORCH_EXT_EXAMPLE=(\S+)$", text, re.MULTILINE)
     assert found, text
     return found[1]
 
 
-def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(record: Record, tmp_path: Path) -> None:
+def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(record, tmp_path):
     text = record.run.text["test_rank_1_fails"]
     (line,) = re.findall(r"^    (@example\(.*\))$", text, re.MULTILINE)
     source = SOURCE.replace("    @across_ranks()\n    @given(xs=", f"    {line}\n    @across_ranks()\n    @given(xs=")
@@ -364,7 +361,7 @@ def test_the_reproduction_line_reproduces_and_ci_draws_the_same_in_every_run(rec
 
 
 @pytest.mark.parametrize("test", ["test_rank_1_fails", "test_database"])
-def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record: Record, tmp_path: Path, test: str) -> None:
+def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record, tmp_path, test):
     with suite_of(tmp_path, SOURCE.replace("self.assertLess(x, 137)", "self.see(x=x)")) as suite:
         extra = {"TORCH_EXT_EXAMPLE": blob(record.run.text[test])}
         again = record_of(tmp_path, suite.run_pytest("-k", test, extra=extra))
@@ -373,7 +370,7 @@ def test_variable_reproduces_under_pytest_and_passes_a_fixed_example(record: Rec
     assert again.by_rank(test, key) == [values, values]
 
 
-def test_lost_zygote_is_not_blamed_on_an_example(tmp_path: Path) -> None:
+def test_lost_zygote_is_not_blamed_on_an_example(tmp_path):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run_unittest("TestZygote.test_zygote_dies", extra={"KILL_ZYGOTE": "1"})
     assert run.status == {"test_zygote_dies": "failed"}, run
@@ -384,7 +381,7 @@ def test_lost_zygote_is_not_blamed_on_an_example(tmp_path: Path) -> None:
 # Without ranks
 
 
-def test_settings_keep_the_requested_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_keep_the_requested_values(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     asked = hypothesis.settings(
         max_examples=7, deadline=200, derandomize=False, database=hypothesis.database.InMemoryExampleDatabase()
@@ -399,14 +396,14 @@ def test_settings_keep_the_requested_values(monkeypatch: pytest.MonkeyPatch) -> 
     assert (ours.max_examples, ours.derandomize, ours.database) == (7, True, None)
 
 
-def test_wrong_uses_are_refused() -> None:
+def test_wrong_uses_are_refused():
     with pytest.raises(TypeError, match="goes directly above @given"):
         across_ranks()(lambda self: None)
     with pytest.raises(ValueError, match="must be positive, got 0"):
         across_ranks(example_timeout_s=0)
 
 
-def test_other_names_come_from_torch() -> None:
+def test_other_names_come_from_torch():
     from torch.testing._internal import hypothesis_utils as upstream
 
     assert hypothesis_utils.assert_deadline_disabled is upstream.assert_deadline_disabled

@@ -1,11 +1,7 @@
 """Each decorator on the host and on accelerators with n devices: which tests run, which skip, and how."""
 
-from __future__ import annotations
-
 import types
 import unittest
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +20,15 @@ from torch_ext.testing._internal.common_distributed import (
     skip_if_rocm_multiprocess,
 )
 
-Machine = Callable[[int], None]
-
 # The skip of a test that needs more devices than upstream has exit codes for.
 NEEDS = "skipped: Needs {} accelerator devices. Run with --device sim to use simulated ones."
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch):
     """Pretend that the machine has an accelerator with ``count`` devices; 0 means none."""
 
-    def pretend(count: int) -> None:
+    def pretend(count):
         monkeypatch.setattr(accelerator, "_chosen", "cuda" if count else "cpu")
         module = types.SimpleNamespace(device_count=lambda: count)
         monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
@@ -42,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return pretend
 
 
-def ending(test: Callable[..., Any], *args: Any) -> str:
+def ending(test, *args):
     """Run a decorated test and return how it ended: its result, or the skip that it raised or exited with."""
     try:
         return str(test(*args))
@@ -52,7 +46,7 @@ def ending(test: Callable[..., Any], *args: Any) -> str:
         return f"skipped: {skipped}"
 
 
-def body(*args: Any) -> str:
+def body(*args):
     return "ran"
 
 
@@ -80,14 +74,7 @@ def body(*args: Any) -> str:
         (requires_world_size(4), 4, 1, "ran"),
     ],
 )
-def test_decorator_requests_devices_when_the_test_runs(
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    decorate: Callable[..., Any],
-    devices: int,
-    world_size: int,
-    ends: str,
-) -> None:
+def test_decorator_requests_devices_when_the_test_runs(machine, monkeypatch, decorate, devices, world_size, ends):
     machine(0 if devices else 1)
     test = decorate(body)
     machine(devices)
@@ -96,9 +83,9 @@ def test_decorator_requests_devices_when_the_test_runs(
 
 
 @pytest.mark.parametrize("decorate", [skip_if_lt_x_gpu(2), skip_if_lt_x_gpu(16), skip_if_no_gpu])
-def test_skip_handler_of_the_class_is_called(machine: Machine, decorate: Callable[..., Any]) -> None:
+def test_skip_handler_of_the_class_is_called(machine, decorate):
     machine(0)
-    heard: list[str] = []
+    heard = []
     case = types.SimpleNamespace(_handle_test_skip=heard.append)
     assert ending(decorate(body), case) == "None"
     assert len(heard) == 1
@@ -107,9 +94,9 @@ def test_skip_handler_of_the_class_is_called(machine: Machine, decorate: Callabl
 
 class Case:
     @requires_world_size(3)
-    def test_three(self) -> None: ...
+    def test_three(self): ...
 
-    def test_any(self) -> None: ...
+    def test_any(self): ...
 
     _testMethodName = "test_three"
 
@@ -118,7 +105,7 @@ class Case:
     ("current", "expected"),
     [("test_three", 3), (lambda: "test_three", 3), ("test_any", 2), (lambda: "test_any", 2), ("test_gone", 2)],
 )
-def test_the_required_world_size_is_that_of_the_current_test(current: object, expected: int) -> None:
+def test_the_required_world_size_is_that_of_the_current_test(current, expected):
     case = Case()
     assert get_required_world_size(case, 2) == 3  # by unittest's own name of the test
     vars(case)["_current_test_name"] = current  # a property in one base class, a method in another
@@ -129,7 +116,7 @@ def test_the_required_world_size_is_that_of_the_current_test(current: object, ex
 @pytest.mark.parametrize(
     "decorators", [(requires_world_size(3), skip_if_lt_x_gpu(1)), (skip_if_lt_x_gpu(1), requires_world_size(3))]
 )
-def test_the_required_world_size_is_seen_through_other_decorators(decorators: Any) -> None:
+def test_the_required_world_size_is_seen_through_other_decorators(decorators):
     outer, inner = decorators
     decorated = type("Decorated", (), {"test_it": outer(inner(body)), "_testMethodName": "test_it"})
     assert get_required_world_size(decorated(), 1) == 3
@@ -138,14 +125,14 @@ def test_the_required_world_size_is_seen_through_other_decorators(decorators: An
 # Backends, which are looked up when the decorator is called
 
 
-def is_skipped(decorate: Callable[..., Any]) -> bool:
-    def test() -> None: ...
+def is_skipped(decorate):
+    def test(): ...
 
     return bool(getattr(decorate(test), "__unittest_skip__", False))
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_requires_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_requires_a_backend_by_name(monkeypatch, there):
     monkeypatch.setattr(c10d, "is_gloo_available", lambda: there)
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: not there)
     assert is_skipped(requires_gloo()) is not there
@@ -165,9 +152,7 @@ def test_requires_a_backend_by_name(monkeypatch: pytest.MonkeyPatch, there: bool
         (2, None, set(), True),
     ],
 )
-def test_requires_accelerator_dist_backend(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, devices: int, wanted: Any, there: set[str], skipped: bool
-) -> None:
+def test_requires_accelerator_dist_backend(machine, monkeypatch, devices, wanted, there, skipped):
     """The backend of the device under test, here "own", counts whatever its name is."""
     machine(devices)
     monkeypatch.setattr(accelerator, "backend", lambda: "own")
@@ -176,18 +161,18 @@ def test_requires_accelerator_dist_backend(
 
 
 @pytest.mark.parametrize(("hip", "skipped"), [(None, False), ("6.2", True)])
-def test_skip_if_rocm_multiprocess(monkeypatch: pytest.MonkeyPatch, hip: str | None, skipped: bool) -> None:
+def test_skip_if_rocm_multiprocess(monkeypatch, hip, skipped):
     monkeypatch.setattr(torch.version, "hip", hip)
     assert is_skipped(skip_if_rocm_multiprocess) is skipped
 
 
 @pytest.mark.parametrize("name", ["multi-gpu-", "multi-gpu-many", "9", "no_such_reason"])
-def test_unknown_reason_is_a_key_error(name: str) -> None:
+def test_unknown_reason_is_a_key_error(name):
     with pytest.raises(KeyError, match=name):
         TEST_SKIPS[name]
 
 
-def test_the_codes_are_upstreams_and_no_two_are_equal() -> None:
+def test_the_codes_are_upstreams_and_no_two_are_equal():
     from torch.testing._internal.common_distributed import TEST_SKIPS as upstream
 
     assert {name: skip.exit_code for name, skip in TEST_SKIPS.items() if name in upstream} == {

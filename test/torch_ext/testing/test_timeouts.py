@@ -1,10 +1,7 @@
 """Which time limit applies to a test if several are set."""
 
-from __future__ import annotations
-
 import unittest
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -14,10 +11,10 @@ from torch_ext.world.settings import seconds_of, timeout_of
 
 
 class Plain(unittest.TestCase):
-    def test_it(self) -> None: ...
+    def test_it(self): ...
 
     @with_timeout(7.5)
-    def test_marked(self) -> None: ...
+    def test_marked(self): ...
 
 
 class OfClass(Plain):
@@ -29,12 +26,12 @@ class OfClassInSeconds(Plain):
 
 
 class OfClassAsMethod(Plain):
-    def timeout(self) -> int:  # not a time limit: some existing classes have a helper with this name
+    def timeout(self):  # not a time limit: some existing classes have a helper with this name
         return 1
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_asked(monkeypatch):
     monkeypatch.delenv("TORCH_EXT_TIMEOUT", raising=False)
 
 
@@ -50,7 +47,7 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_nearest_timeout_applies(case: unittest.TestCase, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_timeout_applies(case, seconds, monkeypatch):
     assert timeout_of(case) == seconds
     monkeypatch.setitem(TIMEOUT_OVERRIDE, "test_it", 900)
     assert timeout_of(case) == (900 if seconds == TIMEOUT_DEFAULT else seconds)
@@ -60,7 +57,7 @@ def test_nearest_timeout_applies(case: unittest.TestCase, seconds: float, monkey
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0, -1, True, "60"])
-def test_invalid_limits_and_world_sizes_are_refused(value: Any) -> None:
+def test_invalid_limits_and_world_sizes_are_refused(value):
     with pytest.raises(ValueError, match="expected a finite number of seconds above 0"):
         seconds_of(value, "the limit")
     if value != 0:  # as on a machine without devices

@@ -1,11 +1,8 @@
 """Which torch versions count as tested, and one warning about others."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
@@ -16,11 +13,11 @@ VARIABLE = "TORCH_EXT_TOLD_VERSION"
 
 
 @pytest.fixture(autouse=True)
-def reset_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def reset_warning(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
 
 
-def warning_for(version: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def warning_for(version, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(metadata, "version", lambda name: {"torch": version}[name])
     return untested_torch()
@@ -31,13 +28,13 @@ OTHERS = ["2.12.1", "2.16.0+cpu", "3.12.0", "2.14.0.dev20260301+cpu", "2.14.0a0+
 
 
 @pytest.mark.parametrize("version", TESTED + OTHERS)
-def test_untested_version_is_reported_with_the_tested_range(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_version_is_reported_with_the_tested_range(version, monkeypatch):
     warning = warning_for(version, monkeypatch)
     expected = f"torch {version} is untested: torch_ext is tested on the releases 2.13 to 2.15. "
     assert warning.startswith(expected) if version in OTHERS else warning == os.environ[VARIABLE] == ""
 
 
-def test_warning_is_given_once_for_a_process_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_is_given_once_for_a_process_and_its_children(monkeypatch):
     assert warning_for("2.16.0", monkeypatch)
     assert untested_torch() == ""
     program = "from importlib import metadata; metadata.version = lambda name: '2.16.0'\n"
@@ -45,7 +42,7 @@ def test_warning_is_given_once_for_a_process_and_its_children(monkeypatch: pytes
     assert python("-c", program).stdout == "''\n"
 
 
-def test_version_comes_from_torch_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_comes_from_torch_once_it_is_loaded(monkeypatch):
     import torch
 
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0")
@@ -53,8 +50,8 @@ def test_version_comes_from_torch_once_it_is_loaded(monkeypatch: pytest.MonkeyPa
     assert "torch 2.17.0a0+gitabc is untested" in untested_torch()
 
 
-def test_without_torch_there_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
+def test_without_torch_there_is_no_warning(monkeypatch):
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -62,7 +59,7 @@ def test_without_torch_there_is_no_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert untested_torch() == ""
 
 
-def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path: Path) -> None:
+def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path):
     (tmp_path / "torch-2.16.0.dev1.dist-info").mkdir()
     (tmp_path / "torch-2.16.0.dev1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.16.0.dev1\n")
     (tmp_path / "test_nothing.py").write_text("")
@@ -75,7 +72,7 @@ def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path: Path) -> No
     assert done.stdout == "2.16.0.dev1\n"
 
 
-def test_test_file_without_the_runner_warns_through_warnings() -> None:
+def test_test_file_without_the_runner_warns_through_warnings():
     program = "import torch; torch.__version__ = '2.16.0'\n"
     program += "from torch_ext.testing._internal import common_distributed\n" * 2
     program += "from torch_ext.compat import untested_torch; assert not untested_torch()"

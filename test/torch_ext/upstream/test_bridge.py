@@ -1,10 +1,5 @@
 """``--upstream`` runs an unmodified file that imports torch's own harness on ours."""
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
-
 from test.torch_ext.interpreter import RUN_TEST, python
 
 # The imports of upstream's files.
@@ -246,11 +241,11 @@ instantiate_device_type_tests(TestSharded, globals(), only_for=FSDP_DEVICES, all
 """
 
 
-def run(folder: Path, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, device="cpu"):
     return python(RUN_TEST, "--upstream", folder, *arguments, TORCH_EXT_DEVICE=device)
 
 
-def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Path) -> None:
+def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path):
     (tmp_path / "test_unmodified.py").write_text(FILE)
     (tmp_path / "test_newer.py").write_text(NEWER)
     done = run(tmp_path, "-v")
@@ -261,7 +256,7 @@ def test_unmodified_files_run_on_our_ranks_and_cannot_pass_falsely(tmp_path: Pat
     assert done.returncode == 1
 
 
-def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path: Path) -> None:
+def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path):
     (tmp_path / "__init__.py").touch()
     (tmp_path / "beside.py").write_text("SIZE = 3\n")
     (tmp_path / "test_for_accelerators.py").write_text(DEVICE_FILE)
@@ -275,7 +270,7 @@ def test_unmodified_files_for_accelerators_run_on_the_simulated_one(tmp_path: Pa
     assert done.returncode == 0
 
 
-def test_fresh_interpreters_see_our_harness_too(tmp_path: Path) -> None:
+def test_fresh_interpreters_see_our_harness_too(tmp_path):
     file = tmp_path / "test_unmodified.py"
     file.write_text(FILE)
     done = run(file, "-i", "TestShards", "--start-method", "interpreter")

@@ -1,9 +1,6 @@
 """Known differences, missing names and the summary of a run: data in, data out, no processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,23 +17,23 @@ PASSED = TestResult(TEST, Status.PASSED, 0.1)
 ON_SIM = {"device": "sim", "torch": "2.13.0+cpu", "cuda_as_sim": "false"}
 
 
-def entry(**changes: object) -> Difference:
+def entry(**changes):
     return replace(Difference("fsdp/test_a.py::TestA::test_*", "the device is simulated"), **changes)
 
 
-def test_known_failure_is_expected_and_gives_its_reason() -> None:
+def test_known_failure_is_expected_and_gives_its_reason():
     judged = Differences([entry(link="#1")], ON_SIM).judged(FAILED)
     assert judged.status is Status.XFAIL
     assert judged.reason == "known difference: the device is simulated (#1)"
 
 
 @pytest.mark.parametrize("when", [{"device": "cpu"}, {"torch": "2.14"}, {"torch": "2.1"}, {"cuda_as_sim": "true"}])
-def test_an_entry_counts_only_where_its_conditions_hold(when: dict[str, str]) -> None:
+def test_an_entry_counts_only_where_its_conditions_hold(when):
     assert Differences([entry(when=tuple(when.items()))], ON_SIM).judged(FAILED) is FAILED
     assert Differences([entry(when=(("torch", "2.13"), ("device", "sim")))], ON_SIM).judged(FAILED) is not FAILED
 
 
-def test_entry_whose_tests_all_pass_fails_the_run() -> None:
+def test_entry_whose_tests_all_pass_fails_the_run():
     known = Differences([entry()], ON_SIM)
     assert known.judged(PASSED) is PASSED
     (stale,) = known.out_of_date([TEST], whole=True)
@@ -47,7 +44,7 @@ def test_entry_whose_tests_all_pass_fails_the_run() -> None:
     assert known.out_of_date([TEST], whole=True) == []
 
 
-def test_a_test_that_would_hang_does_not_run() -> None:
+def test_a_test_that_would_hang_does_not_run():
     known = Differences([entry(do="skip")], ON_SIM)
     assert known.skipped(TEST) == "known difference: the device is simulated"
     assert known.skipped(replace(TEST, cls="TestB")) == ""
@@ -64,14 +61,14 @@ def test_a_test_that_would_hang_does_not_run() -> None:
         ("nonsense", "cannot be read"),
     ],
 )
-def test_malformed_list_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_malformed_list_is_refused(text, message, tmp_path):
     file = tmp_path / "known.json"
     file.write_text(text)
     with pytest.raises(SetupError, match=message):
         Judge([], [str(file)], {})
 
 
-def checkout(folder: Path, version: str) -> Path:
+def checkout(folder, version):
     (folder / "torch").mkdir()
     (folder / "version.txt").write_text(f"{version}\n")
     file = folder / "test" / "test_a.py"
@@ -80,7 +77,7 @@ def checkout(folder: Path, version: str) -> Path:
     return file
 
 
-def failing_with(error: str) -> TestResult:
+def failing_with(error):
     return replace(FAILED, problems=(Raised(error, "trace"),))
 
 
@@ -92,7 +89,7 @@ def failing_with(error: str) -> TestResult:
         "ModuleNotFoundError: No module named 'torch.distributed.new'",
     ],
 )
-def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_path: Path) -> None:
+def test_a_name_that_the_installed_torch_lacks_is_no_failure(error, tmp_path):
     newer = Releases([checkout(tmp_path, "9.9.0a0")])
     assert newer.notice.startswith("the checkout is of torch 9.9.0a0, and ")
     judged = newer.judged(failing_with(error))
@@ -110,7 +107,7 @@ def test_a_name_that_the_installed_torch_lacks_is_no_failure(error: str, tmp_pat
         "ValueError: module 'torch.distributed' is odd",
     ],
 )
-def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
+def test_other_failures_stay_failures(error, tmp_path):
     file = checkout(tmp_path, "9.9.0a0")
     failed = failing_with(error)
     assert Releases([file]).judged(failed) is failed
@@ -119,7 +116,7 @@ def test_other_failures_stay_failures(error: str, tmp_path: Path) -> None:
     assert Releases([file]).judged(same) is same
 
 
-def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path: Path) -> None:
+def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path):
     missing = failing_with("ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)")
     judged = Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
     assert judged.status is Status.SKIPPED
@@ -143,9 +140,7 @@ from torch.testing._internal.common_fsdp import FSDPTest
         ("AttributeError: type object 'Own' has no attribute 'new'", False),
     ],
 )
-def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(
-    error: str, skipped: bool, tmp_path: Path
-) -> None:
+def test_a_file_of_pytorchs_outside_of_a_checkout_may_be_of_another_release(error, skipped, tmp_path):
     upstreams, users = tmp_path / "fsdp" / "test_a.py", tmp_path / "test_b.py"
     upstreams.parent.mkdir()
     upstreams.write_text('# Copyright\n# Owner(s): ["oncall: distributed"]\nimport torch\n' + IMPORTS)
@@ -180,7 +175,7 @@ _LACKS = "NotImplementedError: The operator '{}' is not implemented for the devi
         (_LACKS.format("aten::eig"), True, ""),
     ],
 )
-def test_features_missing_here_are_skips_with_a_reason(error: str, cuda_as_sim: bool, reason: str) -> None:
+def test_features_missing_here_are_skips_with_a_reason(error, cuda_as_sim, reason):
     failed = failing_with(error)
     judged = Releases([], cuda_as_sim=cuda_as_sim).judged(failed)
     if reason:
@@ -190,7 +185,7 @@ def test_features_missing_here_are_skips_with_a_reason(error: str, cuda_as_sim: 
         assert judged is failed
 
 
-def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
+def ranks_failing_with(*errors):
     outcomes = tuple(
         Outcome(rank, Ending.FAILED, 10, receipt=Receipt(RankStatus.FAILED, 0.0, error, transport=transport))
         for rank, (error, transport) in enumerate(errors)
@@ -205,7 +200,7 @@ def ranks_failing_with(*errors: tuple[str, bool]) -> TestResult:
         "RuntimeError: Invalid device, must be cuda device",
     ],
 )
-def test_torch_error_that_names_cuda_is_reported_unchanged(error: str) -> None:
+def test_torch_error_that_names_cuda_is_reported_unchanged(error):
     # The code that connects ranks, or C++, raises both, so they look like the end of a peer.
     closed = ("RuntimeError: Connection closed by peer", True)
     for errors in ([(error, True), (error, True)], [(error, True), closed]):

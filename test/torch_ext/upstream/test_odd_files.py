@@ -1,7 +1,5 @@
 """Unsuitable files and folders for ``--upstream``: one sentence each, and the rest still runs."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -11,7 +9,6 @@ import pytest
 
 from test.torch_ext.interpreter import RUN_TEST, python
 from torch_ext.runner.cli import main
-from torch_ext.runner.steps import Upstream
 from torch_ext.upstream.judge import Judge, read
 from torch_ext.upstream.reasons import release_of_checkout
 
@@ -21,7 +18,7 @@ PASSES = (
 
 
 @pytest.fixture
-def upstream() -> Upstream:
+def upstream():
     """The arguments that the command passes to the runner. Importing the command replaces pytest's SIGINT handler."""
     before = signal.getsignal(signal.SIGINT)
     from torch_ext.__main__ import upstream
@@ -40,13 +37,7 @@ def upstream() -> Upstream:
         ("test_a.b.py", "test_a.b.py, which is not a Python module"),
     ],
 )
-def test_a_path_that_cannot_be_run(
-    tmp_path: Path,
-    upstream: Upstream,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    case: tuple[str, str],
-) -> None:
+def test_a_path_that_cannot_be_run(tmp_path, upstream, monkeypatch, capfd, case):
     name, sentence = case
     monkeypatch.chdir(tmp_path)
     for file in ("README.md", "test_a.b.py"):
@@ -57,7 +48,7 @@ def test_a_path_that_cannot_be_run(
     assert shown.out == ""
 
 
-def test_folder_with_odd_files_runs_its_other_files(tmp_path: Path) -> None:
+def test_folder_with_odd_files_runs_its_other_files(tmp_path):
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "torch").mkdir()
     folder = tmp_path / "tests, ä"
@@ -77,24 +68,20 @@ def test_folder_with_odd_files_runs_its_other_files(tmp_path: Path) -> None:
     assert "upstream/file.py" not in done.stdout + done.stderr
 
 
-def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(
-    tmp_path: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_the_name_of_a_loaded_module_is_not_that_module(tmp_path, upstream, monkeypatch, capfd):
     (tmp_path / "sys.py").write_text(PASSES)
     monkeypatch.chdir(tmp_path)
     assert main(["--upstream", "sys.py", "--device", "cpu"], upstream) == 1
     assert "sys.py has the name of a module that is loaded already" in capfd.readouterr().out
 
 
-def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(
-    tmp_path: Path, upstream: Upstream, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_the_tests_that_were_asked_for_selects_nothing(tmp_path, upstream, capfd):
     (tmp_path / "test_plain.py").write_text("x = 1\n")
     assert main(["--upstream", str(tmp_path), "--device", "cpu", "-k", "test_a"], upstream) == 2
     assert "nothing selected" in capfd.readouterr().err
 
 
-def test_class_of_known_skips_delays_no_other_class(tmp_path: Path) -> None:
+def test_class_of_known_skips_delays_no_other_class(tmp_path):
     (tmp_path / "test_two.py").write_text(f"{PASSES}\n\n{PASSES.replace('TestA', 'TestB')}")
     known = {"test": "test_two.py::TestA::*", "when": {}, "do": "skip", "reason": "it would hang", "link": ""}
     (tmp_path / "known.json").write_text(json.dumps([known]))
@@ -105,7 +92,7 @@ def test_class_of_known_skips_delays_no_other_class(tmp_path: Path) -> None:
     assert [line.rpartition("/")[2] for line in lines] == [skipped, passed] * 2, done.stdout
 
 
-def test_malformed_files_are_refused(tmp_path: Path) -> None:
+def test_malformed_files_are_refused(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "version.txt").write_bytes(b"\xff\xfe")
     assert release_of_checkout(tmp_path / "test_a.py")
@@ -116,7 +103,7 @@ def test_malformed_files_are_refused(tmp_path: Path) -> None:
             read(differences)
 
 
-def test_skips_that_cuda_as_sim_would_avoid_name_the_option(tmp_path: Path) -> None:
+def test_skips_that_cuda_as_sim_would_avoid_name_the_option(tmp_path):
     from torch_ext.results import Status, TestName, TestResult
 
     no_ranks = "no rank was started, because the test's world_size is 0"
@@ -124,7 +111,7 @@ def test_skips_that_cuda_as_sim_would_avoid_name_the_option(tmp_path: Path) -> N
     counts.write_text("WORLD_SIZE = torch.cuda.device_count()\n")
     constant.write_text("WORLD_SIZE = 0\n")
 
-    def judged(file: Path, reason: str, **surroundings: str) -> str:
+    def judged(file, reason, **surroundings):
         judge = Judge([counts, constant], [], surroundings)
         return judge.judged(TestResult(TestName(file.name, "T", "test"), Status.SKIPPED, 0.0, reason=reason)).reason
 

@@ -1,9 +1,6 @@
 """Commands started in the root of an unbuilt checkout find the installed torch, and not its sources."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -49,7 +46,7 @@ class TestPrograms(unittest.TestCase):
 """
 
 
-def make_checkout(root: Path) -> Path:
+def make_checkout(root):
     (root / "torch" / "_C").mkdir(parents=True)
     (root / "torch" / "__init__.py").write_text("raise ImportError('the sources of torch, not built')\n")
     (root / "torch" / "_C" / "__init__.pyi").touch()
@@ -66,7 +63,7 @@ def make_checkout(root: Path) -> Path:
         ((RUN_TEST,), (".", CHECKOUT)),
     ],
 )
-def test_the_installed_torch_is_found(tmp_path: Path, command: tuple[str, ...], path: tuple[object, ...]) -> None:
+def test_the_installed_torch_is_found(tmp_path, command, path):
     file = make_checkout(tmp_path)
     words = (*command, "--upstream", file, "--device", "cpu", "--junit", "report.xml")
     done = python(*words, folder=tmp_path, PYTHONPATH=os.pathsep.join(map(str, path)))
@@ -74,7 +71,7 @@ def test_the_installed_torch_is_found(tmp_path: Path, command: tuple[str, ...], 
     assert (tmp_path / "report.xml").is_file()  # where the command started, not where its tests ran
 
 
-def test_a_checkout_that_was_built_in_place_is_taken(tmp_path: Path) -> None:
+def test_a_checkout_that_was_built_in_place_is_taken(tmp_path):
     make_checkout(tmp_path)
     assert has_unbuilt_torch(tmp_path)
     (tmp_path / "torch" / "_C.cpython-312-x86_64-linux-gnu.so").touch()

@@ -1,10 +1,7 @@
 """Temporary git repositories: one is laid out like PyTorch, from the installed torch's own test helpers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch.testing import _internal as upstream_helpers
@@ -12,7 +9,7 @@ from torch.testing import _internal as upstream_helpers
 PERSON = ("A Person", "person@example.org")
 
 
-def repository(folder: Path, files: Mapping[str, str], person: tuple[str, str] | None = PERSON) -> Path:
+def repository(folder, files, person=PERSON):
     """Return a repository at ``folder`` with one commit of ``files``."""
     folder.mkdir(parents=True, exist_ok=True)
     git(folder, "init", "-q")
@@ -22,7 +19,7 @@ def repository(folder: Path, files: Mapping[str, str], person: tuple[str, str] |
     return commit(folder, files)
 
 
-def commit(folder: Path, files: Mapping[str, str]) -> Path:
+def commit(folder, files):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -31,7 +28,7 @@ def commit(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def like_upstream(folder: Path) -> Path:
+def like_upstream(folder):
     """Return a repository with the helpers of the installed torch at upstream's paths, and one stub of a test."""
     helpers = Path(upstream_helpers.__file__).parent
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.dll")
@@ -39,6 +36,6 @@ def like_upstream(folder: Path) -> Path:
     return repository(folder, {"test/distributed/fsdp/test_wrap.py": '# Owner(s): ["oncall: distributed"]\n'})
 
 
-def git(folder: Path, *command: str) -> str:
+def git(folder, *command):
     """Return the output of a git command."""
     return subprocess.check_output(["git", "-C", str(folder), *command], text=True)

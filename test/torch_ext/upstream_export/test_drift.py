@@ -1,11 +1,6 @@
 """Every name of our helpers, compared with upstream's."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from test.torch_ext.upstream_export.checkouts import repository
 from torch_ext.upstream import drift
@@ -32,7 +27,7 @@ _OTHER_SIGNATURES = {
 }  # fmt: skip
 
 
-def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
+def trees(ours, theirs):
     mine = {f"torch_ext.testing._internal.{name}": text for name, text in ours.items()}
     upstream = {f"torch.testing._internal.{name}": text for name, text in theirs.items()}
     either = {**mine, **upstream}
@@ -42,12 +37,12 @@ def trees(ours: dict[str, str], theirs: dict[str, str]) -> tuple[Tree, Tree]:
     )
 
 
-def statuses(ours: str, theirs: str, **more: str) -> dict[str, str]:
+def statuses(ours, theirs, **more):
     mine, upstream = trees({"common": ours, **more}, {"common": theirs})
     return {entry.name: entry.status for entry in compare("common", mine, upstream)}
 
 
-def test_names_of_one_side_and_of_both() -> None:
+def test_names_of_one_side_and_of_both():
     assert statuses("def f(a): ...\ndef ours(): ...", "def f(b): ...\ndef theirs(): ...") == {
         "f": "changed",
         "ours": "new",
@@ -57,7 +52,7 @@ def test_names_of_one_side_and_of_both() -> None:
     assert statuses("A = 1", "A = 2") == {"A": "same"}
 
 
-def test_a_name_behind_a_front_door_is_found() -> None:
+def test_a_name_behind_a_front_door_is_found():
     front = "from torch_ext.testing._internal._rooms import *\nfrom torch_ext.testing._internal._rooms import _p as q"
     rooms = "__all__ = ['f']\ndef f(a): ...\ndef _p(): ...\ndef hidden(): ..."
     assert statuses(front, "def f(a): ...\ndef q(): ...\ndef hidden(): ...", _rooms=rooms) == {
@@ -67,13 +62,13 @@ def test_a_name_behind_a_front_door_is_found() -> None:
     }
 
 
-def test_a_lookup_that_ends_at_upstreams_module_misses_nothing() -> None:
+def test_a_lookup_that_ends_at_upstreams_module_misses_nothing():
     lookup = "def __getattr__(name):\n    return getattr(upstream_module('common'), name)"
     assert statuses(lookup, "def f(): ...") == {"f": "through"}
     assert statuses("def __getattr__(name):\n    raise AttributeError(name)", "def f(): ...") == {"f": "missing"}
 
 
-def test_members_are_compared_except_those_of_a_common_base() -> None:
+def test_members_are_compared_except_those_of_a_common_base():
     theirs = (
         "class Base:\n    def inherited(self): ...\nclass C(Base):\n    def m(self, a): ...\n    def gone(self): ..."
     )
@@ -92,12 +87,12 @@ def test_members_are_compared_except_those_of_a_common_base() -> None:
     }
 
 
-def test_an_annotation_for_type_checkers_is_no_member() -> None:
+def test_an_annotation_for_type_checkers_is_no_member():
     ours = "class C:\n    if TYPE_CHECKING:\n        m: int"
     assert statuses(ours, "class C:\n    def m(self): ...") == {"C": "same", "C.m": "missing"}
 
 
-def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_ddp_helpers() -> None:
+def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_ddp_helpers():
     """RPC looks up several names of the DDP suite."""
     entries = drift.drift()
     assert {entry.status for entry in entries} >= {"same", "changed", "through", "new"}
@@ -112,7 +107,7 @@ def test_we_have_every_name_and_signature_of_the_installed_fsdp_distributed_and_
     assert {name for name in changed if not _OTHER_SIGNATURES & {name, name.rpartition(".")[2]}} == set()
 
 
-def test_command_prints_the_differences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_differences(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert "common_fsdp: " in shown
@@ -122,7 +117,7 @@ def test_command_prints_the_differences(capsys: pytest.CaptureFixture[str]) -> N
     assert Entry("common_fsdp", "MLP", "same") in entries
 
 
-def test_a_checkout_is_read_at_its_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkout_is_read_at_its_head(tmp_path, capsys):
     name = "torch/testing/_internal/dist_utils.py"
     repository(tmp_path, {name: "def worker_name(rank): ...\ndef brand_new(): ...\n"})
     (tmp_path / name).write_text("")  # not committed

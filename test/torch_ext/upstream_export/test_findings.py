@@ -1,9 +1,6 @@
 """Each page of docs/findings describes torch correctly: its program still prints the output on the page."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ _PROGRAM = re.compile(r"<!-- program -->\n```python\n(.*?)```\n\n<!-- prints -->
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_torch_still_behaves_as_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_torch_still_behaves_as_the_page_says(page, tmp_path):
     found = _PROGRAM.search(page.read_text(encoding="utf-8"))
     assert found is not None, f"{page.name} has no program"
     program, printed = found.groups()
@@ -31,7 +28,7 @@ def test_torch_still_behaves_as_the_page_says(page: Path, tmp_path: Path) -> Non
     )
 
 
-def test_index_lists_every_page_and_every_page_is_complete() -> None:
+def test_index_lists_every_page_and_every_page_is_complete():
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert len(PAGES) >= 4
     assert [page.name for page in PAGES if f"]({page.name})" not in index] == []

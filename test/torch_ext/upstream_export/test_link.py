@@ -1,7 +1,5 @@
 """Definitions that go upstream with a change, and their text there: on trees of a few lines."""
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -20,11 +18,11 @@ COMMON = f"{OURS}.common_fsdp"
 FRONT = f"from {OURS}._fsdp.rooms import *\n"
 
 
-def tree(texts: dict[str, str]) -> Tree:
+def tree(texts):
     return Tree(lambda name: Module(name, texts[name]) if name in texts else None)
 
 
-def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def exported(file, ours, theirs):
     """Return the texts of upstream's files after the export of module ``file``, and the names that could not go."""
     mine = tree({**theirs, **ours})
     linker = Linker(mine, tree(theirs))
@@ -33,11 +31,11 @@ def exported(file: str, ours: dict[str, str], theirs: dict[str, str]) -> tuple[d
     return {target.module: text_of(target, mine) for target in targets}, linker.problems
 
 
-def suite(body: str, names: str = "helper") -> dict[str, str]:
+def suite(body, names="helper"):
     return {"test.distributed.test_a": f"from {COMMON} import {names}\n\n\n{body}\n"}
 
 
-def helpers(rooms: str, theirs: str, body: str = "helper()", names: str = "helper", **more: str) -> str:
+def helpers(rooms, theirs, body="helper()", names="helper", **more):
     """Return upstream's `common_fsdp`, which was ``theirs``, after the export of a suite that needs ``rooms`` of ours;
     ``more`` are other modules.
     """
@@ -49,7 +47,7 @@ def helpers(rooms: str, theirs: str, body: str = "helper()", names: str = "helpe
     return files[f"{THEIRS}.common_fsdp"]
 
 
-def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
+def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner():
     files, found = exported(
         "test.distributed.test_a", suite("helper()"), {f"{THEIRS}.common_fsdp": "def helper(): ...\n"}
     )
@@ -60,7 +58,7 @@ def test_a_suite_goes_whole_with_upstreams_imports_and_an_owner() -> None:
     }
 
 
-def test_missing_helper_is_exported_with_its_dependencies_alone() -> None:
+def test_missing_helper_is_exported_with_its_dependencies_alone():
     rooms = (
         "import os\nimport functools\n\n__all__ = ['helper', 'other', 'known']\n\n\n"
         "# Why it is two.\n_TWO = 2\n\n\n"
@@ -74,7 +72,7 @@ def test_missing_helper_is_exported_with_its_dependencies_alone() -> None:
     )
 
 
-def test_private_name_that_clashes_upstream_is_a_problem() -> None:
+def test_private_name_that_clashes_upstream_is_a_problem():
     rooms = "__all__ = ['helper']\n\n\ndef _do():\n    return 1\n\n\ndef helper():\n    return _do()\n"
     ours = {COMMON: FRONT, f"{OURS}._fsdp.rooms": rooms, **suite("helper()")}
     _, found = exported("test.distributed.test_a", ours, {f"{THEIRS}.common_fsdp": "def _do():\n    return 2\n"})
@@ -83,7 +81,7 @@ def test_private_name_that_clashes_upstream_is_a_problem() -> None:
     ]
 
 
-def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
+def test_a_method_that_upstreams_class_lacks_goes_into_that_class():
     rooms = (
         "__all__ = ['Base']\n\n\nclass Mixin:\n    def more(self):\n        return self.known()\n\n"
         "    def unused(self): ...\n\n\nclass Base(Mixin):\n    def known(self): ...\n"
@@ -96,7 +94,7 @@ def test_a_method_that_upstreams_class_lacks_goes_into_that_class() -> None:
     )
 
 
-def test_device_queries_become_upstreams_expressions() -> None:
+def test_device_queries_become_upstreams_expressions():
     rooms = (
         "from torch_ext import accelerator\n"
         f"from {OURS}._fsdp import device\n\n__all__ = ['helper']\n\n\n"
@@ -113,7 +111,7 @@ def test_device_queries_become_upstreams_expressions() -> None:
     assert "return DEVICE_TYPE, device_type" in text
 
 
-def test_private_names_of_torch_are_imported_from_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_names_of_torch_are_imported_from_where_they_are(monkeypatch):
     rooms = (
         "from torch_ext.compat import fsdp as private\n\n__all__ = ['helper']\n\n\n"
         "def helper():\n    return private.checkpoint, private.param_group.FSDPParamGroup\n"
@@ -132,7 +130,7 @@ def test_private_names_of_torch_are_imported_from_where_they_are(monkeypatch: py
     assert "return checkpoint, _group.FSDPParamGroup" in text
 
 
-def test_annotation_of_a_later_name_is_quoted() -> None:
+def test_annotation_of_a_later_name_is_quoted():
     rooms = (
         "from __future__ import annotations\n\n__all__ = ['Helper']\n\n\n"
         "class Helper:\n    def copy(self, n: int) -> Helper:\n        return self\n"
@@ -140,7 +138,7 @@ def test_annotation_of_a_later_name_is_quoted() -> None:
     assert 'def copy(self, n: int) -> "Helper":' in helpers(rooms, "import torch\n", "Helper()", "Helper")
 
 
-def test_existing_file_gets_its_missing_tests() -> None:
+def test_existing_file_gets_its_missing_tests():
     text = "import os\n\n\nclass TestA:\n    def test_old(self): ...\n\n    def test_new(self):\n        os.getpid()\n"
     ours = {"test.distributed.test_a": text}
     theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
@@ -152,7 +150,7 @@ def test_existing_file_gets_its_missing_tests() -> None:
     )
 
 
-def test_new_tests_bring_their_helpers_and_decorators_precede_the_class() -> None:
+def test_new_tests_bring_their_helpers_and_decorators_precede_the_class():
     text = (
         "def twice(test):\n    return test\n\n\ndef used():\n    return 1\n\n\n"
         "class TestA:\n    @twice\n    def test_new(self):\n        used()\n"
@@ -168,7 +166,7 @@ def test_new_tests_bring_their_helpers_and_decorators_precede_the_class() -> Non
     )
 
 
-def test_engine_is_not_exported_and_the_problem_gives_advice() -> None:
+def test_engine_is_not_exported_and_the_problem_gives_advice():
     ours = {
         f"{OURS}.common_distributed": "def ours_alone(): ...\n",
         f"{OURS}._distributed.skips": "def skip_rank(): ...\n",
@@ -184,7 +182,7 @@ def test_engine_is_not_exported_and_the_problem_gives_advice() -> None:
     assert found.startswith("test/distributed/test_a.py:3 uses ours_alone, which upstream lacks: ")
 
 
-def test_lint_finds_new_faults_and_ignores_existing_ones() -> None:
+def test_lint_finds_new_faults_and_ignores_existing_ones():
     owned = '# Owner(s): ["oncall: distributed"]\n'
     assert problems({"test/test_a.py": owned + "x = 1\n"}, {}) == []
     for text, expected in {
@@ -203,7 +201,7 @@ def test_lint_finds_new_faults_and_ignores_existing_ones() -> None:
     assert problems({"a.py": "y = 1 \nz = 1\n"}, {"a.py": "y = 1 \n"}) == []
 
 
-def test_rules_of_the_checkout_apply() -> None:
+def test_rules_of_the_checkout_apply():
     config = '[tool.ruff.lint]\nselect = ["T20"]\n'
     (found,) = problems({"a.py": "print(1)\n"}, {}, config)
     assert "T201" in found

@@ -1,14 +1,10 @@
 """Mistakes of users: each gets one sentence that names it and the remedy, and leaves no files behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +27,7 @@ OTHER = TEST.replace("test_a", "test_other")
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """A project with one suite, the one to export."""
     root = repository(tmp_path / "ours", {SUITE: TEST, "testing/_internal/ours.py": "x = 1\n", "README.md": "Hello\n"})
     monkeypatch.setattr(command, "project_root", lambda: root)
@@ -40,16 +36,16 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     utils = {f"torch/testing/_internal/{name}.py": "class TestCase: ...\n" for name in ("common_utils", "common_fsdp")}
     return repository(tmp_path / "a checkout, ä", utils)
 
 
 @pytest.fixture
-def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def fail(capfd):
     """Run a command, which must fail with one sentence and print nothing else, and return the sentence."""
 
-    def run(*arguments: object, code: int = 2, command: Callable[[list[str]], int] = main) -> str:
+    def run(*arguments, code=2, command=main):
         try:
             ended = command([str(each) for each in arguments])
         except SystemExit as usage_error:
@@ -73,24 +69,20 @@ def fail(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         ("test/distributed/empty", 1, "upstream already has everything: nothing to export"),
     ],
 )
-def test_unexportable_arguments(
-    root: Path, checkout: Path, fail: Callable[..., str], case: tuple[str, int, str]
-) -> None:
+def test_unexportable_arguments(root, checkout, fail, case):
     item, code, sentence = case
     (root / "test/distributed/empty").mkdir()
     assert sentence in fail("--onto", checkout, "--", item, code=code)
 
 
-def test_a_suite_is_named_from_where_the_command_runs(
-    root: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_is_named_from_where_the_command_runs(root, checkout, monkeypatch, capfd):
     monkeypatch.chdir(root / "testing")
     for typed in ("../test/distributed/test_suite.py", SUITE, "../test/distributed"):
         assert main([typed, "--onto", str(checkout)]) == 0
         assert f"+++ b/{SUITE}" in capfd.readouterr().out
 
 
-def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, fail: Callable[..., str]) -> None:
+def test_a_file_that_is_no_python_is_named(root, checkout, fail):
     for text in (b"x = 1\n<<<<<<< HEAD\n", b"x = 1\n# \xe9\n", b"x\0"):
         (root / SUITE).write_bytes(text)
         assert "test_suite.py is no Python in UTF-8: " in fail(SUITE, "--onto", checkout)
@@ -99,7 +91,7 @@ def test_a_file_that_is_no_python_is_named(root: Path, checkout: Path, fail: Cal
     assert sentence in fail("--against", checkout, command=drift.main)
 
 
-def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, fail: Callable[..., str]) -> None:
+def test_a_folder_that_is_no_checkout_of_pytorch(root, tmp_path, fail):
     for name in ("plain", "new"):
         (tmp_path / name).mkdir()
     git(tmp_path / "new", "init", "-q")
@@ -113,9 +105,7 @@ def test_a_folder_that_is_no_checkout_of_pytorch(root: Path, tmp_path: Path, fai
         assert sentence in fail("--against", tmp_path / folder, command=drift.main)
 
 
-def test_without_git_or_an_author_there_is_no_patch(
-    root: Path, checkout: Path, tmp_path: Path, fail: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_git_or_an_author_there_is_no_patch(root, checkout, tmp_path, fail, monkeypatch):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     nobody = repository(tmp_path / "nobody", {HELPERS: "import torch\n"}, person=None)
@@ -125,12 +115,12 @@ def test_without_git_or_an_author_there_is_no_patch(
     assert "git is not on the PATH: install it" in fail(SUITE, "--onto", checkout)
 
 
-def test_a_mail_that_cannot_be_written(root: Path, checkout: Path, tmp_path: Path, fail: Callable[..., str]) -> None:
+def test_a_mail_that_cannot_be_written(root, checkout, tmp_path, fail):
     for file in (tmp_path, tmp_path / "no" / "file"):
         assert "argument --output: got" in fail(SUITE, "--onto", checkout, "--output", file)
 
 
-def test_file_with_a_non_ascii_name_is_exported(root: Path, checkout: Path) -> None:
+def test_file_with_a_non_ascii_name_is_exported(root, checkout):
     (root / "test/distributed/test_ö.py").write_text(OTHER, encoding="utf-8")
     theirs = upstream_at(checkout)
     linker = Linker(our_tree(theirs, root), theirs)
@@ -139,7 +129,7 @@ def test_file_with_a_non_ascii_name_is_exported(root: Path, checkout: Path) -> N
     assert linker.problems == []
 
 
-def test_user_settings_of_git_have_no_effect(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_settings_of_git_have_no_effect(checkout, tmp_path, monkeypatch):
     os.chmod(checkout / HELPERS, 0o755)
     commit(checkout, {})
     settings = tmp_path / "settings"
@@ -157,12 +147,12 @@ def test_user_settings_of_git_have_no_effect(checkout: Path, tmp_path: Path, mon
     assert os.access(copy / HELPERS, os.X_OK) and (copy / HELPERS).read_text(encoding="utf-8") == "x = 1\n"
 
 
-def test_computed_all_is_ignored() -> None:
+def test_computed_all_is_ignored():
     assert Module("m", "__all__ = [*others, 'a']\n").all is None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_check_leaves_no_files_or_processes(checkout: Path, tmp_path: Path, number: int, code: int) -> None:
+def test_interrupted_check_leaves_no_files_or_processes(checkout, tmp_path, number, code):
     scratch, mark = tmp_path / "scratch", tmp_path / "mark"
     scratch.mkdir()
     site = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"

@@ -1,15 +1,9 @@
 """Draws bodies of tests, and predicts each ending: plain unittest's, except for the table in ``docs/running.md``."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import random
 import unittest
-from collections.abc import Callable, Iterator
-from types import ModuleType
-
-__all__ = ["BASES", "OUTSIDE", "class_fails", "class_suite", "ends", "module_of_bodies", "suite_text"]
 
 # The base classes whose ranks run the bodies, as `suites.PREAMBLE` defines them.
 BASES = ("Ranks", "Threads", "Standing")
@@ -50,12 +44,12 @@ _NOT_RUN = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERA
 class _Body:
     """Writes one drawn method."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         self._draw = draw
         self.is_expected = draw.random() < 0.2
         self._subs = 0
 
-    def lines(self, name: str) -> Iterator[str]:
+    def lines(self, name):
         if self._draw.random() < 0.05:
             yield self._draw.choice(_UNRUN).format(name)
             return
@@ -66,7 +60,7 @@ class _Body:
         yield f"def {name}(self):"
         yield from self._block(3)
 
-    def _block(self, depth: int) -> Iterator[str]:
+    def _block(self, depth):
         for _ in range(self._draw.randint(1, 3)):
             kinds = [self._end, self._register, self._sub_test, self._context, self._try]
             weights = [4, 3, 4, 2, 1] if depth else [4, 3, 0, 0, 0]
@@ -74,7 +68,7 @@ class _Body:
             for line in kind(depth - 1):
                 yield f"    {line}"
 
-    def _call(self) -> str:
+    def _call(self):
         """A statement that may fail, as the name of a function and its arguments."""
         calls = ["int", "self.fail, 'no'", "self.skipTest, 'no'", "raise_", "raise_, KeyError"]
         calls += [f"sys.exit, {self._draw.choice(_EXITS)}", "warnings.warn, 'no', UnicodeWarning", "self.doCleanups"]
@@ -82,20 +76,20 @@ class _Body:
             calls.append(f"sys.exit, {_SKIPS}")
         return self._draw.choices(calls, [8, 2, 2, 2, 1, 1, 1, 1, 1][: len(calls)])[0]
 
-    def _end(self, depth: int) -> Iterator[str]:
+    def _end(self, depth):
         function, _, arguments = self._call().partition(", ")
         yield f"{function}({arguments})" if self._draw.random() < 0.9 else "return"
 
-    def _register(self, depth: int) -> Iterator[str]:
+    def _register(self, depth):
         nested = "self.addCleanup, " if self._draw.random() < 0.2 else ""
         yield f"self.addCleanup({nested}{self._call()})"
 
-    def _sub_test(self, depth: int) -> Iterator[str]:
+    def _sub_test(self, depth):
         self._subs += 1
         yield f"with self.subTest(i={self._subs}):"
         yield from self._block(depth)
 
-    def _context(self, depth: int) -> Iterator[str]:
+    def _context(self, depth):
         contexts = [
             "self.assertRaises(ValueError)",
             "contextlib.suppress(ValueError)",
@@ -107,21 +101,21 @@ class _Body:
         yield f"with {self._draw.choice(contexts)}:"
         yield from self._block(depth)
 
-    def _try(self, depth: int) -> Iterator[str]:
+    def _try(self, depth):
         yield "try:"
         yield from self._block(depth)
         yield self._draw.choice(["finally:", "except Exception:", "except ValueError:"])
         yield from self._block(depth)
 
 
-def module_of_bodies(number: int, seed: int) -> str:
+def module_of_bodies(number, seed):
     """Return the source of a module whose class ``Bodies`` has this many tests, ``test_0`` and so on."""
     draw = random.Random(seed)
     lines = [f"    {line}\n" for index in range(number) for line in [*_Body(draw).lines(f"test_{index}"), ""]]
     return _HEADER + "".join(lines)
 
 
-def suite_text(way: int, ways: int, number: int) -> str:
+def suite_text(way, ways, number):
     """Return the source of a suite that runs each body with one of the base classes."""
     return f"""
 from bodies import Bodies
@@ -137,11 +131,11 @@ if __name__ == "__main__":
 """
 
 
-def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
+def ends(bodies, base):
     """Return a function that says how a body ends when every rank of a class of ``base`` runs it."""
     plain = type("Plain", (bodies.Bodies, unittest.TestCase), {})
 
-    def end(name: str) -> str:
+    def end(name):
         if getattr(plain, name).__code__.co_flags & _NOT_RUN:
             return "failed"
         found = unittest.TestResult()
@@ -155,7 +149,7 @@ def ends(bodies: ModuleType, base: str) -> Callable[[str], str]:
     return end
 
 
-def _as_in_the_table(word: str, trace: str, base: str) -> str:
+def _as_in_the_table(word, trace, base):
     error, _, code = trace.rstrip().rpartition("\n")[2].partition(": ")
     if error != "SystemExit":
         return word
@@ -164,7 +158,7 @@ def _as_in_the_table(word: str, trace: str, base: str) -> str:
     return "failed" if base != "Threads" else word  # no test may expect the end of its rank's process
 
 
-def class_suite() -> tuple[str, str]:
+def class_suite():
     """Return the source of bodies that register a cleanup of their class or module, and a class for each."""
     bodies = [
         f"{mark}def body_{number}(self):\n    {register}({action})\n    {end}\n"
@@ -188,7 +182,7 @@ del base
     return _HEADER.replace("class Bodies:\n", "") + "\n\n".join(bodies), classes
 
 
-def class_fails(bodies: ModuleType, name: str) -> bool:
+def class_fails(bodies, name):
     """Whether plain unittest has a failure or an error in or after a class of one test, body ``name`` of ``bodies``."""
     plain = type("Plain", (unittest.TestCase,), {"test_it": getattr(bodies, name)})
     result = unittest.TestResult()

@@ -4,16 +4,10 @@ A program makes a few collectives on every rank. At a drawn place, a drawn rank 
 there, so it knows the rank and the lines that a report may name.
 """
 
-from __future__ import annotations
-
-import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from test.torch_ext.world.programs import first_line, ranks_in_first_line
-
-__all__ = ["FAULTS", "Program", "judge_report", "source_of"]
 
 _COLLECTIVES = {
     "all_reduce": "dist.all_reduce(x{})",
@@ -47,7 +41,7 @@ _SWAPS = ("skip", "other collective", "other shape", "other dtype", "other root"
 _EVERYWHERE = ("raise", "sleep", "lock", "skip", "other collective", "other group")
 _PROCESSES = (*_EVERYWHERE, "exit", "kill", "kill inside", "exit inside", "destroy and leave", "destroy")
 # gloo compares no calls: it ends a rank that receives more than it expects, and accepts other bytes as they are.
-FAULTS: dict[str, tuple[str, ...]] = {
+FAULTS = {
     "gloo": _PROCESSES,
     "sim": (*_PROCESSES, "other shape", "other dtype", "other root"),
     "threads": (*_EVERYWHERE, "exit thread", "other root"),
@@ -70,12 +64,12 @@ class Program:
     text: str
 
     @property
-    def symmetric(self) -> bool:
+    def symmetric(self):
         """Whether two ranks differ, either of which may be wrong."""
         return self.size == 2 and self.fault in _SWAPS
 
 
-def draw(chance: random.Random, kind: str, number: int) -> Program:
+def draw(chance, kind, number):
     size, fault = chance.choice([2, 3, 3, 4]), chance.choice(FAULTS[kind])
     guilty, name = chance.randrange(size), f"test_drawn_{number}"
     known = [call for call in _COLLECTIVES if kind != "threads" or call not in ("reduce", "barrier")]
@@ -106,11 +100,11 @@ def draw(chance: random.Random, kind: str, number: int) -> Program:
     return Program(name, kind, fault, size, guilty, "\n".join(lines) + "\n\n\n")
 
 
-def _call(call: str, extra: str = "") -> str:
+def _call(call, extra=""):
     return (_COLLECTIVES | _ONLY_GLOO)[call].format(extra).replace("(, ", "(")
 
 
-def _act(chance: random.Random, fault: str) -> list[str]:
+def _act(chance, fault):
     act = chance.choice(_ACTS[fault])
     if fault.endswith("inside"):
         function, _, arguments = act.partition("(")
@@ -121,7 +115,7 @@ def _act(chance: random.Random, fault: str) -> list[str]:
     return ["if guilty:", *lock, f"    {act}{_MARK}", *leave]
 
 
-def _swap(chance: random.Random, fault: str, call: str, known: Sequence[str]) -> list[str]:
+def _swap(chance, fault, call, known):
     """Return the replacement for one of the guilty rank's collectives."""
     other = chance.choice([each for each in known if each != call])
     if fault in ("other shape", "other dtype") and call in ("barrier", "all_gather"):
@@ -167,13 +161,13 @@ def begin(test, kind):
 '''
 
 
-def source_of(chance: random.Random, kind: str, number: int) -> tuple[str, list[Program]]:
+def source_of(chance, kind, number):
     """Return the text of a file of ``number`` programs of one kind, below the common header; and these programs."""
     programs = [draw(chance, kind, each) for each in range(number)]
     return _BEGIN + "".join(program.text for program in programs), programs
 
 
-def judge_report(program: Program, report: str, source: Sequence[str]) -> str:
+def judge_report(program, report, source):
     """Return what is wrong with the first line of a report; empty if it names the guilty rank and its line.
 
     ``source``: the lines of the program's file.

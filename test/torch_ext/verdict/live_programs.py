@@ -5,12 +5,8 @@ class whose rank 1 waits; an actor ends that wait after some seconds, mostly mor
 dead program the same actor ends at once without acting.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
-
-__all__ = ["Program", "draw", "source_of"]
 
 # Waits inside a process, ended by a call of one of its threads or signal handlers.
 LOCAL = ("lock", "condition", "event", "queue", "join", "future")
@@ -38,18 +34,18 @@ class Program:
     seconds: float
 
     @property
-    def must_be_proven(self) -> bool:
+    def must_be_proven(self):
         """Whether the engine must prove a hang once the actor is gone."""
         return self.wait not in UNPROVABLE
 
 
-def draw(seed: int, number: int) -> list[Program]:
+def draw(seed, number):
     """Return ``number`` programs, the same for each ``seed``."""
     chance = random.Random(seed)
     return [_draw(chance) for _ in range(number)]
 
 
-def _draw(chance: random.Random) -> Program:
+def _draw(chance):
     wait = chance.choices((*LOCAL, *KEYS, *UNPROVABLE), weights=[4] * 6 + [3] * 3 + [1] * 4)[0]
     through = chance.choice(THROUGH) if wait in LOCAL else chance.choice(("", "gloo"))
     place = chance.choice(PLACES)
@@ -72,7 +68,7 @@ def _draw(chance: random.Random) -> Program:
     return Program(wait, through, actor, chance.choice(BIDES), place, round(chance.uniform(1.0, 8.0), 1))
 
 
-def source_of(programs: list[Program]) -> str:
+def source_of(programs):
     """Return a file with two classes for each program, the live one and the dead one."""
     limit = 20 if len(programs) < 100 else 40  # ends a dead program whose hang has no proof
     lines = [f"LIMIT = {limit}", RUNTIME]

@@ -1,10 +1,7 @@
 """A test passes only if unittest has run its body and fixtures, in every rank, and the ranks agree on what ran."""
 
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import CHECKOUT, suite_of
@@ -233,7 +230,7 @@ class TestSubTests(Ranks):
 """
 
 
-def source() -> str:
+def source():
     text = HELPERS + FIXED + OVERRIDES + EVADED + SUB_TESTS
     for base in ("Overrides", "StandingOverrides"):
         text += class_of(f"Test{base}", base, OVERRIDDEN)
@@ -247,12 +244,23 @@ def source() -> str:
     return text
 
 
-def test_each_body_ends_as_its_row_states(tmp_path: Path) -> None:
-    files = {"test_suite.py": source(), "test_module.py": MODULE}
-    check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4"}, deadline_s=200)
+# Files of one name in two folders, which are not taken for each other.
+OF_ONE_NAME = {
+    f"{folder}/test_same.py": class_of("TestSame", "unittest.TestCase", {"folder": (end, statement)}, on="True")
+    for folder, end, statement in (
+        ("one", "passed", "pass"),
+        ("other", "failed: not the same", "raise_('not the same')"),
+    )
+}
 
 
-def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
+def test_each_body_ends_as_its_row_states(tmp_path):
+    files = {"test_suite.py": source(), "test_module.py": MODULE, **OF_ONE_NAME}
+    path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])  # as of a runner started in the second folder
+    check_rows(tmp_path, files, extra={"TORCH_EXT_HANG_AFTER": "4", "PYTHONPATH": path}, deadline_s=200)
+
+
+def test_unittest_and_pytest_pass_no_invalid_body(tmp_path):
     evading = [f"TestEvades_{name}_Starts" for name in EVADES]
     killed = "TestExpected.test_is_killed"  # no test may expect a kill, and no runner judges again
     with suite_of(tmp_path, source()) as suite:
@@ -265,19 +273,3 @@ def test_unittest_and_pytest_pass_no_invalid_body(tmp_path: Path) -> None:
         found = suite.run_pytest("-k", " or ".join(names))
         assert found.code == 1 and not re.search(" passed| xfailed", found.out.splitlines()[-1]), found
         assert found.status["test_is_killed"] == "failed", found
-
-
-def test_files_of_one_name_in_two_folders_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    ends = {"one": "passed", "other": "failed: not the same"}
-    files = {
-        f"{folder}/test_same.py": class_of(
-            "TestSame",
-            "unittest.TestCase",
-            {"folder": (end, f"self.assertIn('one', {folder!r}, 'not the same')")},
-            on="True",
-        )
-        for folder, end in ends.items()
-    }
-    # Emulates a runner started in the second folder.
-    path = os.pathsep.join([str(tmp_path / "other"), str(CHECKOUT)])
-    check_rows(tmp_path, files, extra={"PYTHONPATH": path})

@@ -1,14 +1,11 @@
 """Classes that replace functions of the harness, or write into its descriptors, cost at most their own results."""
 
-from __future__ import annotations
-
 import random
 import re
-from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import Suite, suite_of
+from test.torch_ext.world.suites import suite_of
 
 # Functions that a test replaces, and other settings that it changes for its whole process
 
@@ -67,7 +64,7 @@ LATER = {
 }
 
 
-def test_changes_of_a_class_to_its_process_fail_no_test(tmp_path: Path) -> None:
+def test_changes_of_a_class_to_its_process_fail_no_test(tmp_path):
     with suite_of(tmp_path, CHANGES) as suite:
         source = CHANGES
         for where, (code, names) in LATER.items():
@@ -128,7 +125,7 @@ class Test{}({}):
 """
 
 
-def spoil_and_run(suite: Suite, seed: int, places: int) -> None:
+def spoil_and_run(suite, seed, places):
     """Run classes and an import that write junk, beside a class that does not. The model: its results are complete,
     each planned test of the others has at most one, and the run ends in order and says that something is wrong.
     """
@@ -153,7 +150,7 @@ def spoil_and_run(suite: Suite, seed: int, places: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(range(2, 60), marks=pytest.mark.long)], ids=["one", "many"])
-def test_junk_in_every_descriptor_costs_the_class_alone(tmp_path: Path, seed: int | range) -> None:
+def test_junk_in_every_descriptor_costs_the_class_alone(tmp_path, seed):
     for each in [seed] if isinstance(seed, int) else seed:
         with suite_of(tmp_path / str(each), "") as suite:
             spoil_and_run(suite, each, len(PLACES) if each == 1 else 4)

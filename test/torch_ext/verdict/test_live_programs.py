@@ -3,15 +3,11 @@
 A hang is proven after two seconds here, and actors act after one to eight. ``--long`` draws 500 programs.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
-from test.torch_ext.verdict.live_programs import Program, draw, source_of
+from test.torch_ext.verdict.live_programs import draw, source_of
 from test.torch_ext.world.programs import reports_hang
-from test.torch_ext.world.suites import Run, suite_of
+from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
 
 NUMBER, NUMBER_OF_LONG = 16, 500
@@ -20,13 +16,13 @@ PROVEN = 0.85
 
 
 @pytest.fixture(scope="module")
-def drawn(request: pytest.FixtureRequest) -> list[Program]:
+def drawn(request):
     is_long = request.config.getoption("--long")
     return draw(seed=27, number=NUMBER_OF_LONG if is_long else NUMBER)
 
 
 @pytest.fixture(scope="module")
-def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(drawn, tmp_path_factory):
     folder = tmp_path_factory.mktemp("live")
     with suite_of(folder, source_of(drawn)) as suite:
         slots = str(2 * min(2 * len(drawn), 24))
@@ -35,7 +31,7 @@ def run(drawn: list[Program], tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield suite.finish(started, deadline_s=60 + 12 * len(drawn))
 
 
-def test_program_with_a_thread_that_may_act_is_not_ended(drawn: list[Program], run: Run) -> None:
+def test_program_with_a_thread_that_may_act_is_not_ended(drawn, run):
     ended = {
         f"{number}: {program}": run.text.get(f"test_live_{number:03}", str(run)[-3000:])
         for number, program in enumerate(drawn)
@@ -44,7 +40,7 @@ def test_program_with_a_thread_that_may_act_is_not_ended(drawn: list[Program], r
     assert not ended, "\n\n".join(f"{program}\n{text}" for program, text in ended.items())
 
 
-def test_program_without_a_thread_that_may_act_is_proven_to_hang(drawn: list[Program], run: Run) -> None:
+def test_program_without_a_thread_that_may_act_is_proven_to_hang(drawn, run):
     proven = [reports_hang(run.text.get(f"test_dead_{number:03}", "")) for number in range(len(drawn))]
     missed = [
         f"{number}: {program}\n{run.text.get(f'test_dead_{number:03}', '?')}"

@@ -1,12 +1,7 @@
 """Classes side by side stay apart: connections of worlds, which gloo does not tell apart, zygotes and processes."""
 
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
-
-import pytest
 
 from test.torch_ext.world.programs import check_rows
 from test.torch_ext.world.suites import SLOWER, suite_of
@@ -74,7 +69,7 @@ class TestStanding(Standing):
 """
 
 
-def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> None:
+def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path):
     check_rows(tmp_path, ADDRESSES)
     addresses = set()
     for world in ("TestFresh.test_first", "TestFresh.test_second", "TestStanding.test_first"):
@@ -87,7 +82,7 @@ def test_ranks_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> Non
     assert len(addresses) == 3
 
 
-def test_no_two_worlds_have_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_worlds_have_one_address(monkeypatch):
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     for _ in range(2):
         address, reservation = threads.reserve()
@@ -109,7 +104,7 @@ class TestImports(Ranks):
 """
 
 
-def test_fresh_interpreters_conform_and_listen_at_the_address_of_their_world_alone(tmp_path: Path) -> None:
+def test_fresh_interpreters_conform_and_listen_at_the_address_of_their_world_alone(tmp_path):
     addresses = ADDRESSES.partition("    def test_second")[0]
     files = {"test_suite.py": CONFORMS, "test_addresses.py": addresses, "test_imports.py": IMPORTS}
     run = check_rows(tmp_path, files, "--show-output", extra={"TORCH_EXT_START_METHOD": "interpreter"})
@@ -202,7 +197,7 @@ class TestAlone(Ranks):
 """
 
 
-def test_killed_zygote_or_daemon_of_a_class_affects_no_other_class(tmp_path: Path) -> None:
+def test_killed_zygote_or_daemon_of_a_class_affects_no_other_class(tmp_path):
     run = check_rows(tmp_path, HURTS + LEAVES, "--timeout", str(round(6 * SLOWER)), "--slots", "16", deadline_s=100)
     assert "left a process behind" not in run.out, run
 
@@ -219,7 +214,7 @@ class TestB(Ranks):
 """
 
 
-def test_the_first_failure_stops_the_neighbours(tmp_path: Path) -> None:
+def test_the_first_failure_stops_the_neighbours(tmp_path):
     with suite_of(tmp_path, FAILS_FAST) as suite:
         run = suite.run("-f", "--slots", "8")
         assert run.code == 1 and run.status == {"test_fails": "failed"} and "Not run: 1 test" in run.out, run

@@ -1,20 +1,16 @@
 """Tests whose ranks all do the same end as plain unittest says: drawn bodies, with every base class."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
 import sys
 import warnings
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from test.torch_ext.verdict.drawn import BASES, OUTSIDE, class_fails, class_suite, ends, module_of_bodies, suite_text
-from test.torch_ext.world.suites import Suite, suite_of
+from test.torch_ext.world.suites import suite_of
 
 WAYS = ("run_test.py", "python file.py", "pytest")
 SEED = 27
@@ -22,15 +18,14 @@ SEED = 27
 IN_PYTEST = {"PASSED": "passed", "SKIPPED": "skipped", "XFAIL": "expected failure"}
 
 
-def load(path: Path) -> ModuleType:
+def load(path):
     spec = importlib.util.spec_from_file_location("bodies", path)
-    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], str]:
+def found_by(suite, way, limit_s):
     """Run the suite of ``way``; return how each test ended, by class and method."""
     file, output = f"test_way{way}.py", suite.folder / f"way{way}.jsonl"
     if WAYS[way] == "pytest":
@@ -49,7 +44,7 @@ def found_by(suite: Suite, way: int, limit_s: float) -> dict[tuple[str, str], st
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=WAYS)
-def test_identical_ranks_end_as_unittest_reports(tmp_path: Path, request: pytest.FixtureRequest, way: int) -> None:
+def test_identical_ranks_end_as_unittest_reports(tmp_path, request, way):
     number = 2000 if request.config.getoption("--long") else 100
     with suite_of(tmp_path, "", "test_empty.py") as suite, warnings.catch_warnings():
         (suite.folder / "bodies.py").write_text(module_of_bodies(number, SEED))
@@ -71,7 +66,7 @@ def test_identical_ranks_end_as_unittest_reports(tmp_path: Path, request: pytest
         assert not different, f"found, expected: {different}"
 
 
-def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path: Path) -> None:
+def test_cleanups_of_class_and_module_that_ranks_register_count(tmp_path):
     """Where unittest reports an error of the class or the module, the class has an error or its test fails."""
     bodies, suite_source = class_suite()
     with suite_of(tmp_path, "", "test_empty.py") as suite:

@@ -1,11 +1,8 @@
 """Interrupts, deaths and hangs of a class's process, or of an importing process, are no pass; other classes run on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
-from pathlib import Path
 
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER, suite_of
@@ -151,12 +148,12 @@ class TestForks_{}(Ranks):
 """
 
 
-def module(name: str) -> str:
+def module(name):
     fixture, statement, words, end = MODULES[name]
     return MODULE.format(fixture=fixture, statement=statement, words=words, end=end, name=name)
 
 
-def test_each_class_and_file_ends_as_its_row_states(tmp_path: Path) -> None:
+def test_each_class_and_file_ends_as_its_row_states(tmp_path):
     interrupts = INTERRUPTS
     for base, acts in INTERRUPTED.items():
         rows = {name: ("failed: KeyboardInterrupt|SIGINT", act) for name, act in acts.items()}
@@ -172,7 +169,7 @@ def test_each_class_and_file_ends_as_its_row_states(tmp_path: Path) -> None:
     assert limit <= float(took) < limit + 25, "the process was ended at its limit, and not a margin later"
 
 
-def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
+def test_list_of_a_file_that_hangs_ends(tmp_path):
     with suite_of(tmp_path, CLASSES) as suite:
         suite.add("test_hangs.py", IMPORTS["test_hangs.py"])
         run = suite.run("--list", "--timeout", "3")
@@ -180,7 +177,7 @@ def test_list_of_a_file_that_hangs_ends(tmp_path: Path) -> None:
         assert run.code == 1
 
 
-def test_death_after_the_last_test_is_reported_by_the_file(tmp_path: Path) -> None:
+def test_death_after_the_last_test_is_reported_by_the_file(tmp_path):
     with suite_of(tmp_path, module("tear_down_dies") + "\nrun_tests()\n") as suite:
         run = suite.finish(suite.start([str(suite.file)]))
         assert run.code == 1 and "SIGKILL" in run.out, run
@@ -207,7 +204,7 @@ class TestLate(unittest.TestCase):
 """
 
 
-def test_output_belongs_to_the_test_that_printed_it_however_late_the_runner_looks(tmp_path: Path) -> None:
+def test_output_belongs_to_the_test_that_printed_it_however_late_the_runner_looks(tmp_path):
     with suite_of(tmp_path, LATE) as suite:
         process = suite.start_runner(extra={"PYTHONUNBUFFERED": ""})
         suite.await_note("begun", process)

@@ -1,9 +1,5 @@
 """A rank passes only if its own body ran to its end, and no thread or exit function of it fails later."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import SLOWER
 
@@ -187,7 +183,7 @@ CHANNELS = {
 }
 
 
-def test_each_rank_ends_as_its_row_states(tmp_path: Path) -> None:
+def test_each_rank_ends_as_its_row_states(tmp_path):
     source = HELPERS + THREADS
     source += class_of("TestForked", "Ranks", FORKED) + class_of("TestEnds", "Ranks", ENDS)
     source += class_of("TestPlain", "unittest.TestCase", PLAIN, on="True")

@@ -1,16 +1,11 @@
 """The first line of a report: the rank at fault, the line, and the cause, by programs whose fault is known."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import pytest
-
-from test.torch_ext.verdict.drawn_faults import FAULTS, Program, judge_report, source_of
+from test.torch_ext.verdict.drawn_faults import FAULTS, judge_report, source_of
 from test.torch_ext.world.programs import check_rows, class_of
-from test.torch_ext.world.suites import SLOWER, Run, suite_of
+from test.torch_ext.world.suites import SLOWER, suite_of
 from torch_ext import cache
 
 # Rank 1 is to blame in each of these. They wait in ways that no drawn program does, or cannot be heard.
@@ -50,7 +45,7 @@ def fail_in_turn(test):
 """
 
 
-def silent_rows() -> str:
+def silent_rows():
     source = SILENT
     for name, act in (ACTS | OF_THREE).items():  # each in its class, since most take all of the limit
         size, join = (3, "self.join_group()\n") if name in OF_THREE else (2, "")
@@ -114,7 +109,7 @@ class TestStanding_{name}(Standing):  # failed: rank 1 failed at...test_1_leaves
 )
 
 
-def test_absent_or_first_failed_rank_is_named(tmp_path: Path) -> None:
+def test_absent_or_first_failed_rank_is_named(tmp_path):
     limit = str(round(8 * (1 + SLOWER) / 2))  # some rows take all of it
     check_rows(tmp_path, {"test_silent.py": silent_rows(), "test_late.py": LATE}, "--timeout", limit, "--slots", "32")
 
@@ -126,7 +121,7 @@ def test_absent_or_first_failed_rank_is_named(tmp_path: Path) -> None:
 _EACH, _EACH_LONG, _SLOTS = 8, 67, {"gloo": 32, "sim": 24, "threads": 12}
 
 
-def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Program], Run]:
+def _run_drawn(kind, number, folder, seed):
     text, made = source_of(random.Random(seed + kind), kind, number)
     with suite_of(folder, text) as suite:
         extra = {"TORCH_EXT_HANG_AFTER": "4", "TORCH_EXT_CACHE": str(cache.folder())}
@@ -135,9 +130,7 @@ def _run_drawn(kind: str, number: int, folder: Path, seed: str) -> tuple[list[Pr
         return made, suite.finish(process, deadline_s=60 + 12 * number * SLOWER)
 
 
-def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_the_first_line_names_the_rank_the_line_and_the_cause_of_a_drawn_fault(tmp_path, request):
     long = request.config.getoption("--long")
     seed, number = ("drawn", _EACH) if not long else (str(random.SystemRandom().random()), _EACH_LONG)
     wrong, right = [], 0

@@ -1,7 +1,5 @@
 """However a test treats the processes around it, the runner ends in order: a result for each test, no leftovers."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -130,7 +128,7 @@ class TestStands(Kills, Standing):
 """
 
 
-def test_started_processes_and_signals_of_ranks_fail_no_other_test(tmp_path: Path) -> None:
+def test_started_processes_and_signals_of_ranks_fail_no_other_test(tmp_path):
     segment = f"te{uuid.uuid4().hex[:8]}"
     files = {"test_started.py": STARTED, "test_signals.py": SIGNALLED, "test_between.py": BETWEEN}
     limit = str(round(4 * SLOWER))
@@ -148,7 +146,7 @@ def test_started_processes_and_signals_of_ranks_fail_no_other_test(tmp_path: Pat
     assert left == []
 
 
-def test_other_runners_survive_such_ranks(tmp_path: Path) -> None:
+def test_other_runners_survive_such_ranks(tmp_path):
     with suite_of(tmp_path, SIGNALLED) as suite:
         extra = {"TORCH_EXT_TIMEOUT": "4"}
         for run in (
@@ -194,7 +192,7 @@ if __name__ == "__main__":
         ("", "imported", 3),
     ],
 )
-def test_ctrl_c_ends_the_run_in_order(tmp_path: Path, way: str, moment: str, times: int) -> None:
+def test_ctrl_c_ends_the_run_in_order(tmp_path, way, moment, times):
     with suite_of(tmp_path, SLOW if way else SLOW.replace("sleep(1)", "sleep(30)", 1)) as suite:
         process = suite.start_runner(extra={"MOMENT": moment}) if way else suite.start([str(suite.file)])
         suite.await_note(moment, process)
@@ -212,7 +210,7 @@ PLAIN = class_of("TestPlain", "unittest.TestCase", NEXT)
 
 
 @pytest.mark.parametrize("number", [8, 14])
-def test_limit_of_open_files_is_reported_in_one_sentence(tmp_path: Path, number: int) -> None:
+def test_limit_of_open_files_is_reported_in_one_sentence(tmp_path, number):
     """Too few for the runner itself; a shortage that only a test meets is that test's failure."""
     few = (number, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with suite_of(tmp_path, PLAIN) as suite:
@@ -221,7 +219,7 @@ def test_limit_of_open_files_is_reported_in_one_sentence(tmp_path: Path, number:
         assert "Too many open files" in run.err and "ulimit -n" in run.err, run
 
 
-def test_library_writable_by_others_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_library_writable_by_others_is_refused_in_one_sentence(tmp_path):
     with suite_of(tmp_path, PLAIN) as suite:
         cache = suite.folder / "cache"
         (cache / "sim").mkdir(parents=True)

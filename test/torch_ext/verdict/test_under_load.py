@@ -4,8 +4,6 @@
 in any run, and no run may leave processes behind.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ LOAD, SLOWER = 4, 8
 DEADLINE_S = 300
 
 
-def run_rows(file: Path, folder: Path) -> str:
+def run_rows(file, folder):
     """Run all rows of ``file``; return the number of rows by ending."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/rows", str(file)]
     extra = {PATIENCE: str(SLOWER), "TORCH_EXT_CACHE": str(cache.folder())}
@@ -36,8 +34,8 @@ def run_rows(file: Path, folder: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
-def test_rows_end_alike_each_time(file: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    times: int = request.config.getoption("times")
+def test_rows_end_alike_each_time(file, tmp_path, request):
+    times = request.config.getoption("times")
     with ThreadPoolExecutor(LOAD * (os.cpu_count() or 1)) as pool:
         runs = pool.map(lambda n: run_rows(Path(__file__).with_name(file), tmp_path / str(n)), range(times))
         assert len(set(runs)) == 1

@@ -1,20 +1,16 @@
 """Finds leftovers of faults: processes, zombies, descriptors and files. Imports the standard library only."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
 
 from torch_ext.world import _os
 
-__all__ = ["MARK", "Census", "ancestors", "marked_processes"]
-
 # Set in the environment of a suite's processes, to recognise anything they leave behind.
 MARK = "MARK_OF_A_TEST"
 
 
-def marked_processes(mark: str) -> dict[int, str]:
+def marked_processes(mark):
     """Return the pid and command line of every process that carries ``mark``. Zombies have none."""
     wanted, found = f"{MARK}={mark}".encode(), {}
     for entry in os.listdir("/proc"):
@@ -37,11 +33,11 @@ class Census:
     or two seconds have passed. A change that stays is written once and is then the new state.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self._path = path
         self._last: dict[str, int] | None = None
 
-    def note(self, test: str) -> None:
+    def note(self, test):
         end = time.monotonic() + 2
         while (counts := _count()) != self._last and self._last is not None and time.monotonic() < end:
             time.sleep(0.02)
@@ -50,7 +46,7 @@ class Census:
             print(json.dumps({"test": test, **counts}), file=stream)
 
 
-def _count() -> dict[str, int]:
+def _count():
     tree = ancestors()
     counts = {f"descriptors {level}": len(os.listdir(f"/proc/{pid}/fd")) for level, pid in enumerate(tree)}
     counts["processes"] = len(marked_processes(os.environ[MARK]))
@@ -59,7 +55,7 @@ def _count() -> dict[str, int]:
     return counts
 
 
-def ancestors() -> list[int]:
+def ancestors():
     """Return the pids of this process and of its ancestors that carry the mark, from the bottom up."""
     marked = marked_processes(os.environ[MARK])
     found = [os.getpid()]

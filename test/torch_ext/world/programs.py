@@ -1,21 +1,12 @@
 """Rows: tests whose comments state their expected ending, run by one run of the runner."""
 
-from __future__ import annotations
-
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
-from test.torch_ext.world.suites import WORDS, Run, endings, suite_of
-
-__all__ = ["check_rows", "class_of", "first_line", "ranks_in_first_line", "reports_hang"]
+from test.torch_ext.world.suites import WORDS, endings, suite_of
 
 
-def class_of(
-    name: str, base: str, table: Mapping[str, tuple[str, str]], on: str = "self.rank == 1", end: str = ""
-) -> str:
+def class_of(name, base, table, on="self.rank == 1", end=""):
     """Return the source of a class with ending ``end``, with a test for each row of ``table``: its ending, and the
     statement that rank 1 runs, or every rank for which the condition ``on`` holds.
     """
@@ -26,7 +17,7 @@ def class_of(
     return "\n".join([f"\n\nclass {name}({base}):{end and '  # '}{end}", *tests])
 
 
-def _rows_of(name: str, source: str) -> Iterator[tuple[str, str]]:
+def _rows_of(name, source):
     """Yield the id of each test, class and file of ``source`` that must have a result, and its expected ending."""
     cls = ""
     if source.startswith("# "):
@@ -41,7 +32,7 @@ def _rows_of(name: str, source: str) -> Iterator[tuple[str, str]]:
             yield f"{cls}::{found[1]}", end or "passed"
 
 
-def _wrong_in(expected: str, status: str, text: str) -> str:
+def _wrong_in(expected, status, text):
     """Return the difference of a row's ending from ``expected``; empty if there is none."""
     wanted = re.fullmatch(rf"({WORDS}|hangs)(?: by ([\d, ]+))?(?:: (.+))?", expected)
     assert wanted, f"no way to end: {expected}"
@@ -59,13 +50,7 @@ def _wrong_in(expected: str, status: str, text: str) -> str:
     return "" if found else "the words are missing"
 
 
-def check_rows(
-    folder: Path,
-    source: str | Mapping[str, str],
-    *arguments: str,
-    deadline_s: float = 0.0,
-    **how: Any,
-) -> Run:
+def check_rows(folder, source, *arguments, deadline_s=0.0, **how):
     """Run one file, or several by name, by ``run_test.py``; assert that every ending is as the comments in it say.
 
     Such a comment follows the line of a test or class, or is the first line of a file: ``# failed by 1: words``.
@@ -100,12 +85,12 @@ def check_rows(
     return run
 
 
-def first_line(text: str) -> str:
+def first_line(text):
     """Return the line of a report that states the failure."""
     return text.strip().partition("\n")[0]
 
 
-def ranks_in_first_line(text: str) -> set[int]:
+def ranks_in_first_line(text):
     """Return the ranks that a report blames, which are the ranks in its first line.
 
     >>> ranks_in_first_line("rank 1 never called barrier, which ranks 0, 2 waited in (test_a.py:7)")
@@ -116,13 +101,13 @@ def ranks_in_first_line(text: str) -> set[int]:
     line = first_line(text)
     number = r"(\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)"
     found = re.match(rf"ranks? {number}", line)
-    ranks: set[int] = set()
+    ranks = set()
     for part in found[1].split(", ") if found else []:
         low, _, high = part.partition("-")
         ranks |= set(range(int(low), int(high or low) + 1))
     return ranks
 
 
-def reports_hang(text: str) -> bool:
+def reports_hang(text):
     """Whether a report says that the ranks hang, and not that a time limit passed."""
     return bool(re.search(r"\bhang|\bhung\b|deadlock", text)) and "timed out" not in first_line(text)

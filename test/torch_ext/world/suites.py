@@ -4,8 +4,6 @@ A program is a file of tests. It runs in its own session, so that its signals to
 tests that judge it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,10 +14,8 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from test.torch_ext.interpreter import CHECKOUT, RUN_TEST
 from test.torch_ext.world.faults import MARK, marked_processes
@@ -148,14 +144,14 @@ class Run:
     text: dict[str, str] = field(default_factory=dict)
     census: list[dict[str, int | str]] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"exit code {self.code}\n{self.out}\n{self.err}"
 
 
 class Suite:
     """A folder of programs, with its own temporary folder and a mark on its processes."""
 
-    def __init__(self, folder: Path, source: str, name: str = "test_suite.py") -> None:
+    def __init__(self, folder, source, name="test_suite.py"):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.file = folder / name
@@ -165,12 +161,12 @@ class Suite:
         self.temporary.mkdir(exist_ok=True)
         self.census_file = folder / "census"
 
-    def add(self, name: str, source: str) -> None:
+    def add(self, name, source):
         """Write another file of tests, with the same beginning."""
         (self.folder / name).parent.mkdir(exist_ok=True)
         (self.folder / name).write_text(PREAMBLE + textwrap.dedent(source))
 
-    def environment(self, extra: Mapping[str, str] = {}) -> dict[str, str]:
+    def environment(self, extra: Mapping[str, str] = {}):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER)}
         return {
             **kept, MARK: self.mark, "TMPDIR": str(self.temporary), "CENSUS": str(self.census_file),
@@ -178,7 +174,7 @@ class Suite:
             **extra,
         }  # fmt: skip
 
-    def start(self, command: list[str], extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+    def start(self, command, extra: Mapping[str, str] = {}, **how):
         """Start a command in its own session; ``how`` goes to ``Popen``."""
         how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.folder, **how}
         return subprocess.Popen(
@@ -186,15 +182,10 @@ class Suite:
             stdin=subprocess.DEVNULL, start_new_session=True, **how,
         )  # fmt: skip
 
-    def start_runner(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> subprocess.Popen[str]:
+    def start_runner(self, *arguments, extra: Mapping[str, str] = {}, **how):
         return self.start([RUN_TEST, "--root", str(self.folder), "-v", *arguments], extra, **how)
 
-    def finish(
-        self,
-        process: subprocess.Popen[str],
-        parse: Callable[[Run], None] | None = None,
-        deadline_s: float = DEADLINE_S,
-    ) -> Run:
+    def finish(self, process, parse=None, deadline_s=DEADLINE_S):
         """Wait for the end. After ``deadline_s``, kill the run and all its processes; it then has no exit code."""
         late = ""
         try:
@@ -210,20 +201,20 @@ class Suite:
             run.census = [json.loads(line) for line in self.census_file.read_text().splitlines()]
         return run
 
-    def run(self, *arguments: str, extra: Mapping[str, str] = {}, **how: Any) -> Run:
+    def run(self, *arguments, extra: Mapping[str, str] = {}, **how):
         """Run it by ``run_test.py --root``."""
         return self.finish(self.start_runner(*arguments, extra=extra, **how))
 
-    def run_unittest(self, *tests: str, extra: Mapping[str, str] = {}) -> Run:
+    def run_unittest(self, *tests, extra: Mapping[str, str] = {}):
         """Run tests, named with their class, by ``python -m unittest``."""
         names = [f"{self.file.stem}.{test}" for test in tests] or [self.file.stem]
         return self.finish(self.start(["-m", "unittest", "-v", *names], extra), parse_unittest)
 
-    def run_pytest(self, *arguments: str, extra: Mapping[str, str] = {}) -> Run:
+    def run_pytest(self, *arguments, extra: Mapping[str, str] = {}):
         command = ["-m", "pytest", "-v", "-rA", "-p", "no:cacheprovider", str(self.file), *arguments]
         return self.finish(self.start(command, extra), parse_pytest)
 
-    def await_note(self, name: str, process: subprocess.Popen[str]) -> str:
+    def await_note(self, name, process):
         """Return the note that a program left, once it is there."""
         end = time.monotonic() + DEADLINE_S
         while not (self.folder / name).exists():
@@ -232,7 +223,7 @@ class Suite:
             time.sleep(0.01)
         return (self.folder / name).read_text()
 
-    def assert_nothing_left(self) -> None:
+    def assert_nothing_left(self):
         """Wait up to five seconds for the suite's processes to end; they and its temporary files must be gone."""
         end = time.monotonic() + 5
         while (found := marked_processes(self.mark)) and time.monotonic() < end:
@@ -242,7 +233,7 @@ class Suite:
         files = [str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*")]
         assert [name for name in files if not name.startswith(("torchinductor_", "pytest-of-"))] == []
 
-    def end_survivors(self) -> None:
+    def end_survivors(self):
         """Kill what a failed test left behind, by pid."""
         while found := marked_processes(self.mark):
             for pid in found:
@@ -252,7 +243,7 @@ class Suite:
 
 
 @contextlib.contextmanager
-def suite_of(folder: Path, source: str, name: str = "test_suite.py") -> Iterator[Suite]:
+def suite_of(folder, source, name="test_suite.py"):
     """A suite whose processes end with the block. Unless the block raises, none may be left by then."""
     suite = Suite(folder, source, name)
     try:
@@ -262,21 +253,21 @@ def suite_of(folder: Path, source: str, name: str = "test_suite.py") -> Iterator
         suite.end_survivors()
 
 
-def endings(run: Run) -> dict[str, tuple[str, str]]:
+def endings(run):
     """Return the status and the report of each test, class and file, by its id."""
     texts = dict(re.findall(r"^FAILED (\S+)  [\d.]+ s\n(.*?)^rerun: ", run.out, re.MULTILINE | re.DOTALL))
     found = re.findall(rf"^(\S+\.py(?:::\w+)*)  ({WORDS})  [\d.]+ s", run.out, re.MULTILINE)
     return {name: (status, texts.get(name, "")) for name, status in found}
 
 
-def _parse(run: Run) -> None:
+def _parse(run):
     for name, (status, text) in endings(run).items():
         run.status[name.rpartition("::")[2]] = status
         if text:
             run.text[name.rpartition("::")[2]] = text
 
 
-def parse_unittest(run: Run) -> None:
+def parse_unittest(run):
     # The parent half may print between a test's name and its result, which then stands at the end of another line.
     for name, status in re.findall(
         r"^(\w+) \([\w.]+\)(?:\n[^\n]*?)? \.\.\. (?:.*?\n)*?.*?(ok|FAIL|ERROR|skipped)\b", run.err, re.MULTILINE
@@ -286,7 +277,7 @@ def parse_unittest(run: Run) -> None:
         run.text[name] = text
 
 
-def parse_pytest(run: Run) -> None:
+def parse_pytest(run):
     for status, name in re.findall(r"^(PASSED|FAILED|SKIPPED|ERROR) \S+::(\w+)", run.out, re.MULTILINE):
         run.status[name] = status.lower()
     for name, text in re.findall(r"^_+ \w+\.(\w+) _+$(.*?)(?=^_{5,}|^====)", run.out, re.M | re.S):

@@ -1,10 +1,7 @@
 """Which rank kept which waiting, over scripted outcomes. See Note [Who is to blame for a hang]."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from torch_ext.world.outcome import Collective, Ending, Outcome, first_mismatch,
 from torch_ext.world.protocol import RankStatus, Receipt, Wait
 
 
-def entry(group: str, number: int, name: str = "all_reduce", over: bool = False, size: int = 3) -> dict[str, Any]:
+def entry(group, number, name="all_reduce", over=False, size=3):
     return {
         "process_group": [group, "default_pg" if group == "0" else "undefined"],
         "collective_seq_id": number,
@@ -26,16 +23,16 @@ def entry(group: str, number: int, name: str = "all_reduce", over: bool = False,
     }
 
 
-def hung(rank: int, *entries: dict[str, Any], waits: tuple[Wait, ...] = (), **groups: list[int]) -> Outcome:
+def hung(rank, *entries, waits=(), **groups):
     record = json.dumps({"entries": entries, "groups": {name[1:]: ranks for name, ranks in groups.items()}})
     return Outcome(rank, Ending.HUNG, -9, collectives=record, waits=waits)
 
 
-def silent(rank: int, ending: Ending = Ending.HUNG, **more: Any) -> Outcome:
+def silent(rank, ending=Ending.HUNG, **more):
     return Outcome(rank, ending, -9, **more)
 
 
-def out_of_time(rank: int, waits: tuple[Wait, ...], **more: Any) -> Outcome:
+def out_of_time(rank, waits, **more):
     """A rank whose collective ran out of time. The record marks the collective as over a moment after the error."""
     failure = Receipt(RankStatus.FAILED, 2.0, "RuntimeError: Timed out", transport=True, waits=waits)
     return replace(hung(rank, entry("0", 1, "scatter", **more), waits=waits), ending=Ending.FAILED, receipt=failure)
@@ -57,7 +54,7 @@ GATHER, MORE = entry("0", 1, "all_gather"), entry("0", 1, "all_gather", size=400
 GATHERS = (Wait("all_gather_into_tensor() in test_a", transport=True),)
 
 # The outcomes, the ranks to blame, and words of the report.
-CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
+CASES = {
     "the rank that did not call": (
         [hung(0, A), hung(1), hung(2, A)],
         (1,),
@@ -172,10 +169,10 @@ CASES: dict[str, tuple[list[Outcome], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_to_blame_is(case: str) -> None:
+def test_to_blame_is(case):
     outcomes, ranks, phrase = CASES[case]
     blame = find_blame(outcomes)
-    assert blame is not None and tuple(sorted(blame.ranks)) == ranks
+    assert tuple(sorted(blame.ranks)) == ranks
     assert phrase in f"{blame.cause}\n{blame.sentence}\n"
 
 
@@ -186,20 +183,18 @@ def test_to_blame_is(case: str) -> None:
         [hung(0, entry("0", 1, "scatter")), hung(1, entry("0", 1, "scatter", size=0))],  # only the root has inputs
     ],
 )
-def test_nobody_is_to_blame(outcomes: list[Outcome]) -> None:
+def test_nobody_is_to_blame(outcomes):
     assert find_blame(outcomes) is None
 
 
 # Reading records, and the first mismatch in them
 
 
-def call(
-    sequence: int, operation: str = "gloo:all_reduce", group: str = "0 (default_pg)", over: bool = True
-) -> Collective:
+def call(sequence, operation="gloo:all_reduce", group="0 (default_pg)", over=True):
     return Collective(group, sequence, operation, "[3] Float", over)
 
 
-def test_record_is_read_without_point_to_point_operations() -> None:
+def test_record_is_read_without_point_to_point_operations():
     entry = {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": 4,
@@ -214,16 +209,16 @@ def test_record_is_read_without_point_to_point_operations() -> None:
     assert str(found[0]) == "#4 gloo:all_reduce([3] Float, [2, 2] Long) in group 0 (default_pg)"
 
 
-def test_record_of_a_torch_that_writes_less_is_read_too() -> None:
+def test_record_of_a_torch_that_writes_less_is_read_too():
     assert read_record("") == []
     assert read_record("[{}]") == [Collective("?", 0, "?", "", False)]
 
 
-def test_odd_one_out_is_guilty_and_halves_are_not() -> None:
+def test_odd_one_out_is_guilty_and_halves_are_not():
     odd = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")], 2: [call(1)]})
-    assert odd is not None and odd.ranks == (1,)
+    assert odd.ranks == (1,)
     halves = first_mismatch({0: [call(1)], 1: [call(1, "gloo:broadcast")]})
-    assert halves is not None and halves.ranks == ()
+    assert halves.ranks == ()
     assert first_mismatch({0: [call(1, group="3 (sub)")], 1: []}) is None, "rank 1 may be no member"
     assert first_mismatch({0: [call(1), call(2), call(3)], 1: [call(3)]}) is None, "the ring buffer dropped the others"
 
@@ -234,9 +229,7 @@ def test_odd_one_out_is_guilty_and_halves_are_not() -> None:
     guilty=st.integers(0, 5),
     at=st.integers(1, 8),
 )
-def test_same_program_on_every_rank_matches_and_one_that_stops_early_is_found(
-    length: int, world_size: int, guilty: int, at: int
-) -> None:
+def test_same_program_on_every_rank_matches_and_one_that_stops_early_is_found(length, world_size, guilty, at):
     program = [call(number) for number in range(1, length + 1)]
     records = {rank: list(program) for rank in range(world_size)}
     assert first_mismatch(records) is None

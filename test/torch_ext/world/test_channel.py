@@ -1,7 +1,5 @@
 """Channels carry messages of any size and any number of descriptors, survive lost peers, and leak no descriptor."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -9,7 +7,6 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from torch_ext.world.protocol import Signal
 
 
 @contextlib.contextmanager
-def open_pair() -> Iterator[tuple[Channel, Channel]]:
+def open_pair():
     """Two ends, which the block closes; no descriptor may be left open then."""
     before = os.listdir("/proc/self/fd")
     one, other = channel_pair()
@@ -33,16 +30,13 @@ def open_pair() -> Iterator[tuple[Channel, Channel]]:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-Pair = tuple[Channel, Channel]
-
-
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     with open_pair() as ends:
         yield ends
 
 
-def test_message_far_above_the_sockets_buffer_arrives(pair: Pair) -> None:
+def test_message_far_above_the_sockets_buffer_arrives(pair):
     one, other = pair
     payload = os.urandom(1 << 20) * 20
     sender = threading.Thread(target=one.send, args=(payload,))
@@ -52,7 +46,7 @@ def test_message_far_above_the_sockets_buffer_arrives(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 199, 200, 201, 253, 254, 450])
-def test_any_number_of_descriptors_arrives_and_means_the_same_files(pair: Pair, count: int) -> None:
+def test_any_number_of_descriptors_arrives_and_means_the_same_files(pair, count):
     one, other = pair
     reader, writer = os.pipe()
     given_ends = [os.dup(writer) for _ in range(count)]
@@ -68,7 +62,7 @@ def test_any_number_of_descriptors_arrives_and_means_the_same_files(pair: Pair, 
     close_all([*given_ends, *received, reader, writer])
 
 
-def test_closed_peer_is_reported_after_its_last_message(pair: Pair) -> None:
+def test_closed_peer_is_reported_after_its_last_message(pair):
     one, other = pair
     copy = Channel.from_descriptor(os.dup(one.fileno()))
     for end in (one, copy):
@@ -83,7 +77,7 @@ def test_closed_peer_is_reported_after_its_last_message(pair: Pair) -> None:
         other.send("x" * (1 << 22))
 
 
-def test_peer_that_dies_within_a_message_costs_no_descriptor(pair: Pair) -> None:
+def test_peer_that_dies_within_a_message_costs_no_descriptor(pair):
     one, other = pair
     socket.send_fds(one._socket, [channel._AHEAD], [1])
     assert not other.poll()
@@ -93,7 +87,7 @@ def test_peer_that_dies_within_a_message_costs_no_descriptor(pair: Pair) -> None
 
 
 @pytest.mark.parametrize("unread", [0, 2])
-def test_last_messages_of_a_peer_that_leaves_its_own_unread_arrive(pair: Pair, unread: int) -> None:
+def test_last_messages_of_a_peer_that_leaves_its_own_unread_arrive(pair, unread):
     one, other = pair
     for number in range(unread):
         other.send(number)
@@ -114,7 +108,7 @@ JUNK = st.one_of(st.binary(max_size=40), st.integers(1, 5000).map(bytes))
 
 @settings(deadline=None)
 @given(MESSAGES, JUNK)
-def test_junk_is_refused_after_earlier_messages_without_a_wait(messages: list[object], junk: bytes) -> None:
+def test_junk_is_refused_after_earlier_messages_without_a_wait(messages, junk):
     with open_pair() as (one, other):
         for message in messages:
             one.send(message)
@@ -129,14 +123,12 @@ def test_junk_is_refused_after_earlier_messages_without_a_wait(messages: list[ob
 
 
 class Foreign:
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return os.mkdir, ("made by a message",)
 
 
 @pytest.mark.parametrize("message", [Foreign(), OrderedDict(), socket.AF_UNIX, pytest.raises])
-def test_nothing_but_plain_data_and_our_classes_is_unpickled(
-    pair: Pair, message: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_but_plain_data_and_our_classes_is_unpickled(pair, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, other = pair
     one.send(message, [1])
@@ -147,13 +139,13 @@ def test_nothing_but_plain_data_and_our_classes_is_unpickled(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_message_longer_than_any_of_ours_is_not_sent(pair: Pair) -> None:
+def test_message_longer_than_any_of_ours_is_not_sent(pair):
     with pytest.raises(ValueError, match="too long"):
         pair[0].send("many", [1] * (channel._MAX_DESCRIPTORS + 1))
 
 
 @pytest.mark.processes
-def test_refusal_names_the_descriptor_of_the_writer(pair: Pair) -> None:
+def test_refusal_names_the_descriptor_of_the_writer(pair):
     one, other = pair
     peer = os.fork()
     if peer == 0:
@@ -174,7 +166,7 @@ def test_refusal_names_the_descriptor_of_the_writer(pair: Pair) -> None:
     os.waitpid(peer, 0)
 
 
-def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
+def test_a_default_timeout_of_sockets_does_not_end_a_wait():
     socket.setdefaulttimeout(0.001)
     try:
         one, other = channel_pair()
@@ -188,7 +180,7 @@ def test_a_default_timeout_of_sockets_does_not_end_a_wait() -> None:
     other.close()
 
 
-def test_channel_does_not_touch_a_file_that_reuses_its_descriptor(pair: Pair) -> None:
+def test_channel_does_not_touch_a_file_that_reuses_its_descriptor(pair):
     one, other = pair
     number = one.fileno()
     reader, writer = os.pipe()

@@ -1,11 +1,8 @@
 """The steps of every child of a zygote before it accepts an order, and what its zygote ends after it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +44,7 @@ class TestPlain(unittest.TestCase):
 """
 
 
-def test_every_child_replaces_the_pool_and_leads_a_process_group(tmp_path: Path) -> None:
+def test_every_child_replaces_the_pool_and_leads_a_process_group(tmp_path):
     """Class processes too: ranks that are threads, and plain classes, run autograd there."""
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run(extra={"TEST_CALLS": str(tmp_path / "calls"), "TORCH_EXT_SPARES": "0"})
@@ -59,14 +56,14 @@ def test_every_child_replaces_the_pool_and_leads_a_process_group(tmp_path: Path)
     assert [(pid, group) for pid, group in ran if pid != group] == []
 
 
-def test_the_number_of_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_the_number_of_threads_stays(monkeypatch):
+    asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     child.replace_thread_pool()
     assert asked == [torch.get_num_threads()]
 
 
-def test_a_zygote_loads_dynamo_for_files_that_look_as_if_they_needed_it(tmp_path: Path) -> None:
+def test_a_zygote_loads_dynamo_for_files_that_look_as_if_they_needed_it(tmp_path):
     empty, training = tmp_path / "empty.py", tmp_path / "training.py"
     empty.write_text("import torch\n\ndef test_barrier():\n    torch.distributed.barrier()\n")
     training.write_text("import torch\n\noptimizer = torch.optim.SGD([torch.ones(1)])\n")
@@ -89,7 +86,7 @@ class TestSharedMemory(Ranks):
 """
 
 
-def test_the_manager_of_shared_memory_takes_its_files_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_manager_of_shared_memory_takes_its_files_with_it(tmp_path_factory):
     # A short name: the manager's socket lies below it, and the path of a socket has at most 107 characters.
     with suite_of(tmp_path_factory.mktemp("shm"), SHARES_MEMORY) as suite:
         run = suite.run("--show-output")
@@ -99,7 +96,7 @@ def test_the_manager_of_shared_memory_takes_its_files_with_it(tmp_path_factory: 
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_process_that_its_test_has_killed_is_not_left_behind(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+def test_process_that_its_test_has_killed_is_not_left_behind(monkeypatch, killed):
     """On a busy machine the killed process may need a while to end."""
     child = subprocess.Popen(["sleep", "600"])
     assert not _os.is_ending(child.pid)

@@ -1,12 +1,8 @@
 """Hundreds of tests and thousands of worlds in a row leak no process, descriptor or file, and none stalls."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-from test.torch_ext.world.suites import Run, suite_of
+from test.torch_ext.world.suites import suite_of
 
 pytestmark = pytest.mark.long  # .ci/nightly kills
 
@@ -55,21 +51,21 @@ if __name__ == "__main__":
 """
 
 
-def assert_steady(run: Run, warm: int) -> None:
+def assert_steady(run, warm):
     """Check that all counts after the first ``warm`` are equal."""
     counts = [{**entry, "test": ""} for entry in run.census[warm:]]
     assert len(counts) > 10
     assert [entry for entry in counts if entry != counts[0]] == [], counts[0]
 
 
-def test_empty_tests_in_a_row_leave_nothing(tmp_path: Path) -> None:
+def test_empty_tests_in_a_row_leave_nothing(tmp_path):
     with suite_of(tmp_path, EMPTY_TESTS) as suite:
         run = suite.run()
     assert run.out.splitlines()[-1] == f"{TESTS} passed, 0 failed, 0 skipped", run
     assert_steady(run, warm=12)
 
 
-def test_worlds_in_a_row_leave_nothing(tmp_path: Path) -> None:
+def test_worlds_in_a_row_leave_nothing(tmp_path):
     with suite_of(tmp_path, EMPTY_WORLDS) as suite:
         run = suite.finish(suite.start([str(suite.file)]))
     assert run.code == 0, run

@@ -3,10 +3,6 @@
 One class runs them one after another. After each, the counts of processes, descriptors and files are as they were.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from test.torch_ext.world.programs import check_rows, class_of
 
 SOURCE = """
@@ -81,7 +77,7 @@ BOTH = {
 }
 
 
-def test_each_fault_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
+def test_each_fault_is_reported_and_leaves_nothing(tmp_path):
     rows = dict(BOTH)
     for number, (name, (end, act)) in enumerate(FAULTS.items()):
         rank = number % 2

@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -12,14 +10,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from torch_ext.world import _os, channel, files, follow
-from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Capture, RankProcess, read_stacks
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.operations import WaitPage
@@ -37,7 +34,7 @@ TICKET = Ticket("test", 0)
 
 
 @contextlib.contextmanager
-def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
+def scripted_world(size):
     """A world without processes, with the zygote's end of its channel and the ranks' ends of theirs."""
     zygote, _zygotes = channel_pair()
     group, zygotes_group = channel_pair()
@@ -52,11 +49,11 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
             for process in processes:
                 process.pid = NO_PROCESS
 
-            def signalled(rank: int, number: int) -> None:
+            def signalled(rank, number):
                 if number == signal.SIGKILL:
                     zygotes_group.send(Ended(rank, -number, 1000.0))
 
-            world.send_signal = signalled  # type: ignore[method-assign]
+            world.send_signal = signalled
             yield world, zygotes_group, [ranks for _, ranks in lines]
         for channel in (zygote, _zygotes, zygotes_group, *(ranks for _, ranks in lines)):
             channel.close()
@@ -65,15 +62,15 @@ def scripted_world(size: int) -> Iterator[tuple[World, Channel, list[Channel]]]:
 class Clock:
     """A clock that only waiting advances, with events at given times."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
         self._left = 1000
         self._to_come: list[tuple[float, Callable[[], object]]] = []
 
-    def at(self, time_s: float, happens: Callable[[], object]) -> None:
+    def at(self, time_s, happens):
         self._to_come = sorted([*self._to_come, (time_s, happens)], key=lambda each: each[0])
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s):
         """Wait until something happens, for at most ``timeout_s``."""
         self._left -= 1
         assert self._left, "it waits over and over"
@@ -85,12 +82,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     """The clock by which a world waits."""
     clock = Clock()
 
     class Selector(selectors.DefaultSelector):
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        def select(self, timeout=None):
             if not (events := super().select(0)):
                 assert timeout is not None, "it would wait for ever"
                 clock.wait(timeout)
@@ -106,7 +103,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @contextlib.contextmanager
-def pipes(count: int) -> Iterator[tuple[dict[int, int], list[int]]]:
+def pipes(count):
     """Pipes by rank, and the ends to write into."""
     ends = [os.pipe() for _ in range(count)]
     try:
@@ -117,7 +114,7 @@ def pipes(count: int) -> Iterator[tuple[dict[int, int], list[int]]]:
                 os.close(descriptor)
 
 
-def test_channel_that_outlives_its_rank_delays_no_result() -> None:
+def test_channel_that_outlives_its_rank_delays_no_result():
     """The rank's end and last message arrive in one round, and a process that it left behind keeps the channel."""
     with scripted_world(1) as (world, zygote, (ranks,)):
         zygote.send(Ended(0, 0, 1.0))
@@ -133,7 +130,7 @@ def test_channel_that_outlives_its_rank_delays_no_result() -> None:
 
 
 @pytest.mark.parametrize("what", ["ends", "receipts of ranks that live on", "deaths"])
-def test_receipt_sent_before_the_limit_counts_even_if_read_late(what: str) -> None:
+def test_receipt_sent_before_the_limit_counts_even_if_read_late(what):
     """The waiting process may itself have waited for a core until the ranks' limit was over."""
     with scripted_world(2) as (world, zygote, ranks):
         for rank, line in enumerate(ranks):
@@ -150,7 +147,7 @@ def test_receipt_sent_before_the_limit_counts_even_if_read_late(what: str) -> No
 
 
 @pytest.mark.parametrize(("number", "later", "named"), [(9, 5, True), (9, 4, False), (11, 5, False)])
-def test_out_of_memory_kill_is_named(number: int, later: int, named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_kill_is_named(number, later, named, monkeypatch):
     monkeypatch.setattr("torch_ext.machine_memory.kills", lambda: 4)
     with scripted_world(1) as (world, zygote, _ranks):
         zygote.send(Ended(0, -number, 0.5))
@@ -161,7 +158,7 @@ def test_out_of_memory_kill_is_named(number: int, later: int, named: bool, monke
     assert ("--memory, which bounds each simulated device" in text) is named
 
 
-def test_missing_receipt_is_not_invented_at_the_limit(clock: Clock) -> None:
+def test_missing_receipt_is_not_invented_at_the_limit(clock):
     with scripted_world(2) as (world, zygote, ranks):
         ranks[0].send(Receipt(RankStatus.PASSED, 0.5, ticket=TICKET, pid=NO_PROCESS))
         ranks[0].send(Phase.EXITING)
@@ -171,7 +168,7 @@ def test_missing_receipt_is_not_invented_at_the_limit(clock: Clock) -> None:
         assert [outcome.ending for outcome in world.wait(Limits(test_s=5))] == [Ending.PASSED, Ending.TIMED_OUT]
 
 
-def test_zygote_lost_before_the_limit_is_reported_as_lost() -> None:
+def test_zygote_lost_before_the_limit_is_reported_as_lost():
     with scripted_world(1) as (world, zygote, _ranks):
         zygote.close()
         world.started_s = time.monotonic() - 1000
@@ -189,22 +186,20 @@ def test_zygote_lost_before_the_limit_is_reported_as_lost() -> None:
         ([0.0, None], [1.0, 0.0], ["0", ""], 2),  # only the silent one's time counts
     ],
 )
-def test_stacks_are_awaited_while_a_silent_rank_waits_for_a_core(
-    clock: Clock, written_s: list[float | None], shares: list[float] | None, found: list[str], end_s: float | None
-) -> None:
+def test_stacks_are_awaited_while_a_silent_rank_waits_for_a_core(clock, written_s, shares, found, end_s):
     with pipes(len(written_s)) as (readers, writers):
         for rank, at_s in enumerate(written_s):
             if at_s is not None:
-                clock.at(at_s, lambda rank=rank: os.write(writers[rank], str(rank).encode()))  # type: ignore[misc]
+                clock.at(at_s, lambda rank=rank: os.write(writers[rank], str(rank).encode()))
         starved = (lambda rank: clock.now_s * shares[rank]) if shares is not None else None
         assert read_stacks(readers, 1.0, starved) == dict(enumerate(found))
     assert end_s is None or clock.now_s == end_s
 
 
-def test_stacks_are_read_to_their_end_without_a_further_wait(clock: Clock) -> None:
+def test_stacks_are_read_to_their_end_without_a_further_wait(clock):
     with pipes(1) as (readers, (write,)):
         for tenths, part in enumerate((b"a", b"b", b"c")):
-            clock.at(tenths / 10, lambda part=part: os.write(write, part))  # type: ignore[misc]
+            clock.at(tenths / 10, lambda part=part: os.write(write, part))
         assert read_stacks(readers, 3.0) == {0: "abc"}
     assert clock.now_s == pytest.approx(0.4)  # the last part, and the silence after it
 
@@ -215,9 +210,9 @@ COLLECTIVES = Collectives("{}")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
+def asked(monkeypatch, clock):
     """A world of two ranks, and the share of the time for which each waits for a core, by rank."""
-    starved: dict[int, float] = {}
+    starved = {}
     monkeypatch.setattr(_os, "starved_s", lambda pid: clock.now_s * starved.get(pid - NO_PROCESS, 0.0))
     with scripted_world(2) as (world, zygote, ranks):
         for rank, process in enumerate(world.processes):
@@ -236,14 +231,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Any]:
     ],
 )
 def test_collectives_are_awaited_unless_a_silent_rank_has_had_a_core(
-    clock: Clock,
-    asked: Any,
-    reports_s: tuple[float | None, ...],
-    shares: tuple[float, ...],
-    ends_s: float | None,
-    expected: list[int],
-    end_s: float,
-) -> None:
+    clock, asked, reports_s, shares, ends_s, expected, end_s
+):
     world, zygote, ranks, starved = asked
     starved.update(enumerate(shares))
     for line, tell_s in zip(ranks, reports_s, strict=True):
@@ -257,7 +246,7 @@ def test_collectives_are_awaited_unless_a_silent_rank_has_had_a_core(
     assert [world._starved_s(rank) for rank in (0, 1)] == expected_s, "the pid of one that has ended is another's"
 
 
-def test_collectives_are_requested_before_ranks_are_released(asked: Any) -> None:
+def test_collectives_are_requested_before_ranks_are_released(asked):
     world, _, ranks, _ = asked
     world._receipts = [
         (rank, Receipt(status, 0.1, ticket=TICKET, pid=NO_PROCESS + rank))
@@ -273,7 +262,7 @@ def test_collectives_are_requested_before_ranks_are_released(asked: Any) -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised by the rank in preparation
-def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open() -> None:
+def test_too_many_ranks_for_the_open_files_are_refused_and_leave_none_open():
     zygote, zygotes = channel_pair()
     files, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, files)) + 60, limits[1]))

@@ -1,9 +1,6 @@
 """Frames that reports leave out, and characters that they escape."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -15,14 +12,14 @@ HEAD = "Current thread 0x00007e (most recent call first):\n"
 
 
 @pytest.fixture
-def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def hide(file: str, *functions: str) -> None:
+def hide(monkeypatch):
+    def hide(file, *functions):
         monkeypatch.setattr(wording, "_HIDDEN", (*wording._HIDDEN, wording.HiddenFrames(file, functions)))
 
     return hide
 
 
-def test_stacks_lose_the_world_and_keep_the_test() -> None:
+def test_stacks_lose_the_world_and_keep_the_test():
     listener = (
         'Thread 0x00007f (most recent call first):\n  File "/x/torch_ext/world/rank.py", line 9 in _listen\n'
         '  File "/usr/lib/threading.py", line 1 in run\n\n'
@@ -32,12 +29,12 @@ def test_stacks_lose_the_world_and_keep_the_test() -> None:
     assert wording.trim_stacks(listener + HEAD + TEST_FRAME + outwards + modules) == HEAD + TEST_FRAME
 
 
-def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown() -> None:
+def test_a_function_of_the_world_in_which_a_rank_hangs_is_shown():
     stacks = HEAD + '  File "/x/torch_ext/world/rank.py", line 9 in submit\n'
     assert wording.trim_stacks(stacks) == stacks
 
 
-def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks(hide: Callable[..., None]) -> None:
+def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks(hide):
     stacks = HEAD + TEST_FRAME + '  File "/x/layer.py", line 1 in call\n  File "/x/layer.py", line 2 in other\n'
     assert wording.trim_stacks(stacks) == stacks
     hide(r"/layer\.py")
@@ -46,34 +43,34 @@ def test_a_layer_hides_its_functions_in_stacks_and_its_files_in_tracebacks(hide:
     assert wording.trim_stacks(stacks) == HEAD + TEST_FRAME + '  File "/x/layer.py", line 2 in other\n'
 
 
-def raises() -> None:
+def raises():
     raise ValueError("no\nsecond line")
 
 
-def calls() -> None:
+def calls():
     raises()
 
 
-def error_of(function: object) -> BaseException:
+def error_of(function):
     with pytest.raises(ValueError) as caught:
-        function()  # type: ignore[operator]
+        function()
     return caught.value
 
 
-def test_a_traceback_loses_the_functions_that_are_named(hide: Callable[..., None]) -> None:
+def test_a_traceback_loses_the_functions_that_are_named(hide):
     hide(re.escape(__file__), "calls")
     reason, trace = wording.read_error(error_of(calls))
     assert reason == "ValueError: no"
     assert "in raises" in trace and "in calls" not in trace and "in error_of" in trace
 
 
-def test_a_traceback_of_hidden_frames_alone_is_shown_whole(hide: Callable[..., None]) -> None:
+def test_a_traceback_of_hidden_frames_alone_is_shown_whole(hide):
     hide(re.escape(__file__))
     _, trace = wording.read_error(error_of(calls))
     assert "in raises" in trace and "in calls" in trace
 
 
-def test_causes_are_trimmed_too(hide: Callable[..., None]) -> None:
+def test_causes_are_trimmed_too(hide):
     hide(re.escape(__file__), "calls")
     outer = RuntimeError("outer")
     outer.__cause__ = error_of(calls)
@@ -81,7 +78,7 @@ def test_causes_are_trimmed_too(hide: Callable[..., None]) -> None:
     assert "ValueError: no" in wording.read_error(outer)[1]
 
 
-def test_no_control_character_is_printed_raw() -> None:
+def test_no_control_character_is_printed_raw():
     shown = wording.printable("".join(map(chr, range(0x110)))) + wording.printable("\u202e\u2066\x1b]0;title\x07")
     assert {character for character in shown if not character.isprintable()} == {"\t", "\n", "\xa0", "\xad"}
     assert wording.printable("\x1b[2J\0\r\x9b") == r"\x1b[2J\x00\x0d\x9b"

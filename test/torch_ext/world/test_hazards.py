@@ -1,9 +1,6 @@
 """Modules and classes that would break a plain fork still pass, and one message says why they get interpreters."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -58,7 +55,7 @@ class TestBackward(Ranks):
 }
 
 
-def test_each_file_passes_and_names_its_obstacle_once(tmp_path: Path) -> None:
+def test_each_file_passes_and_names_its_obstacle_once(tmp_path):
     run = check_rows(tmp_path, FILES, deadline_s=600)
     why = "cannot fork: it runs other threads: {}; every rank gets a fresh interpreter"
     for name, threads in (("matmul", r"\d+ native threads? \([^)]*\)"), ("thread", "Python thread 'hazard'")):
@@ -79,7 +76,7 @@ unittest.main(test_suite, argv=["alone"])
 """
 
 
-def test_process_that_could_not_fork_closes_its_channels_at_its_end(tmp_path: Path) -> None:
+def test_process_that_could_not_fork_closes_its_channels_at_its_end(tmp_path):
     with suite_of(tmp_path, ALONE) as suite:
         run = suite.finish(suite.start(["-W", "always::ResourceWarning", "-c", WITH_A_THREAD]))
         assert run.code == 0, run

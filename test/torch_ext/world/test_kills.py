@@ -1,19 +1,15 @@
 """Killing any process that a run depends on gives the right report, leaves nothing behind, and spares the next test."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.world.suites import Suite, parse_unittest, suite_of
+from test.torch_ext.world.suites import parse_unittest, suite_of
 from torch_ext.world import _os
 
 # In the order of faults.ancestors() in the parent half.
@@ -62,13 +58,12 @@ class TestStanding(Standing):
 """
 
 
-def await_pids(suite: Suite, target: str, process: subprocess.Popen[str]) -> list[int]:
+def await_pids(suite, target, process):
     """Wait for the test in which ``target`` is to be killed; return its ancestors' pids, from the parent half up."""
-    pids: list[int] = json.loads(suite.await_note(target, process))
-    return pids
+    return json.loads(suite.await_note(target, process))
 
 
-def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path: Path) -> None:
+def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path):
     """One run in which each process above the ranks is killed, in the order of the tests' names."""
     with suite_of(tmp_path, SOURCE) as suite:
         process = suite.start_runner("-i", "TestKilled", "-k", "not supervisor")
@@ -89,7 +84,7 @@ def test_killed_helper_fails_one_test_and_the_next_passes(tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["the runner", "unittest"])
-def test_killed_supervisor_leaves_no_process(tmp_path: Path, how: str) -> None:
+def test_killed_supervisor_leaves_no_process(tmp_path, how):
     with suite_of(tmp_path, SOURCE) as suite:
         if how == "unittest":
             process, target = suite.start(["-m", "unittest", "-k", "case_killed", "test_suite"]), "case"
@@ -102,7 +97,7 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("threads", ["", "1"], ids=["forked zygote", "zygote of its own interpreter"])
-def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path: Path, threads: str) -> None:
+def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path, threads):
     with suite_of(tmp_path, SOURCE) as suite:
         names = ["TestKilled.test_zygote_killed", "TestKilled.test_zygote_killed_next", "TestStanding"]
         names = [f"test_suite.{name}" for name in names]
@@ -117,7 +112,7 @@ def test_killed_zygote_of_a_test_program_fails_one_test_of_each_class(tmp_path: 
 
 
 @pytest.fixture
-def small_cgroup() -> Iterator[Path]:
+def small_cgroup():
     """A cgroup whose processes may hold 500 MB together."""
     root = Path("/sys/fs/cgroup")
     old = (root / "memory").is_dir()
@@ -139,7 +134,7 @@ def small_cgroup() -> Iterator[Path]:
             time.sleep(0.05)
 
 
-def test_kill_by_the_kernel_for_lack_of_memory_is_named(tmp_path: Path, small_cgroup: Path) -> None:
+def test_kill_by_the_kernel_for_lack_of_memory_is_named(tmp_path, small_cgroup):
     source = f"""
 class TestMemory(Ranks):
     def test_exhausts(self):

@@ -1,16 +1,12 @@
 """A rank's output is captured, trimmed to its end, and forwarded line by line with a rank prefix."""
 
-from __future__ import annotations
-
 import os
-
-import pytest
 
 from torch_ext.world import files
 from torch_ext.world.files import Live, open_capture
 
 
-def test_lines_are_passed_on_whole_with_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_passed_on_whole_with_their_rank(capsys):
     before = os.listdir("/proc/self/fd")
     capture, writer = open_capture(3, show=True)
     os.write(writer, b"one\ntw")
@@ -26,9 +22,7 @@ def test_lines_are_passed_on_whole_with_their_rank(capsys: pytest.CaptureFixture
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_output_is_passed_on_byte_for_byte_without_delay(
-    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_passed_on_byte_for_byte_without_delay(capfdbinary, monkeypatch):
     monkeypatch.setattr(files, "_LINE_BYTES", 50_000)
     monkeypatch.setattr(files, "_KEPT_BYTES", 60_000)
     capture, writer = open_capture(0, Live(verbatim=True))
@@ -48,12 +42,12 @@ def test_output_is_passed_on_byte_for_byte_without_delay(
     capture.close()
 
 
-def test_rank_that_never_stops_printing_does_not_starve_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_never_stops_printing_does_not_starve_others(monkeypatch):
     monkeypatch.setattr(files, "_TURN_BYTES", 2 * files._PART_BYTES)
     capture, writer = open_capture(0, Live(verbatim=True))
-    reads: list[int] = []
+    reads = []
 
-    def read(descriptor: int, size: int) -> bytes:
+    def read(descriptor, size):
         reads.append(size)
         assert len(reads) < 9
         return b"more\n"

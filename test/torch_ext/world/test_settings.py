@@ -1,7 +1,5 @@
 """Hidden behaviours of the world can be turned off, and each switch has the effect that its note states."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -21,9 +19,7 @@ from torch_ext.world.child import preparation_of_this_process
         ("0", {"OMP_NUM_THREADS": "7"}, ""),
     ],
 )
-def test_variables_read_at_load_force_a_fresh_interpreter(
-    monkeypatch: pytest.MonkeyPatch, switch: str | None, changed: dict[str, str], message: str
-) -> None:
+def test_variables_read_at_load_force_a_fresh_interpreter(monkeypatch, switch, changed, message):
     if switch is not None:
         monkeypatch.setenv("TORCH_EXT_READ_AT_LOAD", switch)
     monkeypatch.setattr(zygote, "reason_not_to_fork", lambda: "")
@@ -35,8 +31,8 @@ def test_variables_read_at_load_force_a_fresh_interpreter(
     assert (message in why) if message else why == ""
 
 
-def test_a_trial_fork_is_made_only_where_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
+def test_a_trial_fork_is_made_only_where_there_are_threads(monkeypatch):
+    calls = []
     monkeypatch.setattr(child, "_trial_fork", lambda: calls.append(1))
     monkeypatch.setattr(child._os, "threads_of", lambda: {1})
     child.reason_not_to_fork()
@@ -47,7 +43,7 @@ def test_a_trial_fork_is_made_only_where_there_are_threads(monkeypatch: pytest.M
 
 
 @pytest.mark.processes
-def test_a_trial_fork_does_not_end_other_peoples_threads() -> None:
+def test_a_trial_fork_does_not_end_other_peoples_threads():
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="mine")
     thread.start()
@@ -60,14 +56,14 @@ def test_a_trial_fork_does_not_end_other_peoples_threads() -> None:
 
 @pytest.mark.parametrize(("asked", "seconds"), [("", 10.0), ("0", 0.0), ("2.5", 2.5)])
 def test_a_provable_hang_ends_ten_seconds_after_the_last_progress_unless_a_variable_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, asked: str, seconds: float
-) -> None:
+    monkeypatch, asked, seconds
+):
     monkeypatch.setenv("TORCH_EXT_HANG_AFTER", asked)
     assert settings.hang_after_s() == seconds
 
 
 @pytest.mark.parametrize("asked", ["nan", "inf", "-1", "ten"])
-def test_a_variable_with_no_finite_time_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+def test_a_variable_with_no_finite_time_is_refused(monkeypatch, asked):
     for name, read in (("TORCH_EXT_HANG_AFTER", settings.hang_after_s), ("TORCH_EXT_TIMEOUT", settings.time_limit_s)):
         monkeypatch.setenv(name, asked)
         with pytest.raises(ValueError, match=f"{name} is '{asked}'; expected a finite number of seconds"):

@@ -1,7 +1,5 @@
 """Which threads may go on: the judgement over scripted threads, and samples of real ones."""
 
-from __future__ import annotations
-
 import _thread
 import gc
 import math
@@ -12,11 +10,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +43,7 @@ IN_BARRIER = Operation(Wait("barrier() in test_a (test_a.py:3)", transport=True)
         (ThreadState(1, "pt_gloo_runloop", "lock", 60.0, 5, of_transport=True), 60.0),
     ],
 )
-def test_wait_without_a_limit_is_blocked(task: ThreadState, until_s: float) -> None:
+def test_wait_without_a_limit_is_blocked(task, until_s):
     progress = judge_threads([task], "")
     limits = (INF, until_s) if task.operation is IN_BARRIER or task.of_transport else (until_s, INF)
     assert (progress.blocked, progress.until_s, progress.raises_s) == (True, *limits)
@@ -70,13 +65,13 @@ def test_wait_without_a_limit_is_blocked(task: ThreadState, until_s: float) -> N
         ThreadState(1, "native", "running", INF, 5),
     ],
 )
-def test_one_runnable_thread_is_enough(task: ThreadState) -> None:
+def test_one_runnable_thread_is_enough(task):
     blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
     assert judge_threads([blocked], "").blocked
     assert not judge_threads([blocked, task], "").blocked
 
 
-def test_a_thread_that_has_run_shows_unless_it_is_a_transports() -> None:
+def test_a_thread_that_has_run_shows_unless_it_is_a_transports():
     blocked = ThreadState(2, "python", "lock", INF, 5, IN_TEST)
     polls = [ThreadState(1, "gloo_tcp_loop", "poll", INF, number, serves=True) for number in (1, 2)]
     first, second = (judge_threads([blocked, poll], "") for poll in polls)
@@ -92,7 +87,7 @@ def test_a_thread_that_has_run_shows_unless_it_is_a_transports() -> None:
     [(None, 90.0), (IN_TEST, 90.0), (Operation(IN_BARRIER.wait, 40.0, "1:4"), 40.0), (IN_BARRIER, 90.0)],
     ids=["no Python code", "a kernel", "a nearer limit", "an operation"],
 )
-def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operation | None, until_s: float) -> None:
+def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation, until_s):
     own_entry = ThreadWait(5, Wait("#9 all_reduce in group 2", (1,), transport=True), 7, 90.0)
     of_page = threads._on_page(operation, own_entry)
     progress = judge_threads([ThreadState(7, "python", "shared", 0.2, 5, of_page, sliced=True)], "")
@@ -102,17 +97,17 @@ def test_a_wait_on_the_page_counts_whatever_the_thread_called(operation: Operati
     assert again.position != of_page.position
 
 
-def task_of(tid: int) -> ThreadState:
+def task_of(tid):
     return next(task for task in threads._threads(0) if task.tid == tid)
 
 
-def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> None:
+def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone():
     """The kernel may cut the name within a letter."""
     lock, epoll = threading.Lock(), select.epoll()
     lock.acquire()
-    tids: list[int] = []
+    tids = []
 
-    def wait(how: Callable[[], object]) -> None:
+    def wait(how):
         with open("/proc/thread-self/comm", "wb") as stream:
             stream.write("процессы".encode()[:15])
         tids.append(threading.get_native_id())
@@ -133,11 +128,11 @@ def test_thread_that_threading_does_not_know_is_judged_by_the_kernel_alone() -> 
     lock.release()
 
 
-def test_threads_of_a_transport_are_those_that_appear_during_its_construction(tmp_path: Path) -> None:
+def test_threads_of_a_transport_are_those_that_appear_during_its_construction(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made: list[int] = []
+    made = []
 
-    def serve() -> None:
+    def serve():
         with open("/proc/thread-self/comm", "w") as stream:
             stream.write("pt_tcpstore_uv")
         made.append(threading.get_native_id())
@@ -154,26 +149,26 @@ def test_threads_of_a_transport_are_those_that_appear_during_its_construction(tm
 
 
 @pytest.mark.parametrize("operation", [IN_BARRIER, IN_TEST])
-def test_polling_operation_is_found_at_its_wait(monkeypatch: pytest.MonkeyPatch, operation: Operation) -> None:
+def test_polling_operation_is_found_at_its_wait(monkeypatch, operation):
     nanosleep, calls = "35" if platform.machine() == "x86_64" else "101", ["running"] * 3
     monkeypatch.setattr(threads, "operation_of", lambda frame: operation)
     monkeypatch.setattr(threads, "_call_of", lambda tid: [calls.pop(), "0x0"] if calls else [nanosleep, "0x0"])
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == ("sleep" if operation is IN_BARRIER else "running")
+    assert task.doing == ("sleep" if operation is IN_BARRIER else "running")
     calls += ["running"] * 1000
     task = threads._thread(threading.get_native_id(), "", sys._getframe(), None)
-    assert task is not None and task.doing == "running"  # the thread computes
+    assert task.doing == "running"  # the thread computes
 
 
-def test_store_wait_has_the_same_description_at_every_frame(tmp_path: Path) -> None:
-    seen: list[Operation] = []
+def test_store_wait_has_the_same_description_at_every_frame(tmp_path):
+    seen = []
     make = operations._watched(lambda *_, **__: seen.append(operations.operation_of(sys._getframe(1))))
     make(object(), "host", 0, 2, True)
     polls = [ThreadState(1, "python", "poll", INF, switches, seen[0], seen[0].sliced) for switches in (5, 6)]
     assert judge_threads([polls[0]], "").fingerprint == judge_threads([polls[1]], "").fingerprint
 
 
-def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch):
     monkeypatch.setattr(
         threads, "_threads", lambda between_tests: iter([ThreadState(2, "python", "lock", INF, 5, IN_TEST)])
     )
@@ -186,9 +181,9 @@ def test_process_that_has_set_an_alarm_is_not_blocked(monkeypatch: pytest.Monkey
     assert threads.observe().blocked
 
 
-def test_partly_constructed_operator_is_recognized() -> None:
+def test_partly_constructed_operator_is_recognized():
     """``__init__`` of an operator is in the same file as waits for collectives, too."""
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile("def call(self): return sys._getframe()", "/x/torch/_ops.py", "exec"), {"sys": sys}, names)
     half_made = object.__new__(torch._ops.OpOverload)
     with pytest.raises(AttributeError):
@@ -215,20 +210,20 @@ class _Other:
     wait = sys._getframe
 
 
-def _waits(work: Any) -> Any:
+def _waits(work):
     return work.wait()
 
 
-def _waits_for_a_while(work: Any) -> Any:
+def _waits_for_a_while(work):
     return work.wait(int(0.5))
 
 
-def _waits_in_an_attribute(work: Any) -> Any:
+def _waits_in_an_attribute(work):
     holder = SimpleNamespace(work=work)
     return holder.work.wait()
 
 
-def _waits_among_others(work: Any) -> Any:
+def _waits_among_others(work):
     return work.wait() if str(work) else None
 
 
@@ -241,9 +236,7 @@ def _waits_among_others(work: Any) -> Any:
         (_waits_among_others, "work.wait()", None),
     ],
 )
-def test_a_wait_for_an_object_of_torch_is_one_for_peers(
-    function: Callable[[Any], Any], call: str, limit_s: float | None
-) -> None:
+def test_a_wait_for_an_object_of_torch_is_one_for_peers(function, call, limit_s):
     """A limit among the arguments of the call is not read; with two calls in a line, either may be the waiting one."""
     found = operations.operation_of(function(_Work()))
     assert (found.wait.transport, found.limit_s) == (True, limit_s)
@@ -252,11 +245,11 @@ def test_a_wait_for_an_object_of_torch_is_one_for_peers(
 
 
 @pytest.mark.parametrize("between", ["", "sim/races/_threads.py", "compat/testing.py", "compat/c10d.py"])
-def test_frames_between_test_and_torch_hide_no_operation(between: str) -> None:
+def test_frames_between_test_and_torch_hide_no_operation(between):
     """Functions of ours between the test and torch, in either direction, are left out."""
-    names: dict[str, Any] = {"sys": sys}
+    names = {"sys": sys}
 
-    def function(name: str, calls: str, file: str) -> None:
+    def function(name, calls, file):
         exec(compile(f"def {name}(): return {calls}()", file, "exec"), names)
 
     inner = "wait" if between else "sys._getframe"
@@ -281,11 +274,9 @@ def test_frames_between_test_and_torch_hide_no_operation(between: str) -> None:
         (("host", 0), {}, None),
     ],
 )
-def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
-    args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float | None
-) -> None:
+def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(args, kwargs, seconds):
     """A client sleeps between two attempts to connect, longer and longer."""
-    found: list[operations.Operation] = []
+    found = []
     make = operations._watched(lambda *_, **__: found.append(operations.operation_of(sys._getframe(1))))
     began_s = time.monotonic()
     make(object(), *args, **kwargs)
@@ -298,7 +289,7 @@ def test_only_a_server_waits_for_its_clients_without_going_on_by_itself(
 @pytest.mark.parametrize(
     ("value", "seconds"), [(None, INF), (0, INF), (-1, 60.0), (7.5, 7.5), (timedelta(minutes=2), 120.0), (True, INF)]
 )
-def test_limits_of_torchs_functions_are_read_as_torch_means_them(value: object, seconds: float) -> None:
+def test_limits_of_torchs_functions_are_read_as_torch_means_them(value, seconds):
     assert operations._seconds(value) == seconds
 
 
@@ -306,11 +297,11 @@ class _Kept:
     """An object in a variable of a test."""
 
 
-def test_observation_keeps_no_object_of_the_test_alive() -> None:
+def test_observation_keeps_no_object_of_the_test_alive():
     inside, over = threading.Event(), threading.Event()
-    kept: list[weakref.ref[_Kept]] = []
+    kept = []
 
-    def test_body() -> None:
+    def test_body():
         local = _Kept()
         kept.append(weakref.ref(local))
         inside.set()

@@ -1,14 +1,10 @@
 """The verdict on scripted outcomes, and the report that a user reads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,39 +13,39 @@ from torch_ext.world.protocol import RankStatus, Receipt, Wait
 from torch_ext.world.verdict import Judgement, Verdict, WorldFailure, WorldReport, check_ran, judge
 
 
-def text_of(outcomes: list[Outcome], took_s: float) -> str:
+def text_of(outcomes, took_s):
     return str(WorldFailure(WorldReport(tuple(outcomes), judge(outcomes), took_s)))
 
 
-def passed(rank: int) -> Outcome:
+def passed(rank):
     return Outcome(rank, Ending.PASSED, 0, 1.0, Receipt(RankStatus.PASSED, 1.0))
 
 
-def skipped(rank: int, reason: str = "no device") -> Outcome:
+def skipped(rank, reason="no device"):
     return Outcome(rank, Ending.SKIPPED, 0, 1.0, Receipt(RankStatus.SKIPPED, 1.0, reason))
 
 
-def failed(rank: int, reason: str = "ValueError: no", time_s: float = 1.0, trace: str = "") -> Outcome:
+def failed(rank, reason="ValueError: no", time_s=1.0, trace=""):
     receipt = Receipt(RankStatus.FAILED, time_s, reason, trace or reason, transport=reason is PEER_GONE)
     return Outcome(rank, Ending.FAILED, 10, time_s, receipt)
 
 
-def killed(rank: int, number: int = 9, time_s: float = 1.0) -> Outcome:
+def killed(rank, number=9, time_s=1.0):
     return Outcome(rank, Ending.KILLED, -number, time_s)
 
 
-def stopped(rank: int) -> Outcome:
+def stopped(rank):
     return Outcome(rank, Ending.STOPPED, -9, 2.0)
 
 
-def timed_out(rank: int, collectives: str = "") -> Outcome:
+def timed_out(rank, collectives=""):
     return Outcome(rank, Ending.TIMED_OUT, -9, 60.0, collectives=collectives)
 
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"
 
 
-def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
+def entry(number, name, state="started"):
     return {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": number,
@@ -60,18 +56,18 @@ def entry(number: int, name: str, state: str = "started") -> dict[str, Any]:
     }
 
 
-def record(*calls: tuple[int, str, bool]) -> str:
+def record(*calls):
     return json.dumps(
         [entry(number, f"gloo:{name}", "completed" if over else "started") for number, name, over in calls]
     )
 
 
-def of_two(*entries: dict[str, Any], **more: Any) -> str:
+def of_two(*entries, **more):
     """The record of one of two ranks."""
     return json.dumps({"entries": entries, "groups": {"0": [0, 1]}, **more})
 
 
-def waited(message: str, *, transport: bool = True, **more: Any) -> Outcome:
+def waited(message, *, transport=True, **more):
     """Rank 0, whose collective failed with the error ``message``."""
     receipt = Receipt(RankStatus.FAILED, 1.0, message, message, transport=transport, waits=more.get("waits", ()))
     return Outcome(0, Ending.FAILED, 1, 1.0, receipt, **more)
@@ -89,7 +85,7 @@ PLACES = (
 FATAL = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n{PLACES}"
 
 # The outcomes of ranks, the blamed ranks and their victims, and how the summary begins. Only the last two skip.
-CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
+CASES = [
     *(
         ([passed(0), bad, passed(2)], (1,), (), f"rank 1 {words}")
         for bad, words in (
@@ -184,9 +180,7 @@ CASES: list[tuple[list[Outcome], tuple[int, ...], tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(("outcomes", "culprits", "victims", "summary"), CASES)
-def test_the_verdict_names(
-    outcomes: list[Outcome], culprits: tuple[int, ...], victims: tuple[int, ...], summary: str
-) -> None:
+def test_the_verdict_names(outcomes, culprits, victims, summary):
     verdict = judge(outcomes)
     assert verdict.judgement is (Judgement.FAILED if culprits else Judgement.SKIPPED)
     assert (verdict.culprits, verdict.victims) == (culprits, victims)
@@ -208,9 +202,7 @@ def test_the_verdict_names(
         ([killed(0), timed_out(1)], {"any_exit": True}, False),
     ],
 )
-def test_a_world_passes_if_each_rank_does_or_ends_as_expected(
-    outcomes: list[Outcome], how: dict[str, Any], passes: bool
-) -> None:
+def test_a_world_passes_if_each_rank_does_or_ends_as_expected(outcomes, how, passes):
     verdict = judge(outcomes, **how)
     assert (verdict == Verdict(Judgement.PASSED)) is passes
     assert ("(expected exit code -9)" in verdict.summary) == (not passes and "expected_exit" in how)
@@ -219,7 +211,7 @@ def test_a_world_passes_if_each_rank_does_or_ends_as_expected(
 # The text
 
 
-def test_report_shows_every_ending_first_death_and_consequences() -> None:
+def test_report_shows_every_ending_first_death_and_consequences():
     outcomes = [failed(0, PEER_GONE), killed(1, 11), stopped(2)]
     lines = text_of(outcomes, 1.23).splitlines()
     assert lines[:2] == ["rank 1 was killed by SIGSEGV", ""]
@@ -231,7 +223,7 @@ def test_report_shows_every_ending_first_death_and_consequences() -> None:
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
-def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
+def test_report_shows_that_timed_out_ranks_waited_for_a_core():
     late, prompt, hung = timed_out(0), timed_out(1), Outcome(2, Ending.HUNG)
     late.delayed_s, prompt.delayed_s, hung.delayed_s = 61.04, 29.9, 120.0
     lines = text_of([late, prompt, hung], 120.0).splitlines()
@@ -245,14 +237,14 @@ def test_report_shows_that_timed_out_ranks_waited_for_a_core() -> None:
     assert "core" not in text_of([late, prompt, hung], 120.0)
 
 
-def test_equal_tracebacks_are_shown_once_with_their_ranks() -> None:
+def test_equal_tracebacks_are_shown_once_with_their_ranks():
     outcomes = [failed(rank, trace=f"Traceback:\n  at 0x7f{rank} in rank {rank}\nValueError: no") for rank in range(3)]
     text = text_of(outcomes, 1.0)
     assert text.count("Traceback of ranks 0-2:") == 1
     assert text.count("Traceback:") == 1
 
 
-def test_long_output_is_cut_at_its_beginning() -> None:
+def test_long_output_is_cut_at_its_beginning():
     outcome = killed(0)
     outcome.output = "\n".join(f"line {number}" for number in range(70))
     outcome.left_behind = ["sleep 60"]
@@ -263,7 +255,7 @@ def test_long_output_is_cut_at_its_beginning() -> None:
     assert text.endswith("line 69")
 
 
-def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
+def test_collectives_are_named_with_the_one_that_does_not_match():
     outcomes = [
         timed_out(0, record((1, "all_reduce", True), (2, "broadcast", False))),
         timed_out(1, record((1, "all_reduce", True), (2, "all_gather", False))),
@@ -276,7 +268,7 @@ def test_collectives_are_named_with_the_one_that_does_not_match() -> None:
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
 
 
-def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outcome:
+def disagrees(rank, own, peer, other, time_s):
     message = (
         f"DistBackendError: simccl on rank {rank}: collective 2 of group 0: ranks disagree in the operation: "
         f"rank {rank} called {own} at /home/u/test_a.py:{10 + rank}; "
@@ -287,7 +279,7 @@ def disagrees(rank: int, own: str, peer: int, other: str, time_s: float) -> Outc
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
+def test_smaller_party_is_to_blame_for_a_disagreement(first):
     calls = [("all_reduce of 4", 2, "barrier"), ("all_reduce of 4", 2, "barrier"), ("barrier", 0, "all_reduce of 4")]
     outcomes = [disagrees(rank, *call, 1.0 + (rank != first)) for rank, call in enumerate(calls)]
     verdict = judge(outcomes)
@@ -308,13 +300,13 @@ def test_smaller_party_is_to_blame_for_a_disagreement(first: int) -> None:
 # The value of a call shows whether its body ran
 
 
-async def async_generator() -> AsyncIterator[None]:
+async def async_generator():
     raise AssertionError("it ran")
     yield
 
 
 class Awaitable:
-    def __await__(self) -> Iterator[None]:
+    def __await__(self):
         raise AssertionError("it ran")
 
 
@@ -327,7 +319,7 @@ class Awaitable:
         (Awaitable, r"an awaitable \(Awaitable\)"),
     ],
 )
-def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], kind: str) -> None:
+def test_body_that_has_not_run_is_refused_and_closed(call, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
         with pytest.raises(TypeError, match=rf"^test_a\(\) returned {kind}, so its body has not run\. Write it as"):
@@ -336,5 +328,5 @@ def test_body_that_has_not_run_is_refused_and_closed(call: Callable[[], Any], ki
 
 
 @pytest.mark.parametrize("returned", [None, True, 3, [], [1].__iter__(), "text", object()])
-def test_other_return_values_are_accepted(returned: object) -> None:
+def test_other_return_values_are_accepted(returned):
     check_ran(returned, "test_a")

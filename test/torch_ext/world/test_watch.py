@@ -1,11 +1,8 @@
 """Which ranks to release, inspect and stop, and how each one ended: scripted events, no processes and no clock."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +33,7 @@ ANSWERS = {
     "raises12": replace(BLOCKED, raises_s=12.0),
 }
 SAYS = {"p": RankStatus.PASSED, "f": RankStatus.FAILED, "s": RankStatus.SKIPPED}
-ACTS: dict[str, tuple[Act, ...]] = {
+ACTS = {
     ".": (),
     "R": (Act.RELEASE,),
     "X": (Act.INSPECT, Act.STOP),
@@ -48,14 +45,14 @@ ACTS: dict[str, tuple[Act, ...]] = {
 class Scene:
     """A watch of two ranks, whose measures and answers a script sets. At first all answer that they are blocked."""
 
-    def __init__(self, limits: Limits = LIMITS, starved: float = 0.0, **how: Any) -> None:
+    def __init__(self, limits=LIMITS, starved=0.0, **how):
         self.now_s = self.cpu_time_s = self.computes = 0.0
         self.others: tuple[str, ...] = ()
         self.answers: dict[int, Progress | None] = dict.fromkeys((0, 1, -1), BLOCKED)
         measures = Measures(lambda rank: rank * self.cpu_time_s, lambda rank: starved * self.now_s, lambda: self.others)
         self.watch = Watch(2, limits, 0.0, measures, **how)
 
-    def play(self, script: str) -> Scene:
+    def play(self, script):
         """Follow a script, with the numbers of ranks; -1 is the parent half.
 
         ``p0`` rank 0 reports that it passed, ``f0`` that it failed, ``s0`` that it skipped; ``l0`` it leaves by itself;
@@ -81,7 +78,7 @@ class Scene:
         assert not ended or [outcome.ending.name for outcome in self.watch.outcomes()] == ended, script
         return self
 
-    def _happens(self, word: str) -> bool:
+    def _happens(self, word):
         """Let an event of a rank happen. Return False if ``word`` is none."""
         kind, rest = word[0], word[1:]
         if kind in SAYS:
@@ -101,8 +98,8 @@ class Scene:
             return False
         return True
 
-    def _advance(self, kind: str, end_s: float) -> list[Step]:
-        steps: list[Step] = []
+    def _advance(self, kind, end_s):
+        steps = []
         if kind != ">":
             self.now_s = end_s
             return self.watch.advance(end_s) if kind == "@" else []
@@ -156,7 +153,7 @@ LOOKS = {
     "nor does one that begins late, before it is answered": ">1 . =30 1:none >50 . 1!free >59 .",
 }
 OTHERS = Limits(test_s=INF, hang_s=8.0, endless_s=60.0, raises_later_s=5.0)
-OF_OTHERS: list[tuple[dict[str, Any], str]] = [
+OF_OTHERS = [
     ({"expected_exit": -9}, "d0=-9 @1 . !60 d1=3 done"),
     ({"any_exit": True}, "d0=77 @1 . !60"),
     ({"keep": True}, "p0 open s1 @0.1 . done PASSED SKIPPED"),
@@ -188,11 +185,11 @@ OF_OTHERS: list[tuple[dict[str, Any], str]] = [
         *OF_OTHERS,
     ],
 )
-def test_a_watch_follows_its_script(how: dict[str, Any], script: str) -> None:
+def test_a_watch_follows_its_script(how, script):
     Scene(**how).play(script)
 
 
-def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may_act() -> None:
+def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may_act():
     scene = Scene(HANGS)
     scene.others = ("process 7 (sleep 100)",)
     assert scene.play(">20 .").watch.hangs.reasons == scene.others
@@ -200,7 +197,7 @@ def test_reasons_against_a_hang_are_processes_besides_ranks_and_threads_that_may
     assert Scene(HANGS).play("0:free >5 .").watch.hangs.reasons == ("thread 'MainThread' sleeps of rank 0",)
 
 
-def test_silence_report_names_who_may_act_and_each_stack_once() -> None:
+def test_silence_report_names_who_may_act_and_each_stack_once():
     reasons = [f"thread {number}" for number in range(5)]
     text = silence_text(reasons, {0: "in wait of rank 0", 1: "in wait of rank 1", 2: ""})
     assert text.splitlines() == [
@@ -237,14 +234,14 @@ RANKS = st.builds(
 )
 
 
-def play(scripts: list[Script], seed: int) -> Watch:
+def play(scripts, seed):
     """Drive a watch with the scripts as a world would; the clock jumps from event to event."""
     watch = Watch(len(scripts), LIMITS, 0.0)
     events = [(s.reports_s, rank, "says") for rank, s in enumerate(scripts) if s.status is not None]
     events += [(s.reports_s + s.ends_s, rank, "ends") for rank, s in enumerate(scripts) if s.ends]
     random.Random(seed).shuffle(events)
     events.sort(key=lambda event: event[0])
-    gone: set[int] = set()
+    gone = set()
     now_s = 0.0
     while not watch.done:
         for step in watch.advance(now_s):
@@ -274,9 +271,7 @@ def play(scripts: list[Script], seed: int) -> Watch:
 
 
 @given(scripts=st.lists(RANKS, min_size=1, max_size=5), seed=st.integers(0, 2**16))
-def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every_rank(
-    scripts: list[Script], seed: int
-) -> None:
+def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every_rank(scripts, seed):
     """A failure names a culprit, and never one that was stopped."""
     outcomes = play(scripts, seed).outcomes()
     assert [outcome.rank for outcome in outcomes] == list(range(len(scripts)))
@@ -300,7 +295,7 @@ def test_every_schedule_ends_and_is_judged_by_the_receipt_and_exit_code_of_every
     assert not set(verdict.victims) & set().union(*phrases)
 
 
-def ranks_named(summary: str) -> list[set[int]]:
+def ranks_named(summary):
     """Return the ranks behind each ``rank 2`` or ``ranks 0-3, 6`` in ``summary``."""
     found = []
     for phrase in re.findall(r"\branks? (\d[\d, -]*)", summary):
@@ -310,7 +305,7 @@ def ranks_named(summary: str) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("ranks", [[2], [0, 1], [0, 1, 2, 3, 6], [0, 2, 4]])
-def test_ranks_phrase_can_be_parsed_back(ranks: list[int]) -> None:
+def test_ranks_phrase_can_be_parsed_back(ranks):
     assert ranks_named(f"{ranks_phrase(ranks)} of 12 failed; rank 9 too") == [set(ranks), {9}]
 
 
@@ -323,7 +318,7 @@ def test_ranks_phrase_can_be_parsed_back(ranks: list[int]) -> None:
     ],
     ids=["of an earlier attempt", "of another test", "of another process"],
 )
-def test_receipt_of_another_run_is_ignored(foreign: Receipt) -> None:
+def test_receipt_of_another_run_is_ignored(foreign):
     watch = Watch(1, LIMITS, 0.0, ticket=Ticket("test_a", 1), pids=[7])
     watch.received(0, foreign)
     assert watch.advance(0.2) == []

@@ -18,8 +18,6 @@ runtime.cpp beside it, a stub of CUDA's runtime), print the sequences with this 
 output on its standard input.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -39,7 +37,7 @@ _SETTINGS = (
 )
 
 
-def sequence(seed: int) -> str:
+def sequence(seed):
     """Return the line of ``seed``."""
     rng = random.Random(seed)
     settings = rng.choice(_SETTINGS)
@@ -49,8 +47,8 @@ def sequence(seed: int) -> str:
     weights = [rng.random() for _ in _SIZES]
     streams = rng.randrange(1, 4)
     user = rng.randrange(streams + 1)  # one: CUDA keeps blocks in use in the order of a hash of their streams
-    calls: list[str] = []
-    live: list[int] = []
+    calls = []
+    live = []
     made = 0
     for _ in range(rng.randrange(10, 90)):
         kind = rng.random()
@@ -70,7 +68,7 @@ def sequence(seed: int) -> str:
     return f"{settings} {limit} {fraction} {' '.join(calls)}"
 
 
-def crc(text: str) -> str:
+def crc(text):
     return f"{zlib.crc32(text.encode()):08x}"
 
 

@@ -1,37 +1,25 @@
 """How to call every kernel of the device: those written by hand, operators of every form, and collectives."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard
-from torch import Tensor
 
 import torch_ext.sim  # noqa: F401 - registers the device
 
-__all__ = [
-    "ASKED_ABOUT", "CALLS", "COLLECTIVES", "HAND_WRITTEN", "HOST_READS", "NO_HOST_READS", "WITHOUT_ELEMENTS", "make",
-]  # fmt: skip
-
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 ATEN, FSDP = torch.ops.aten, torch.ops.fsdp
 
 
-def make(*sizes: int, dtype: torch.dtype = torch.float32, device: str = "sim") -> Tensor:
+def make(*sizes, dtype=torch.float32, device="sim"):
     return torch.ones(sizes, dtype=dtype).to(device)
 
 
-def several(count: int, *sizes: int) -> list[Tensor]:
+def several(count, *sizes):
     return [make(*sizes) for _ in range(count)]
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
 # Arguments of each operator for which the device, or torch for the device, registers a kernel.
-ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+ARGUMENTS = {
     "aten::_copy_from": lambda: (make(3), make(3)),
     "aten::_copy_from_and_resize": lambda: (make(3), make(3)),
     "aten::_local_scalar_dense": lambda: (make(1),),
@@ -69,7 +57,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 # Kernels whose result needs another form, or which take the result of another call.
-_FORMED: dict[str, Callable[[], Call]] = {
+_FORMED = {
     "aten::_efficientzerotensor": lambda: (lambda: ATEN._efficientzerotensor([3], device="sim"), ()),
     "aten::_scaled_dot_product_flash_attention_backward": lambda: (
         _flash_backward,
@@ -104,7 +92,7 @@ _FORMED: dict[str, Callable[[], Call]] = {
 }
 
 
-def _direct(name: str) -> Callable[[], Call]:
+def _direct(name):
     namespace, _, operator = name.partition("::")
     return lambda: (getattr(getattr(torch.ops, namespace), operator), ARGUMENTS[name]())
 
@@ -112,7 +100,7 @@ def _direct(name: str) -> Callable[[], Call]:
 HAND_WRITTEN = {**{name: _direct(name) for name in ARGUMENTS}, **_FORMED}
 
 # Kernels that touch no elements: they make memory or views of it, or answer questions about sizes.
-WITHOUT_ELEMENTS: dict[str, Callable[[], Call]] = {
+WITHOUT_ELEMENTS = {
     "aten::_fused_sdp_choice": lambda: (ATEN._fused_sdp_choice, tuple(make(1, 1, 4, 8) for _ in range(3))),
     "aten::_has_compatible_shallow_copy_type": lambda: (ATEN._has_compatible_shallow_copy_type, (make(3), make(3))),
     "aten::_nested_view_from_buffer": lambda: (_nested_view, (make(4),)),
@@ -136,7 +124,7 @@ WITHOUT_ELEMENTS: dict[str, Callable[[], Call]] = {
 }
 
 
-def _parts(sparse: Tensor) -> list[Tensor]:
+def _parts(sparse):
     if sparse.layout == torch.sparse_coo:
         return [sparse._indices(), sparse._values()]
     if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -144,35 +132,31 @@ def _parts(sparse: Tensor) -> list[Tensor]:
     return [sparse.ccol_indices(), sparse.row_indices(), sparse.values()]
 
 
-def _of_bag(grad: torch.Tensor) -> torch.Tensor:
+def _of_bag(grad):
     rows, first, bags, size = (torch.tensor(each, device="sim") for each in ([0, 1], [0], [0, 0], [2]))
-    result: torch.Tensor = ATEN._embedding_bag_backward(
-        grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None
-    )
-    return result
+    return ATEN._embedding_bag_backward(grad, rows, first, bags, size, first.new_empty(0), 4, False, 0, False, None)
 
 
-def _nested_from_padded(padded: Tensor) -> list[Tensor]:
+def _nested_from_padded(padded):
     return list(ATEN._nested_from_padded(padded, torch.tensor([[2, 4], [3, 4]])).unbind())
 
 
-def _nested_from_mask(padded: Tensor) -> list[Tensor]:
+def _nested_from_mask(padded):
     return list(ATEN._nested_tensor_from_mask(padded, torch.ones(2, 3, dtype=torch.bool, device="sim")).unbind())
 
 
-def _nested_view(buffer: Tensor) -> Tensor:
+def _nested_view(buffer):
     sizes, strides, offsets = torch.tensor([[2], [2]]), torch.tensor([[1], [1]]), torch.tensor([0, 2])
-    nested: Tensor = ATEN._nested_view_from_buffer(buffer, sizes, strides, offsets)
-    return nested
+    return ATEN._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
-def _attention(forward: Callable[..., Any]) -> tuple[Any, ...]:
+def _attention(forward):
     inputs = several(3, 1, 1, 4, 8)
     output, logsumexp, *_ = forward(*inputs)
     return (*inputs, output, logsumexp)
 
 
-def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:
+def _attention_backward(query, key, value, output, logsumexp):
     none = torch.empty(0, dtype=torch.long, device="sim")
     return ATEN._scaled_dot_product_fused_attention_overrideable_backward(
         torch.ones_like(output), query, key, value, None, [True, True, True, False], output, logsumexp,
@@ -180,7 +164,7 @@ def _attention_backward(query: Tensor, key: Tensor, value: Tensor, output: Tenso
     )  # fmt: skip
 
 
-def _flash_backward(query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor) -> Any:
+def _flash_backward(query, key, value, output, logsumexp):
     none = torch.empty(0, dtype=torch.long, device="sim")
     return ATEN._scaled_dot_product_flash_attention_backward(
         torch.ones_like(output), query, key, value, output, logsumexp, none, none, 4, 4, 0.0, False, none, none
@@ -196,7 +180,7 @@ ASKED_ABOUT = {
 
 
 # Operators of every form, on two tensors.
-PROGRAMS: dict[str, Callable[..., Any]] = {
+PROGRAMS = {
     "in place": lambda x, y: x.add_(y),
     "out": lambda x, y: torch.add(x, y, out=torch.empty(0, device="sim")),
     "foreach": lambda x, y: torch._foreach_add([x, y], 1.0),
@@ -220,7 +204,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def _on_two(program: Callable[..., Any]) -> Callable[[], Call]:
+def _on_two(program):
     return lambda: (program, (make(4, 4), make(4, 4)))
 
 
@@ -229,7 +213,7 @@ CALLS = {**HAND_WRITTEN, **{name: _on_two(program) for name, program in PROGRAMS
 
 
 # Programs on four numbers: the host waits for the end of the first kind, and not of the second.
-HOST_READS: dict[str, Callable[[Tensor], object]] = {
+HOST_READS = {
     "item": lambda x: x[0].item(),
     "bool": lambda x: bool(x[0]),
     "cpu": lambda x: x.cpu(),
@@ -257,7 +241,7 @@ HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "least squares": lambda x: torch.linalg.lstsq(x.view(2, 2), x.view(2, 2)),
     "matrix_exp": lambda x: torch.matrix_exp(x.view(2, 2)),
 }
-NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
+NO_HOST_READS = {
     "copy to the host": lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True),
     "copy from the host": lambda x: x.copy_(torch.ones(4, pin_memory=True), non_blocking=True),
     "add": lambda x: x + 1,
@@ -273,14 +257,14 @@ NO_HOST_READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _on_sim() -> dist.BarrierOptions:
+def _on_sim():
     options = dist.BarrierOptions()
     options.device = torch.device("sim", 0)
     return options
 
 
 # Each collective, on a group, an input and an output.
-COLLECTIVES: dict[str, Callable[[Any, Tensor, Tensor], object]] = {
+COLLECTIVES = {
     "c10d::_allgather_base_": lambda group, x, y: group._allgather_base(y, x),
     "c10d::_reduce_scatter_base_": lambda group, x, y: group._reduce_scatter_base(y, x),
     "c10d::allgather_": lambda group, x, y: dist.all_gather([y], x),

@@ -4,8 +4,6 @@ An entry of ``GPU_ONLY`` that no longer differs makes a test fail. The other lis
 it, because an operator may differ for some samples only.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # The host draws only for some values, here negative ones; a device's generator advances for all.
@@ -25,7 +23,7 @@ class Rounded(NamedTuple):
 
 _GELSY = "LAPACK's gelsy rounds by the alignment of its workspace: the host does not always equal itself"
 _BY_NAME = "torch chooses the type it accumulates in by the device's name, and knows only its own devices"
-ROUNDED: dict[str, Rounded] = {
+ROUNDED = {
     "linalg.lstsq": Rounded(_GELSY, full=1e-5),
     "linalg.lstsq.grad_oriented": Rounded(_GELSY, full=1e-5),
     "nn.functional.linear_cross_entropy.chunked": Rounded(_BY_NAME, half=5e-2),

@@ -1,15 +1,11 @@
 """The allocator does what CUDA's does: see allocator_sequences.py."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json
 import struct
 import time
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ SEEN = json.loads(RECORD.read_text(encoding="utf-8"))
 CHECKSUMS, HUNDREDS = SEEN["checksums"].split(), SEEN["hundreds"].split()
 
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 DEVICE = torch.device("sim", 3)
 _DEVICE_TYPE = SIM.default_stream().device_type
 _moments = itertools.count(time.monotonic_ns(), 1000)
@@ -35,7 +31,7 @@ _COUNTS = (
 
 
 @pytest.fixture(autouse=True)
-def _no_settings() -> Iterator[None]:
+def _no_settings():
     limit = SIM.mem_get_info(DEVICE)[1]
     gc.collect()
     SIM.empty_cache()
@@ -49,7 +45,7 @@ def _no_settings() -> Iterator[None]:
 class _Ours:
     """Runs a sequence on a device that nothing else uses, with the clock of streams standing still."""
 
-    def __init__(self, line: str) -> None:
+    def __init__(self, line):
         settings, limit, fraction, *self.calls = line.split()
         torch._C._accelerator_setAllocatorSettings("" if settings == "-" else settings)
         SIM.set_memory_limit(int(limit), DEVICE)
@@ -60,7 +56,7 @@ class _Ours:
         self.addresses: list[str] = []
         self.segments: list[int] = []  # their addresses, by number
 
-    def call(self, call: str) -> None:
+    def call(self, call):
         first, _, second = call[1:].partition(",")
         match call[0]:
             case "a":
@@ -77,7 +73,7 @@ class _Ours:
             case "e":
                 SIM.empty_cache()
 
-    def allocate(self, nbytes: int, stream: int) -> None:
+    def allocate(self, nbytes, stream):
         try:
             with SIM.stream(_stream(stream)):
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
@@ -92,7 +88,7 @@ class _Ours:
         self.held.append(tensor)
         self.addresses.append(f"{number}+{(tensor.data_ptr() - max(starts)) // 512}")
 
-    def checksum(self) -> str:
+    def checksum(self):
         value = 0
         for call in self.calls:
             self.call(call)
@@ -109,24 +105,24 @@ class _Ours:
         return f"{_crc([int(number) for block in blocks for number in block], value):08x}"
 
 
-def _end_all_work() -> None:
+def _end_all_work():
     """Stop the clock at a later moment: further than a sequence, of nanoseconds, has made a stream busy."""
     _native.stop_stream_clock(next(_moments))
 
 
-def _stream(number: int) -> torch.Stream:
+def _stream(number):
     return SIM.Stream(stream_id=number, device_index=DEVICE.index, device_type=_DEVICE_TYPE)
 
 
-def _segments() -> list[dict[str, Any]]:
+def _segments():
     return [each for each in SIM.memory_snapshot() if each["device"] == DEVICE.index]
 
 
-def _statistics() -> dict[str, Any]:
+def _statistics():
     return SIM.memory_stats_as_nested_dict(DEVICE)
 
 
-def _numbers() -> list[int]:
+def _numbers():
     """All statistics, in the order of torch's struct."""
     found = _statistics()
     stats = [found[name][kind] for name in _BY_POOL for kind in ("all", "small_pool", "large_pool")]
@@ -135,11 +131,11 @@ def _numbers() -> list[int]:
     return [*numbers, *(found[name] for name in _COUNTS)]
 
 
-def _crc(numbers: list[int], value: int) -> int:
+def _crc(numbers, value):
     return zlib.crc32(struct.pack(f"<{len(numbers)}q", *numbers), value)
 
 
-def test_addresses_statistics_and_blocks_are_those_of_cuda() -> None:
+def test_addresses_statistics_and_blocks_are_those_of_cuda():
     for seed, wanted in enumerate(CHECKSUMS):
         ours = _Ours(sequence(seed))
         checksum, addresses = ours.checksum(), " ".join(ours.addresses)
@@ -148,7 +144,7 @@ def test_addresses_statistics_and_blocks_are_those_of_cuda() -> None:
 
 
 @pytest.mark.long
-def test_more_sequences_are_those_of_cuda() -> None:
+def test_more_sequences_are_those_of_cuda():
     for hundred, wanted in enumerate(HUNDREDS, start=1):
         seeds = range(hundred * HUNDRED, (hundred + 1) * HUNDRED)
         assert crc(" ".join(_Ours(sequence(seed)).checksum() for seed in seeds)) == wanted, f"among {seeds}"

@@ -1,12 +1,8 @@
 """A kernel never reads or writes outside the storages of its tensors, however those lost their memory."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from test.torch_ext.sim.one_process.every_kernel import ASKED_ABOUT, CALLS, COLLECTIVES, WITHOUT_ELEMENTS, make
 from torch_ext.sim import _native
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 ILLEGAL = "an illegal memory access was encountered"
 # If a kernel, or the program, reads a part of the tensor first, torch refuses the view.
 GONE = rf"{ILLEGAL}|out of bounds for storage of size"
@@ -25,18 +21,18 @@ GONE = rf"{ILLEGAL}|out of bounds for storage of size"
 _FITS = {("fsdp::all_gather_copy_in", 1, "_halve")}
 
 
-def _free(tensor: Tensor) -> Tensor:
+def _free(tensor):
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def _halve(tensor: Tensor) -> Tensor:
+def _halve(tensor):
     storage = tensor.untyped_storage()
     storage.resize_(storage.nbytes() // 2)
     return tensor
 
 
-def test_use_after_free_names_operator_argument_shape_device_and_place() -> None:
+def test_use_after_free_names_operator_argument_shape_device_and_place():
     weight = make(2, 3, device="sim:1")
     _free(weight)
     with pytest.raises(torch.AcceleratorError) as raised:
@@ -51,7 +47,7 @@ def test_use_after_free_names_operator_argument_shape_device_and_place() -> None
     assert len(text.splitlines()) < 20
 
 
-def test_views_past_a_shrunk_storage_are_refused_and_others_are_not() -> None:
+def test_views_past_a_shrunk_storage_are_refused_and_others_are_not():
     whole = torch.arange(8.0).to("sim")
     front, back, columns = whole[:4], whole[4:], whole.view(2, 4).t()
     whole.untyped_storage().resize_(16)
@@ -63,7 +59,7 @@ def test_views_past_a_shrunk_storage_are_refused_and_others_are_not() -> None:
     assert (whole * 0 + 1)[:4].tolist() == [1.0] * 4
 
 
-def test_memory_given_back_or_set_anew_may_be_used_again() -> None:
+def test_memory_given_back_or_set_anew_may_be_used_again():
     x = _free(make(4))
     x.untyped_storage().resize_(16)
     assert x.fill_(2).sum().item() == 8
@@ -78,7 +74,7 @@ def test_memory_given_back_or_set_anew_may_be_used_again() -> None:
 
 @pytest.mark.parametrize("break_it", [_free, _halve])
 @pytest.mark.parametrize("name", CALLS)
-def test_every_kernel_refuses_freed_memory(name: str, break_it: Callable[[Tensor], Tensor]) -> None:
+def test_every_kernel_refuses_freed_memory(name, break_it):
     _, args = CALLS[name]()
     for position in range(len(args)):
         program, args = CALLS[name]()
@@ -95,7 +91,7 @@ def test_every_kernel_refuses_freed_memory(name: str, break_it: Callable[[Tensor
 
 
 @pytest.mark.parametrize("name", ["aten::view", "aten::_reshape_alias", "aten::record_stream"])
-def test_metadata_of_a_freed_tensor_is_readable(name: str) -> None:
+def test_metadata_of_a_freed_tensor_is_readable(name):
     program, args = WITHOUT_ELEMENTS[name]()
     _free(args[0])
     program(*args)
@@ -104,7 +100,7 @@ def test_metadata_of_a_freed_tensor_is_readable(name: str) -> None:
     assert x.untyped_storage().nbytes() == 0
 
 
-def test_views_past_a_storage_are_refused_when_they_are_made() -> None:
+def test_views_past_a_storage_are_refused_when_they_are_made():
     x = _halve(make(4))
     for view in (lambda: x.as_strided((4,), (1,)), lambda: x[1:]):
         with pytest.raises(
@@ -113,14 +109,14 @@ def test_views_past_a_storage_are_refused_when_they_are_made() -> None:
             view()
 
 
-def test_out_arguments_are_checked() -> None:
+def test_out_arguments_are_checked():
     x = make(4)
     with pytest.raises(torch.AcceleratorError, match="argument 'out'"):
         torch.add(x, x, out=_free(make(4)))
     assert torch.add(x, x, out=torch.empty(0, device="sim")).sum().item() == 8
 
 
-def test_copies_check_source_and_destination() -> None:
+def test_copies_check_source_and_destination():
     host = _halve(torch.ones(4))
     for program in (
         lambda: make(4).copy_(host),
@@ -132,15 +128,15 @@ def test_copies_check_source_and_destination() -> None:
             program()
 
 
-def test_generated_kernels_are_checked() -> None:
-    called: list[object] = []
+def test_generated_kernels_are_checked():
+    called = []
     for given in ((_free(make(4)), make(4)), (make(4), _halve(make(4)))):
         with pytest.raises(torch.AcceleratorError, match="cpp_fused_add_0 uses float32"):
             _native.run_generated(lambda *args: called.append(args), "cpp_fused_add_0", "rwn", *given, 4)
     assert not called
 
 
-def test_backward_says_where_a_saved_tensor_was_freed() -> None:
+def test_backward_says_where_a_saved_tensor_was_freed():
     x = make(4).requires_grad_()
     saved = make(4)
     loss = (x * saved).sum()
@@ -150,7 +146,7 @@ def test_backward_says_where_a_saved_tensor_was_freed() -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_refuse_freed_memory(name: str, group: Any) -> None:
+def test_collectives_refuse_freed_memory(name, group):
     for broken in (0, 1):
         tensors = [make(4), make(4)]
         _free(tensors[broken])
@@ -158,11 +154,11 @@ def test_collectives_refuse_freed_memory(name: str, group: Any) -> None:
             COLLECTIVES[name](group, *tensors)
 
 
-def test_pending_operation_never_writes_memory_returned_to_the_host() -> None:
+def test_pending_operation_never_writes_memory_returned_to_the_host():
     size, device = 1 << 20, "sim:3"
     store = dist.HashStore()
 
-    def join(rank: int) -> _native.ProcessGroupSimCCL:
+    def join(rank):
         return _native.ProcessGroupSimCCL(store, rank, [0, 1], timedelta(seconds=100), any_device=True)
 
     with ThreadPoolExecutor(2) as pool:
@@ -186,7 +182,7 @@ def test_pending_operation_never_writes_memory_returned_to_the_host() -> None:
     assert SIM.memory_reserved(device) == before
 
 
-def test_error_for_a_resharded_parameter_names_fsdp(group: Any) -> None:
+def test_error_for_a_resharded_parameter_names_fsdp(group):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,11 +1,8 @@
 """Graphs: capture runs nothing that a program could see, replay writes the same addresses, and CUDA's refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,14 +14,14 @@ FORBIDDEN = "operation not permitted when stream is capturing"
 
 
 @contextlib.contextmanager
-def capture(pool: tuple[int, int] | None = None) -> Iterator[torch.accelerator.Graph]:
+def capture(pool=None):
     """Capture on a stream of its own."""
     graph = torch.accelerator.Graph(pool=pool)
     with SIM.stream(SIM.Stream()), graph:
         yield graph
 
 
-def test_a_capture_runs_nothing_and_replays_write_the_same_addresses() -> None:
+def test_a_capture_runs_nothing_and_replays_write_the_same_addresses():
     x, total = torch.ones(4, device="sim"), torch.zeros(4, device="sim")
     with capture() as graph:
         y = x * 2
@@ -38,8 +35,8 @@ def test_a_capture_runs_nothing_and_replays_write_the_same_addresses() -> None:
     assert total.tolist() == [12.0] * 4
 
 
-def test_a_training_step_of_a_whole_network_equals_the_eager_one() -> None:
-    def train(graphed: bool) -> dict[str, torch.Tensor]:
+def test_a_training_step_of_a_whole_network_equals_the_eager_one():
+    def train(graphed):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Conv2d(1, 2, 3, bias=False), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(72, 3)
@@ -47,14 +44,14 @@ def test_a_training_step_of_a_whole_network_equals_the_eager_one() -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
         x = torch.zeros(2, 1, 8, 8, device="sim")
 
-        def step() -> None:
+        def step():
             optimizer.zero_grad(set_to_none=True)
             model(x).square().sum().backward()
             optimizer.step()
 
         step()
         SIM.synchronize()
-        run: Callable[[], None] = step
+        run = step
         if graphed:
             with capture() as graph:
                 step()
@@ -68,7 +65,7 @@ def test_a_training_step_of_a_whole_network_equals_the_eager_one() -> None:
     torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
 
 
-def test_replays_draw_the_numbers_that_eager_calls_would() -> None:
+def test_replays_draw_the_numbers_that_eager_calls_would():
     x = torch.ones(64, device="sim")
     SIM.manual_seed(7)
     with capture() as graph:
@@ -96,7 +93,7 @@ def test_replays_draw_the_numbers_that_eager_calls_would() -> None:
         lambda x: SIM.synchronize(),
     ],
 )
-def test_host_waits_are_refused_and_invalidate_the_capture(call: Callable[[torch.Tensor], object]) -> None:
+def test_host_waits_are_refused_and_invalidate_the_capture(call):
     x = torch.ones(4, device="sim")
     with pytest.raises(torch.AcceleratorError, match="failed due to a previous error during capture"), capture():
         with pytest.raises(torch.AcceleratorError, match=FORBIDDEN):
@@ -104,7 +101,7 @@ def test_host_waits_are_refused_and_invalidate_the_capture(call: Callable[[torch
     assert x.add_(1).tolist() == [2.0] * 4 and not _native.is_current_stream_capturing()
 
 
-def test_events_join_streams_to_a_capture_that_must_join_back() -> None:
+def test_events_join_streams_to_a_capture_that_must_join_back():
     x = torch.ones(4, device="sim")
     for joins in (True, False):
         unjoined = pytest.raises(torch.AcceleratorError, match="capturing stream has unjoined work")
@@ -122,7 +119,7 @@ def test_events_join_streams_to_a_capture_that_must_join_back() -> None:
             assert z.tolist() == [4.0] * 4
 
 
-def test_work_from_outside_cannot_be_waited_for_and_a_captured_event_not_outside() -> None:
+def test_work_from_outside_cannot_be_waited_for_and_a_captured_event_not_outside():
     outside, inside = SIM.Event(), SIM.Event()
     outside.record()
     with pytest.raises(torch.AcceleratorError, match="previous error during capture"), capture():
@@ -136,7 +133,7 @@ def test_work_from_outside_cannot_be_waited_for_and_a_captured_event_not_outside
             wait()
 
 
-def test_graphs_share_a_pool_that_lasts_as_long_as_they() -> None:
+def test_graphs_share_a_pool_that_lasts_as_long_as_they():
     gc.collect()  # graphs of other tests
     SIM.empty_cache()
     x = torch.ones(1024, device="sim")
@@ -159,7 +156,7 @@ def test_graphs_share_a_pool_that_lasts_as_long_as_they() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_races_within_a_graph_are_found(ordered: bool) -> None:
+def test_races_within_a_graph_are_found(ordered):
     x = torch.ones(4, device="sim")
     SIM.synchronize()
     races.start()
@@ -181,7 +178,7 @@ def test_races_within_a_graph_are_found(ordered: bool) -> None:
     assert operators == (set() if ordered else {("aten::add", "aten::mul")})
 
 
-def test_memory_of_a_graph_serves_no_other_tensor_of_its_stream() -> None:
+def test_memory_of_a_graph_serves_no_other_tensor_of_its_stream():
     stream, x, graph = SIM.Stream(), torch.ones(4, device="sim"), torch.accelerator.Graph()
     with SIM.stream(stream):
         with graph:
@@ -197,10 +194,10 @@ def test_memory_of_a_graph_serves_no_other_tensor_of_its_stream() -> None:
     ("mode", "refused"),
     [("global", {"here", "elsewhere"}), ("thread_local", {"here"}), ("relaxed", set())],
 )
-def test_a_mode_says_which_threads_may_wait_for_other_streams(mode: str, refused: set[str]) -> None:
+def test_a_mode_says_which_threads_may_wait_for_other_streams(mode, refused):
     found = set()
 
-    def wait(place: str) -> None:
+    def wait(place):
         try:
             SIM.Stream().synchronize()
         except torch.AcceleratorError:
@@ -219,7 +216,7 @@ def test_a_mode_says_which_threads_may_wait_for_other_streams(mode: str, refused
     assert found == refused
 
 
-def test_a_generator_draws_in_a_capture_only_if_it_is_the_default_one() -> None:
+def test_a_generator_draws_in_a_capture_only_if_it_is_the_default_one():
     x, own = torch.ones(4, device="sim"), torch.Generator("sim")
     with pytest.raises(RuntimeError, match="generator not in capture mode"), capture():
         x.add_(1)

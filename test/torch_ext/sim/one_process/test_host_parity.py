@@ -1,31 +1,25 @@
-"""Training on a device equals training on the host: modules, autocast, checkpointing, compiling."""
-
-from __future__ import annotations
-
-from collections.abc import Callable
+"""Training on a device equals training on the host: modules, autocast, losses."""
 
 import pytest
 import torch
 from torch import nn
 
-SIM = torch.get_device_module("sim")
-
 
 class _Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
         self.attention = nn.TransformerEncoderLayer(36, 2, 16, dropout=0.0, batch_first=True)
         self.recurrent, self.gated = nn.LSTM(36, 5, batch_first=True), nn.GRU(5, 4, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         features = self.norm(self.convolution(x)).relu().flatten(2)
         hidden, _ = self.recurrent(self.attention(features))
         out, _ = self.gated(hidden)
         return out.square().mean()
 
 
-def _train(device: str) -> list[float]:
+def _train(device):
     torch.manual_seed(0)
     net = _Net().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -40,13 +34,13 @@ def _train(device: str) -> list[float]:
     return losses
 
 
-def test_training_step_equals_the_host() -> None:
+def test_training_step_equals_the_host():
     # The fused cells associate their sums differently from the host's, hence float32 noise over four steps.
     assert _train("sim") == pytest.approx(_train("cpu"), rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_follows_the_policies_and_the_scaler_steps(dtype: torch.dtype) -> None:
+def test_autocast_follows_the_policies_and_the_scaler_steps(dtype):
     net = nn.Linear(4, 4).to("sim")
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("sim", init_scale=128.0)
     x = torch.ones(2, 4, device="sim")
@@ -73,13 +67,11 @@ def test_autocast_follows_the_policies_and_the_scaler_steps(dtype: torch.dtype) 
         (torch.bfloat16, torch.bfloat16, torch.float32),
     ],
 )
-def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(
-    of_input: torch.dtype, of_weight: torch.dtype, of_statistics: torch.dtype, training: bool
-) -> None:
+def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(of_input, of_weight, of_statistics, training):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(4, 3, 5), torch.rand(3) + 0.5, torch.rand(3)
 
-    def run(device: str, *types: torch.dtype) -> list[torch.Tensor]:
+    def run(device, *types):
         leaves = [one.to(device, kind).requires_grad_() for one, kind in zip((x, weight, bias), types, strict=False)]
         mean, variance = torch.zeros(3, device=device, dtype=types[3]), torch.ones(3, device=device, dtype=types[3])
         y = nn.functional.batch_norm(leaves[0], mean, variance, *leaves[1:], training=training)
@@ -94,28 +86,16 @@ def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(
         torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=6e-2)
 
 
-def test_batch_norm_refuses_the_mixture_that_gpus_refuse() -> None:
+def test_batch_norm_refuses_the_mixture_that_gpus_refuse():
     x, half = torch.randn(4, 3, device="sim"), torch.ones(3, device="sim", dtype=torch.float16)
     with pytest.raises(RuntimeError, match="mixed dtype"):
         nn.functional.batch_norm(x, None, None, half, half, training=True)
 
 
-def test_checkpointing_replays_device_random_numbers() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    x = torch.ones(32, device="sim", requires_grad=True)
-    for reentrant in (True, False):
-        SIM.manual_seed(3)
-        out = checkpoint(lambda t: nn.functional.dropout(t, 0.5) * t, x, use_reentrant=reentrant)
-        x.grad = None
-        out.sum().backward()
-        assert x.grad is not None and torch.equal(x.grad, 2 * out.detach())
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("loss", [nn.functional.mse_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss])
-def test_losses_warn_of_nothing_and_equal_the_host(loss: Callable[..., torch.Tensor], reduction: str) -> None:
+def test_losses_warn_of_nothing_and_equal_the_host(loss, reduction):
     given, wanted = torch.randn(8, 1), torch.randn(8, 1)
     found = loss(given.to("sim"), wanted.to("sim"), reduction=reduction)
     assert torch.equal(found.cpu(), loss(given, wanted, reduction=reduction))

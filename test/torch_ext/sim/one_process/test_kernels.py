@@ -1,9 +1,5 @@
 """Every kernel of the device passes through one entry, which knows the memory it reads and writes (csrc/kernel.h)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed.fsdp._fully_shard
@@ -20,12 +16,12 @@ from test.torch_ext.sim.one_process.every_kernel import (
     WITHOUT_ELEMENTS,
     make,
 )
-from test.torch_ext.sim.one_process.observed import Entry, is_touched, kernels, kinds, observe, ranges
+from test.torch_ext.sim.one_process.observed import is_touched, kernels, kinds, observe, ranges
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 
 
-def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:
+def _assert_accounted(entries, args, result):
     """Assert that the inputs were read or written, and that the outputs were written."""
     written, read = ranges(entries, written=True), ranges(entries, written=False)
     for tensor in tree_leaves(args):
@@ -36,12 +32,12 @@ def _assert_accounted(entries: list[Entry], args: Any, result: Any) -> None:
             assert is_touched(tensor, written), f"a result of {tuple(tensor.shape)} was not accounted for"
 
 
-def _registered(*namespaces: str) -> set[str]:
+def _registered(*namespaces):
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     return {name for name in names if name.partition("::")[0] in namespaces}
 
 
-def test_every_kernel_registered_for_the_device_is_called_below() -> None:
+def test_every_kernel_registered_for_the_device_is_called_below():
     assert _registered("aten", "fsdp") == HAND_WRITTEN.keys() | WITHOUT_ELEMENTS.keys()
     assert _registered("c10d") == COLLECTIVES.keys() | {"c10d::recv_any_source_"}  # which NCCL lacks
 
@@ -50,7 +46,7 @@ def test_every_kernel_registered_for_the_device_is_called_below() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse [A-Z]* tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_account_for_what_they_read_and_write(name: str) -> None:
+def test_kernels_account_for_what_they_read_and_write(name):
     program, args = CALLS[name]()
     result, entries = observe(program, *args)
     assert kernels(entries)
@@ -59,16 +55,16 @@ def test_kernels_account_for_what_they_read_and_write(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
-def test_views_factories_and_questions_touch_no_elements(name: str) -> None:
+def test_views_factories_and_questions_touch_no_elements(name):
     program, args = WITHOUT_ELEMENTS[name]()
     _, entries = observe(program, *args)
     assert not kernels(entries)
 
 
-def test_autocast_and_backward_account_for_casts_and_gradients() -> None:
+def test_autocast_and_backward_account_for_casts_and_gradients():
     x, weight = make(4, 4), make(4, 4).requires_grad_()
 
-    def program() -> Tensor:
+    def program():
         with torch.autocast("sim", torch.bfloat16):
             y = x @ weight
         y.float().sum().backward()
@@ -79,7 +75,7 @@ def test_autocast_and_backward_account_for_casts_and_gradients() -> None:
     _assert_accounted(entries, (x, weight), (y, weight.grad))
 
 
-def test_growing_a_tensor_moves_its_elements() -> None:
+def test_growing_a_tensor_moves_its_elements():
     x = make(4)
     old = (x.data_ptr(), x.data_ptr() + 16)
     _, entries = observe(lambda: x.resize_(1000))
@@ -88,7 +84,7 @@ def test_growing_a_tensor_moves_its_elements() -> None:
 
 
 @pytest.mark.parametrize("name", HOST_READS)
-def test_host_reads_are_reported(name: str) -> None:
+def test_host_reads_are_reported(name):
     x, stream = make(4), SIM.Stream()
     with SIM.stream(stream):
         _, entries = observe(HOST_READS[name], x)
@@ -96,21 +92,15 @@ def test_host_reads_are_reported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_HOST_READS)
-def test_non_blocking_calls_report_no_host_read(name: str) -> None:
+def test_non_blocking_calls_report_no_host_read(name):
     _, entries = observe(NO_HOST_READS[name], make(4))
     assert kernels(entries) and not any("host_knows" in kind for kind in kinds(entries))
 
 
-def _moments(entries: list[Entry]) -> list[int]:
-    """Return the moment of each entry, counted from the first one."""
-    numbers = [entry["moment"] for entry in entries if entry["moment"]]
-    return [number - numbers[0] for number in numbers]
-
-
-def test_stream_ordering_is_reported_in_order() -> None:
+def test_stream_ordering_is_reported_in_order():
     one, two, event = SIM.Stream(), SIM.Stream(), SIM.Event()
 
-    def program() -> None:
+    def program():
         two.wait_event(event)  # never recorded: no edge
         event.record(one)
         two.wait_event(event)
@@ -128,14 +118,15 @@ def test_stream_ordering_is_reported_in_order() -> None:
         "recorded", "stream_waits", "host_knows_moment", "host_knows_moment", "recorded", "stream_waits",
         "host_knows_stream", "host_knows_stream", "host_knows_device", "recorded", "stream_waits",
     ]  # fmt: skip
-    assert _moments(entries) == [0, 0, 0, 0, 1, 1, 2, 2]
+    moments = [entry["moment"] for entry in entries if entry["moment"]]
+    assert [moment - moments[0] for moment in moments] == [0, 0, 0, 0, 1, 1, 2, 2]
     assert [entry["stream"] for entry in entries if entry["kind"] == "stream_waits"] == [two.stream_id] * 3
 
 
-def test_autograd_orders_streams_of_forward_and_backward() -> None:
+def test_autograd_orders_streams_of_forward_and_backward():
     x, side = make(4).requires_grad_(), SIM.Stream()
 
-    def program() -> None:
+    def program():
         side.wait_stream(SIM.current_stream())
         with SIM.stream(side):
             y = x * 2
@@ -151,7 +142,7 @@ def test_autograd_orders_streams_of_forward_and_backward() -> None:
 # --- what is on two devices is refused, buffers included ---
 
 
-_BUFFERS: dict[str, tuple[str, int]] = {
+_BUFFERS = {
     "running mean": ("aten::native_batch_norm_backward", 3),
     "running variance": ("aten::native_batch_norm_backward", 4),
     "saved mean": ("aten::native_batch_norm_backward", 5),
@@ -166,7 +157,7 @@ _BUFFERS: dict[str, tuple[str, int]] = {
 
 @pytest.mark.parametrize("elsewhere", ["cpu", "sim:1"])
 @pytest.mark.parametrize("what", _BUFFERS)
-def test_buffers_on_another_device_are_refused(what: str, elsewhere: str) -> None:
+def test_buffers_on_another_device_are_refused(what, elsewhere):
     name, position = _BUFFERS[what]
     program, args = HAND_WRITTEN[name]()
     moved = [*args[:position], args[position].to(elsewhere), *args[position + 1 :]]
@@ -178,7 +169,7 @@ def test_buffers_on_another_device_are_refused(what: str, elsewhere: str) -> Non
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_account_for_what_they_read_and_write(name: str, group: Any) -> None:
+def test_collectives_account_for_what_they_read_and_write(name, group):
     x, y = make(4), make(4)
     _, entries = observe(COLLECTIVES[name], group, x, y)
     assert "launched" in kinds(entries)

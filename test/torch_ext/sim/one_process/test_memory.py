@@ -1,8 +1,5 @@
 """Memory is counted for each device, limited, and poisoned on request."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +9,7 @@ from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_st
 SIM = torch.get_device_module("sim")
 
 
-def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
+def test_memory_counts_rounded_bytes_and_kernel_results():
     SIM.reset_peak_memory_stats("sim:3")
     before = SIM.memory_allocated("sim:3")
     x = torch.ones(1, device="sim:3")
@@ -22,9 +19,11 @@ def test_memory_counts_rounded_bytes_and_kernel_results() -> None:
     assert SIM.max_memory_allocated("sim:3") >= before + 512 + 2 * 4096
     del x, y
     assert SIM.memory_allocated("sim:3") == before
+    summary = SIM.memory_summary("sim:3")
+    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
 
 
-def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
+def test_limit_raises_out_of_memory_and_leaves_the_device_usable():
     _, total = SIM.mem_get_info("sim:2")
     SIM.empty_cache()
     SIM.set_memory_limit(2 << 20, "sim:2")  # CUDA's smallest segment
@@ -39,12 +38,7 @@ def test_limit_raises_out_of_memory_and_leaves_the_device_usable() -> None:
         SIM.set_memory_limit(total, "sim:2")
 
 
-def test_the_summary_is_that_of_cuda() -> None:
-    summary = SIM.memory_summary("sim:3")
-    assert "PyTorch CUDA memory summary, device ID 3" in summary and "Oversize allocations" in summary
-
-
-def test_poison_shows_unset_and_freed_memory() -> None:
+def test_poison_shows_unset_and_freed_memory():
     SIM.set_poison(True)
     try:
         assert torch.empty(100, device="sim").isnan().all().item()
@@ -53,24 +47,21 @@ def test_poison_shows_unset_and_freed_memory() -> None:
         SIM.set_poison(False)
 
 
-def test_pinned_ranges_are_known_exactly() -> None:
+def test_pinned_ranges_are_known_exactly_and_states_are_staged_in_them():
     pinned = torch.empty(100, pin_memory=True)
     assert pinned.is_pinned() and pinned[50:].is_pinned()
     assert not torch.empty(100).is_pinned()
     assert torch.ones(4).pin_memory().to("sim", non_blocking=True).tolist() == [1.0] * 4
-
-
-def test_states_are_staged_in_pinned_and_shared_memory() -> None:
     state = {"x": torch.arange(3.0, device="sim")}
     staged = _create_cpu_state_dict(state, pin_memory=True, share_memory=True)
     _copy_state_dict(state, staged)
     assert staged["x"].is_cpu and staged["x"].is_shared() and staged["x"].tolist() == [0, 1, 2]
 
 
-def test_threads_share_pools_without_losing_a_byte() -> None:
+def test_threads_share_pools_without_losing_a_byte():
     before = SIM.memory_allocated(2)
 
-    def churn(thread: int) -> None:
+    def churn(thread):
         for size in range(1, 300):
             held = [torch.empty(size * 100, dtype=torch.uint8, device="sim:2") for _ in range(3)]
             held[1].record_stream(SIM.default_stream(2))
@@ -81,7 +72,7 @@ def test_threads_share_pools_without_losing_a_byte() -> None:
     assert SIM.memory_stats(2)["active_bytes.all.current"] == before
 
 
-_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_VIEWS = {
     "all": lambda x: x,
     "rows": lambda x: x[1:5],
     "columns": lambda x: x[:, ::2],
@@ -93,7 +84,7 @@ _VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("non_blocking", [False, True])
 @pytest.mark.parametrize("view", _VIEWS)
-def test_copies_between_views_of_host_and_device_are_those_of_the_host(view: str, non_blocking: bool) -> None:
+def test_copies_between_views_of_host_and_device_are_those_of_the_host(view, non_blocking):
     there = torch.complex(torch.arange(36.0), -torch.arange(36.0)).view(6, 6)
     for source in (there, there.pin_memory(), there.to(torch.complex128), there[0], there.to("sim")):
         target = "sim" if source.is_cpu else "cpu"

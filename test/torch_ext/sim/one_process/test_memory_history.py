@@ -1,48 +1,42 @@
 """Allocation history: snapshots for torch's visualizer, and the error of a device that has run out."""
 
-from __future__ import annotations
-
 import pickle
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.cuda import _memory_viz
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 DEVICE = "sim:3"
 
 
 @pytest.fixture
-def recording() -> Iterator[None]:
+def recording():
     SIM.memory._record_memory_history()
     yield
     SIM.memory._record_memory_history(None)
 
 
 @pytest.fixture
-def small_device() -> Iterator[None]:
+def small_device():
     SIM.empty_cache()
     SIM.set_memory_limit(2 << 20, DEVICE)  # one segment of small requests
     yield
     SIM.set_memory_limit(1 << 34, DEVICE)
 
 
-def _make(count: int = 1 << 16) -> Tensor:
+def _make(count=1 << 16):
     return torch.ones(count, device=DEVICE)
 
 
-def _block_at(address: int) -> dict[str, Any]:
+def _block_at(address):
     blocks = [block for segment in SIM.memory_snapshot() for block in segment["blocks"]]
     (found,) = (block for block in blocks if block["address"] == address)
     return found
 
 
-def test_blocks_name_their_allocation_while_recording_and_while_they_live() -> None:
+def test_blocks_name_their_allocation_while_recording_and_while_they_live():
     kept = _make(100)
     assert _block_at(kept.data_ptr())["frames"] == []
     assert SIM.memory._snapshot()["device_traces"] == [[] for _ in range(SIM.device_count())]
@@ -60,7 +54,7 @@ def test_blocks_name_their_allocation_while_recording_and_while_they_live() -> N
         SIM.memory._record_memory_history(None)
 
 
-def test_a_block_that_a_stream_still_uses_awaits_its_end() -> None:
+def test_a_block_that_a_stream_still_uses_awaits_its_end():
     tensor, busy = _make(5000), SIM.Stream(DEVICE)
     address = tensor.data_ptr()
     with SIM.stream(busy):
@@ -73,7 +67,7 @@ def test_a_block_that_a_stream_still_uses_awaits_its_end() -> None:
         busy.synchronize()
 
 
-def test_segments_add_up_to_the_statistics(recording: None) -> None:
+def test_segments_add_up_to_the_statistics(recording):
     kept = [_make(100), _make(1 << 19)]
     segments = [segment for segment in SIM.memory_snapshot() if segment["device"] == 3]
     assert sum(segment["allocated_size"] for segment in segments) == SIM.memory_allocated(DEVICE)
@@ -82,7 +76,7 @@ def test_segments_add_up_to_the_statistics(recording: None) -> None:
     del kept
 
 
-def test_torchs_visualizer_reads_a_snapshot(recording: None, tmp_path: Path) -> None:
+def test_torchs_visualizer_reads_a_snapshot(recording, tmp_path):
     kept = _make()
     _make()
     SIM.memory._dump_snapshot(str(tmp_path / "dump.pickle"))
@@ -99,7 +93,7 @@ def test_torchs_visualizer_reads_a_snapshot(recording: None, tmp_path: Path) -> 
     assert snapshot["device_traces"][3][0]["addr"] == kept.data_ptr()
 
 
-def test_options_say_what_is_kept() -> None:
+def test_options_say_what_is_kept():
     try:
         SIM.memory._record_memory_history("state")
         tensor = _make(10)
@@ -117,7 +111,7 @@ def test_options_say_what_is_kept() -> None:
         SIM.memory._record_memory_history("everything")
 
 
-def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
+def test_out_of_memory_lists_held_memory_by_size(small_device):
     kept = [_make() for _ in range(7)]
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _make(1 << 17)
@@ -132,7 +126,7 @@ def test_out_of_memory_lists_held_memory_by_size(small_device: None) -> None:
     del kept
 
 
-def test_out_of_memory_lists_allocating_lines_where_recorded(small_device: None, recording: None) -> None:
+def test_out_of_memory_lists_allocating_lines_where_recorded(small_device, recording):
     kept = [torch.ones(1 << 15, device=DEVICE)]
     for _ in range(6):
         kept.append(_make())
@@ -148,6 +142,6 @@ def test_out_of_memory_lists_allocating_lines_where_recorded(small_device: None,
     del kept
 
 
-def test_out_of_memory_in_a_device_that_holds_nothing(small_device: None) -> None:
+def test_out_of_memory_in_a_device_that_holds_nothing(small_device):
     with pytest.raises(torch.OutOfMemoryError, match=r"0 bytes is reserved but unallocated. Free tensors"):
         _make(1 << 20)

@@ -1,11 +1,6 @@
 """Every public name of ``torch.cuda`` exists, or is refused with the reason; names that act have the right effect."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,36 +12,26 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from test.torch_ext.sim.one_process.every_kernel import HOST_READS, NO_HOST_READS
 from torch_ext.sim import _absent
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 _MODULES = {"": torch.cuda, "memory": torch.cuda.memory, "random": torch.cuda.random}
 
 
-def _module(which: str) -> Any:
-    return getattr(SIM, which) if which else SIM
-
-
 @pytest.mark.parametrize("which", _MODULES)
-def test_every_public_name_of_cuda_exists_or_is_refused_with_a_reason(which: str) -> None:
+def test_every_public_name_of_cuda_exists_or_is_refused_with_a_reason(which):
     names = [name for name in _MODULES[which].__all__ if not name.startswith("_")]
-    assert [name for name in names if not hasattr(_module(which), name) and name not in _absent.REASONS] == []
+    module = getattr(SIM, which) if which else SIM
+    assert [name for name in names if not hasattr(module, name) and name not in _absent.REASONS] == []
     assert not [name for name in _absent.REASONS if hasattr(SIM, name)]
+    assert SIM.streams.Stream is SIM.Stream and SIM.memory.memory_allocated is SIM.memory_allocated
 
 
-@pytest.mark.parametrize("which", ["", "memory"])
-def test_refused_name_gives_its_reason(which: str) -> None:
-    with pytest.raises(AttributeError, match=r"torch\.sim has no 'MemPool': memory comes from the allocator of the"):
-        _ = _module(which).MemPool
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        _ = _module(which).nonsense
-
-
-def test_devices_reach_each_other_and_not_themselves() -> None:
+def test_devices_reach_each_other_and_not_themselves():
     assert SIM.can_device_access_peer(0, "sim:1") and not SIM.can_device_access_peer(1, 1)
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         SIM.can_device_access_peer(0, 63)
 
 
-def test_memory_fraction_limits_allocations() -> None:
+def test_memory_fraction_limits_allocations():
     SIM.set_memory_limit(4 << 20, "sim:2")  # two segments
     try:
         SIM.empty_cache()
@@ -67,15 +52,13 @@ def test_memory_fraction_limits_allocations() -> None:
 
 
 @pytest.fixture
-def sync_debug() -> Iterator[Callable[[int | str], None]]:
+def sync_debug():
     yield SIM.set_sync_debug_mode
     SIM.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("read", [*HOST_READS.values(), lambda x: SIM.current_stream().synchronize()])
-def test_calls_that_block_the_host_warn_or_raise(
-    read: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
-) -> None:
+def test_calls_that_block_the_host_warn_or_raise(read, sync_debug):
     x = torch.ones(4, device="sim")
     sync_debug("warn")
     assert SIM.get_sync_debug_mode() == 1
@@ -89,21 +72,16 @@ def test_calls_that_block_the_host_warn_or_raise(
 
 
 @pytest.mark.parametrize("call", [*NO_HOST_READS.values(), lambda x: SIM.synchronize()])
-def test_calls_that_do_not_block_the_host_do_not_raise(
-    call: Callable[[torch.Tensor], object], sync_debug: Callable[[int | str], None]
-) -> None:
+def test_calls_that_do_not_block_the_host_do_not_raise(call, sync_debug):
     x = torch.ones(4, device="sim")
     sync_debug("error")
+    for wrong in ("loud", 3, -1):
+        with pytest.raises(ValueError, match="debug_mode"):
+            sync_debug(wrong)
     call(x)
 
 
-def test_sync_debug_modes_are_checked() -> None:
-    for wrong in ("loud", 3, -1):
-        with pytest.raises(ValueError, match="debug_mode"):
-            SIM.set_sync_debug_mode(wrong)
-
-
-def test_pinned_memory_is_counted() -> None:
+def test_pinned_memory_is_counted():
     before = SIM.host_memory_stats()["active_bytes.current"]
     pinned = torch.empty(100, pin_memory=True)
     assert SIM.host_memory_stats()["active_bytes.current"] == before + pinned.nbytes
@@ -115,17 +93,17 @@ def test_pinned_memory_is_counted() -> None:
 @pytest.mark.parametrize(
     "hook", [default_hooks.bf16_compress_hook, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)]
 )
-def test_ddps_bfloat16_hooks_compress(group: Any, hook: Any) -> None:
+def test_ddps_bfloat16_hooks_compress(group, hook):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False, device="sim"))
     model.register_comm_hook(dist.group.WORLD, hook)
     exact = 1 + 2**-10  # has more bits than bfloat16
     model(torch.full((1, 1), exact, device="sim")).sum().backward()
     gradient = model.module.weight.grad
-    assert gradient is not None and gradient.dtype == torch.float32
+    assert gradient.dtype == torch.float32
     assert gradient.item() == torch.tensor(exact).bfloat16().float().item() != exact
 
 
-def test_ddp_still_checks_the_signature_of_a_bfloat16_hook(group: Any) -> None:
+def test_ddp_still_checks_the_signature_of_a_bfloat16_hook(group):
     def bf16_compress_hook(state: object, bucket: int) -> None: ...
 
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, device="sim"))
@@ -135,7 +113,7 @@ def test_ddp_still_checks_the_signature_of_a_bfloat16_hook(group: Any) -> None:
             model.register_comm_hook(None, bf16_compress_hook)
 
 
-def test_safetensors_load_to_the_device(tmp_path: Path) -> None:
+def test_safetensors_load_to_the_device(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"weight": torch.arange(4.0).to("sim:1")}, tmp_path / "some.safetensors")
     for name, device in {"sim": "sim:0", "sim:1": "sim:1", "cpu": "cpu"}.items():
@@ -144,9 +122,16 @@ def test_safetensors_load_to_the_device(tmp_path: Path) -> None:
             assert opened.get_tensor("weight").to("cpu").tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_graphs_and_symmetric_memory_are_refused_with_a_reason() -> None:
+def test_names_and_symmetric_memory_are_refused_with_a_reason():
     import torch.distributed._symmetric_memory as symmetric
 
+    for module in (SIM, SIM.memory):
+        with pytest.raises(
+            AttributeError, match=r"torch\.sim has no 'MemPool': memory comes from the allocator of the"
+        ):
+            _ = module.MemPool
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            _ = module.nonsense
     with pytest.raises(AttributeError, match=r"torch\.accelerator\.Graph"):
         _ = SIM.graph
     with pytest.raises(RuntimeError, match="SymmetricMemory does not support device type sim"):

@@ -1,10 +1,7 @@
 """Names and functions by which torch, and programs written for other devices, use an accelerator."""
 
-from __future__ import annotations
-
 import os
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch.autograd import DeviceType
 SIM = torch.get_device_module("sim")
 
 
-def test_device_guards_put_the_device_back() -> None:
+def test_device_guards_put_the_device_back():
     SIM.set_device(0)
     with SIM._DeviceGuard(1):
         assert SIM.current_device() == 1
@@ -25,13 +22,7 @@ def test_device_guards_put_the_device_back() -> None:
     assert SIM._exchange_device(0) == 1
 
 
-def test_submodules_have_the_names_of_other_accelerators() -> None:
-    assert SIM.memory.memory_allocated is SIM.memory_allocated
-    assert SIM.random.manual_seed is SIM.manual_seed
-    assert SIM.streams.Stream is SIM.Stream
-
-
-def test_eager_flex_attention_matches_the_hosts() -> None:
+def test_eager_flex_attention_matches_the_hosts():
     from torch.nn.attention.flex_attention import flex_attention
 
     host = torch.randn(1, 2, 4, 8)
@@ -47,7 +38,7 @@ def test_eager_flex_attention_matches_the_hosts() -> None:
 
 @pytest.mark.skipif("LOCAL_RANK" in os.environ, reason="a launcher has chosen the device")
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_causal_attention_of_dtensors_matches_that_of_tensors(group: Any, requires_grad: bool) -> None:
+def test_causal_attention_of_dtensors_matches_that_of_tensors(group, requires_grad):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -64,7 +55,7 @@ def test_causal_attention_of_dtensors_matches_that_of_tensors(group: Any, requir
         sharded + whole
 
 
-def test_profilers_see_collectives_with_their_shapes(group: Any) -> None:
+def test_profilers_see_collectives_with_their_shapes(group):
     tensor = torch.ones(3, 2, device="sim")
     with torch.profiler.profile(record_shapes=True) as profiler:
         dist.all_reduce(tensor)
@@ -74,7 +65,7 @@ def test_profilers_see_collectives_with_their_shapes(group: Any) -> None:
     assert [(event.is_async, event.input_shapes) for event in of_host] == [(True, [[3, 2]])] * 2 and len(of_device) == 2
 
 
-def test_ddp_logs_times_of_the_device(group: Any) -> None:
+def test_ddp_logs_times_of_the_device(group):
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="sim"), device_ids=[0])
     for _ in range(3):  # logging begins with the second
         model(torch.ones(1, 2, device="sim")).sum().backward()

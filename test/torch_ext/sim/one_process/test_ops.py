@@ -5,15 +5,12 @@ the command). Equality is exact, since the kernels are the same. Gradients are c
 draw from the host's generator. op_differences.py lists by name the differences, and the errors of the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,27 +45,27 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def _leave_generators_as_operators_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def _leave_generators_as_operators_left_them(monkeypatch):
     """The wrappers of samples restore the generators, which would hide an operator's draws."""
     monkeypatch.setattr(_utils, "freeze_rng_state", contextlib.nullcontext)
 
 
-def _key(op: Any) -> str:
+def _key(op):
     return op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
 
 
-def _types(op: Any) -> list[torch.dtype]:
+def _types(op):
     supported = op.supported_dtypes("cpu")
     return [dtype for dtype in TYPES if dtype in supported] or sorted(supported, key=str)
 
 
-def _samples(op: Any, dtype: torch.dtype) -> Iterator[Any]:
+def _samples(op, dtype):
     """Host samples: the first one, or all."""
     found = op.sample_inputs("cpu", dtype, requires_grad=False)
     return iter(found) if ALL_SAMPLES else itertools.islice(found, 1)
 
 
-def _to(value: Any, device: str) -> Any:
+def _to(value, device):
     if isinstance(value, torch.Tensor):
         return value.detach().to(device)
     if isinstance(value, torch.device):
@@ -76,13 +73,13 @@ def _to(value: Any, device: str) -> Any:
     return value
 
 
-def _call(op: Any, sample: Any, device: str, *, grad: bool, of_input_alone: bool = False) -> Result:
+def _call(op, sample, device, *, grad, of_input_alone=False):
     """Run the operator on copies of the sample on ``device``; with ``grad``, differentiate it by its floating-point
     arguments, or by its input alone.
     """
-    leaves: list[torch.Tensor] = []
+    leaves = []
 
-    def place(value: Any, where: str, differentiable: bool) -> Any:
+    def place(value, where, differentiable):
         moved = _to(value, where)
         if isinstance(moved, torch.Tensor):
             moved = moved.clone()
@@ -109,14 +106,14 @@ def _call(op: Any, sample: Any, device: str, *, grad: bool, of_input_alone: bool
     return Result(tensors, list(torch.autograd.grad(total, leaves, allow_unused=True)), *drew)
 
 
-def _who_drew() -> tuple[bool, bool]:
+def _who_drew():
     """Whether the host's and the device's generator have moved since they were seeded last."""
     untouched = torch.Generator().manual_seed(torch.initial_seed()).get_state()
     _, offset = SIM.get_rng_state().view(torch.int64).tolist()
     return not torch.equal(torch.get_rng_state(), untouched), offset != 0
 
 
-def _assert_same(op: Any, host: torch.Tensor | None, device: torch.Tensor | None, *, values: bool) -> None:
+def _assert_same(op, host, device, *, values):
     if host is None or device is None:
         assert host is device
         return
@@ -127,7 +124,7 @@ def _assert_same(op: Any, host: torch.Tensor | None, device: torch.Tensor | None
         torch.testing.assert_close(device.cpu(), host, equal_nan=True, rtol=bound, atol=bound)
 
 
-def _assert_same_result(op: Any, host: Result, device: Result) -> None:
+def _assert_same_result(op, host, device):
     assert not device.drew_on_host, "drew from the host's generator"
     # A generator of the host does not advance for a result without elements.
     draws = host.drew_on_host or not any(tensor.numel() for tensor in host.tensors) or _key(op) in RANDOM_BY_VALUE
@@ -138,7 +135,7 @@ def _assert_same_result(op: Any, host: Result, device: Result) -> None:
         _assert_same(op, one, other, values=values)
 
 
-def _compare(op: Any, dtype: torch.dtype) -> int:
+def _compare(op, dtype):
     """Compare all samples of one type and return how many there were."""
     compared = 0
     grad = dtype == torch.float32 and op.supports_autograd and _key(op) not in UNINITIALISED
@@ -147,7 +144,7 @@ def _compare(op: Any, dtype: torch.dtype) -> int:
         try:
             host = _call(op, sample, "cpu", **how)
         except RuntimeError as error:
-            if _is_refused_by_host(op, error):
+            if _key(op) in REFUSED_BY_HOST and REFUSED_BY_HOST[_key(op)] in str(error):
                 continue
             if _NOT_DIFFERENTIABLE not in str(error):
                 raise
@@ -170,22 +167,14 @@ _REFUSED = re.compile(r""""[\w<>]+" not implemented for '|Could not run 'aten::\
 _NOT_DIFFERENTIABLE = "is not differentiable with respect to argument"
 
 
-def _is_refused_by_host(op: Any, error: RuntimeError) -> bool:
-    return _key(op) in REFUSED_BY_HOST and REFUSED_BY_HOST[_key(op)] in str(error)
-
-
-def _compare_all_types(op: Any) -> int:
+@pytest.mark.parametrize("op", [op for op in op_db if _key(op) not in GPU_ONLY], ids=_key)
+def test_operator_equals_the_host(op):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return sum(_compare(op, dtype) for dtype in _types(op))
+        assert sum(_compare(op, dtype) for dtype in _types(op)) > 0
 
 
-@pytest.mark.parametrize("op", [op for op in op_db if _key(op) not in GPU_ONLY], ids=_key)
-def test_operator_equals_the_host(op: Any) -> None:
-    assert _compare_all_types(op) > 0
-
-
-def _types_of_the_host_alone(op: Any) -> list[torch.dtype]:
+def _types_of_the_host_alone(op):
     """Without bfloat16, which the database lists for the GPU of this machine, and types without other operators."""
     types = all_types_and_complex_and(torch.bool, torch.half)
     found = {dtype for dtype in types if dtype in op.supported_dtypes("cpu") - op.supported_dtypes("cuda")}
@@ -193,7 +182,7 @@ def _types_of_the_host_alone(op: Any) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("op", [op for op in op_db if _types_of_the_host_alone(op)], ids=_key)
-def test_types_that_cuda_lacks_are_refused(op: Any) -> None:
+def test_types_that_cuda_lacks_are_refused(op):
     for dtype in _types_of_the_host_alone(op):
         samples = list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 40))
         assert samples
@@ -203,7 +192,7 @@ def test_types_that_cuda_lacks_are_refused(op: Any) -> None:
                 _call(op, sample, "sim", grad=False)
 
 
-def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_there() -> None:
+def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_there():
     for op in op_db:
         if _key(op) in GPU_ONLY:
             for sample in itertools.chain(*(_samples(op, dtype) for dtype in _types(op))):
@@ -212,7 +201,7 @@ def test_operators_for_gpus_alone_have_no_samples_for_the_host_or_are_refused_th
                     _call(op, sample, "cpu", grad=False)
 
 
-def test_the_lists_of_differences_are_short_and_name_operators() -> None:
+def test_the_lists_of_differences_are_short_and_name_operators():
     keys = {_key(op) for op in op_db}
     named = UNINITIALISED | RANDOM_BY_VALUE | ROUNDED.keys() | HOST_ARGUMENTS | GPU_ONLY | REFUSED_BY_HOST.keys()
     assert keys >= named

@@ -4,15 +4,10 @@ Each row has the bytes above the inputs, by hand. Rows with "GPU" were measured 
 hold per element is the same.
 """
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 SIM = torch.get_device_module("sim")
@@ -21,28 +16,26 @@ N = 4096  # elements of most inputs
 BLOCK = 512  # bytes of a small result, rounded up
 F32, BF16 = 4 * N, 2 * N
 
-Call = Callable[[], object]
 
-
-def f32(*shape: int, requires_grad: bool = False) -> Tensor:
+def f32(*shape, requires_grad=False):
     return torch.randn(*(shape or (N,)), device=DEVICE, requires_grad=requires_grad)
 
 
-def mixed(call: Callable[[Tensor, Tensor], object]) -> Call:
+def mixed(call):
     x, y = f32(), f32().bfloat16()
     return lambda: call(x, y)
 
 
-def reduced(x: Tensor, dtype: torch.dtype | None = None) -> Call:
+def reduced(x, dtype=None):
     return lambda: x.sum(dtype=dtype)
 
 
-def gathered() -> Call:
+def gathered():
     x, index = f32(64, 64).bfloat16(), torch.zeros(64, 64, dtype=torch.int64, device=DEVICE)
     return lambda: x.gather(1, index)
 
 
-def attention(backward: bool = False, heads: int = 4, **options: Any) -> Call:
+def attention(backward=False, heads=4, **options):
     q, k, v = (f32(1, h, 256, 8, requires_grad=backward) for h in (4, heads, heads))
     if not backward:
         return lambda: F.scaled_dot_product_attention(q, k, v, **options)
@@ -51,14 +44,14 @@ def attention(backward: bool = False, heads: int = 4, **options: Any) -> Call:
     return lambda: torch.autograd.grad(out, [q, k, v], grad)
 
 
-def batch_norm_backward() -> Call:
+def batch_norm_backward():
     x, layer = f32(4, 4, 16, 16, requires_grad=True), torch.nn.BatchNorm2d(4, device=DEVICE)
     out = layer(x)
     grad = torch.ones_like(out)
     return lambda: torch.autograd.grad(out, [x, layer.weight, layer.bias], grad)
 
 
-def step(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Call:
+def step(optimizer, **options):
     parameter = f32(requires_grad=True)
     parameter.grad = f32()
     made = optimizer([parameter], **options)
@@ -68,7 +61,7 @@ def step(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Cal
 
 Q = 4 * 4 * 256 * 8  # bytes of queries; a matrix of scores has 32 times as many
 LSE, SEEDS = 4 * 4 * 256, 2 * BLOCK
-ROWS: dict[str, tuple[Callable[[], Call], int]] = {
+ROWS = {
     "f32 + bf16 (GPU)": (lambda: mixed(lambda x, y: x + y), F32),
     "f32.add_(bf16) (GPU)": (lambda: mixed(lambda x, y: x.add_(y)), 0),
     "f32.mul_(bf16) (GPU)": (lambda: mixed(lambda x, y: x.mul_(y)), 0),
@@ -90,7 +83,7 @@ ROWS: dict[str, tuple[Callable[[], Call], int]] = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_an_operator_holds_what_a_fused_kernel_holds(row: str) -> None:
+def test_an_operator_holds_what_a_fused_kernel_holds(row):
     prepare, expected = ROWS[row]
     gc.collect()  # tensors of a failed test
     with torch.autograd.set_multithreading_enabled(False):  # else a thread frees gradients later
@@ -102,7 +95,7 @@ def test_an_operator_holds_what_a_fused_kernel_holds(row: str) -> None:
         del kept
 
 
-def test_attention_keeps_the_strides_of_its_inputs() -> None:
+def test_attention_keeps_the_strides_of_its_inputs():
     # Compiled code relies on them, and a model may view the gradient of (2, 16, 4 * 8).
     q, k, v = (f32(2, 16, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     out = F.scaled_dot_product_attention(q, k, v)
@@ -111,10 +104,10 @@ def test_attention_keeps_the_strides_of_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
-def test_attention_with_dropout_goes_by_its_formula(kind: str) -> None:
+def test_attention_with_dropout_goes_by_its_formula(kind):
     inputs = [f32(*shape).double().requires_grad_() for shape in [(1, 2, 6, 4)] * 3 + [(6, 6)] * (kind == "mask")]
 
-    def attend(*tensors: Tensor, dropout: float = 0.4) -> Tensor:
+    def attend(*tensors, dropout=0.4):
         torch.manual_seed(3)
         q, k, v, *mask = tensors
         return F.scaled_dot_product_attention(q, k, v, mask[0] if mask else None, dropout, kind == "causal")

@@ -1,14 +1,12 @@
 """Importing initialises nothing, a fork after the first use is refused, and the number of devices is fixed by then."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from test.torch_ext.interpreter import python
 
 
-def test_import_starts_no_thread_and_initialises_nothing() -> None:
+def test_import_starts_no_thread_and_initialises_nothing():
     code = (
         "import os, torch, torch_ext.sim\n"
         "torch.manual_seed(1); torch.sim.device_count(); torch.sim.is_available()\n"
@@ -18,7 +16,7 @@ def test_import_starts_no_thread_and_initialises_nothing() -> None:
     assert done.stdout.split() == ["1", "False", "False"], done.stderr
 
 
-def test_fork_after_first_use_is_refused_and_before_it_is_fine() -> None:
+def test_fork_after_first_use_is_refused_and_before_it_is_fine():
     code = (
         "import os, torch, torch_ext.sim\n"
         "a = torch.ones(3, 3, device='cpu')\n"
@@ -34,7 +32,7 @@ def test_fork_after_first_use_is_refused_and_before_it_is_fine() -> None:
     assert "Cannot re-initialize sim in forked subprocess" in used.stdout and used.stdout.split()[-1] == "3"
 
 
-def test_device_count_is_read_at_first_use_and_checked() -> None:
+def test_device_count_is_read_at_first_use_and_checked():
     code = (
         "import os, torch, torch_ext.sim\n"
         "os.environ['TORCH_EXT_SIM_DEVICES'] = '7'\n"
@@ -46,7 +44,7 @@ def test_device_count_is_read_at_first_use_and_checked() -> None:
     assert "ValueError: TORCH_EXT_SIM_DEVICES=many" in bad.stderr
 
 
-def test_devices_can_be_requested_until_the_first_use() -> None:
+def test_devices_can_be_requested_until_the_first_use():
     ask = (
         "import torch, torch_ext.sim; torch.sim.request_devices(6); torch.sim.request_devices(2)\n"
         "print(torch.sim.device_count())\n"

@@ -1,24 +1,20 @@
 """torch.profiler shows the device's work: kernels on their streams and collectives under simccl's names."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-SIM: Any = torch.get_device_module("sim")
+SIM = torch.get_device_module("sim")
 BOTH = [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 
 
-def _of_device(profiler: Any) -> list[Any]:
+def _of_device(profiler):
     return [event for event in profiler.events() if event.device_type == DeviceType.PrivateUse1]
 
 
-def test_kernels_are_events_of_the_device_linked_to_their_operators() -> None:
+def test_kernels_are_events_of_the_device_linked_to_their_operators():
     x = torch.ones(64, 64, device="sim:1", requires_grad=True)
     with profile(activities=BOTH) as profiler:
         (x @ x).sum().backward()
@@ -32,7 +28,7 @@ def test_kernels_are_events_of_the_device_linked_to_their_operators() -> None:
     assert "Self SIM" in profiler.key_averages().table(sort_by="self_device_time_total")
 
 
-def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:
+def test_a_trace_has_a_row_for_each_stream(tmp_path):
     x, y, side = torch.ones(8, device="sim"), torch.ones(8, device="sim"), SIM.Stream()
     with profile(activities=BOTH) as profiler:
         x.fill_(1)
@@ -46,7 +42,7 @@ def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:
     assert {"stream 0", f"stream {side.stream_id}"} <= named
 
 
-def test_without_the_device_among_the_activities_nothing_of_it_is_recorded() -> None:
+def test_without_the_device_among_the_activities_nothing_of_it_is_recorded():
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         torch.ones(4, device="sim").add_(1)
     assert not _of_device(profiler)
@@ -55,7 +51,7 @@ def test_without_the_device_among_the_activities_nothing_of_it_is_recorded() -> 
     assert [event.name for event in _of_device(profiler)] == ["aten::fill_"]
 
 
-def test_the_profiler_of_autograd_times_operators() -> None:
+def test_the_profiler_of_autograd_times_operators():
     x = torch.ones(64, 64, device="sim")
     with torch.autograd.profiler.profile(use_device="sim", use_kineto=False) as profiler:
         x @ x

@@ -1,14 +1,12 @@
 """Streams become current everywhere at once, and events order and time what they do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 SIM = torch.get_device_module("sim")
 
 
-def test_streams_become_current_everywhere_at_once() -> None:
+def test_streams_become_current_everywhere_at_once():
     before = torch.accelerator.current_stream()
     mine = SIM.Stream(priority=-1)
     with SIM.stream(mine):
@@ -26,13 +24,13 @@ def test_streams_become_current_everywhere_at_once() -> None:
         assert SIM.current_device() == 0
 
 
-def test_priorities_are_those_of_torch_on_gpus() -> None:
+def test_priorities_are_those_of_torch_on_gpus():
     assert SIM.Stream.priority_range() == (0, -3)
     assert [SIM.Stream(priority=wish).priority for wish in (2, 0, -1, -3, -9)] == [0, 0, -1, -3, -3]
     assert SIM.default_stream().priority == 0
 
 
-def test_a_handle_leads_back_to_its_stream() -> None:
+def test_a_handle_leads_back_to_its_stream():
     for stream in (SIM.Stream("sim:1"), SIM.default_stream("sim:1")):
         assert SIM.ExternalStream(stream.native_handle, device="sim:1") == stream
     assert SIM.get_stream_from_external(0, "sim:1") == SIM.default_stream("sim:1")
@@ -42,7 +40,7 @@ def test_a_handle_leads_back_to_its_stream() -> None:
         SIM.Event.from_ipc_handle(0, bytes(64))
 
 
-def test_sleep_delays_the_stream_and_events_carry_the_delay_across() -> None:
+def test_sleep_delays_the_stream_and_events_carry_the_delay_across():
     one, two = SIM.Stream(), SIM.Stream()
     event = SIM.Event()
     with SIM.stream(one):
@@ -55,7 +53,7 @@ def test_sleep_delays_the_stream_and_events_carry_the_delay_across() -> None:
     assert event.query() and one.query()
 
 
-def test_host_reads_wait_for_the_current_stream() -> None:
+def test_host_reads_wait_for_the_current_stream():
     x = torch.ones(1, device="sim")
     with SIM.stream(SIM.Stream()) as _:
         for read in (x.item, x.cpu, SIM.synchronize):
@@ -64,7 +62,7 @@ def test_host_reads_wait_for_the_current_stream() -> None:
             assert SIM.current_stream().query()
 
 
-def test_elapsed_time_is_the_busy_time_of_the_stream() -> None:
+def test_elapsed_time_is_the_busy_time_of_the_stream():
     start, end = SIM.Event(enable_timing=True), torch.Event("sim", enable_timing=True)
     start.record()
     SIM._sleep(10_000_000)
@@ -79,7 +77,7 @@ def test_elapsed_time_is_the_busy_time_of_the_stream() -> None:
         plain.elapsed_time(end)
 
 
-def test_an_event_belongs_to_the_device_it_was_first_recorded_on() -> None:
+def test_an_event_belongs_to_the_device_it_was_first_recorded_on():
     here, there = SIM.Stream("sim:0"), SIM.Stream("sim:1")
     event = SIM.Event(enable_timing=True)
     event.record(there)  # an event that was never recorded has no device yet
@@ -88,16 +86,13 @@ def test_an_event_belongs_to_the_device_it_was_first_recorded_on() -> None:
             record()
     here.wait_event(event)  # streams may wait across devices
     event.record(there)
-
-
-def test_record_stream_takes_streams_of_other_devices() -> None:
     x = torch.ones(4, device="sim:0")
-    x.record_stream(SIM.Stream("sim:1"))
+    x.record_stream(there)
     del x
     assert torch.ones(4, device="sim:0").sum().item() == 4
 
 
-def test_elapsed_time_needs_two_recorded_events_of_one_device_and_others_block_nothing() -> None:
+def test_elapsed_time_needs_two_recorded_events_of_one_device_and_others_block_nothing():
     one, other, never = (SIM.Event(enable_timing=True) for _ in range(3))
     one.record(SIM.Stream("sim:0"))
     other.record(SIM.Stream("sim:1"))

@@ -6,8 +6,6 @@ simulated device as CUDA's. Prints the pairs on which the two differ, and the co
     TORCH_EXT_SIM=cuda python -m test.torch_ext.sim.races.compare_checkers
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections import Counter
@@ -19,13 +17,9 @@ from test.torch_ext.sim.races import stage
 from test.torch_ext.sim.races.test_zoo import PAIRS
 
 
-def by_races(pair: stage.Pair, fixed: bool) -> str:
-    return "reported" if stage.run(pair, fixed=fixed) else "silent"
-
-
-def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
+def by_sanitizer(pair, fixed):
     sanitizer = _sanitizer.cuda_sanitizer
-    sanitizer.dispatch.event_handler.__init__()  # type: ignore[misc]  # forgets the program before
+    sanitizer.dispatch.event_handler.__init__()  # forgets the program before
     on = stage.Stage()
     sanitizer.enable()
     try:
@@ -41,11 +35,14 @@ def by_sanitizer(pair: stage.Pair, fixed: bool) -> str:
     return "silent"
 
 
-CHECKERS = {"torch.sim.races": by_races, "CUDA stream sanitizer": by_sanitizer}
+CHECKERS = {
+    "torch.sim.races": lambda pair, fixed: "reported" if stage.run(pair, fixed=fixed) else "silent",
+    "CUDA stream sanitizer": by_sanitizer,
+}
 
 
-def main() -> None:
-    counts: Counter[tuple[str, str]] = Counter()
+def main():
+    counts = Counter()
     for pair in PAIRS:
         ends = {name: (check(pair, False), check(pair, True)) for name, check in CHECKERS.items()}
         for name, (racy, twin) in ends.items():

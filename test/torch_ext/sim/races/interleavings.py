@@ -4,11 +4,8 @@ A program is the host's sequence of steps. Streams run their steps in order, at 
 that any interleaving can reach. Two accesses are unordered if some state could do either next.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch_ext.sim import _native
@@ -25,7 +22,7 @@ class View:
     strides: tuple[int, ...]  # elements
 
     @property
-    def bytes(self) -> frozenset[int]:
+    def bytes(self):
         places = (
             self.begin + self.itemsize * sum(i * stride for i, stride in zip(index, self.strides, strict=True))
             for index in itertools.product(*map(range, self.sizes))
@@ -87,7 +84,7 @@ FAULTS = {
 }
 
 
-def collective(stream: int, lane: int, use: tuple[Use, ...], done: int, own: int) -> list[Step]:
+def collective(stream, lane, use, done, own):
     """An asynchronous collective: its lane takes over from the stream, and records event ``done`` at its end.
 
     ``own`` is an event that nothing else uses.
@@ -116,11 +113,11 @@ class Plan:
     # step that allocates -> for a block that had users, how many steps of each were given to it before it was freed
     guards: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:  # noqa: C901
-        owners: dict[int, int] = {}
-        pools: dict[int, list[tuple[int, dict[int, int]]]] = {}
-        recorded: dict[int, int] = {}
-        given: dict[int, int] = {}
+    def __post_init__(self):  # noqa: C901
+        owners = {}
+        pools = {}
+        recorded = {}
+        given = {}
         blocks = itertools.count()
         for at, step in enumerate(self.steps):
             match step:
@@ -163,7 +160,7 @@ class State:
 class Machine:
     """All executions of a program on ``streams`` streams."""
 
-    def __init__(self, steps: list[Step], streams: int) -> None:
+    def __init__(self, steps, streams):
         self.plan = Plan(steps)
         self.steps = steps
         self.queues: list[list[int]] = [[] for _ in range(streams)]
@@ -174,11 +171,11 @@ class Machine:
                 self.queues[step.stream].append(at)
         self.place = {at: (s, i) for s, queue in enumerate(self.queues) for i, at in enumerate(queue)}
 
-    def is_done(self, state: State, at: int) -> bool:
+    def is_done(self, state, at):
         stream, index = self.place[at]
         return state.done[stream] > index
 
-    def ready(self, state: State) -> Iterator[int]:
+    def ready(self, state):
         """The steps that may happen next: the host's, and the first that each stream has not done."""
         heads = [queue[done] for queue, done in zip(self.queues, state.done, strict=True) if done < len(queue)]
         for at in [
@@ -191,7 +188,7 @@ class Machine:
             if not blocked:
                 yield at
 
-    def act(self, state: State, at: int) -> State:
+    def act(self, state, at):
         if at in self.place and at < state.host:
             stream, _ = self.place[at]
             done = tuple(count + (s == stream) for s, count in enumerate(state.done))
@@ -205,29 +202,29 @@ class Machine:
             return replace(moved, fresh=state.fresh | {self.plan.lives[at, step.tensor]})
         return moved
 
-    def block(self, state: State, at: int, tensor: int) -> tuple[int, int]:
+    def block(self, state, at, tensor):
         life = self.plan.lives[at, tensor]
         block = self.plan.all_lives[life].block
         # If an owner got another block, later owners get that block.
         strayed = [each for each in state.fresh if each <= life and self.plan.all_lives[each].block == block]
         return (FRESH - max(strayed), life) if strayed else (block, life)
 
-    def conflict(self, state: State, one: int, other: int) -> bool:
+    def conflict(self, state, one, other):
         first, second = self.steps[one], self.steps[other]
         if not isinstance(first, Use) or not isinstance(second, Use):
             return False
 
-        def reached(at: int, views: tuple[tuple[int, View], ...]) -> set[tuple[int, int]]:
+        def reached(at, views):
             return {(self.block(state, at, tensor)[0], byte) for tensor, view in views for byte in view.bytes}
 
         mine, theirs = reached(one, first.writes), reached(other, second.writes)
         return bool(mine & theirs or mine & reached(other, second.reads) or reached(one, first.reads) & theirs)
 
-    def explore(self) -> set[tuple[int, int]]:
+    def explore(self):
         """Return the unordered conflicting pairs of steps."""
         start = State(0, (0,) * len(self.queues), frozenset())
         known, todo = {start}, [start]
-        racing: set[tuple[int, int]] = set()
+        racing = set()
         while todo:
             state = todo.pop()
             ready = list(self.ready(state))
@@ -239,11 +236,11 @@ class Machine:
         return racing
 
 
-def whole(view: View) -> View:
+def whole(view):
     return View(min(view.bytes), 1, (max(view.bytes) + 1 - min(view.bytes),), (1,))
 
 
-def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, int]]:  # noqa: C901
+def check(steps, streams, fault=""):  # noqa: C901
     """Feed a program to the race checker, in the order of its steps, and return the pairs of steps that it reports.
 
     ``fault`` is one of ``FAULTS``, or none.
@@ -253,11 +250,11 @@ def check(steps: list[Step], streams: int, fault: str = "") -> list[tuple[int, i
     lanes = {HOST: checker.HOST, **{stream: checker.lane() for stream in range(streams)}}
     if fault == "one stream":
         lanes[streams - 1] = lanes[streams - 2]
-    memories: defaultdict[int, _native.RaceMemory] = defaultdict(_native.RaceMemory)
-    events: dict[int, _native.RaceClock] = {}
-    recorded_on: dict[int, int] = {}
+    memories = defaultdict(_native.RaceMemory)
+    events = {}
+    recorded_on = {}
 
-    def memory(at: int, tensor: int) -> _native.RaceMemory:
+    def memory(at, tensor):
         return memories[plan.all_lives[plan.lives[at, tensor]].block]
 
     for at, step in enumerate(steps):

@@ -1,15 +1,11 @@
 """Streams and tensors for the programs of the zoo, and the two places of the race in each."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -24,32 +20,32 @@ _MARK = re.compile(r"#.*\b(earlier|later): (\w+)( nowhere)?")
 class Stage:
     """Streams and tensors of one program. Everything created here is ordered before all steps of the program."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = torch.device(NAME, SIM.current_device())
         self.main = SIM.current_stream()
         self.side, self.other = SIM.Stream(), SIM.Stream()
 
-    def tensor(self, *sizes: int, device: str = "") -> torch.Tensor:
+    def tensor(self, *sizes, device=""):
         made = torch.ones(sizes or (256,), device=device or self.device)
         SIM.synchronize(made.device)
         return made
 
-    def pinned(self, *sizes: int) -> torch.Tensor:
+    def pinned(self, *sizes):
         return torch.ones(sizes or (256,)).pin_memory()
 
     on = staticmethod(SIM.stream)
 
-    def join(self, fixed: bool) -> None:
+    def join(self, fixed):
         """Let the main stream wait for the side stream, in the twin."""
         if fixed:
             self.main.wait_stream(self.side)
 
-    def within(self, stream: torch.Stream, call: Callable[[], object]) -> None:
+    def within(self, stream, call):
         with SIM.stream(stream):
             call()
 
 
-def in_a_thread(call: Callable[[], object]) -> None:
+def in_a_thread(call):
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
@@ -70,20 +66,20 @@ class Pair:
     expected: dict[str, tuple[str, int | None]]
 
     @property
-    def name(self) -> str:
+    def name(self):
         return self.program.__name__
 
 
-_PAIRS: list[Pair] = []
+_PAIRS = []
 
 
-def pairs_of(*rooms: ModuleType) -> list[Pair]:
+def pairs_of(*rooms):
     """Return the programs of these modules."""
     names = {room.__name__ for room in rooms}
     return [each for each in _PAIRS if each.program.__module__ in names]
 
 
-def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
+def run(pair, *, fixed):
     """Run a program, and return for each race that is reported the two operators and lines, as ``expected`` has them.
 
     Raises:
@@ -110,14 +106,14 @@ def run(pair: Pair, *, fixed: bool) -> list[dict[str, tuple[str, int | None]]]:
     return places
 
 
-def rows(table: Mapping[str, Any], *accesses: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def rows(table, *accesses):
     """Make a decorator that adds a program for each row of ``table``: the decorated one, given the row's values too.
 
     ``accesses`` names which of ``earlier`` and ``later`` the first values of a row are, in place of a comment: the
     operator, and the one-line lambda that calls it. With None instead of a lambda, the access has no line.
     """
 
-    def make(form: Callable[..., None]) -> Callable[..., None]:
+    def make(form):
         for name, row in table.items():
             values = row if isinstance(row, tuple) else (row,)
             calls = dict(zip(accesses, values, strict=False))
@@ -130,11 +126,11 @@ def rows(table: Mapping[str, Any], *accesses: str) -> Callable[[Callable[..., No
     return make
 
 
-def _called(form: Callable[..., None], given: list[Any], on: Stage, fixed: bool) -> None:
+def _called(form, given, on, fixed):
     form(on, fixed, *given)
 
 
-def pair(program: Program, **calls: tuple[str, Callable[..., object] | None]) -> Program:
+def pair(program, **calls):
     """Add a program to the zoo.
 
     Comments mark the two places that race: ``# earlier: add_`` and ``# later: mul``. An access made by a thread of
@@ -142,7 +138,7 @@ def pair(program: Program, **calls: tuple[str, Callable[..., object] | None]) ->
     comments: see :func:`rows`.
     """
     lines, first = inspect.getsourcelines(program)
-    expected: dict[str, tuple[str, int | None]] = {}
+    expected = {}
     for offset, line in enumerate(lines):
         for which, operator, nowhere in _MARK.findall(line):
             expected[which] = (operator, None if nowhere else first + offset)

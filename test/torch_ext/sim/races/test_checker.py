@@ -2,8 +2,6 @@
 interleaving of small programs.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -22,7 +20,7 @@ KINDS = ("use", "use", "copy", "pinned", "record", "wait", "wait", "free", "allo
 
 
 @st.composite
-def views(draw: st.DrawFn) -> il.View:
+def views(draw):
     itemsize = draw(st.sampled_from([1, 2]))
     room = BYTES // itemsize
     begin = draw(st.sampled_from([0, 0, 1, room // 2]))
@@ -40,9 +38,9 @@ def views(draw: st.DrawFn) -> il.View:
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[il.Step]:  # noqa: C901
+def programs(draw):  # noqa: C901
     """Up to ten steps after two tensors on the first stream, and one of pinned memory, have been allocated."""
-    steps: list[il.Step] = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
+    steps = [il.Allocate(0, 0), il.Allocate(1, 0), il.Allocate(PINNED, LANES)]
     live = {0: 0, 1: 0}
     streams = st.integers(0, STREAMS - 1)
     for _ in range(draw(st.integers(2, 10))):
@@ -78,11 +76,11 @@ def programs(draw: st.DrawFn) -> list[il.Step]:  # noqa: C901
 
 
 @st.composite
-def lifetimes(draw: st.DrawFn) -> list[il.Step]:
+def lifetimes(draw):
     """One tensor is used on a side stream, freed, and its memory is handed out again; each wait may be missing."""
     side, view = draw(st.sampled_from([1, 2])), draw(views())
     after = draw(st.sampled_from([0, 0, side, il.HOST]))
-    optional: list[list[il.Step]] = [
+    optional = [
         [il.Use(0, (), ((0, view),))],
         [il.Record(0, 0)],
         [il.Wait(side, 0)],
@@ -99,12 +97,12 @@ def lifetimes(draw: st.DrawFn) -> list[il.Step]:
 
 
 @st.composite
-def events(draw: st.DrawFn) -> list[il.Step]:
+def events(draw):
     """One event, recorded early, late, twice or on another stream; each step may be missing."""
     view = il.View(0, 1, (2,), (1,))
     writer, other = draw(st.permutations(range(STREAMS)))[:2]
     after = draw(st.sampled_from([other, other, il.HOST]))
-    optional: list[il.Step] = [
+    optional = [
         il.Use(writer, (), ((PINNED, view),)),
         il.Record(writer, 0),
         il.Use(writer, (), ((PINNED, view),)),
@@ -116,7 +114,7 @@ def events(draw: st.DrawFn) -> list[il.Step]:
     return [il.Allocate(PINNED, LANES), *(step for step in optional if draw(st.integers(0, 3)))]
 
 
-def hold(steps: list[il.Step], fault: str = "") -> None:
+def hold(steps, fault=""):
     """Hold what the checker says against every interleaving."""
     racing, reported = il.Machine(steps, LANES).explore(), il.check(steps, LANES, fault)
     assert bool(reported) == bool(racing), f"the checker says {reported}, the interleavings say {sorted(racing)}"
@@ -125,15 +123,15 @@ def hold(steps: list[il.Step], fault: str = "") -> None:
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.one_of(programs(), lifetimes(), events()))
-def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps: list[il.Step]) -> None:
+def test_checker_reports_exactly_the_programs_with_unordered_conflicts(steps):
     hold(steps)
 
 
 @pytest.mark.parametrize("fault", il.FAULTS)
-def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
+def test_planted_fault_of_the_checker_is_found(fault):
     @settings(max_examples=600, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(st.one_of(programs(), lifetimes(), events()))
-    def find(steps: list[il.Step]) -> None:
+    def find(steps):
         hold(steps, fault)
 
     with pytest.raises(AssertionError, match=r"the checker says|every interleaving orders"):
@@ -142,14 +140,14 @@ def test_planted_fault_of_the_checker_is_found(fault: str) -> None:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(views(), views())
-def test_views_meet_exactly_if_they_share_a_byte(one: il.View, other: il.View) -> None:
+def test_views_meet_exactly_if_they_share_a_byte(one, other):
     checker, block = _native.RaceChecker(), _native.RaceMemory()
     for origin, view in enumerate((one, other)):
         checker.access(checker.lane(), block, True, view.begin, view.itemsize, view.sizes, view.strides, origin)
     assert bool(checker.races()) == bool(one.bytes & other.bytes)
 
 
-def test_no_column_of_thousands_is_forgotten() -> None:
+def test_no_column_of_thousands_is_forgotten():
     rows, columns = 100, 5000
     checker = _native.RaceChecker()
     one, other, block = checker.lane(), checker.lane(), _native.RaceMemory()
@@ -164,7 +162,7 @@ def test_no_column_of_thousands_is_forgotten() -> None:
     assert block.kept() == 1
 
 
-def test_a_block_used_in_order_keeps_one_stretch() -> None:
+def test_a_block_used_in_order_keeps_one_stretch():
     checker = _native.RaceChecker()
     lane, block = checker.lane(), _native.RaceMemory()
     for _ in range(100):
@@ -175,7 +173,7 @@ def test_a_block_used_in_order_keeps_one_stretch() -> None:
     assert block.kept() == 1 and checker.races() == []
 
 
-def test_wait_that_orders_nothing_new_is_reported() -> None:
+def test_wait_that_orders_nothing_new_is_reported():
     checker = _native.RaceChecker()
     one, other, block = checker.lane(), checker.lane(), _native.RaceMemory()
     checker.access(one, block, True, 0, 4, [8], [1], 1)
@@ -185,7 +183,7 @@ def test_wait_that_orders_nothing_new_is_reported() -> None:
     assert checker.wait(one, event) is False
 
 
-def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends() -> None:
+def test_memory_in_use_elsewhere_is_dangerous_until_the_use_ends():
     checker = _native.RaceChecker()
     home, side, block = checker.lane(), checker.lane(), _native.RaceMemory()
     checker.access(home, block, True, 0, 4, [8], [1], 1)

@@ -1,9 +1,5 @@
 """Races in tests on our harness: wherever in a rank a race occurs, it fails the test that has it, and no other."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from test.torch_ext.world.programs import check_rows, class_of
 from test.torch_ext.world.suites import suite_of
 from torch_ext import cache
@@ -132,11 +128,11 @@ SOURCE = (
 SIM = {"TORCH_EXT_DEVICE": "sim", "TORCH_EXT_CACHE": str(cache.folder())}  # the cache holds the built simulator
 
 
-def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path: Path) -> None:
+def test_a_race_fails_the_test_that_has_it_wherever_it_is(tmp_path):
     check_rows(tmp_path, SOURCE, extra=SIM)
 
 
-def test_races_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
+def test_races_that_are_only_reported_fail_nothing(tmp_path):
     with suite_of(tmp_path, SOURCE) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "TestBodies and race and not error", extra=SIM)
         assert run.status == {

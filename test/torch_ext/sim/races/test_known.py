@@ -1,9 +1,6 @@
 """Known races of torch fail no test: the summary names them, and entries that no test meets any more."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,36 +15,36 @@ KNOWN = KnownRace("it races", "a link", ("test_a.py::TestA::test_*",), earlier=S
 class Raced:
     """A tensor, and a stream that no other stream waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._on = Stage()
         self.tensor = self._on.tensor()
 
-    def write(self) -> None:
+    def write(self):
         with self._on.on(self._on.side):
             self.tensor.fill_(2)
 
 
-def _written(on: Raced) -> None:
+def _written(on):
     on.write()
 
 
-def _written_elsewhere(on: Raced) -> None:
+def _written_elsewhere(on):
     on.write()
 
 
 @pytest.fixture
-def on() -> Raced:
+def on():
     return Raced()
 
 
 @pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def messages(monkeypatch):
     monkeypatch.delenv(races.VARIABLE, raising=False)  # tests are checked by default
     monkeypatch.setattr(races, "known_races", lambda: (KNOWN,))
     return []
 
 
-def test_known_race_is_reported_once_and_fails_nothing(on: Raced, messages: list[str]) -> None:
+def test_known_race_is_reported_once_and_fails_nothing(on, messages):
     with races.check_body("x.test_a.TestA.test_b", messages.append):
         _written(on)
         for _ in range(3):
@@ -56,7 +53,7 @@ def test_known_race_is_reported_once_and_fails_nothing(on: Raced, messages: list
     assert len(messages) == 1 and messages[0].endswith(": it races (a link)")
 
 
-def test_unknown_race_beside_a_known_one_fails_alone(on: Raced, messages: list[str]) -> None:
+def test_unknown_race_beside_a_known_one_fails_alone(on, messages):
     other = Raced()
     with pytest.raises(races.RaceError) as caught, races.check_body("", messages.append):
         _written(on)
@@ -67,7 +64,7 @@ def test_unknown_race_beside_a_known_one_fails_alone(on: Raced, messages: list[s
     assert len(messages) == 1
 
 
-def test_known_race_no_longer_met_is_reported_by_its_test_alone_once_it_passes(on: Raced, messages: list[str]) -> None:
+def test_known_race_no_longer_met_is_reported_by_its_test_alone_once_it_passes(on, messages):
     with pytest.raises(ZeroDivisionError), races.check_body("x.test_a.TestA.test_b", messages.append):
         _ = 1 // 0
     with races.check_body("x.test_b.TestA.test_b", messages.append):
@@ -78,7 +75,7 @@ def test_known_race_no_longer_met_is_reported_by_its_test_alone_once_it_passes(o
     assert ["x.test_a.TestA.test_b no longer meets a known race: it races" in text for text in messages] == [True]
 
 
-def test_programs_fail_for_known_races_too(on: Raced, messages: list[str]) -> None:
+def test_programs_fail_for_known_races_too(on, messages):
     with pytest.raises(races.RaceError), races.check():
         _written(on)
         on.tensor.mul(3)
@@ -93,14 +90,14 @@ def test_programs_fail_for_known_races_too(on: Raced, messages: list[str]) -> No
         ({"summary": "", "link": "", "torch": [], "tests": [], "later": {"lane": "host"}}, "matches every race"),
     ],
 )
-def test_malformed_list_is_refused(tmp_path: Path, entry: object, words: str) -> None:
+def test_malformed_list_is_refused(tmp_path, entry, words):
     path = tmp_path / "known.json"
     path.write_text(json.dumps([entry]))
     with pytest.raises(ValueError, match=words):
         known_races(path)
 
 
-def test_entry_applies_to_its_releases(tmp_path: Path) -> None:
+def test_entry_applies_to_its_releases(tmp_path):
     entry = {"summary": "", "link": "", "torch": ["2.1"], "tests": [], "later": {"frames": ["a.py:f"]}}
     path = tmp_path / "known.json"
     path.write_text(json.dumps([entry]))

@@ -4,8 +4,6 @@ test_checker.py checks the checker alone against every interleaving of such prog
 the allocator feed it. The zoo adds other operators, other ways to wait, and source locations.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from math import prod
@@ -22,13 +20,13 @@ from torch_ext.sim import races
 ROOM = 64 * BYTES  # more than any view has elements
 
 
-def _possible(step: il.Step) -> il.Step:
+def _possible(step):
     """Return ``step`` with views that kernels and transfers accept unchanged.
 
     A kernel writes no element twice, and the host gathers columns of pinned memory before a transfer.
     """
 
-    def view_of(tensor: int, view: il.View, is_write: bool) -> tuple[int, il.View]:
+    def view_of(tensor, view, is_write):
         overlaps = len(view.bytes) < view.itemsize * prod(view.sizes)
         return tensor, il.whole(view) if tensor == PINNED or (is_write and overlaps) else view
 
@@ -41,7 +39,7 @@ def _possible(step: il.Step) -> il.Step:
 class _Device:
     """Runs the steps of a program on streams of the device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         SIM.synchronize()
         SIM.empty_cache()  # else a block that an earlier program left is handed out first
         self.streams = {lane: SIM.Stream() for lane in range(LANES)}
@@ -55,7 +53,7 @@ class _Device:
         self.events = {event: SIM.Event() for event in range(100)}
         SIM.synchronize()
 
-    def take(self, step: il.Step) -> None:  # noqa: C901 - one case for each step
+    def take(self, step):  # noqa: C901 - one case for each step
         match step:
             case il.Use(lane, reads, writes):
                 with SIM.stream(self.streams[lane]) if lane != il.HOST else contextlib.nullcontext():
@@ -79,7 +77,7 @@ class _Device:
             case il.RecordStream(tensor, stream):
                 self.tensors[tensor].record_stream(self.streams[stream])
 
-    def _copy(self, lane: int, tensor: int, view: il.View, *, is_write: bool) -> None:
+    def _copy(self, lane, tensor, view, *, is_write):
         dtype = torch.uint8 if view.itemsize == 1 else torch.int16
         part = self.tensors[tensor].view(dtype).as_strided(view.sizes, view.strides, view.begin // view.itemsize)
         aside = self.aside[lane].view(dtype)[: prod(view.sizes)].view(view.sizes)
@@ -89,7 +87,7 @@ class _Device:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.one_of(programs(), lifetimes(), events()))
-def test_races_are_found_in_exactly_the_programs_that_have_one(steps: list[il.Step]) -> None:
+def test_races_are_found_in_exactly_the_programs_that_have_one(steps):
     steps = [_possible(step) for step in steps]
     racing = il.Machine(steps, LANES).explore()
     device = _Device()

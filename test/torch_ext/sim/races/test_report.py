@@ -1,7 +1,5 @@
 """The text of reports, without folders and line numbers."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -55,7 +53,7 @@ race 1: aten::copy_ reads what aten::fill_ writes
 }
 
 
-def report_of(name: str) -> str:
+def report_of(name):
     """Return the report of a program of the zoo, without what differs between machines and runs."""
     (program,) = (pair.program for pair in pairs_of(zoo_streams, zoo_memory) if pair.name == name)
     stage = Stage()
@@ -69,20 +67,20 @@ def report_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_report_text(name: str) -> None:
+def test_report_text(name):
     heading, _, text = report_of(name).partition("\n\n")
     assert heading == "1 race: accesses to the same memory that nothing orders"
     assert text == EXPECTED[name]
 
 
-def access(operator: str, lane: str, line: int, sequence: int | None = None) -> races.Access:
+def access(operator, lane, line, sequence=None):
     """Make an access of a program, called by torch."""
     kind = "host" if lane == "the host" else "communication" if lane.startswith("the collectives") else "stream"
     stack = (races.Frame(torch.__file__, 1, "call"), races.Frame("train.py", line, "step"))
     return races.Access(operator, sequence, None, None, True, lane, kind, None, "torch.float32", (4,), stack)
 
 
-def race(earlier: races.Access, later: races.Access, freed: int = 0) -> races.Race:
+def race(earlier, later, freed=0):
     where = (races.Frame("train.py", freed, "step"),) if freed else None
     return races.Race(earlier, later, 0, 16, pinned=False, reused=bool(freed), allocated=None, freed=where)
 
@@ -99,12 +97,12 @@ GROUP = "the collectives of group 0 on sim:0"
         ("stream 5 of sim:0", 7, "the tensor was freed at train.py:7 while gather number 3 could still use it: keep it until wait() was called on that work, with the stream current that the tensor was allocated on"),  # noqa: E501
     ],
 )  # fmt: skip
-def test_advice_names_no_lane_of_a_group(lane: str, freed: int, expected: str) -> None:
+def test_advice_names_no_lane_of_a_group(lane, freed, expected):
     later = access("mul", lane, 9, 4 if lane == GROUP else None)
     assert missing(race(access("gather", GROUP, 1, 3), later, freed)) == expected
 
 
-def test_lines_of_the_program_come_first() -> None:
+def test_lines_of_the_program_come_first():
     text = races.render([race(access("add", "stream 5 of sim:0", 1), access("mul", "the default stream of sim:0", 9))])
     lines = [line.strip() for line in text.splitlines()]
     assert lines.index("train.py:1 in step") + 1 == lines.index(f"{torch.__file__}:1 in call")

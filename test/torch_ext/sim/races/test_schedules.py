@@ -1,9 +1,6 @@
 """Schedules: a race shows its wrong number, a program without one computes the same, and a seed runs again."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,20 +12,19 @@ from torch_ext.sim import _native, races
 SCHEDULES = ["early", "late", *(f"random:{seed}" for seed in range(4))]
 
 
-def _written_again(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _written_again(x, y):
     x.fill_(3)
     SIM.synchronize()
     return x
 
 
 # The side stream's work on a tensor of ones, and the next read or write.
-Program = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
-READ_AFTER_WRITE: Program = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
-FRESH: Program = (lambda x: x.mul(2), lambda x, y: y)
-WRITE_AFTER_WRITE: Program = (lambda x: x.fill_(2), _written_again)  # of two late writes the second still comes last
+READ_AFTER_WRITE = (lambda x: x.fill_(2), lambda x, y: x.mul(3))
+FRESH = (lambda x: x.mul(2), lambda x, y: y)
+WRITE_AFTER_WRITE = (lambda x: x.fill_(2), _written_again)  # of two late writes the second still comes last
 
 
-def _run(program: Program, schedule: str, *, fixed: bool) -> tuple[float, str, int]:
+def _run(program, schedule, *, fixed):
     on, result = Stage(), 0.0
     x = on.tensor(4)
     try:
@@ -49,7 +45,7 @@ def _run(program: Program, schedule: str, *, fixed: bool) -> tuple[float, str, i
     [(READ_AFTER_WRITE, 24.0, 12.0), (FRESH, 8.0, float("nan")), (WRITE_AFTER_WRITE, 12.0, 12.0)],
     ids=["read after write", "fresh", "write after write"],
 )
-def test_a_race_shows_its_wrong_number(program: Program, right: float, wrong: float) -> None:
+def test_a_race_shows_its_wrong_number(program, right, wrong):
     early, message, _ = _run(program, "early", fixed=False)
     assert early == right and "1 race" in message and "replay" not in message
     late, message, trace = _run(program, "late", fixed=False)
@@ -61,7 +57,7 @@ def test_a_race_shows_its_wrong_number(program: Program, right: float, wrong: fl
         assert _run(program, schedule, fixed=True)[:2] == (right, "")
 
 
-def _training(on: Stage) -> list[float]:
+def _training(on):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)).to(on.device)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
@@ -83,7 +79,7 @@ def _training(on: Stage) -> list[float]:
     return losses
 
 
-def test_an_ordered_program_computes_the_same_on_every_schedule_and_leaves_its_results() -> None:
+def test_an_ordered_program_computes_the_same_on_every_schedule_and_leaves_its_results():
     expected = _training(Stage())
     for schedule in SCHEDULES:
         x = Stage().tensor(4)
@@ -93,10 +89,10 @@ def test_an_ordered_program_computes_the_same_on_every_schedule_and_leaves_its_r
         assert x.sum().item() == 20, schedule
 
 
-def test_a_replay_is_the_same_execution() -> None:
+def test_a_replay_is_the_same_execution():
     on = Stage()
 
-    def run(schedule: str) -> tuple[list[float], int]:
+    def run(schedule):
         with races.check(schedule=schedule):
             return _training(on), _native.schedule_trace()
 
@@ -104,7 +100,7 @@ def test_a_replay_is_the_same_execution() -> None:
     assert run("random:5")[1] != run("random:6")[1]
 
 
-def test_the_line_that_a_program_prints_replays_it() -> None:
+def test_the_line_that_a_program_prints_replays_it():
     program = "import torch, torch_ext.sim\nside = torch.sim.Stream()\nx = torch.ones(8, device='sim')\n"
     program += "torch.sim.synchronize()\nwith torch.sim.stream(side):\n    x.fill_(2)\nprint(x.mul(3).sum().item())"
     runs = [python("-c", program, TORCH_EXT_RACES="report", TORCH_EXT_SCHEDULE="late") for _ in range(2)]
@@ -113,14 +109,14 @@ def test_the_line_that_a_program_prints_replays_it() -> None:
     assert lines[0] == lines[1] and len(lines[0]) == 1
 
 
-def test_an_error_of_the_body_says_how_to_replay() -> None:
+def test_an_error_of_the_body_says_how_to_replay():
     with pytest.raises(ZeroDivisionError) as caught, races.check(schedule="random:3"):
         _ = 1 // 0
     assert "replay with TORCH_EXT_SCHEDULE=random:3" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("text", ["sometimes", "late:1", "random:x", "random:-1"])
-def test_an_unknown_schedule_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_schedule_is_refused(text, monkeypatch):
     with (
         pytest.raises(ValueError, match=r"Got the schedule .*, expected early, late, or random"),
         races.check(schedule=text),

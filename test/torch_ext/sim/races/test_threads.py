@@ -1,9 +1,6 @@
 """Races where ranks are threads of one process: each fails the rank of the later access."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 from test.torch_ext.sim.races.test_in_tests import SIM
 from test.torch_ext.world.suites import endings, suite_of
@@ -27,21 +24,16 @@ def main():
 
 
 class Bodies:
-    def own_stream(self, here, side, fixed):
+    def own_stream(self, here, side, fixed, use=lambda x: x.mul(3)):
         x = tensor(here)
         with SIM.stream(side):
             x.fill_(2)
         if fixed:
             main().wait_stream(side)
-        x.mul(3)
+        use(x)
 
     def collective_input_written_before(self, here, side, fixed):
-        x = tensor(here)
-        with SIM.stream(side):
-            x.fill_(2)
-        if fixed:
-            main().wait_stream(side)
-        dist.all_reduce(x)
+        self.own_stream(here, side, fixed, dist.all_reduce)
 
     def collective_input_written_after(self, here, side, fixed):
         x, whole = tensor(here), tensor(here, 128)
@@ -156,7 +148,7 @@ class TestSpawned(TestCase):
 """
 
 
-def test_race_fails_only_the_rank_with_the_later_access(tmp_path: Path) -> None:
+def test_race_fails_only_the_rank_with_the_later_access(tmp_path):
     one_rank = {"broadcast": "1", "handed_by_event": "1", "handed_by_queue": "1", "freed_by_another_rank": "0"}
     any_rank = ("both_write", "skipped", "failed")  # depends on which rank is first, or leaves first
     with suite_of(tmp_path, THREADS) as suite:
@@ -179,7 +171,7 @@ def test_race_fails_only_the_rank_with_the_later_access(tmp_path: Path) -> None:
         )
 
 
-def test_races_of_threads_that_are_only_reported_fail_nothing(tmp_path: Path) -> None:
+def test_races_of_threads_that_are_only_reported_fail_nothing(tmp_path):
     with suite_of(tmp_path, THREADS) as suite:
         run = suite.run("--races", "report", "--show-output", "-k", "own_stream", extra=SIM)
         assert len(run.status) == 2 and set(run.status.values()) == {"passed"}, run

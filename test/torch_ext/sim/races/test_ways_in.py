@@ -1,7 +1,5 @@
 """The ways to ask for a check (a block, a whole program, a test of our harness), and the effect of a race in each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,14 +20,14 @@ print(x.mul(3).sum().item())
 """
 
 
-def _race(on: Stage) -> None:
+def _race(on):
     x = on.tensor()
     with on.on(on.side):
         x.fill_(2)
     x.mul(3)
 
 
-def test_check_raises_at_the_end_of_the_block() -> None:
+def test_check_raises_at_the_end_of_the_block():
     reached = False
     with pytest.raises(races.RaceError, match=r"1 race: accesses to the same memory") as caught, races.check():
         _race(Stage())
@@ -39,14 +37,14 @@ def test_check_raises_at_the_end_of_the_block() -> None:
         _ = torch.ones(3, device="sim") + 1  # the race before is forgotten
 
 
-def test_an_error_of_the_block_itself_gets_the_races_as_a_note() -> None:
+def test_an_error_of_the_block_itself_gets_the_races_as_a_note():
     with pytest.raises(ZeroDivisionError) as caught, races.check():
         _race(Stage())
         _ = 1 // 0
     assert "1 race" in caught.value.__notes__[0]
 
 
-def test_report_prints_and_off_does_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_and_off_does_nothing(capfd):
     with races.check("off"):
         _race(Stage())
     assert capfd.readouterr().err == ""
@@ -55,7 +53,7 @@ def test_report_prints_and_off_does_nothing(capfd: pytest.CaptureFixture[str]) -
     assert "race 1: aten::fill_ writes what aten::mul reads" in capfd.readouterr().err
 
 
-def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_mode_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="Got mode 'on', expected one of error, report, off"), races.check("on"):
         pass
     monkeypatch.setenv(races.VARIABLE, "yes")
@@ -63,14 +61,14 @@ def test_an_unknown_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         races.mode()
 
 
-def test_a_block_within_a_check_is_part_of_it() -> None:
+def test_a_block_within_a_check_is_part_of_it():
     with pytest.raises(races.RaceError), races.check():
         with races.check():
             _race(Stage())
         SIM.synchronize()
 
 
-def test_equal_races_are_counted_once() -> None:
+def test_equal_races_are_counted_once():
     on = Stage()
     x = on.tensor()
     with pytest.raises(races.RaceError, match=r"\(8 times\)") as caught, races.check():
@@ -82,7 +80,7 @@ def test_equal_races_are_counted_once() -> None:
     assert [race.count for race in caught.value.races] == [8]
 
 
-def test_fresh_and_freed_memory_is_poisoned_while_checking() -> None:
+def test_fresh_and_freed_memory_is_poisoned_while_checking():
     with races.check():
         assert torch.empty(1000, device="sim").isnan().all().item()
     tensor = torch.ones(1000, device="sim")
@@ -93,7 +91,7 @@ def test_fresh_and_freed_memory_is_poisoned_while_checking() -> None:
 
 
 @pytest.mark.parametrize(("mode", "fixed", "code"), [("error", False, 1), ("report", False, 0), ("error", True, 0)])
-def test_a_whole_program(mode: str, fixed: bool, code: int) -> None:
+def test_a_whole_program(mode, fixed, code):
     done = python("-c", PROGRAM.format(fixed=fixed), TORCH_EXT_RACES=mode)
     assert done.stdout == "48.0\n", done.stderr
     assert done.returncode == code, done.stderr

@@ -3,8 +3,6 @@
 How late a peer is must not matter: the programs run under several schedules of the ranks, and each has one result.
 """
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 
@@ -18,7 +16,7 @@ from torch_ext.sim import faults
 CALLS = 400  # of a group, in all programs
 
 
-def _delay(rank: int, schedule: str) -> None:
+def _delay(rank, schedule):
     """Make the calls of this rank late: of every rank in turn, or by random times."""
     draw = random.Random(f"{schedule} {rank}")
     for at in range(1, CALLS + 1):
@@ -36,9 +34,7 @@ def _delay(rank: int, schedule: str) -> None:
     ],
 )
 @ranks.world_of(2)
-def test_collectives_are_reported_with_both_places_and_their_twins_are_silent(
-    rank: int, world_size: int, schedule: str
-) -> None:
+def test_collectives_are_reported_with_both_places_and_their_twins_are_silent(rank, world_size, schedule):
     wrong = []
     _delay(rank, schedule)
     for pair in pairs_of(zoo_collectives, zoo_training):

@@ -1,18 +1,13 @@
 """Programs of two ranks: collectives and transfers without the wait for their end, or for their inputs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair, rows
+from test.torch_ext.sim.races.stage import SIM, in_a_thread, pair, rows
 
 # A collective or transfer of a small tensor and one of twice its size, its operator; a use of one of them, likewise.
-UNWAITED: dict[str, tuple[tuple[str, Callable[..., Any]], tuple[str, Callable[..., object]]]] = {
+UNWAITED = {
     "result_read": (
         ("all_reduce", lambda x, two: dist.all_reduce(x, async_op=True)),
         ("mul", lambda x, two: x.mul(3)),
@@ -49,7 +44,7 @@ UNWAITED: dict[str, tuple[tuple[str, Callable[..., Any]], tuple[str, Callable[..
 
 
 # The waits for an all-reduce, in the twin only.
-WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
+WAITS = {
     "wait_on_another_stream": lambda on, work, fixed: on.within(on.main if fixed else on.side, work.wait),
     "wait_in_a_thread_on_another_stream": lambda on, work, fixed: in_a_thread(
         lambda: on.within(on.main if fixed else on.side, work.wait)
@@ -59,7 +54,7 @@ WAITS: dict[str, Callable[[Stage, Any, bool], object]] = {
 
 
 @rows(WAITS)
-def waited(on: Stage, fixed: bool, wait: Callable[[Stage, Any, bool], object]) -> None:
+def waited(on, fixed, wait):
     x = on.tensor()
     work = dist.all_reduce(x, async_op=True)  # earlier: all_reduce
     wait(on, work, fixed)
@@ -67,13 +62,13 @@ def waited(on: Stage, fixed: bool, wait: Callable[[Stage, Any, bool], object]) -
     x.mul(3)  # later: mul
 
 
-def _exchange(sent: torch.Tensor, received: torch.Tensor) -> list[dist.P2POp]:
+def _exchange(sent, received):
     peer = 1 - dist.get_rank()
     return [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received[:256], peer)]
 
 
 @rows(UNWAITED, "earlier", "later")
-def unwaited(on: Stage, fixed: bool, launch: Callable[..., Any], use: Callable[..., object]) -> None:
+def unwaited(on, fixed, launch, use):
     x, two = on.tensor(), on.tensor(512)
     launched = launch(x, two)
     works = launched if isinstance(launched, list) else [launched]
@@ -85,7 +80,7 @@ def unwaited(on: Stage, fixed: bool, launch: Callable[..., Any], use: Callable[.
 
 
 # The side stream's use of a tensor, and the main one's, which waits in the twin.
-ON_TWO: dict[str, tuple[tuple[str, Callable[..., object]], tuple[str, Callable[..., object]]]] = {
+ON_TWO = {
     "launched_before_its_input_is_there": (
         ("fill_", lambda x: x.fill_(2)),
         ("all_reduce", lambda x: dist.all_reduce(x, async_op=True).wait()),
@@ -95,7 +90,7 @@ ON_TWO: dict[str, tuple[tuple[str, Callable[..., object]], tuple[str, Callable[.
 
 
 @rows(ON_TWO, "earlier", "later")
-def on_two(on: Stage, fixed: bool, first: Callable[..., object], second: Callable[..., object]) -> None:
+def on_two(on, fixed, first, second):
     x = on.tensor()
     with on.on(on.side):
         first(x)
@@ -104,11 +99,10 @@ def on_two(on: Stage, fixed: bool, first: Callable[..., object], second: Callabl
 
 
 @pair
-def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
+def functional_collective_without_wait_tensor(on, fixed):
     # As in pytorch#152534.
     x = on.tensor()
     group = dist.group.WORLD
-    assert group is not None
     raw = torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)  # earlier: all_reduce
     if fixed:
         raw = torch.ops._c10d_functional.wait_tensor(raw)
@@ -117,7 +111,7 @@ def functional_collective_without_wait_tensor(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
+def coalesced_and_read_before_wait(on, fixed):
     x, y = on.tensor(), on.tensor()
     with dist._coalescing_manager(device=on.device, async_ops=True) as together:  # earlier: allreduce_coalesced
         dist.all_reduce(x)
@@ -128,33 +122,18 @@ def coalesced_and_read_before_wait(on: Stage, fixed: bool) -> None:
     together.wait()
 
 
-@pair
-def freed_before_it_is_sent(on: Stage, fixed: bool) -> None:
-    # As in Megatron-LM#4047.
-    peer, got = 1 - dist.get_rank(), on.tensor()
-    x = on.tensor()
-    both = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, got, peer)]
-    works = dist.batch_isend_irecv(both)  # earlier: send
-    if fixed:
-        for work in works:
-            work.wait()
-    x.untyped_storage().resize_(0)
-    torch.zeros(256, device=on.device)  # later: zero_
-    for work in works:
-        work.wait()
-
-
 # Operations that read a tensor, which the program then frees. A work holds it until `wait`, and no longer: how late the
 # peer is must not matter. After `wait`, only the stream that waits may use the memory again.
-HOLDING: dict[str, tuple[tuple[str, Callable[[torch.Tensor, torch.Tensor], Any]]]] = {
+HOLDING = {
     "gathered": (("_all_gather_base", lambda x, two: dist.all_gather_into_tensor(two, x, async_op=True)),),
     "scattered": (("_reduce_scatter_base", lambda x, two: dist.reduce_scatter_tensor(two[:128], x, async_op=True)),),
+    # As in Megatron-LM#4047.
     "sent": (("send", lambda x, two: dist.batch_isend_irecv(_exchange(x, two))[0]),),
 }
 
 
 @rows({f"{name}_freed_after_a_wait_on_another_stream": row for name, row in HOLDING.items()}, "earlier")
-def freed_after_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
+def freed_after_a_wait(on, fixed, launch):
     x, two = on.tensor(), on.tensor(512)
     work = launch(x, two)
     with on.on(on.main if fixed else on.side):
@@ -164,30 +143,25 @@ def freed_after_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> No
     work.wait()
 
 
-@rows({f"{name}_freed_before_the_wait": row for name, row in HOLDING.items()}, "earlier")
-def freed_before_the_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
+HELD = {f"{name}_freed_before_the_wait": (*row, True) for name, row in HOLDING.items()}
+HELD |= {f"{name}_freed_without_a_wait": (*row, False) for name, row in HOLDING.items()}
+
+
+@rows(HELD, "earlier")
+def freed_while_held(on, fixed, launch, waits):
     x, two = on.tensor(), on.tensor(512)
     work = launch(x, two)
     if not fixed:
         x.untyped_storage().resize_(0)  # which the work cannot prevent
+    if not waits:
+        del work
     del x
     torch.zeros(256, device=on.device)  # later: zero_
-    work.wait()
-
-
-@rows({f"{name}_freed_without_a_wait": row for name, row in HOLDING.items()}, "earlier")
-def freed_without_a_wait(on: Stage, fixed: bool, launch: Callable[..., Any]) -> None:
-    x, two = on.tensor(), on.tensor(512)
-    work = launch(x, two)
-    if not fixed:
-        x.untyped_storage().resize_(0)
-    del work, x
-    torch.zeros(256, device=on.device)  # later: zero_
-    SIM.synchronize()
+    work.wait() if waits else SIM.synchronize()
 
 
 @pair
-def freed_without_a_wait_while_a_stream_reads(on: Stage, fixed: bool) -> None:
+def freed_without_a_wait_while_a_stream_reads(on, fixed):
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.other):
         x.mul(3)  # earlier: mul
@@ -199,7 +173,7 @@ def freed_without_a_wait_while_a_stream_reads(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -> None:
+def coalesced_and_freed_after_a_wait_on_another_stream(on, fixed):
     x, two = on.tensor(), on.tensor(512)
     group = dist._coalescing_manager(device=on.device, async_ops=True)
     with group as together:  # earlier: all_gather_into_tensor_coalesced
@@ -212,13 +186,12 @@ def coalesced_and_freed_after_a_wait_on_another_stream(on: Stage, fixed: bool) -
 
 
 @pair
-def freed_and_recorded_for_one_of_two_streams(on: Stage, fixed: bool) -> None:
+def freed_and_recorded_for_one_of_two_streams(on, fixed):
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.other):
         x.mul(3)  # earlier: mul
     with on.on(on.side):
         work = dist.all_gather_into_tensor(two, x, async_op=True)
-        assert work is not None
         work.wait()
     x.record_stream(on.side)
     if fixed:
@@ -228,7 +201,7 @@ def freed_and_recorded_for_one_of_two_streams(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
+def synchronous_and_freed_on_another_stream(on, fixed):
     x, two = on.tensor(), on.tensor(512)
     with on.on(on.side):
         dist.all_gather_into_tensor(two, x)  # earlier: _all_gather_base
@@ -238,7 +211,7 @@ def synchronous_and_freed_on_another_stream(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def value_of_a_callback_read_before_its_future(on: Stage, fixed: bool) -> None:
+def value_of_a_callback_read_before_its_future(on, fixed):
     x = on.tensor()
     future = dist.all_reduce(x, async_op=True).get_future()
     twice = future.then(lambda done: done.value()[0].mul(2))  # earlier: mul
@@ -249,7 +222,7 @@ def value_of_a_callback_read_before_its_future(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
+def overwritten_while_a_callback_reads(on, fixed):
     x = on.tensor()
     work = dist.all_reduce(x, async_op=True)
     twice = work.get_future().then(lambda done: done.value()[0].mul(2))  # earlier: mul
@@ -261,10 +234,10 @@ def overwritten_while_a_callback_reads(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def freed_while_a_callback_reads(on: Stage, fixed: bool) -> None:
+def freed_while_a_callback_reads(on, fixed):
     # As in torch's powerSGD_hook.
-    def hook(x: torch.Tensor, copy: torch.Tensor) -> Any:
-        def error(done: Any) -> torch.Tensor:
+    def hook(x, copy):
+        def error(done):
             if fixed:
                 copy.record_stream(SIM.current_stream())
             return done.value()[0] - copy  # earlier: sub
@@ -277,7 +250,7 @@ def freed_while_a_callback_reads(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
+def input_of_a_coalesced_gather_overwritten(on, fixed):
     inputs, outputs = [on.tensor(8) for _ in range(2)], [on.tensor(16) for _ in range(2)]
     group = dist._coalescing_manager(device=on.device, async_ops=True)
     with group as manager:  # earlier: all_gather_into_tensor_coalesced
@@ -290,7 +263,7 @@ def input_of_a_coalesced_gather_overwritten(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def barrier_is_no_wait_for_a_copy(on: Stage, fixed: bool) -> None:
+def barrier_is_no_wait_for_a_copy(on, fixed):
     x, host = on.tensor(), on.pinned()
     with on.on(on.side):
         host.copy_(x, non_blocking=True)  # earlier: copy_
@@ -302,7 +275,7 @@ def barrier_is_no_wait_for_a_copy(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def pinned_memory_gathered_as_an_object_too_early(on: Stage, fixed: bool) -> None:
+def pinned_memory_gathered_as_an_object_too_early(on, fixed):
     x, host = on.tensor(), on.pinned()
     host.copy_(x, non_blocking=True)  # earlier: copy_
     if fixed:

@@ -2,15 +2,13 @@
 none; and reads of pinned memory by the host without an operator.
 """
 
-from __future__ import annotations
-
 import torch
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, pair
 
 
 @pair
-def sent_from_pinned_memory(on: Stage, fixed: bool) -> None:
+def sent_from_pinned_memory(on, fixed):
     x, host = on.tensor(), on.pinned()
     with on.on(on.side):
         x.copy_(host, non_blocking=not fixed)  # earlier: copy_
@@ -18,7 +16,7 @@ def sent_from_pinned_memory(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def sent_into_a_column(on: Stage, fixed: bool) -> None:
+def sent_into_a_column(on, fixed):
     # The host waits for the transfer to a temporary; nothing waits for the kernel that copies it to its place.
     x, host = on.tensor(8, 4), torch.ones(8)
     with on.on(on.side):
@@ -27,7 +25,7 @@ def sent_into_a_column(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
+def column_of_pinned_memory_sent(on, fixed):
     # The host gathers the column at the call; the stream reads contiguous bytes when it reaches the copy.
     x, host = on.tensor(8), on.pinned(8, 8)
     x.copy_(host[:, 1] if fixed else host[1], non_blocking=True)  # earlier: copy_
@@ -36,7 +34,7 @@ def column_of_pinned_memory_sent(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def pinned_number_written_after_its_use(on: Stage, fixed: bool) -> None:
+def pinned_number_written_after_its_use(on, fixed):
     x, number = on.tensor(), torch.ones(()).pin_memory()
     if fixed:
         x * number
@@ -47,7 +45,7 @@ def pinned_number_written_after_its_use(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def pinned_indices_used_before_they_are_there(on: Stage, fixed: bool) -> None:
+def pinned_indices_used_before_they_are_there(on, fixed):
     x, found = on.tensor(), torch.zeros(8, dtype=torch.int64, device=on.device)
     SIM.synchronize()
     index = found.to("cpu", non_blocking=True)  # earlier: copy_

@@ -1,19 +1,14 @@
 """Programs in which memory is freed too early, or is pinned memory that streams and the host share."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
 
 import torch
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair, rows
-
-View = Callable[[torch.Tensor], torch.Tensor]
+from test.torch_ext.sim.races.stage import SIM, pair, rows
 
 
 @pair
-def freed_while_in_use(on: Stage, fixed: bool) -> None:
+def freed_while_in_use(on, fixed):
     x = on.tensor()
     with on.on(on.side):
         x.mul(3)  # earlier: mul
@@ -27,7 +22,7 @@ def freed_while_in_use(on: Stage, fixed: bool) -> None:
 MIB = 1 << 18  # in elements
 
 
-def _neighbours(on: Stage, *mibs: int) -> list[torch.Tensor]:
+def _neighbours(on, *mibs):
     with on.on(on.other):
         made = [torch.ones(mib * MIB, device=on.device) for mib in mibs]
     SIM.synchronize()
@@ -35,7 +30,7 @@ def _neighbours(on: Stage, *mibs: int) -> list[torch.Tensor]:
 
 
 # Neighbours in MiB, the part that is used of the middle one, what keeps that from being used again, and a request.
-FREED: dict[str, tuple[tuple[int, ...], View, Callable[[Stage, torch.Tensor], object], int]] = {
+FREED = {
     "freed_and_reused_by_a_larger_request": ((4, 4), lambda x: x, lambda on, x: x.record_stream(on.side), 6),
     "freed_and_merged_with_the_block_before_it": ((4, 4, 4), lambda x: x, lambda on, x: x.record_stream(on.side), 19),
     "column_of_a_freed_block_that_two_requests_share": (
@@ -49,7 +44,7 @@ FREED: dict[str, tuple[tuple[int, ...], View, Callable[[Stage, torch.Tensor], ob
 
 
 @rows(FREED)
-def freed(on: Stage, fixed: bool, mibs: tuple[int, ...], part: View, keep: Callable[..., object], request: int) -> None:
+def freed(on, fixed, mibs, part, keep, request):
     blocks = _neighbours(on, *mibs)
     with on.on(on.side):
         part(blocks[len(mibs) // 2]).mul(3)  # earlier: mul
@@ -62,7 +57,7 @@ def freed(on: Stage, fixed: bool, mibs: tuple[int, ...], part: View, keep: Calla
 
 
 @pair
-def far_part_of_a_freed_block(on: Stage, fixed: bool) -> None:
+def far_part_of_a_freed_block(on, fixed):
     (x,) = _neighbours(on, 8)
     with on.on(on.side):
         x[7 * MIB :].mul(3)  # earlier: mul
@@ -76,7 +71,7 @@ def far_part_of_a_freed_block(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def freed_before_much_memory_was_idle(on: Stage, fixed: bool) -> None:
+def freed_before_much_memory_was_idle(on, fixed):
     x = on.tensor()
     with on.on(on.side):
         x.mul(3)  # earlier: mul
@@ -88,7 +83,7 @@ def freed_before_much_memory_was_idle(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def freed_and_not_returned_to_the_host(on: Stage, fixed: bool) -> None:
+def freed_and_not_returned_to_the_host(on, fixed):
     (x,) = _neighbours(on, 4)
     with on.on(on.side):
         x.mul(3)  # earlier: mul
@@ -100,7 +95,7 @@ def freed_and_not_returned_to_the_host(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> None:
+def other_half_of_a_saved_storage_is_being_written(on, fixed):
     # A file holds the whole storage of a view.
     x, host = on.tensor(128), on.pinned()
     host[:128].copy_(x, non_blocking=True)  # earlier: copy_
@@ -110,7 +105,7 @@ def other_half_of_a_saved_storage_is_being_written(on: Stage, fixed: bool) -> No
 
 
 @pair
-def pinned_memory_resized_while_it_is_written(on: Stage, fixed: bool) -> None:
+def pinned_memory_resized_while_it_is_written(on, fixed):
     # A larger size copies the bytes to new memory; an equal one, and a transposition, touch none.
     x, host = on.tensor(16, 16), torch.ones(16, 16, pin_memory=True)
     host.copy_(x, non_blocking=True)  # earlier: copy_
@@ -119,7 +114,7 @@ def pinned_memory_resized_while_it_is_written(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def host_waits_for_another_stream(on: Stage, fixed: bool) -> None:
+def host_waits_for_another_stream(on, fixed):
     x, host = on.tensor(), on.pinned()
     with on.on(on.side):
         host.copy_(x, non_blocking=True)  # earlier: copy_
@@ -128,7 +123,7 @@ def host_waits_for_another_stream(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def host_overwrites_what_is_being_sent(on: Stage, fixed: bool) -> None:
+def host_overwrites_what_is_being_sent(on, fixed):
     x, host = on.tensor(), on.pinned()
     x.copy_(host, non_blocking=True)  # earlier: copy_
     if fixed:

@@ -1,32 +1,26 @@
 """Programs of one form each, as rows of tables: the accesses, and the operation that orders them or does not."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from test.torch_ext.sim.races.stage import NAME, SIM, Stage, in_a_thread, rows
+from test.torch_ext.sim.races.stage import NAME, SIM, in_a_thread, rows
 
 
-def _polled(event: Any) -> None:
+def _polled(event):
     while not event.query():
         pass
 
 
 # --- two accesses, of which the first is on another stream ---
 
-Views = tuple[str, Callable[..., object]]
 
 # The operators, and their calls on a tensor of 16 rows; the twin waits for the stream.
-ACCESSES: dict[str, tuple[Views, Views]] = {
+ACCESSES = {
     "expanded": (("fill_", lambda x, y: x[:, :1].fill_(2)), ("sum", lambda x, y: x[:, :1].expand(16, 100).sum())),
     "out_argument": (("mul", lambda x, y: torch.mul(x, 2, out=y)), ("sum", lambda x, y: y.sum())),
     "one_tensor_of_a_list": (("mul", lambda x, y: x.mul(3)), ("add", lambda x, y: torch._foreach_add_([y, x], 1))),
@@ -44,7 +38,7 @@ ACCESSES: dict[str, tuple[Views, Views]] = {
 
 
 @rows(ACCESSES, "earlier", "later")
-def accessed(on: Stage, fixed: bool, first: Callable[..., object], second: Callable[..., object]) -> None:
+def accessed(on, fixed, first, second):
     x, y = on.tensor(16, 16), on.tensor(16, 16)
     with on.on(on.side):
         first(x, y)
@@ -53,7 +47,7 @@ def accessed(on: Stage, fixed: bool, first: Callable[..., object], second: Calla
 
 
 # The views that two streams use, of a tensor of 16 rows; those of the twin have nothing in common.
-VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tensor]]] = {
+VIEWS = {
     "transposed": (lambda x: x.t()[:3], lambda x, fixed: x[:, 3 if fixed else 2 :]),
     "every_second_element": (lambda x: x.view(-1)[::2], lambda x, fixed: x.view(-1)[1 if fixed else 0 :: 2]),
     "real_and_imaginary_parts": (
@@ -64,7 +58,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, bool], Tens
 
 
 @rows(VIEWS)
-def viewed(on: Stage, fixed: bool, one: Callable[[Tensor], Tensor], other: Callable[[Tensor, bool], Tensor]) -> None:
+def viewed(on, fixed, one, other):
     x = on.tensor(16, 16)
     with on.on(on.side):
         one(x).fill_(2)  # earlier: fill_
@@ -74,7 +68,7 @@ def viewed(on: Stage, fixed: bool, one: Callable[[Tensor], Tensor], other: Calla
 # --- what orders the two, where it is right ---
 
 # Between a write on the side stream and a read on the main one.
-WAITS: dict[str, Callable[[Stage, bool], object]] = {
+WAITS = {
     "read_after_write": lambda on, fixed: fixed and on.main.wait_stream(on.side),
     "wait_of_another_stream": lambda on, fixed: (on.main if fixed else on.other).wait_stream(on.side),
     "wait_the_wrong_way_round": lambda on, fixed: (
@@ -90,7 +84,7 @@ WAITS: dict[str, Callable[[Stage, bool], object]] = {
 }
 
 # The same, called on the side stream with another tensor and one of the host: the host waits for blocking copies.
-BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
+BLOCKS = {
     "number_read_by_the_host": lambda y, host, fixed: fixed and y[0].item(),
     "copy_to_the_host": lambda y, host, fixed: fixed and y.cpu(),
     "sent_from_pageable_memory": lambda y, host, fixed: y.copy_(host, non_blocking=not fixed),
@@ -112,7 +106,7 @@ BLOCKS: dict[str, Callable[[Tensor, Tensor, bool], object]] = {
 
 
 @rows(WAITS)
-def ordered(on: Stage, fixed: bool, wait: Callable[[Stage, bool], object]) -> None:
+def ordered(on, fixed, wait):
     x = on.tensor()
     with on.on(on.side):
         x.fill_(2)  # earlier: fill_
@@ -121,7 +115,7 @@ def ordered(on: Stage, fixed: bool, wait: Callable[[Stage, bool], object]) -> No
 
 
 @rows(BLOCKS)
-def blocked(on: Stage, fixed: bool, block: Callable[[Tensor, Tensor, bool], object]) -> None:
+def blocked(on, fixed, block):
     x, y, host = on.tensor(), on.tensor(), torch.ones(256)
     with on.on(on.side):
         x.fill_(2)  # earlier: fill_
@@ -132,7 +126,7 @@ def blocked(on: Stage, fixed: bool, block: Callable[[Tensor, Tensor, bool], obje
 # --- what the host reads of a copy that is not over ---
 
 NOWHERE = open(os.devnull, "wb")  # noqa: SIM115 - open for as long as the rows below
-READS: dict[str, Callable[[Tensor], object]] = {
+READS = {
     "sum": lambda host: host.sum(),
     "tolist": lambda host: host.tolist(),
     "numpy": lambda host: host.numpy(),
@@ -152,7 +146,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 
 @rows({f"read early: {name}": ((name.partition(" ")[0], read),) for name, read in READS.items()}, "later")
-def read_before_the_copy_is_over(on: Stage, fixed: bool, read: Callable[[Tensor], object]) -> None:
+def read_before_the_copy_is_over(on, fixed, read):
     host = on.tensor().to("cpu", non_blocking=True)  # earlier: copy_
     if fixed:
         on.main.synchronize()
@@ -161,7 +155,7 @@ def read_before_the_copy_is_over(on: Stage, fixed: bool, read: Callable[[Tensor]
 
 # --- what keeps freed memory from being used again ---
 
-KEEPS: dict[str, Callable[[Stage, Tensor, bool], object]] = {
+KEEPS = {
     # As FSDP frees parameters.
     "storage_resized_to_nothing": lambda on, x, fixed: (
         fixed and on.main.wait_stream(on.side),
@@ -172,7 +166,7 @@ KEEPS: dict[str, Callable[[Stage, Tensor, bool], object]] = {
 
 
 @rows(KEEPS)
-def freed(on: Stage, fixed: bool, keep: Callable[[Stage, Tensor, bool], object]) -> None:
+def freed(on, fixed, keep):
     x = on.tensor()
     with on.on(on.side):
         x[10:20].mul(3)  # earlier: mul

@@ -2,19 +2,15 @@
 activation checkpoints, the fused optimizers on a side stream.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from test.torch_ext.sim.races.stage import SIM, Stage, in_a_thread, pair
+from test.torch_ext.sim.races.stage import SIM, in_a_thread, pair
 
 
 @pair
-def batch_sent_ahead_over_the_last_one(on: Stage, fixed: bool) -> None:
+def batch_sent_ahead_over_the_last_one(on, fixed):
     host = on.pinned()
     with on.on(on.side):
         batch = host.to(on.device, non_blocking=True)
@@ -28,14 +24,14 @@ def batch_sent_ahead_over_the_last_one(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def custom_backward_leaves_work_on_the_side(on: Stage, fixed: bool) -> None:
+def custom_backward_leaves_work_on_the_side(on, fixed):
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x * 2
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, gradient):
             on.side.wait_stream(SIM.current_stream())
             with on.on(on.side):
                 result = gradient * 2  # earlier: mul
@@ -46,15 +42,14 @@ def custom_backward_leaves_work_on_the_side(on: Stage, fixed: bool) -> None:
 
     x, gradient = on.tensor().requires_grad_(), on.tensor()
     Double.apply(x).backward(gradient)
-    assert x.grad is not None
     x.grad.add_(1)  # later: add
 
 
 @pair
-def hook_copies_a_gradient_on_the_side(on: Stage, fixed: bool) -> None:
+def hook_copies_a_gradient_on_the_side(on, fixed):
     x, seen = on.tensor().requires_grad_(), on.tensor()
 
-    def copy(gradient: torch.Tensor) -> None:
+    def copy(gradient):
         if fixed:
             on.side.wait_stream(SIM.current_stream())
         with on.on(on.side):
@@ -68,7 +63,7 @@ def hook_copies_a_gradient_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def checkpointed_weight_still_being_made(on: Stage, fixed: bool) -> None:
+def checkpointed_weight_still_being_made(on, fixed):
     x, weight = on.tensor().requires_grad_(), on.tensor()
     with on.on(on.side):
         weight.mul_(2)  # earlier: mul
@@ -79,13 +74,13 @@ def checkpointed_weight_still_being_made(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def event_waited_for_by_another_thread(on: Stage, fixed: bool) -> None:
+def event_waited_for_by_another_thread(on, fixed):
     x = on.tensor()
     with on.on(on.side):
         x.fill_(2)  # earlier: fill_
         filled = on.side.record_event()
 
-    def use() -> None:
+    def use():
         with on.on(on.other):
             if fixed:
                 filled.wait()
@@ -95,7 +90,7 @@ def event_waited_for_by_another_thread(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def thread_that_has_the_default_stream_waits(on: Stage, fixed: bool) -> None:
+def thread_that_has_the_default_stream_waits(on, fixed):
     # The current stream is a fact of a thread: a new one has the default stream.
     x = on.tensor()
     with on.on(on.side):
@@ -107,7 +102,7 @@ def thread_that_has_the_default_stream_waits(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def fused_step_on_the_side(on: Stage, fixed: bool) -> None:
+def fused_step_on_the_side(on, fixed):
     weight = nn.Parameter(on.tensor())
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     weight.grad = on.tensor()

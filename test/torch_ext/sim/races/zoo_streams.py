@@ -1,14 +1,12 @@
 """Programs on the streams of one process: operations that order accesses, and some that only seem to."""
 
-from __future__ import annotations
-
 import torch
 
-from test.torch_ext.sim.races.stage import SIM, Stage, pair
+from test.torch_ext.sim.races.stage import SIM, pair
 
 
 @pair
-def one_column_and_not_its_neighbour(on: Stage, fixed: bool) -> None:
+def one_column_and_not_its_neighbour(on, fixed):
     x = on.tensor(100, 4)
     with on.on(on.side):
         x[:, 1].fill_(2)  # earlier: fill_
@@ -16,7 +14,7 @@ def one_column_and_not_its_neighbour(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
+def gradient_read_on_the_side(on, fixed):
     x = on.tensor().requires_grad_()
     x.grad = torch.zeros_like(x)
     SIM.synchronize()
@@ -29,7 +27,7 @@ def gradient_read_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def optimizer_on_the_side(on: Stage, fixed: bool) -> None:
+def optimizer_on_the_side(on, fixed):
     x = on.tensor().requires_grad_()
     optimizer = torch.optim.SGD([x], lr=0.1, foreach=False)
     x.grad = on.tensor()
@@ -40,7 +38,7 @@ def optimizer_on_the_side(on: Stage, fixed: bool) -> None:
 
 
 @pair
-def copy_between_devices(on: Stage, fixed: bool) -> None:
+def copy_between_devices(on, fixed):
     # A copy is in order with the current streams of both devices, and with no other.
     x, y = on.tensor(), on.tensor(device=f"{on.device.type}:1")
     side = SIM.Stream(1)
