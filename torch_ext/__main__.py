@@ -6,7 +6,6 @@
 ``python -m torch_ext demo``    shows a race and its report in ten seconds
 ``python -m torch_ext doctor``  shows this machine's features on one screen, for a bug report or for CI
 ``python -m torch_ext export``  writes work of this tree as a patch for a PyTorch checkout
-``python -m torch_ext drift``   lists the names of our test helpers that differ from upstream's
 ``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
 ==============================  ====================================================================
 """
@@ -37,7 +36,6 @@ _PROGRAMS = {
     "doctor": "torch_ext.program.doctor",
     "serve": "torch_ext.program.serve",
     "export": "torch_ext.upstream.export.command",
-    "drift": "torch_ext.upstream.drift",
 }
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

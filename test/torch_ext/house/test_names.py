@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -56,6 +57,71 @@ def test_classes_are_ours_and_other_names_are_torchs():
         assert name not in vars(common_distributed)
         assert getattr(common_distributed, name) is getattr(upstream, name)
     assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
+
+
+# Internals of upstream's harness, which ours does another way, and suites of RPC that ours names otherwise.
+_ENGINE = {
+    "Event", "_event_listener", "_get_timedout_process_traceback", "_start_processes", "_worker_loop",
+    "_check_and_set_tcp_init", "_check_and_unset_tcp_init",
+}  # fmt: skip
+# Signatures that accept more than upstream's, name arguments that upstream takes as *args, or belong to the harness.
+_OTHER_SIGNATURES = {
+    "NonUniformReqGradNWM.__init__", "MultiThreadedTestCase._check_return_codes", "MultiThreadedTestCase._join_threads",
+    "ModuleWithDelay.forward", "get_cycles_per_ms", "initialize_pg", "FSDPTestMultiThread.run_subtests",
+    "FSDPTestMixin.run_subtests", "wait_until_node_failure",
+}  # fmt: skip
+
+
+def parameters(function):
+    return [
+        (each.name, each.kind, each.default is each.empty) for each in inspect.signature(function).parameters.values()
+    ]
+
+
+def differences(ours, theirs, prefix=""):
+    """Yield each function or class of upstream's module or class that ours lacks or that takes other parameters."""
+    for name, value in vars(theirs).items():
+        full = prefix + name
+        if (name.startswith("__") and name != "__init__") or not callable(getattr(theirs, name)):
+            continue
+        if not prefix and getattr(value, "__module__", "") != theirs.__name__:
+            continue  # imported
+        if not hasattr(ours, name):
+            yield full
+        elif getattr(ours, name) is value:
+            continue
+        elif inspect.isclass(value):
+            yield from differences(getattr(ours, name), value, f"{full}.")
+        elif parameters(getattr(ours, name)) != parameters(getattr(theirs, name)):
+            yield full
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "common_distributed", "common_fsdp", "common_utils", "dist_utils", "hypothesis_utils",
+        "distributed.ddp_under_dist_autograd_test", "distributed.rpc_utils", "distributed.rpc.rpc_agent_test_fixture",
+        "distributed.rpc.faulty_rpc_agent_test_fixture", "distributed.rpc.tensorpipe_rpc_agent_test_fixture",
+    ],
+)  # fmt: skip
+def test_helpers_have_upstreams_names_and_signatures(module):
+    ours, theirs = (importlib.import_module(f"{root}testing._internal.{module}") for root in ("torch_ext.", "torch."))
+    found = {name for name in differences(ours, theirs) if name.rpartition(".")[2] not in _ENGINE}
+    assert found <= _OTHER_SIGNATURES
+
+
+def test_a_missing_name_and_another_signature_are_differences():
+    class Theirs:
+        def same(self, a, b=1): ...
+        def other(self, a): ...
+        def gone(self): ...
+
+    class Ours:
+        @classmethod
+        def other(cls, a=1): ...
+        def same(self, a, b=2): ...
+
+    assert set(differences(Ours, Theirs, "C.")) == {"C.other", "C.gone"}
 
 
 def places_of(area):

@@ -193,14 +193,6 @@ def our_tree(theirs: Tree, root: Path | None = None, stand_ins: Mapping[str, str
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 
 
-def installed_tree() -> Tree:
-    """Return the modules of the installed torch, without an import of torch."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        raise CheckoutError("torch is not installed")
-    return _disk_tree(Path(found.origin).parents[1], {})
-
-
 def upstream_at(checkout: Path) -> Tree:
     """Return the modules of a PyTorch checkout at its ``HEAD``, without uncommitted changes.
 
