@@ -31,7 +31,6 @@ from torch_ext.testing._internal._fsdp.patches import *
 from torch_ext.testing._internal._fsdp.state import *
 from torch_ext.testing._internal._fsdp.step_log import *
 from torch_ext.testing._internal._fsdp.streams import *
-from torch_ext.testing._internal._fsdp.subtests import *
 
 DEVICE_TYPE: str
 DEVICE_COUNT: int

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.fsdp import CPUOffload
 
 from torch_ext.testing._internal._distributed import helpers
-from torch_ext.testing._internal._fsdp import subtests
+from torch_ext.testing._internal._fsdp import device
 
 
 class Case:
@@ -72,7 +72,7 @@ def test_all_skipped_skips_the_test():
     ],
 )
 def test_parameter_offload_skips_without_an_accelerator(accelerator, offload, skips):
-    with mock.patch.object(subtests.device, "is_accelerator", return_value=accelerator):
+    with mock.patch.object(device, "is_accelerator", return_value=accelerator):
         refused = pytest.raises(unittest.SkipTest, match="offload_params=True")
         with refused if skips else contextlib.nullcontext():
-            subtests.skip_parameter_offload(offload)
+            device.skip_parameter_offload(offload)

@@ -1,4 +1,5 @@
-"""The device under test, each rank's own device, meshes over the world, and delays.
+"""The device under test, each rank's own device, meshes over the world, delays, and
+skips of subtests that need an accelerator.
 
 ``DEVICE_TYPE``, ``DEVICE_COUNT`` and ``DISTRIBUTED_BACKEND`` are read from
 ``common_fsdp`` on each use, because test files may assign them there.
@@ -9,12 +10,15 @@ from __future__ import annotations
 import functools
 import importlib
 import time
+import unittest
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffload
 
 from torch_ext import accelerator
 
@@ -23,6 +27,9 @@ __all__ = [
     "first_ranks_mesh",
     "get_devtype",
     "rank_device",
+    "skip_parameter_offload",
+    "skip_without_accelerator",
+    "subtest_name",
     "world_mesh",
 ]
 
@@ -83,6 +90,30 @@ def with_compute_device(fsdp_kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     own = {} if is_accelerator() else {"device_id": get_devtype()}
     return own | fsdp_kwargs
+
+
+def skip_without_accelerator(reason: str) -> None:
+    """Skip the running subtest, or the test if it has none, on the host."""
+    if not is_accelerator():
+        raise unittest.SkipTest(reason)
+
+
+def skip_parameter_offload(cpu_offload: CPUOffload | None) -> None:
+    """Likewise, if ``cpu_offload`` offloads parameters."""
+    if cpu_offload is not None and cpu_offload.offload_params:
+        why = "CPUOffload(offload_params=True) needs an accelerator to offload from"
+        skip_without_accelerator(why)
+
+
+def subtest_name(test_name_mapping: Mapping[str, str], *args: Any) -> str:
+    """Join the names that ``test_name_mapping`` gives to ``str`` of each argument.
+
+    >>> subtest_name({"True": "offload", "False": "on_device"}, True, None)
+    'offload_none'
+    """
+    return "_".join(
+        "none" if arg is None else test_name_mapping[str(arg)] for arg in args
+    )
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from torch_ext.testing._internal.distributed.rpc import (
     dist_autograd_test,
     dist_optimizer_test,
     faulty_agent_rpc_test,
-    profiler_test,
     rpc_agent_test_fixture,
     rpc_call_test,
     rpc_lifecycle_test,
@@ -37,7 +36,6 @@ GENERIC_TESTS: list[type] = [
     dist_optimizer_test.DistOptimizerTest,
     remote_module_test.RemoteModuleTest,
     remote_module_test.ThreeWorkersRemoteModuleTest,
-    profiler_test.ProfilerTest,
     ddp.DdpUnderDistAutogradTest,
     ddp.DdpComparisonTest,
 ]
