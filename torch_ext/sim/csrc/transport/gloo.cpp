@@ -27,7 +27,6 @@
 // use separate gloo tags, each in order.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
-#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../host_tensors.h"
@@ -67,11 +66,11 @@ class GlooCall : public Awaited {
 // Calls that run one after the other, on a thread of their own.
 class Line {
  public:
-  explicit Line(const Group& group) : owner_(group.owner) {}
+  explicit Line(const Group& group) : group_(group) {}
   ~Line() {
     end(/*now=*/false);
     if (thread_.joinable()) {
-      if (getpid() == owner_) {
+      if (getpid() == group_.owner) {
         thread_.join();
       } else {
         thread_.detach(); // a forked child has no such thread
@@ -128,8 +127,8 @@ class Line {
     }
   }
 
-  const pid_t owner_;
-  std::mutex mutex_; // guards what follows
+  const Group& group_; // outlives the line
+  std::mutex mutex_;   // guards what follows
   std::condition_variable changed_;
   std::deque<std::shared_ptr<GlooCall>> queued_;
   std::shared_ptr<GlooCall> current_;
