@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from test.torch_ext.program.commands import Ended, launched, run
+from test.torch_ext.program.commands import launched, run
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -47,10 +48,10 @@ _TORCHTITAN = _Library("torchtitan", "torchtitan_llama.py")
 _ON_HOST_AS = {"fsdp": "fsdp", "tp": "tp", "cp": "tp", "pp": "pp"}
 
 
-def _result(ended: Ended) -> tuple[str, str, str]:
+def _result(ended: subprocess.CompletedProcess[str]) -> tuple[str, str, str]:
     """Return the loss, the device and the class of the model or the strategy that a program has printed."""
-    assert ended.code == 0, ended.err
-    (line,) = [line for line in ended.out.splitlines() if line.startswith("result ")]
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("result ")]
     _, loss, device, made = line.split()
     return loss, device, made
 

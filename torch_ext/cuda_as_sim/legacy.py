@@ -10,18 +10,7 @@ import torch
 
 from torch_ext.sim._name import NAME
 
-_DTYPES = {
-    "BFloat16": torch.bfloat16,
-    "Bool": torch.bool,
-    "Byte": torch.uint8,
-    "Char": torch.int8,
-    "Double": torch.float64,
-    "Float": torch.float32,
-    "Half": torch.float16,
-    "Int": torch.int32,
-    "Long": torch.int64,
-    "Short": torch.int16,
-}
+_KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
 
 class _TensorType(type):
@@ -44,7 +33,8 @@ class _TensorType(type):
 
 # Tensor.type() takes a class by its C name, which is the whole of __name__.
 TYPES: dict[str, type] = {
-    f"{kind}Tensor": _TensorType(f"torch.{NAME}.{kind}Tensor", (), {"dtype": dtype}) for kind, dtype in _DTYPES.items()
+    f"{kind}Tensor": _TensorType(f"torch.{NAME}.{kind}Tensor", (), {"dtype": getattr(torch, f"{kind}Tensor").dtype})
+    for kind in _KINDS
 }
 
 _torch_setter = torch.set_default_tensor_type

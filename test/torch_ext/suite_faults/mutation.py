@@ -42,35 +42,24 @@ class Edit:
         return text.replace(self.old, self.new)
 
     def apply(self):
-        """Make the change in this process.
+        """Give the function the changed code in this process.
 
         Raises:
-            OtherTorchError: see :meth:`source`.
+            OtherTorchError: see :meth:`source`; or its code cannot be exchanged.
         """
-        exchange(self.function, source=self.source())
-
-
-def exchange(place, change=lambda tree: tree, source=""):
-    """Give the function at ``place`` (``"module:Class.function"``) the code that ``change`` makes of its source, or of
-    another ``source``. ``change`` sees the lines of the module's file, and no decorators.
-
-    Raises:
-        OtherTorchError: the function is not there, or its code cannot be exchanged.
-    """
-    function = _find(place)
-    if function.__closure__:
-        raise OtherTorchError(f"{place} is a closure, whose code cannot be exchanged")
-    tree = ast.parse(source or textwrap.dedent(inspect.getsource(function)))
-    (definition,) = tree.body
-    if not isinstance(definition, ast.FunctionDef):
-        raise OtherTorchError(f"{place} is no plain function")
-    definition.decorator_list = []  # decorators stay in place, around the function
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    tree = ast.fix_missing_locations(change(tree))
-    namespace = dict(function.__globals__)
-    flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some read annotations within them
-    exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
-    function.__code__ = namespace[definition.name].__code__
+        function = _find(self.function)
+        if function.__closure__:
+            raise OtherTorchError(f"{self.function} is a closure, whose code cannot be exchanged")
+        tree = ast.parse(self.source())
+        (definition,) = tree.body
+        if not isinstance(definition, ast.FunctionDef):
+            raise OtherTorchError(f"{self.function} is no plain function")
+        definition.decorator_list = []  # decorators stay in place, around the function
+        ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+        namespace = dict(function.__globals__)
+        flags = function.__code__.co_flags & __future__.annotations.compiler_flag  # some read annotations within them
+        exec(compile(tree, function.__code__.co_filename, "exec", flags, dont_inherit=True), namespace)
+        function.__code__ = namespace[definition.name].__code__
 
 
 def _find(place):
