@@ -10,7 +10,7 @@ from pathlib import Path
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # A result line of ours, or of pytest.
-LINE = re.compile(r"^(?:\d+ passed, \d+ failed, \d+ skipped|=* ?(?:\d+ \w+,? ?)+ in [\d.]+s.*)$")
+LINE = re.compile(r"^(?:\d+ passed, \d+ failed, \d+ skipped(?:, \d+ flaky)?|=* ?(?:\d+ \w+,? ?)+ in [\d.]+s.*)$")
 
 
 def count(log: str) -> Counter[str]:

@@ -35,21 +35,17 @@ def watch_groups(on_destroyed: Callable[[list[str]], None], wrap: Wrap) -> None:
         return
     _watches_groups = True
     distributed_c10d._new_process_group_helper = wrap(make)
-    forget_one, forget_all = distributed_c10d._unregister_process_group, distributed_c10d._unregister_all_process_groups
 
-    @functools.wraps(forget_one)
-    def _unregister_process_group(name: Any) -> None:
-        forget_one(name)
-        on_destroyed([str(name)])
+    def report(forget: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(forget)
+        def unregister(*names: Any) -> None:
+            forget(*names)
+            on_destroyed([str(name) for name in names])
 
-    @functools.wraps(forget_all)
-    def _unregister_all_process_groups() -> None:
-        forget_all()
-        on_destroyed([])
+        return unregister
 
-    torch_c10d: Any = distributed_c10d
-    torch_c10d._unregister_process_group = _unregister_process_group
-    torch_c10d._unregister_all_process_groups = _unregister_all_process_groups
+    for name in ("_unregister_process_group", "_unregister_all_process_groups"):
+        setattr(distributed_c10d, name, report(getattr(distributed_c10d, name)))
 
 
 def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap) -> None:

@@ -10,12 +10,10 @@ from torch_ext.cuda_as_sim import table
 from torch_ext.sim import _collectives, _native
 
 # Methods and attributes of NCCL's class beyond those of every backend.
-_NCCL_ONLY = frozenset(
-    {
-        "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
-        "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
-        "uid",
-    }
+_NCCL_ONLY = (
+    "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
+    "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
+    "uid",
 )  # fmt: skip
 
 

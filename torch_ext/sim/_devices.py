@@ -38,9 +38,7 @@ def set_device(device: Device) -> None:
     Raises:
         RuntimeError: there is no such device.
     """
-    index = index_of(device)
-    if index >= 0:
-        _native.set_device(index)
+    exchange_device(index_of(device))
 
 
 class device:

@@ -15,12 +15,6 @@ MODULES = [
 ]
 
 
-def test_there_are_examples():
-    runner = {f"torch_ext.runner.{name}" for name in ("options", "selection")}
-    world = {f"torch_ext.world.{name}" for name in ("_os", "outcome", "wording")}
-    assert runner | world <= set(MODULES)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_are_true(module, monkeypatch):

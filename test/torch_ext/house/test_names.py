@@ -1,7 +1,6 @@
 """Public names: upstream's are defined here, all others resolve to torch's, and compat finds what it promises."""
 
 import importlib
-import importlib.util
 import inspect
 
 import pytest
@@ -29,23 +28,6 @@ assert len(AREAS) > 4
 @pytest.mark.parametrize(("module", "names"), [(common_distributed, DISTRIBUTED), (common_utils, UTILS)])
 def test_upstream_names_are_defined_here_and_exported(module, names):
     assert sorted(set(names) - vars(module).keys() & set(getattr(module, "__all__", names))) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("hypothesis_utils", "across_ranks"),
-        ("dist_utils", "dist_init"),
-        ("distributed.ddp_under_dist_autograd_test", "DdpUnderDistAutogradTest"),
-        ("distributed.nn.api.remote_module_test", "RemoteModuleTest"),
-        ("distributed.nn.api.remote_module_test", "ThreeWorkersRemoteModuleTest"),
-        ("distributed.rpc.rpc_agent_test_fixture", "RpcAgentTestFixture"),
-        ("distributed.rpc_utils", "generate_tests"),
-    ],
-)
-def test_upstream_modules_have_their_upstream_paths(module, name):
-    assert importlib.util.find_spec(f"torch.testing._internal.{module}") is not None
-    assert name in vars(importlib.import_module(f"torch_ext.testing._internal.{module}"))
 
 
 def test_classes_are_ours_and_other_names_are_torchs():

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
 
 NAME = re.compile(r"TORCH_EXT_[A-Z0-9_]*[A-Z0-9]")
@@ -51,20 +49,3 @@ def test_mentioned_variables_are_read():
     read |= {name for line in lines for name in NAME.findall(line)}
     mentioned = {(name, shown(path)) for path in [*PAGES, *PACKAGE, *NATIVE] for name in NAME.findall(_text(path))}
     assert sorted((name, path) for name, path in mentioned if name not in read) == []
-
-
-READERS = [
-    'os.environ.get("TORCH_EXT_X", "")',
-    'os.environ["TORCH_EXT_X"]',
-    'os.getenv("TORCH_EXT_X")',
-    '"TORCH_EXT_X" in os.environ',
-    'NAME = "TORCH_EXT_X"\nos.environ.get(NAME)',
-]
-OTHERS_THAN_READERS = [
-    '"""TORCH_EXT_X"""', 'environment["TORCH_EXT_X"] = "1"', 'NAME = "TORCH_EXT_X"', 'os.environ.get("OTHER")'
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("source", READERS + OTHERS_THAN_READERS)
-def test_variable_readers_are_recognized(source):
-    assert read_by(source) == ({"TORCH_EXT_X"} if source in READERS else set())
