@@ -85,7 +85,10 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     classes = [each.node for each in existing.definitions.values() if each.is_class]
     first_class = existing.first_line(classes[0]) if classes else 0
     deferred = Import("__future__", "annotations") in existing.imports.values()
-    eager = {name for piece in pieces if piece.into for name in _eager_names(piece.statements[0])}
+    eager: set[str] = set()  # names read when a class is made, and what their definitions read then
+    for piece in reversed(pieces):
+        if piece.into or piece.name in eager:
+            eager |= _eager_names(piece)
     at_end: list[str] = []
     edits: list[Edit] = []
     for piece in pieces:
@@ -94,7 +97,9 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
         if piece.into:
             last = span(existing.definitions[piece.into].node)[1]
             edits.append(replace_lines(last + 1, last, f"\n{text}"))
-        elif first_class and (piece.name in eager or _is_constant(piece.statements[0])):
+        elif first_class and (
+            piece.name in eager or isinstance(getattr(piece.statements[0], "value", 0), ast.Constant)
+        ):
             edits.append(replace_lines(first_class, first_class - 1, f"{text}\n\n"))
         else:
             at_end.append(f"\n\n{text}")
@@ -104,15 +109,11 @@ def _merged(target: Target, existing: Module, ours: Tree) -> str:
     return "".join([text.rstrip("\n"), "\n", *at_end]) if at_end else text
 
 
-def _is_constant(statement: ast.stmt) -> bool:
-    return isinstance(getattr(statement, "value", None), ast.Constant)
-
-
-def _eager_names(member: ast.stmt) -> set[str]:
-    """Return the names that decorators and defaults of a method read when its class is made."""
-    if not isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return set()
-    read = [*member.decorator_list, *member.args.defaults, *filter(None, member.args.kw_defaults)]
+def _eager_names(piece: Piece) -> set[str]:
+    """Return the names that a definition reads; of a method only those of its decorators and defaults."""
+    statement, read = piece.statements[0], list[ast.AST](piece.statements)
+    if piece.into and isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        read = [*statement.decorator_list, *statement.args.defaults, *filter(None, statement.args.kw_defaults)]
     return {each.id for node in read for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
