@@ -51,8 +51,6 @@ _T = TypeVar("_T")
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_MADV_COLLAPSE = 25
-_HUGE_PAGE_BYTES = 2 << 20
 _PF_EXITING, _PF_SIGNALED = 0x4, 0x400
 _FRAMES = 1000  # Python's own recursion limit
 _STAT_BYTES = 4096  # far above a line of /proc/PID/stat
@@ -301,18 +299,6 @@ def unnamed_file() -> IO[bytes]:
     # Writers share the reader's file position: without O_APPEND they would write wherever the reader has sought to.
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     return file
-
-
-def move_heap_to_huge_pages() -> None:
-    """See Note [Huge pages]. No effect on kernels before 6.1 or without huge pages."""
-    libc = _libc()
-    areas = [line.split() for line in lines_of("/proc/self/maps")]
-    for bounds, rights, *rest in areas:
-        if rights == "rw-p" and (len(rest) < 4 or rest[3] == "[heap]"):
-            start, end = (int(bound, 16) for bound in bounds.split("-"))
-            for page in range(-(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, end, _HUGE_PAGE_BYTES):
-                if page + _HUGE_PAGE_BYTES <= end:
-                    libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE_BYTES), _MADV_COLLAPSE)
 
 
 def short_command(command: str) -> str:

@@ -1,12 +1,6 @@
 """The loop of a zygote: a process that has imported its children's modules, has run nothing else, and starts children
 on request. See Note [Zygote protocol]. Imports the standard library and its layer only; ``provider`` loads the rest.
 
-Note [Huge pages]
-~~~~~~~~~~~~~~~~~
-With the zygote's heap in huge pages (``MADV_COLLAPSE``), a fork takes a third less time, but moving the heap costs as
-much as about twenty forks save. So a zygote moves it once: before its second copy, since copies inherit the gain, or
-after its eighth child, while no client waits.
-
 Note [Variables read at load]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Native libraries and some of torch's modules read variables when they load, and a forked child cannot get other values.
@@ -58,8 +52,6 @@ from torch_ext.world.protocol import (
 
 # Targets of a zygote's copy and of a rank.
 _SERVE, _RANK = "torch_ext.world.provider:serve_as_copy", "torch_ext.world.rank:main"
-# See Note [Huge pages].
-_FORKS_BEFORE_MOVE = 8
 
 # See Note [Variables read at load].
 _READ_AT_LOAD = (
@@ -197,8 +189,6 @@ class Zygote:
         self._environment = dict(_os.environment_of(os.getpid()) or os.environ)  # at the start of the program
         self._leftovers = Leftovers()
         self._on_child: Any = signal.SIG_DFL  # the loaded module's handler of SIGCHLD
-        self._forks = self._copies = 0
-        self._has_moved = False
 
     def serve(self) -> NoReturn:
         """Serve until the first client is gone, then end every child and this process."""
@@ -258,9 +248,6 @@ class Zygote:
 
     def _copy(self, descriptors: list[int]) -> None:
         others = (*self.others, *_os.identify(self._adopted()))
-        if self._copies:
-            self._move_heap()
-        self._copies += 1
         order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 1)
         self._start(Start((order,), self._environment), descriptors)
 
@@ -283,8 +270,6 @@ class Zygote:
             self._owners[child.pid] = group
         group.channel.try_send(Started(tuple(group.indices), why))
         if not why and not request.interpreter:
-            if self._forks >= _FORKS_BEFORE_MOVE:
-                self._move_heap()
             while len(self._spares) < request.spares:
                 self._spares.append(self._fork())
 
@@ -333,7 +318,6 @@ class Zygote:
             signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
             child_main(remote, zygote)
         remote.close()
-        self._forks += 1
         return self._adopt(pid, local)
 
     def _forget(self) -> None:
@@ -353,11 +337,6 @@ class Zygote:
         watch = _os.watch_exit(pid)
         self._callbacks.watch(watch, lambda: self._on_exit(pid, watch))
         return _Child(pid, order_channel)
-
-    def _move_heap(self) -> None:
-        if not self._has_moved:
-            self._has_moved = True
-            _os.move_heap_to_huge_pages()
 
     # Events
 
