@@ -130,7 +130,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     if acted and acted[0] in disagree:
         cause = find_disagreement(disagree)
     elif not acted:
-        cause = _blame_by_transport(outcomes, own or bad) or found or _blame_nonwaiting(outcomes, own)
+        cause = _blame_by_transport(outcomes, own or bad) or found or _blame_nonwaiting(outcomes, own or bad)
     detail = found.sentence if found is not None else ""
     if cause is not None and cause.cause:
         guilty = cause.ranks or tuple(sorted(rank for ranks, _ in cause.calls for rank in ranks))

@@ -8,7 +8,6 @@ import pytest
 from test.torch_ext.house.source import CHECKOUT, python_files, shown
 
 TEXT = (CHECKOUT / "docs" / "architecture.md").read_text(encoding="utf-8")
-
 PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

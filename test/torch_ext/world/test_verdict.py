@@ -120,7 +120,8 @@ CASES = [
     ([waited(SENDER), passed(1), passed(2)], (2,), (0,), "rank 2 kept rank 0 waiting in a collective; its test was"),
     ([waited(SENDER, transport=False), passed(1), passed(2)], (0,), (), ""),  # a test's own words
     ([waited(SENDER), passed(1), failed(2, time_s=2.0)], (2,), (0,), ""),
-    # On the host, gloo says that the connection was closed.
+    # On the host, gloo says that the connection was closed, also in a barrier that no record has.
+    ([waited(PEER_GONE), passed(1)], (1,), (0,), "rank 1 kept rank 0 waiting in a collective; its test was over"),
     (
         [
             waited(PEER, collectives=of_two(entry(1, "simccl:barrier", "scheduled"))),
