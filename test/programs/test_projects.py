@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from test.torch_ext.program.commands import environment
+
 _PROJECTS: dict[str, Any] = json.loads((Path(__file__).parent / "projects.json").read_text(encoding="utf-8"))
 _FILES = [(name, file) for name, project in _PROJECTS.items() for file in project.get("files", {})]
 _PROGRAMS = [(name, line) for name, project in _PROJECTS.items() for line in project.get("programs", [])]
@@ -48,13 +50,11 @@ def _fetched(below: Path, name: str) -> Path:
 
 def _run(name: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python in a project on simulated devices."""
-    project = _PROJECTS[name]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH_EXT_SIM", "OMP_"))}
-    environment["TORCH_EXT_SIM"] = "cuda"
-    environment["PYTHONPATH"] = os.fspath(folder / project.get("source", "."))
-    environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment["PATH"]])
+    source = folder / _PROJECTS[name].get("source", ".")
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    variables = environment({"TORCH_EXT_SIM": "cuda", "PYTHONPATH": os.fspath(source), "PATH": path})
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, timeout=_LIMIT_S,
+        [sys.executable, *words], cwd=folder, env=variables, timeout=_LIMIT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

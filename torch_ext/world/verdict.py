@@ -130,7 +130,8 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     if acted and acted[0] in disagree:
         cause = find_disagreement(disagree)
     elif not acted:
-        cause = _blame_by_transport(outcomes, own or bad) or found or _blame_nonwaiting(outcomes, own or bad)
+        waited = own or bad
+        cause = _blame_by_transport(outcomes, waited) or found or _blame_nonwaiting(outcomes, waited)
     detail = found.sentence if found is not None else ""
     if cause is not None and cause.cause:
         guilty = cause.ranks or tuple(sorted(rank for ranks, _ in cause.calls for rank in ranks))
@@ -162,11 +163,11 @@ def _blame_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
     return None
 
 
-def _blame_nonwaiting(outcomes: Sequence[Outcome], own: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all ranks that did not wait, if all ranks in ``own`` waited for unknown ranks."""
-    waited = [o for o in own if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
+def _blame_nonwaiting(outcomes: Sequence[Outcome], bad: Sequence[Outcome]) -> Mismatch | None:
+    """Blame all ranks that did not wait, if all ranks in ``bad`` waited for unknown ranks."""
+    waited = [o for o in bad if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
-    return blame_absent(outcomes, ranks, waited) if own and ranks and len(waited) == len(own) else None
+    return blame_absent(outcomes, ranks, waited) if bad and ranks and len(waited) == len(bad) else None
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:

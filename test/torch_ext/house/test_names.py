@@ -41,7 +41,7 @@ def test_classes_are_ours_and_other_names_are_torchs():
     assert common_utils.IS_LINUX is upstream_utils.IS_LINUX
 
 
-# Internals of upstream's harness, which ours does another way, and suites of RPC that ours names otherwise.
+# Internals of upstream's harness, which ours does another way.
 _ENGINE = {
     "Event", "_event_listener", "_get_timedout_process_traceback", "_start_processes", "_worker_loop",
     "_check_and_set_tcp_init", "_check_and_unset_tcp_init",

@@ -19,7 +19,8 @@ EXAMPLE = CHECKOUT / "examples" / "train.py"
 _LIMIT_S = 240.0
 
 
-def _environment(more):
+def environment(more):
+    """Return the variables of a program: this process's, without those of the simulator, and ``more``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCH_EXT_SIM", "OMP_"))}
     return {**kept, "PYTHONPATH": str(CHECKOUT), **more}
 
@@ -30,7 +31,7 @@ def start(options, program, *arguments, folder, **more):
     return subprocess.Popen(
         [sys.executable, "-m", "torch_ext", "run", *options.split(), "program.py", *arguments],
         cwd=folder,
-        env=_environment(more),
+        env=environment(more),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,7 +54,7 @@ def serving(*words, limit_s=_LIMIT_S, **more):
     """
     command, tests = [sys.executable, "-m", "torch_ext", "serve", *words], os.getpid()
     with subprocess.Popen(
-        command, cwd=CHECKOUT, env=_environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, cwd=CHECKOUT, env=environment(more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: _os.die_with_parent(tests),
     ) as process:  # fmt: skip
         watchdog = threading.Timer(limit_s, process.kill)
@@ -89,9 +90,9 @@ def torchrun(*words, folder, **more):
 
 def launched(launcher, *words, folder, **more):
     """Run the module ``launcher``, with our entry point installed beside what there is."""
-    environment = _environment({**with_entry_point(folder), **more})
+    variables = environment({**with_entry_point(folder), **more})
     command = [sys.executable, "-m", launcher, *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_LIMIT_S)
 
 
 def with_entry_point(folder):

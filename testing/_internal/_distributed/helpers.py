@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch.distributed as c10d
 
@@ -37,6 +36,8 @@ __all__ = [
 ]
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
+
+_DEBUG_VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 def run_subtests(
@@ -151,14 +152,18 @@ def with_dist_debug_levels(levels: Sequence[str]) -> Callable[[_Test], _Test]:
     def decorator(function: _Test) -> _Test:
         @wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            result = None
+            # Not by mock.patch.dict, which clears the environment at its end: gloo's threads may read it then.
+            result, before = None, os.environ.get(_DEBUG_VARIABLE)
             try:
                 for level in levels:
-                    with mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": level}):
-                        c10d.set_debug_level_from_env()
-                        result = function(*args, **kwargs)
-                        c10d.barrier()
+                    os.environ[_DEBUG_VARIABLE] = level
+                    c10d.set_debug_level_from_env()
+                    result = function(*args, **kwargs)
+                    c10d.barrier()
             finally:
+                os.environ.pop(_DEBUG_VARIABLE, None)
+                if before is not None:
+                    os.environ[_DEBUG_VARIABLE] = before
                 c10d.set_debug_level_from_env()
             return result
 

@@ -88,7 +88,7 @@ class Line {
     changed_.notify_all();
   }
 
-  // Lets the thread end after the last call; now: interrupts the current call and drops the others.
+  // Lets the thread end after the last call; now: interrupts the current call and drops what is queued.
   void end(bool now) {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
