@@ -66,12 +66,10 @@ def differences(ours, theirs, prefix=""):
         full = prefix + name
         if (name.startswith("__") and name != "__init__") or not callable(getattr(theirs, name)):
             continue
-        if not prefix and getattr(value, "__module__", "") != theirs.__name__:
-            continue  # imported
+        if getattr(ours, name, None) is value or (not prefix and getattr(value, "__module__", "") != theirs.__name__):
+            continue  # the same object, or imported
         if not hasattr(ours, name):
             yield full
-        elif getattr(ours, name) is value:
-            continue
         elif inspect.isclass(value):
             yield from differences(getattr(ours, name), value, f"{full}.")
         elif parameters(getattr(ours, name)) != parameters(getattr(theirs, name)):
