@@ -164,10 +164,13 @@ def _blame_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
 
 
 def _blame_nonwaiting(outcomes: Sequence[Outcome], bad: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all ranks that did not wait, if all ranks in ``bad`` waited for unknown ranks."""
+    """Blame all ranks that did not wait, if all ranks in ``bad`` waited for unknown ranks; where these only learned that
+    a connection was closed, only ranks that destroyed their group.
+    """
     waited = [o for o in bad if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
-    return blame_absent(outcomes, ranks, waited) if bad and ranks and len(waited) == len(bad) else None
+    found = blame_absent(outcomes, ranks, waited) if bad and ranks and len(waited) == len(bad) else None
+    return found if found is not None and (found.sentence or not all(map(_is_consequence, bad))) else None
 
 
 def _disagreement(skipped: Sequence[Outcome], others: Sequence[Outcome]) -> Verdict:
