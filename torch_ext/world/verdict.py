@@ -164,8 +164,8 @@ def _blame_by_transport(outcomes: Sequence[Outcome], waited: Sequence[Outcome]) 
 
 
 def _blame_nonwaiting(outcomes: Sequence[Outcome], bad: Sequence[Outcome]) -> Mismatch | None:
-    """Blame all ranks that did not wait, if all ranks in ``bad`` waited for unknown ranks; where these only learned that
-    a connection was closed, only ranks that destroyed their group.
+    """Blame all ranks that did not wait, if all ranks in ``bad`` waited for unknown ranks; where these only learned
+    that a connection was closed, only ranks that destroyed their group.
     """
     waited = [o for o in bad if o.ending is Ending.FAILED or any(wait.transport for wait in o.waits)]
     ranks = [o.rank for o in outcomes if o not in waited]
