@@ -234,12 +234,20 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
 void install_allocator() {
   // See Note [Results in the arena]. Torch registers its own allocators with priority 0; the highest priority wins.
   constexpr uint8_t kPriority = 1;
-  // Settings that mean nothing here. Torch refuses names that nobody reads.
-  c10::CachingAllocator::AcceleratorAllocatorConfig::registerDeviceConfigParserHook(
-      [](const std::string& /*settings*/) { warn_of_settings(); },
-      {"backend", "release_lock_on_cudamalloc", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
-       "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "graph_capture_record_stream_reuse",
-       "per_process_memory_fraction", "throw_on_cudamalloc_oom", "pinned_free_catch_all"});
+  // Settings that mean nothing here. Torch refuses names that nobody reads; a build with CUDA's allocator knows them.
+  using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
+  std::unordered_set<std::string> unread{
+      "backend", "release_lock_on_cudamalloc", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
+      "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "graph_capture_record_stream_reuse",
+      "per_process_memory_fraction", "throw_on_cudamalloc_oom", "pinned_free_catch_all"};
+  std::erase_if(unread, [](const std::string& name) { return Config::getKeys().contains(name); });
+  auto warn = [before = Config::getConfigParserHook()](const std::string& settings) {
+    warn_of_settings();
+    if (before) {
+      before(settings);
+    }
+  };
+  Config::registerDeviceConfigParserHook(std::move(warn), unread);
   c10::SetAllocator(kSim, device_allocator(), kPriority);
   HostOverride::host = c10::GetCPUAllocator();
   c10::SetCPUAllocator(new HostOverride(/*for_aliases=*/false), kPriority);
