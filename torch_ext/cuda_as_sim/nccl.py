@@ -11,9 +11,8 @@ from torch_ext.sim import _collectives, _native
 
 # Methods and attributes of NCCL's class beyond those of every backend.
 _NCCL_ONLY = (
-    "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
-    "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
-    "uid",
+    "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized", "_start_time_estimate",
+    "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool", "uid",
 )  # fmt: skip
 
 
@@ -27,6 +26,8 @@ def install() -> None:
 
 
 def _refuse(self: Any, name: str) -> Any:
+    if name == "_add_ephemeral_timeout":  # more time for ranks that Inductor's cache does not serve
+        return lambda timeout: None
     if name in _NCCL_ONLY:
         raise _NeedsNcclError(f"torch.cuda: ProcessGroupNCCL.{name}: {table.REFUSED['ProcessGroupNCCL']}")
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)

@@ -15,6 +15,7 @@ import sys
 import traceback
 import types
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -71,9 +72,8 @@ def tensor_methods():
     assert x.is_pinned() is False and x.cpu().pin_memory().is_pinned() and not x.is_cpu and not x.is_meta
     assert x.cpu().type(torch.cuda.FloatTensor).is_cuda and x.double().type("torch.FloatTensor").device.type == "cpu"
     assert pickle.loads(pickle.dumps(torch.cuda.FloatTensor)) is torch.cuda.FloatTensor
-    assert (
-        torch.ones(1).cuda(non_blocking=True).is_cuda and nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
-    )
+    assert torch.ones(1).cuda(non_blocking=True).is_cuda
+    assert nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
 
 
 def layouts():
@@ -121,11 +121,8 @@ def save_and_load():
 def storages():
     storage = torch.arange(4.0).cuda().untyped_storage()
     assert storage.is_cuda and storage.device == torch.device("cuda:0") and storage.get_device() == 0
-    assert (
-        storage.cpu().device.type == "cpu"
-        and storage.clone().is_cuda
-        and torch.ones(1).untyped_storage().cuda().is_cuda
-    )
+    assert storage.cpu().device.type == "cpu" and storage.clone().is_cuda
+    assert torch.ones(1).untyped_storage().cuda().is_cuda
     storage.resize_(0)
     assert storage.nbytes() == 0 and torch.UntypedStorage(8, device="cuda:1").device.index == 1
     typed = torch.ones(2).cuda().storage()
@@ -453,6 +450,8 @@ def eager_compile():
         return y * torch.cuda.device_count()
 
     assert count(torch.ones(1).cuda()).item() == 4
+    current = torch._dynamo.disable(lambda: torch.cuda.current_stream(), recursive=False)  # it breaks the graph
+    assert torch.compile(lambda x: current() and x, backend="eager")(torch.ones(1).cuda()).is_cuda
 
 
 def scripts():
@@ -609,6 +608,7 @@ def records_and_errors_of_nccl():
             _raises(NotImplementedError, "deprecated", work.is_success)
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
+        dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
             assert trace["entries"][-1]["profiling_name"] == "nccl:all_reduce"
     finally:
