@@ -21,13 +21,14 @@ class _NeedsNcclError(table.NeedsCudaError, AttributeError):
 
 
 def install() -> None:
-    """Make simccl backends, in this process, explain why they lack NCCL's own attributes."""
-    setattr(_native.ProcessGroupSimCCL, "__getattr__", _refuse)  # noqa: B010 - mypy refuses to assign a method
+    """Give simccl backends, in this process, methods of NCCL's; of its other names they say why they lack them."""
+    simccl: Any = _native.ProcessGroupSimCCL
+    simccl._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
+    simccl._add_ephemeral_timeout = lambda self, timeout: None  # for ranks that Inductor's cache does not serve
+    simccl.__getattr__ = _refuse
 
 
 def _refuse(self: Any, name: str) -> Any:
-    if name == "_add_ephemeral_timeout":  # more time for ranks that Inductor's cache does not serve
-        return lambda timeout: None
     if name in _NCCL_ONLY:
         raise _NeedsNcclError(f"torch.cuda: ProcessGroupNCCL.{name}: {table.REFUSED['ProcessGroupNCCL']}")
     raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)

@@ -201,15 +201,6 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm(
   return {kernel.result(std::move(output)), kernel.result(std::move(save_mean)), kernel.result(std::move(save_invstd))};
 }
 
-// As CUDA's fused kernel does. Those for channels-last inputs do not look at the running statistics.
-void check_running_mean(const Tensor& input, const Tensor& weight, const Tensor& mean) {
-  const bool is_fused = !input.is_contiguous(at::MemoryFormat::ChannelsLast) &&
-      !input.is_contiguous(at::MemoryFormat::ChannelsLast3d) && !(input.is_contiguous() && input.stride(1) == 1);
-  TORCH_CHECK(
-      !is_fused || mean.scalar_type() == weight.scalar_type(), "Expected running_mean to have type ",
-      weight.scalar_type(), " but got ", mean.scalar_type());
-}
-
 std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
     const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight, const OptionalTensor& running_mean,
     const OptionalTensor& running_var, const OptionalTensor& save_mean, const OptionalTensor& save_invstd,
@@ -217,9 +208,13 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
   Kernel kernel("aten::native_batch_norm_backward");
   kernel.reads(grad_output).reads(input).reads(weight).reads(running_mean).reads(running_var);
   kernel.reads(save_mean).reads(save_invstd).launch();
-  if (given(weight) && given(running_mean) && output_mask[0] && (training || output_mask[1] || output_mask[2])) {
-    check_running_mean(input, *weight, *running_mean);
-  }
+  // CUDA's kernels for channels-last inputs do not look at the running statistics.
+  const bool is_fused = output_mask[0] && (training || output_mask[1] || output_mask[2]) &&
+      !input.is_contiguous(at::MemoryFormat::ChannelsLast) && !input.is_contiguous(at::MemoryFormat::ChannelsLast3d) &&
+      !(input.is_contiguous() && input.stride(1) == 1);
+  TORCH_CHECK(
+      !is_fused || !given(weight) || !given(running_mean) || running_mean->scalar_type() == weight->scalar_type(),
+      "Expected running_mean to have type ", weight->scalar_type(), " but got ", running_mean->scalar_type());
   const HostTypes host(input, weight, running_mean);
   auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
       on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),
