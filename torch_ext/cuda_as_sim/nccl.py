@@ -11,9 +11,8 @@ from torch_ext.sim import _collectives, _native
 
 # Methods and attributes of NCCL's class beyond those of every backend.
 _NCCL_ONLY = (
-    "_add_ephemeral_timeout", "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized",
-    "_start_time_estimate", "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool",
-    "uid",
+    "_comm_ptr", "_end_time_estimate", "_group_end", "_group_start", "_is_initialized", "_start_time_estimate",
+    "_verify_work_timeout", "comm_split_count", "deregister_mem_pool", "register_mem_pool", "uid",
 )  # fmt: skip
 
 
@@ -22,8 +21,11 @@ class _NeedsNcclError(table.NeedsCudaError, AttributeError):
 
 
 def install() -> None:
-    """Make simccl backends, in this process, explain why they lack NCCL's own attributes."""
-    setattr(_native.ProcessGroupSimCCL, "__getattr__", _refuse)  # noqa: B010 - mypy refuses to assign a method
+    """Give simccl backends, in this process, methods of NCCL's; of its other names they say why they lack them."""
+    simccl: Any = _native.ProcessGroupSimCCL
+    simccl._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
+    simccl._add_ephemeral_timeout = lambda self, timeout: None  # for ranks that Inductor's cache does not serve
+    simccl.__getattr__ = _refuse
 
 
 def _refuse(self: Any, name: str) -> Any:

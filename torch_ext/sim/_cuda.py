@@ -173,7 +173,8 @@ def _with_cuda(original: Callable[[], set[Any]]) -> Callable[[], set[Any]]:
 def _add_nccl(process_group: type) -> None:
     """Make ``torch.distributed`` report NCCL as available, with backends of simccl."""
     setattr(c10d, "_NCCL_AVAILABLE", True)  # noqa: B010 - mypy knows it as a constant
-    setattr(c10d, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
+    for holder in (c10d, torch.distributed.constants):
+        setattr(holder, "default_pg_nccl_timeout", _collectives.TIMEOUT_OF_NCCL)  # noqa: B010 - as above
     of_c: Any = torch._C._distributed_c10d
     for module in (c10d, dist, of_c):
         setattr(module, "ProcessGroupNCCL", process_group)  # noqa: B010 - as above

@@ -22,6 +22,13 @@ _SHARED_FUNCTIONS = (
 def register() -> None:
     """Register the interface now if Dynamo is loaded, else when it is: importing it costs half a second."""
     when_imported(_INTERFACES, _register_interface)
+    when_imported("torch._dynamo.trace_rules", _skip_own_frames)
+
+
+def _skip_own_frames(rules: ModuleType) -> None:
+    """Keep Dynamo from compiling a function of ours that a graph break calls, as it compiles none of ``torch.cuda``."""
+    rules.add(__package__)
+    rules.BUILTIN_INLINE_WHEN_CALLED.add(rules.SKIP_DIRS[-1])  # the folder that `add` has added
 
 
 def _register_interface(interfaces: ModuleType) -> None:

@@ -15,6 +15,7 @@ import sys
 import traceback
 import types
 import warnings
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ import torch.cuda.nccl
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import collect_env
 from torch.utils.data import DataLoader, TensorDataset
 
 # --- where names come from ---
@@ -71,9 +73,8 @@ def tensor_methods():
     assert x.is_pinned() is False and x.cpu().pin_memory().is_pinned() and not x.is_cpu and not x.is_meta
     assert x.cpu().type(torch.cuda.FloatTensor).is_cuda and x.double().type("torch.FloatTensor").device.type == "cpu"
     assert pickle.loads(pickle.dumps(torch.cuda.FloatTensor)) is torch.cuda.FloatTensor
-    assert (
-        torch.ones(1).cuda(non_blocking=True).is_cuda and nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
-    )
+    assert torch.ones(1).cuda(non_blocking=True).is_cuda
+    assert nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
 
 
 def layouts():
@@ -121,11 +122,8 @@ def save_and_load():
 def storages():
     storage = torch.arange(4.0).cuda().untyped_storage()
     assert storage.is_cuda and storage.device == torch.device("cuda:0") and storage.get_device() == 0
-    assert (
-        storage.cpu().device.type == "cpu"
-        and storage.clone().is_cuda
-        and torch.ones(1).untyped_storage().cuda().is_cuda
-    )
+    assert storage.cpu().device.type == "cpu" and storage.clone().is_cuda
+    assert torch.ones(1).untyped_storage().cuda().is_cuda
     storage.resize_(0)
     assert storage.nbytes() == 0 and torch.UntypedStorage(8, device="cuda:1").device.index == 1
     typed = torch.ones(2).cuda().storage()
@@ -145,7 +143,7 @@ def foreign_code_is_refused():
 
 def what_there_is():
     assert torch.cuda.is_available() and torch.cuda.device_count() == 4 == torch.accelerator.device_count()
-    assert torch.backends.cuda.is_built() and torch.version.cuda
+    assert torch.backends.cuda.is_built() and torch.version.cuda and "CUDA" in collect_env.get_pretty_env_info()
     ran = []
     torch.cuda._lazy_call(lambda: ran.append(1))  # how Megatron and fairscale set the states of their generators
     assert ran
@@ -222,9 +220,7 @@ def memory():
 
 
 def out_of_memory():
-    def take():
-        torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
-
+    take = partial(torch.empty, 1 << 50, device="cuda", dtype=torch.uint8)
     _raises(torch.cuda.OutOfMemoryError, "out of memory", take)
     _raises(torch.OutOfMemoryError, "CUDA out of memory", take)
     assert torch.cuda.memory_stats()["num_ooms"] >= 1
@@ -453,6 +449,8 @@ def eager_compile():
         return y * torch.cuda.device_count()
 
     assert count(torch.ones(1).cuda()).item() == 4
+    current = torch._dynamo.disable(lambda: torch.cuda.current_stream(), recursive=False)  # it breaks the graph
+    assert torch.compile(lambda x: current() and x, backend="eager")(torch.ones(1).cuda()).is_cuda
 
 
 def scripts():
@@ -566,12 +564,6 @@ def inductor():
     assert noisy(x.cuda()).is_cuda
 
 
-def reports():
-    from torch.utils import collect_env
-
-    assert "CUDA" in collect_env.get_pretty_env_info()
-
-
 def gradients_between_devices():
     first, second = nn.Linear(2, 2).to("cuda:0"), nn.Linear(2, 1).to("cuda:1")
     seen = []
@@ -609,10 +601,15 @@ def records_and_errors_of_nccl():
             _raises(NotImplementedError, "deprecated", work.is_success)
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
+        dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+        assert backend.options._timeout == dist.constants.default_pg_nccl_timeout
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=9))
+        assert backend.options._timeout == timedelta(seconds=9)
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
             assert trace["entries"][-1]["profiling_name"] == "nccl:all_reduce"
     finally:
         dist.destroy_process_group()
+    _raises(dist.DistBackendError, "was destroyed", lambda: backend.allreduce([torch.ones(1).cuda()]))
 
 
 def stream_sanitizer():

@@ -208,6 +208,13 @@ std::tuple<Tensor, Tensor, Tensor> native_batch_norm_backward(
   Kernel kernel("aten::native_batch_norm_backward");
   kernel.reads(grad_output).reads(input).reads(weight).reads(running_mean).reads(running_var);
   kernel.reads(save_mean).reads(save_invstd).launch();
+  // CUDA's kernels for channels-last inputs do not look at the running statistics.
+  const bool is_fused = output_mask[0] && (training || output_mask[1] || output_mask[2]) &&
+      !input.is_contiguous(at::MemoryFormat::ChannelsLast) && !input.is_contiguous(at::MemoryFormat::ChannelsLast3d) &&
+      !(input.is_contiguous() && input.stride(1) == 1);
+  TORCH_CHECK(
+      !is_fused || !given(weight) || !given(running_mean) || running_mean->scalar_type() == weight->scalar_type(),
+      "Expected running_mean to have type ", weight->scalar_type(), " but got ", running_mean->scalar_type());
   const HostTypes host(input, weight, running_mean);
   auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
       on_host(grad_output), on_host(input), host(weight), host(running_mean), host(running_var), host(save_mean),

@@ -172,6 +172,7 @@ class Launcher : public c10d::Backend {
   // Waits for operations that streams wait for, as NCCL does to finalize a communicator: their data may still come.
   void shutdown() override {
     WithoutGil without;
+    shut_down_ = true;
     for (const auto& running : underway_->all()) {
       if (running->is_waited_for()) {
         settle(*running);
@@ -183,8 +184,9 @@ class Launcher : public c10d::Backend {
 
  protected:
   WorkPtr launch(Operation operation) {
-    TORCH_CHECK(
-        !aborted_, "Cannot start ", operation.name, ": this process group of simccl was aborted. Make a new one.");
+    TORCH_CHECK_WITH(
+        DistBackendError, !aborted_ && !shut_down_, "Cannot start ", operation.name,
+        ": this process group of simccl was ", aborted_ ? "aborted" : "destroyed", ". Make a new one.");
     const auto named = device_of(operation);
     const auto device = named.value_or(current_device());
     if (is_capturing() && capture_of(current_stream(device)) != nullptr) {
@@ -388,6 +390,7 @@ class Launcher : public c10d::Backend {
   const bool blocking_wait_;
   std::atomic<bool> is_timed_{is_set("TORCH_NCCL_ENABLE_TIMING")};
   std::atomic<bool> aborted_{false};
+  std::atomic<bool> shut_down_{false};
 };
 
 Tensors flatten(const TensorLists& lists) {

@@ -69,7 +69,7 @@ def test_autocast_follows_the_policies_and_the_scaler_steps(dtype):
 )
 def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(of_input, of_weight, of_statistics, training):
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(4, 3, 5), torch.rand(3) + 0.5, torch.rand(3)
+    x, weight, bias = torch.randn(20, 3), torch.rand(3) + 0.5, torch.rand(3)
 
     def run(device, *types):
         leaves = [one.to(device, kind).requires_grad_() for one, kind in zip((x, weight, bias), types, strict=False)]
@@ -86,10 +86,13 @@ def test_batch_norm_takes_the_mixtures_of_types_that_gpus_take(of_input, of_weig
         torch.testing.assert_close(one.float().cpu(), other, rtol=3e-2, atol=6e-2)
 
 
-def test_batch_norm_refuses_the_mixture_that_gpus_refuse():
+def test_batch_norm_refuses_the_mixtures_that_gpus_refuse():
     x, half = torch.randn(4, 3, device="sim"), torch.ones(3, device="sim", dtype=torch.float16)
     with pytest.raises(RuntimeError, match="mixed dtype"):
         nn.functional.batch_norm(x, None, None, half, half, training=True)
+    rows = torch.randn(4, 3, 5, device="sim").half().requires_grad_()
+    with pytest.raises(RuntimeError, match="Expected running_mean to have type Half but got Float"):
+        nn.functional.batch_norm(rows, half.float(), half.float(), half, half, training=True).sum().backward()
 
 
 @pytest.mark.filterwarnings("error")
