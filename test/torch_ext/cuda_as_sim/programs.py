@@ -71,9 +71,8 @@ def tensor_methods():
     assert x.is_pinned() is False and x.cpu().pin_memory().is_pinned() and not x.is_cpu and not x.is_meta
     assert x.cpu().type(torch.cuda.FloatTensor).is_cuda and x.double().type("torch.FloatTensor").device.type == "cpu"
     assert pickle.loads(pickle.dumps(torch.cuda.FloatTensor)) is torch.cuda.FloatTensor
-    assert (
-        torch.ones(1).cuda(non_blocking=True).is_cuda and nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
-    )
+    assert torch.ones(1).cuda(non_blocking=True).is_cuda
+    assert nn.Linear(2, 2).cuda(device="cuda:3").weight.device.index == 3
 
 
 def layouts():
@@ -121,11 +120,8 @@ def save_and_load():
 def storages():
     storage = torch.arange(4.0).cuda().untyped_storage()
     assert storage.is_cuda and storage.device == torch.device("cuda:0") and storage.get_device() == 0
-    assert (
-        storage.cpu().device.type == "cpu"
-        and storage.clone().is_cuda
-        and torch.ones(1).untyped_storage().cuda().is_cuda
-    )
+    assert storage.cpu().device.type == "cpu" and storage.clone().is_cuda
+    assert torch.ones(1).untyped_storage().cuda().is_cuda
     storage.resize_(0)
     assert storage.nbytes() == 0 and torch.UntypedStorage(8, device="cuda:1").device.index == 1
     typed = torch.ones(2).cuda().storage()
@@ -379,6 +375,10 @@ def training_as_on_the_host():
     # Torch queries cuDNN's own kernel for this loss on CUDA alone.
     scores, targets = torch.randn(5, 2, 4, device="cuda").log_softmax(2), torch.ones(2, 3, dtype=torch.long).cuda()
     assert F.ctc_loss(scores, targets, (5, 5), (3, 3)).is_cuda
+    inputs = [torch.arange(6.0).view(2, 3).half().to(where).requires_grad_() for where in ("cuda", "cpu")]
+    for x in inputs:  # torch leaves these conversions to CUDA's kernels
+        (x.softmax(1, torch.float32) - x.log_softmax(1, torch.float32)).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad.cpu(), inputs[1].grad)
 
 
 def attention_backends():
