@@ -24,6 +24,7 @@ class _NeedsNcclError(table.NeedsCudaError, AttributeError):
 def install() -> None:
     """Make simccl backends, in this process, explain why they lack NCCL's own attributes."""
     setattr(_native.ProcessGroupSimCCL, "__getattr__", _refuse)  # noqa: B010 - mypy refuses to assign a method
+    setattr(_native.ProcessGroupSimCCL, "_set_default_timeout", _native.ProcessGroupSimCCL.set_timeout)  # noqa: B010
 
 
 def _refuse(self: Any, name: str) -> Any:

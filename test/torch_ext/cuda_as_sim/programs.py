@@ -449,8 +449,7 @@ def eager_compile():
     def count(x):
         torch.cuda.synchronize()
         with torch.cuda.device(0):
-            y = x + torch.cuda.current_device()
-        return y * torch.cuda.device_count()
+            return (x + torch.cuda.current_device()) * torch.cuda.device_count()
 
     assert count(torch.ones(1).cuda()).item() == 4
 
@@ -466,9 +465,8 @@ def scripts():
 
     @torch.jit.script
     def move(x):
-        if x.is_cuda:
-            return x.cpu()
-        return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
+        there = x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
+        return x.cpu() if x.is_cuda else there
 
     assert move(torch.ones(2)).tolist() == [2, 2] and not move(torch.ones(2).cuda()).is_cuda
 
@@ -609,6 +607,8 @@ def records_and_errors_of_nccl():
             _raises(NotImplementedError, "deprecated", work.is_success)
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))
         assert backend.get_error() == c10d.ErrorType.SUCCESS
+        dist.distributed_c10d._set_pg_timeout(3 * dist.constants.default_pg_timeout)
+        assert backend.options._timeout == 3 * dist.constants.default_pg_timeout
         for trace in (pickle.loads(c10d._dump_nccl_trace()), json.loads(c10d._dump_nccl_trace_json())):
             assert trace["entries"][-1]["profiling_name"] == "nccl:all_reduce"
     finally:
