@@ -53,6 +53,7 @@ def _run(name: str, words: list[str], folder: Path) -> subprocess.CompletedProce
     source = folder / _PROJECTS[name].get("source", ".")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     variables = environment({"TORCH_EXT_SIM": "cuda", "PYTHONPATH": os.fspath(source), "PATH": path})
+    variables |= _PROJECTS[name].get("variables", {})  # scripts of accelerate expect two devices, and fill them
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=variables, timeout=_LIMIT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -100,30 +100,21 @@ def _properties(device: Any = None) -> _devices.Properties:
     return _devices.Properties(_devices.get_device_name(index), index, *_capability())
 
 
-def _cudart() -> Any:
-    """The CUDA runtime, with the two calls that programs use: they start and stop NVIDIA's profilers."""
-    return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
-
-
 @contextlib.contextmanager
 def _nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Any:
     yield
 
 
-def _version() -> tuple[int, int, int]:
-    """The release of NCCL whose operations and reductions simccl has."""
-    return (2, 27, 0)
-
-
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_capability": _capability,
     "get_device_properties": _properties,
-    "cudart": _cudart,
+    # The two calls that programs use: they start and stop NVIDIA's profilers.
+    "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
     "get_arch_list": list,
     "get_gencode_flags": lambda: "",
-    "version": _version,
+    "version": lambda: (2, 27, 0),  # the release of NCCL whose operations and reductions simccl has
     "is_nccl_available": lambda: True,
     "amp_definitely_not_available": lambda: False,
     "range": _nvtx_range,

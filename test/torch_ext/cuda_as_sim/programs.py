@@ -375,6 +375,10 @@ def training_as_on_the_host():
     # Torch queries cuDNN's own kernel for this loss on CUDA alone.
     scores, targets = torch.randn(5, 2, 4, device="cuda").log_softmax(2), torch.ones(2, 3, dtype=torch.long).cuda()
     assert F.ctc_loss(scores, targets, (5, 5), (3, 3)).is_cuda
+    inputs = [torch.arange(6.0).view(2, 3).half().to(where).requires_grad_() for where in ("cuda", "cpu")]
+    for x in inputs:  # torch leaves these conversions to CUDA's kernels
+        (x.softmax(1, torch.float32) - x.log_softmax(1, torch.float32)).square().sum().backward()
+    torch.testing.assert_close(inputs[0].grad.cpu(), inputs[1].grad)
 
 
 def attention_backends():
@@ -445,8 +449,7 @@ def eager_compile():
     def count(x):
         torch.cuda.synchronize()
         with torch.cuda.device(0):
-            y = x + torch.cuda.current_device()
-        return y * torch.cuda.device_count()
+            return (x + torch.cuda.current_device()) * torch.cuda.device_count()
 
     assert count(torch.ones(1).cuda()).item() == 4
     current = torch._dynamo.disable(lambda: torch.cuda.current_stream(), recursive=False)  # it breaks the graph
@@ -464,9 +467,8 @@ def scripts():
 
     @torch.jit.script
     def move(x):
-        if x.is_cuda:
-            return x.cpu()
-        return x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
+        there = x.cuda() + torch.ones(2, device="cuda") + torch.zeros(2, device=torch.device("cuda:0"))
+        return x.cpu() if x.is_cuda else there
 
     assert move(torch.ones(2)).tolist() == [2, 2] and not move(torch.ones(2).cuda()).is_cuda
 
