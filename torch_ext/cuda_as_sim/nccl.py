@@ -23,7 +23,6 @@ class _NeedsNcclError(table.NeedsCudaError, AttributeError):
 def install() -> None:
     """Give simccl backends, in this process, methods of NCCL's; of its other names they say why they lack them."""
     simccl: Any = _native.ProcessGroupSimCCL
-    simccl._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
     simccl._add_ephemeral_timeout = lambda self, timeout: None  # for ranks that Inductor's cache does not serve
     simccl.__getattr__ = _refuse
 

@@ -24,8 +24,8 @@ from torch_ext.sim._streams import Stream, refuse_to_share
 # torch.version.cuda: programs test that it is set, and new enough for bfloat16.
 _VERSION = "12.8"
 # Torch's own definitions work with the replaced names: classes of storages, graphs, and a table of statistics.
-_GRAPHS = {"CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"}
-_KEPT_NAMES = frozenset({"memory_summary", *_GRAPHS, *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
+_KEPT = {"get_gencode_flags", "memory_summary", "CUDAGraph", "graph", "graph_pool_handle", "make_graphed_callables"}
+_KEPT_NAMES = frozenset({*_KEPT, *(name for name in vars(torch.cuda) if name.endswith("Storage"))})
 
 
 class _Cuda(ModuleType):

@@ -10,7 +10,6 @@ import contextlib
 import os
 import unittest
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,14 +58,14 @@ REFUSED: Mapping[str, str] = {
         ("CUDAPluggableAllocator", "MemPool", "caching_allocator_alloc", "caching_allocator_delete",
          "change_current_allocator", "use_mem_pool"), _ALLOCATOR),
     **dict.fromkeys(
-        ("GreenContext", "check_error", "cudaStatus", "gds", "green_contexts"), _DRIVER),
+        ("GreenContext", "check_error", "cudaStatus", "cudart", "gds", "green_contexts"), _DRIVER),
     **dict.fromkeys(("_compile_kernel", "jiterator", "tunable"), _COMPILER),
 }  # fmt: skip
 
 # Hints to hardware or tools that are absent; programs stay correct without them.
 NO_OPS = frozenset(
     {
-        "_set_allocator_settings", "caching_allocator_disabled", "caching_allocator_enable",
+        "caching_allocator_disabled", "caching_allocator_enable",
         "ipc_collect", "mark", "range_end", "range_pop", "range_push", "range_start", "start", "stop",
     }
 )  # fmt: skip
@@ -88,6 +87,7 @@ def _lazy_call(function: Callable[[], object], **kwargs: Any) -> None:
 
 def _capability(device: Any = None) -> tuple[int, int]:
     """Return ``TORCH_EXT_SIM_CAPABILITY``. Programs infer supported types from it: bfloat16 came with 8.0."""
+    _devices.checked_index(_devices.index_of(device))
     text = os.environ.get("TORCH_EXT_SIM_CAPABILITY", "8.0")
     major, dot, minor = text.partition(".")
     if not (dot and major.isdecimal() and minor.isdecimal()):
@@ -109,11 +109,12 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "get_device_capability": _capability,
     "get_device_properties": _properties,
     # The two calls that programs use: they start and stop NVIDIA's profilers.
-    "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
+    "cudart": lambda: Refused("cudart", cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     "_is_compiled": lambda: True,
     "_lazy_call": _lazy_call,
-    "get_arch_list": list,
-    "get_gencode_flags": lambda: "",
+    "get_arch_list": lambda: ["sm_{}{}".format(*_capability())] if _module.is_available() else [],
+    "is_bf16_supported": lambda including_emulation=True: including_emulation or _capability() >= (8, 0),
+    "is_tf32_supported": lambda: _capability() >= (8, 0),
     "version": lambda: (2, 27, 0),  # the release of NCCL whose operations and reductions simccl has
     "is_nccl_available": lambda: True,
     "amp_definitely_not_available": lambda: False,
@@ -135,10 +136,10 @@ def refuse(name: str) -> NeedsCudaError:
 
 
 class Refused:
-    """Stands for a name that only CUDA has: importing and passing it works, using it raises."""
+    """Stands for a name that only CUDA has: importing and passing it works, using anything but ``served`` raises."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, **served: Any) -> None:
+        vars(self).update(served, _name=name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise refuse(self._name)

@@ -90,7 +90,7 @@ class _Graph(torch._C._acceleratorGraph):
 # Functions of torch's C++ half that its Python half calls past `torch.cuda`.
 _C_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_cuda_getDeviceCount": _native.device_count,
-    "_cuda_getDevice": _native.current_device,
+    "_cuda_getDevice": _devices.current_device,
     "_cuda_setDevice": _native.set_device,
     "_cuda_exchangeDevice": _devices.exchange_device,
     "_cuda_maybeExchangeDevice": maybe_exchange_device,

@@ -76,10 +76,20 @@ def synchronize(device: Device = None) -> None:
     torch.accelerator.synchronize(index_of(device))
 
 
-def _check_index(index: int) -> None:
-    """Raise for an index without a device. Initialises nothing for a valid one: test files call this on import."""
-    if _native.is_initialized() or not 0 <= index < _native.device_count():
-        _native.check_index(index)
+def checked_index(index: int) -> int:
+    """Return ``index``; raise AssertionError, as ``torch.cuda`` does, for no device. Initialises nothing, as test files
+    call this on import; raises RuntimeError where that would.
+    """
+    if _native.is_in_bad_fork() or not _native.device_count():
+        _native.init()
+    if not 0 <= index < (count := _native.device_count()):
+        raise AssertionError(f"Invalid device id {index}: expected one of 0 to {count - 1}.")
+    return index
+
+
+def current_device() -> int:
+    """Return the index of the current device of this thread."""
+    return checked_index(_native.current_device())
 
 
 @dataclass(frozen=True)
@@ -134,22 +144,19 @@ def get_device_properties(device: Device = None) -> Properties:
 
 def get_device_name(device: Device = None) -> str:
     """Return the name of ``device``, the same for all."""
-    _check_index(index_of(device))
+    checked_index(index_of(device))
     return "Simulated accelerator"
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
     """Return (0, 0): the device has no generations whose features differ."""
-    _check_index(index_of(device))
+    checked_index(index_of(device))
     return (0, 0)
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """Whether one device can read another's memory: True for two different devices, since all memory is the host's."""
-    one, other = index_of(device), index_of(peer_device)
-    _check_index(one)
-    _check_index(other)
-    return one != other
+    return checked_index(index_of(device)) != checked_index(index_of(peer_device))
 
 
 _SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from torch_ext.sim import _native
-from torch_ext.sim._devices import Device, index_of
+from torch_ext.sim._devices import Device, checked_index, index_of
 from torch_ext.sim._name import NAME
 
 
@@ -46,7 +46,7 @@ def initial_seed() -> int:
 
 def get_rng_state(device: Device = NAME) -> torch.Tensor:
     """Return the state of ``device``'s generator: 16 bytes, seed and offset."""
-    return generator_of(device).get_state()
+    return generator_of(checked_index(index_of(device))).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = NAME) -> None:

@@ -22,7 +22,7 @@ OutOfMemoryError = torch.OutOfMemoryError
 has_half = True
 __all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "has_half", "memory", "races", "random", "streams"]
 # Public functions and classes of the parts that torch lacks, or names with an underscore: see below.
-_HELPERS = {"Properties", "exchange_device", "generator_of", "index_of", "sleep"}
+_HELPERS = {"Properties", "checked_index", "exchange_device", "generator_of", "index_of", "sleep"}
 for _part in (_devices, random, memory, streams):
     for _name, _value in vars(_part).items():
         if not _name.startswith("_") and _name not in _HELPERS and getattr(_value, "__module__", "") == _part.__name__:
@@ -30,7 +30,7 @@ for _part in (_devices, random, memory, streams):
             __all__.append(_name)
 
 for _name in (
-    "current_device", "device_count", "get_sync_debug_mode", "init", "is_current_stream_capturing", "is_initialized",
+    "device_count", "get_sync_debug_mode", "init", "is_current_stream_capturing", "is_initialized",
     "request_devices",
 ):  # fmt: skip
     globals()[_name] = getattr(_native, _name)

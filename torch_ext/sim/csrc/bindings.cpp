@@ -127,7 +127,6 @@ PYBIND11_MODULE(_native, m) {
   m.def("index_among_all", [](DeviceIndex index) { return index_among_all(checked_index(index)); });
   m.def("current_device", &current_device, "Return the index of the current device of this thread.");
   m.def("set_device", [](DeviceIndex index) { set_current_device(checked_index(index)); });
-  m.def("check_index", [](DeviceIndex index) { checked_index(index); });
   m.def("init", &ensure_initialized, "Initialise the device, as its first use would.");
   m.def("is_initialized", &is_initialized, "Whether this process has used a device.");
   m.def("is_in_bad_fork", &is_in_bad_fork);

@@ -112,7 +112,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
 // Whether `tensor` may be on the host.
 bool may_stay(const OperatorFacts& facts, const at::Tensor& tensor, size_t position, bool in_list) {
   return tensor.is_cpu() && !facts.written[position] &&
-      (tensor.dim() == 0 || (facts.host_indices && (in_list || facts.name != "aten::index")));
+      (tensor.dim() == 0 || (facts.host_indices && (in_list || !facts.is_indexing)));
 }
 
 } // namespace

@@ -7,6 +7,7 @@ namespace {
 
 constexpr const char* kCountVariable = "TORCH_EXT_SIM_DEVICES";
 constexpr c10::DeviceIndex kDefaultCount = 4;
+constexpr int kInvalidDevice = 101; // cudaErrorInvalidDevice
 constexpr const char* kVisible = "CUDA_VISIBLE_DEVICES";
 // Set in processes where this choice counts.
 constexpr const char* kVisibleOutside = "TORCH_EXT_SIM_VISIBLE_OUTSIDE";
@@ -143,13 +144,16 @@ c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   ensure_initialized();
   const int count = device_count();
   const int hidden = device_count_of_all() - count;
-  TORCH_CHECK(
-      index >= 0 && index < count, SIM_TITLE " error: invalid device ordinal: got " SIM_NAME ":",
-      static_cast<int>(index), ", expected one of the ", count, " devices " SIM_NAME ":0 to " SIM_NAME ":", count - 1,
-      ". ",
-      hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
-                 : c10::str("Set ", kCountVariable, " before the first use to have more."));
-  return index;
+  if (index >= 0 && index < count) {
+    return index;
+  }
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kInvalidDevice,
+      c10::str(
+          SIM_TITLE " error: invalid device ordinal: got " SIM_NAME ":", static_cast<int>(index),
+          ", expected one of the ", count, " devices " SIM_NAME ":0 to " SIM_NAME ":", count - 1, ". ",
+          hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
+                     : c10::str("Set ", kCountVariable, " before the first use to have more.")));
 }
 
 c10::DeviceIndex checked_index(c10::Device device) {

@@ -128,23 +128,6 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_kernels(device, count, stack, [op](torch::jit::Stack* values) { run_now(op, values); });
 }
 
-#ifdef SIM_IS_CUDA
-// On CUDA, torch has softmax convert half precision to float, and its backward convert back. The host's kernels refuse.
-void softmax(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto arguments = stack->end() - static_cast<int64_t>(op.schema().arguments().size());
-  if (std::exchange(arguments[2], false).toBool()) { // half_to_float
-    arguments[0] = arguments[0].toTensor().to(at::kFloat);
-  }
-  run_on_host(op, stack);
-}
-
-void softmax_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto input_type = std::exchange(stack->back(), torch::jit::peek(*stack, 0, 4).toTensor().scalar_type());
-  run_on_host(op, stack);
-  stack->back() = stack->back().toTensor().to(input_type.toScalarType());
-}
-#endif
-
 } // namespace
 
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
@@ -159,14 +142,6 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
         "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
-#ifdef SIM_IS_CUDA
-  for (const char* name : {"_softmax", "_softmax.out", "_log_softmax", "_log_softmax.out"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
-  }
-  for (const char* name : {"_softmax_backward_data", "_log_softmax_backward_data"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
-  }
-#endif
 }
 
 } // namespace torch_ext::sim

@@ -5,9 +5,13 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
 #include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
 #include <ATen/ops/cat.h>
@@ -344,6 +348,24 @@ ConvolutionGrads convolution_backward_with_sizes(
       grad_output, input, weight, stride, padding, dilation, transposed, output_padding, groups, output_mask);
 }
 
+// Torch asks CUDA alone for a softmax of half precision in float32 as one kernel. The host lacks it.
+template <auto function, const char* name>
+Tensor softmax(const Tensor& input, int64_t dim, bool half_to_float) {
+  Kernel kernel(name);
+  kernel.reads(input).launch();
+  return kernel.result(function(half_to_float ? on_host(input).to(at::kFloat) : on_host(input), dim, false));
+}
+
+template <auto function, const char* name>
+Tensor softmax_grad(const Tensor& grad, const Tensor& output, int64_t dim, c10::ScalarType input_type) {
+  Kernel kernel(name);
+  kernel.reads(grad).reads(output).launch();
+  return kernel.result(function(on_host(grad), on_host(output), dim, grad.scalar_type()).to(input_type));
+}
+
+constexpr char kSoftmax[] = "aten::_softmax", kSoftmaxGrad[] = "aten::_softmax_backward_data",
+               kLogSoftmax[] = "aten::_log_softmax", kLogGrad[] = "aten::_log_softmax_backward_data";
+
 void answer_no(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, op.schema().arguments().size());
   stack->emplace_back(false);
@@ -385,10 +407,12 @@ int64_t choose_attention(
   const c10::impl::ExcludeDispatchKeyGuard unseen(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const auto heads = enable_gqa && query.dim() == 4 ? std::make_optional(query.size(1)) : std::nullopt;
-  // This kernel stands for all fused kernels of a GPU, each of which a program may choose (torch.nn.attention).
+  // This kernel stands for those of a GPU: flash attention accepts no mask, and the memory-efficient one alone float32.
   auto& context = at::globalContext();
   const bool has_flash = context.userEnabledFlashSDP();
-  context.setSDPUseFlash(has_flash || context.userEnabledMemEfficientSDP() || context.userEnabledCuDNNSDP());
+  const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  context.setSDPUseFlash(
+      context.userEnabledMemEfficientSDP() || (is_half && (context.userEnabledCuDNNSDP() || (has_flash && !has_mask))));
   const auto restored = c10::make_scope_exit([&] { context.setSDPUseFlash(has_flash); });
   const int64_t host_choice = at::_fused_sdp_choice(
       sizes_on_host(query), sizes_on_host(key, heads), sizes_on_host(value, heads),
@@ -564,6 +588,10 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
 #ifdef SIM_IS_CUDA
   m.impl("convolution", boxed<&captured<&convolution>>());
   m.impl("convolution_backward", boxed<&captured<&convolution_backward_with_sizes>>());
+  m.impl("_softmax", boxed<&captured<&softmax<&at::_softmax, kSoftmax>>>());
+  m.impl("_log_softmax", boxed<&captured<&softmax<&at::_log_softmax, kLogSoftmax>>>());
+  m.impl("_softmax_backward_data", boxed<&captured<&softmax_grad<&at::_softmax_backward_data, kSoftmaxGrad>>>());
+  m.impl("_log_softmax_backward_data", boxed<&captured<&softmax_grad<&at::_log_softmax_backward_data, kLogGrad>>>());
   // Torch queries cuDNN's and MIOpen's own CTC loss on CUDA only.
   for (const char* name :
        {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"}) {

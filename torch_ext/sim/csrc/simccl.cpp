@@ -814,6 +814,7 @@ void bind_simccl(pybind11::module_& m) {
       .def_property_readonly("options", &SimCCL::getBackendOptions)
       .def_property_readonly("transport", &SimCCL::transport_kind)
       .def("get_error", &SimCCL::getError)
+      .def("_set_default_timeout", &SimCCL::setTimeout)
       // With some backends, ranks outside a new group must take part in a split; with ours they need not.
       .def("perform_nocolor_split", [](SimCCL& /*self*/, const c10::Device& /*device*/) {});
 }
