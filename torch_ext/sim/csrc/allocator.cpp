@@ -23,15 +23,8 @@ std::array<std::atomic<bool>, 2> poison{}; // by PoisonFor
 
 using Pools = std::array<std::unique_ptr<BlockPool>, kMaxDevices>;
 
-void warn_of_settings() {
-  if (c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments()) {
-    TORCH_WARN_ONCE("expandable_segments has no effect on " SIM_NAME " devices.");
-  }
-}
-
 Pools& pools() {
   static auto* all = [] {
-    warn_of_settings();
     const size_t limit = bytes_of_variable(kLimitVariable, kDefaultLimit);
     auto* created = new Pools();
     for (size_t index = 0; index < created->size(); ++index) {
@@ -237,17 +230,18 @@ void install_allocator() {
   // Settings that mean nothing here. Torch refuses names that nobody reads; a build with CUDA's allocator knows them.
   using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
   std::unordered_set<std::string> unread{
-      "backend", "release_lock_on_cudamalloc", "pinned_use_cuda_host_register", "pinned_use_hip_host_register",
-      "pinned_num_register_threads", "pinned_reserve_segment_size_mb", "graph_capture_record_stream_reuse",
-      "per_process_memory_fraction", "throw_on_cudamalloc_oom", "pinned_free_catch_all"};
+      "backend",
+      "release_lock_on_cudamalloc",
+      "pinned_use_cuda_host_register",
+      "pinned_use_hip_host_register",
+      "pinned_num_register_threads",
+      "pinned_reserve_segment_size_mb",
+      "graph_capture_record_stream_reuse",
+      "per_process_memory_fraction",
+      "throw_on_cudamalloc_oom",
+      "pinned_free_catch_all"};
   std::erase_if(unread, [](const std::string& name) { return Config::getKeys().contains(name); });
-  auto warn = [before = Config::getConfigParserHook()](const std::string& settings) {
-    warn_of_settings();
-    if (before) {
-      before(settings);
-    }
-  };
-  Config::registerDeviceConfigParserHook(std::move(warn), unread);
+  Config::registerDeviceConfigParserHook(std::function(Config::getConfigParserHook()), unread);
   c10::SetAllocator(kSim, device_allocator(), kPriority);
   HostOverride::host = c10::GetCPUAllocator();
   c10::SetCPUAllocator(new HostOverride(/*for_aliases=*/false), kPriority);

@@ -21,6 +21,7 @@ using c10::CachingAllocator::StatArray;
 using c10::CachingAllocator::StatType;
 using c10::CachingDeviceAllocator::DeviceStats;
 using Settings = c10::CachingAllocator::AcceleratorAllocatorConfig;
+using State = Block::State;
 
 // Up to the next of `divisions` equal steps between two powers of two.
 size_t round_to_division(size_t nbytes, size_t divisions) {
@@ -43,14 +44,24 @@ bool is_oversize(size_t size) {
 
 bool should_split(const Block& block, size_t size) {
   const size_t rest = block.size - size;
-  return block.segment->is_small ? rest >= kRoundBytes : !is_oversize(size) && rest > kSmallSize;
+  const bool splits_all = block.segment->is_small || Settings::use_expandable_segments();
+  return splits_all ? rest >= kRoundBytes : !is_oversize(size) && rest > kSmallSize;
 }
 
-// Bytes of a block that is idle in a segment with others.
+// Bytes of a block that is idle in a segment with others. An expandable segment can return such bytes.
 int64_t inactive_bytes(const Block* block) {
-  return block != nullptr && block->is_split() && block->state == Block::State::kIdle
-      ? static_cast<int64_t>(block->size)
-      : 0;
+  const bool is_inactive = block != nullptr && block->is_split() && block->is(State::kIdle);
+  return is_inactive && !block->segment->is_expandable ? static_cast<int64_t>(block->size) : 0;
+}
+
+// Bytes of a block with the unmapped ones behind it.
+size_t expandable_bytes(const Block* block) {
+  return block->size + (block->after != nullptr && block->after->is(State::kUnmapped) ? block->after->size : 0);
+}
+
+// What an expandable segment maps at once.
+size_t unit_of(bool is_small) {
+  return is_small ? kSmallBuffer : Settings::large_segment_size();
 }
 
 void change(Stat& stat, int64_t by) {
@@ -148,7 +159,7 @@ void BlockPool::give_back(Block* block) {
     const auto pending = pending_of(user);
     use.pending.insert(use.pending.end(), pending.begin(), pending.end());
   }
-  block->state = Block::State::kInUse;
+  block->state = State::kInUse;
   in_use_.push_back(std::move(use));
 }
 
@@ -214,7 +225,7 @@ void BlockPool::fill_blocks_of(uint64_t capture, int byte) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [serial, segment] : segments_) {
     for (Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
-      if (block->capture == capture && block->state == Block::State::kLive) {
+      if (block->capture == capture && block->state == State::kLive) {
         std::memset(block->start, byte, block->size);
       }
     }
@@ -230,9 +241,17 @@ std::vector<SegmentFacts> BlockPool::segments() {
   std::vector<SegmentFacts> all;
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [serial, segment] : segments_) {
-    auto& facts = all.emplace_back(segment->start, segment->size, segment->home, segment->is_small, segment->mempool);
+    bool begins = true; // a segment of the snapshot, which is what is mapped together
     for (const Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
-      facts.blocks.emplace_back(block->start, block->size, block->requested, block->kernel, block->state.load());
+      const bool is_unmapped = block->is(State::kUnmapped);
+      if (begins && !is_unmapped) {
+        all.emplace_back(block->start, 0, segment->home, segment->is_small, segment->mempool, segment->is_expandable);
+      }
+      begins = is_unmapped;
+      if (!is_unmapped) {
+        all.back().size += block->size;
+        all.back().blocks.emplace_back(block->start, block->size, block->requested, block->kernel, block->state.load());
+      }
     }
   }
   return all;
@@ -274,9 +293,17 @@ Block* BlockPool::take_idle(bool is_small, Fit fit) {
   }
   auto& idle = idle_of(is_small);
   idle.searches += collects_garbage() ? 1 : 0;
-  const auto found = idle.blocks.lower_bound(fit);
-  if (found == idle.blocks.end() || !fit.is_served_by(*found)) {
+  auto found = idle.blocks.lower_bound(fit);
+  const auto serves = [&](auto each) { return each != idle.blocks.end() && fit.is_served_by(*each); };
+  if (!Settings::use_expandable_segments()) { // it may change in a run
+    found = std::find_if(found, idle.blocks.end(), [](const Block* each) { return !each->segment->is_expandable; });
+  }
+  if (!serves(found)) {
     return nullptr;
+  }
+  for (auto next = std::next(found);
+       (*found)->segment->is_expandable && serves(next) && expandable_bytes(*next) < expandable_bytes(*found); ++next) {
+    found = next;
   }
   Block* block = *found;
   // Oversize blocks serve oversize requests only, and those only if little is wasted.
@@ -309,7 +336,9 @@ Block* BlockPool::take_dangerous(bool is_small, Fit fit, Observer& watching) {
     if (before == 0) {
       return block;
     }
-    count_inactive(is_small, block->is_split() ? 1 : 2, static_cast<int64_t>(block->size) - inactive_bytes(block));
+    if (!block->segment->is_expandable) {
+      count_inactive(is_small, block->is_split() ? 1 : 2, static_cast<int64_t>(block->size) - inactive_bytes(block));
+    }
     Block* chosen = split(block, before);
     block->is_dangerous = false;
     insert(block);
@@ -335,13 +364,16 @@ Block* BlockPool::take_fresh(bool is_small, Fit fit, Short& whose) {
 }
 
 Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
-  const auto amounts = totals();
   const size_t size = segment_size(fit.size);
-  if (size > amounts.left()) {
+  const bool expands = Settings::use_expandable_segments();
+  if (size > totals().left() && (!expands || fraction_ < 1)) {
     whose = Short::kDevice;
     return nullptr;
   }
-  Block* block = map_segment(this, size, fit.home, is_small, fit.mempool);
+  if (expands) {
+    return expand(is_small, fit, whose);
+  }
+  Block* block = map_segment(this, size, fit.home, is_small, fit.mempool, /*is_expandable=*/false);
   if (block == nullptr) {
     whose = Short::kMachine;
     return nullptr;
@@ -352,6 +384,100 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
   return block;
 }
 
+// See Note [Expandable segments].
+Block* BlockPool::expand(bool is_small, Fit fit, Short& whose) {
+  Block* block = find_room(is_small, fit);
+  whose = block == nullptr ? Short::kMachine : Short::kDevice;
+  while (block != nullptr && (block->is(State::kUnmapped) || block->size < fit.size)) {
+    Block* next = block->is(State::kUnmapped) ? block : block->after;
+    const size_t missing = fit.size - (next == block ? 0 : block->size);
+    block = map(next, std::min(missing, next->size));
+  }
+  if (block != nullptr) {
+    remove(block);
+  }
+  return block;
+}
+
+// The first of idle and unmapped neighbours that suffice together.
+Block* BlockPool::find_room(bool is_small, Fit fit) {
+  const auto is_idle = [](const Block* block) { return block != nullptr && block->is(State::kIdle); };
+  const auto suffices = [&](const Block* block) {
+    size_t found = 0;
+    while (found < fit.size && block != nullptr && (is_idle(block) || block->is(State::kUnmapped))) {
+      found += block->size;
+      block = block->after;
+    }
+    return found >= fit.size;
+  };
+  for (const auto& [serial, segment] : segments_) {
+    Block* each = segment->block_from(segment->start);
+    const bool suits = segment->is_expandable && segment->is_small == is_small && fit.is_served_by(each);
+    for (; suits && each != nullptr; each = each->after) {
+      Block* first = is_idle(each->before) ? each->before : each;
+      if (each->is(State::kUnmapped) && suffices(first)) {
+        return first;
+      }
+    }
+  }
+  const size_t unit = unit_of(is_small), bytes = limit_ + limit_ / 8;
+  const size_t size = (bytes + unit - 1) / unit * unit;
+  Block* block = map_segment(this, size, fit.home, is_small, fit.mempool, /*is_expandable=*/true);
+  if (block != nullptr) {
+    segments_[block->segment->serial] = block->segment;
+  }
+  return block;
+}
+
+// Maps the front of an unmapped block. Returns an idle block with it; nullptr past the device's memory.
+Block* BlockPool::map(Block* block, size_t size) {
+  const bool is_small = block->segment->is_small;
+  const size_t unit = unit_of(is_small);
+  size = (size + unit - 1) / unit * unit;
+  if (size + totals().reserved > limit_) {
+    return nullptr;
+  }
+  if (size < block->size) {
+    split(block, size);
+  }
+  block->state = State::kIdle;
+  block->is_dangerous = is_dangerous(block);
+  change(stats_.reserved_bytes, is_small, static_cast<int64_t>(size));
+  stats_.num_device_alloc += 1;
+  block = join(block);
+  insert(block);
+  return block;
+}
+
+// Unmaps the whole units of an idle block. False if it has none.
+bool BlockPool::unmap(Block* block) {
+  DeviceSegment* segment = block->segment;
+  const size_t unit = unit_of(segment->is_small);
+  const auto offset = static_cast<size_t>(block->start - segment->start);
+  const size_t begin = (offset + unit - 1) / unit * unit, end = (offset + block->size) / unit * unit;
+  if (begin >= end) {
+    return false;
+  }
+  remove(block);
+  if (end < offset + block->size) {
+    insert(split(block, end - offset));
+  }
+  if (begin > offset) {
+    insert(std::exchange(block, split(block, begin - offset)));
+  }
+  drop_pages(block);
+  block->state = State::kUnmapped;
+  block->is_dangerous = false;
+  change(stats_.reserved_bytes, segment->is_small, -static_cast<int64_t>(block->size));
+  stats_.num_device_free += 1;
+  block = join(block);
+  if (!block->is_split()) {
+    segments_.erase(segment->serial);
+    unmap_segment(block);
+  }
+  return true;
+}
+
 void BlockPool::hand_out(Block* block, size_t size, size_t requested, bool is_scratch) {
   const bool is_small = block->segment->is_small;
   const int64_t idle_before = inactive_bytes(block);
@@ -359,11 +485,12 @@ void BlockPool::hand_out(Block* block, size_t size, size_t requested, bool is_sc
   if (rest != nullptr) {
     insert(rest);
   }
-  count_inactive(is_small, (rest != nullptr ? 1 : 0) - (idle_before > 0 ? 1 : 0), inactive_bytes(rest) - idle_before);
+  const int64_t idle_after = inactive_bytes(rest);
+  count_inactive(is_small, (idle_after > 0 ? 1 : 0) - (idle_before > 0 ? 1 : 0), idle_after - idle_before);
   block->is_dangerous = false;
   block->requested = requested;
   block->is_scratch = is_scratch;
-  block->state = Block::State::kLive;
+  block->state = State::kLive;
   if (!is_scratch) {
     count_allocated(block, 1);
     count_active(block, 1);
@@ -393,16 +520,29 @@ void BlockPool::settle(Block* block) {
   block->requested = 0;
   int64_t blocks = 0;
   int64_t bytes = 0;
+  const auto add = [&](const Block* inactive, int64_t by) {
+    const int64_t size = inactive_bytes(inactive);
+    blocks += size > 0 ? by : 0;
+    bytes += size * by;
+  };
+  add(block->before, -1);
+  add(block->after, -1);
+  block->state = State::kIdle;
+  block = join(block);
+  insert(block);
+  add(block, 1);
+  count_inactive(is_small, blocks, bytes);
+}
+
+// Joins an idle or unmapped block, in no pool, with its neighbours in the same state. Returns the whole.
+Block* BlockPool::join(Block* block) {
   const auto take_in = [&](Block* neighbour) {
-    const bool joins = neighbour != nullptr && neighbour->state == Block::State::kIdle;
-    if (joins) {
-      blocks -= 1;
-      bytes -= static_cast<int64_t>(neighbour->size);
+    const bool joins = neighbour != nullptr && neighbour->is(block->state);
+    if (joins && neighbour->is(State::kIdle)) {
       remove(neighbour);
     }
     return joins;
   };
-  block->state = Block::State::kIdle;
   if (take_in(block->after)) {
     merge_with_next(block);
   }
@@ -410,12 +550,7 @@ void BlockPool::settle(Block* block) {
     merge_with_next(before);
     block = before;
   }
-  insert(block);
-  if (block->is_split()) {
-    blocks += 1;
-    bytes += static_cast<int64_t>(block->size);
-  }
-  count_inactive(is_small, blocks, bytes);
+  return block;
 }
 
 void BlockPool::insert(Block* block) {
@@ -548,11 +683,17 @@ void BlockPool::release_cached() {
   }
 }
 
-// Returns the segment of an idle block to the host. False if it has other blocks, an operation still writes to it, or
-// graphs use it.
+// Returns the segment of an idle block to the host; of an expandable one, the block's units. False if the segment has
+// other blocks, an operation still writes to it, or graphs use it.
 bool BlockPool::release(Block* block) {
   DeviceSegment* segment = block->segment;
-  if (block->is_split() || graphs_.contains(segment->mempool) || segment->pins.load(std::memory_order_acquire) != 0) {
+  if (graphs_.contains(segment->mempool) || segment->pins.load(std::memory_order_acquire) != 0) {
+    return false;
+  }
+  if (segment->is_expandable) {
+    return unmap(block);
+  }
+  if (block->is_split()) {
     return false;
   }
   remove(block);

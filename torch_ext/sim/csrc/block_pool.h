@@ -8,8 +8,8 @@
 //   new segment    2 MiB for small requests, 20 MiB for those below 10 MiB, else rounded up to 2 MiB
 //   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
 //
-// PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. `expandable_segments` has
-// no effect, as on platforms where CUDA lacks it.
+// PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. For expandable segments see
+// blocks.h.
 //
 // Note [Pools of graphs]
 // A capture allocates from the pool of its graph, or of several. Its segments serve no other request, and stay until
@@ -56,6 +56,7 @@ struct SegmentFacts {
   c10::StreamId home;
   bool is_small;
   MempoolId mempool;
+  bool is_expandable;
   std::vector<BlockFacts> blocks;
 };
 
@@ -162,10 +163,15 @@ class BlockPool {
   Block* take_dangerous(bool is_small, Fit fit, Observer& watching);
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
+  Block* expand(bool is_small, Fit fit, Short& whose);
+  Block* find_room(bool is_small, Fit fit);
+  Block* map(Block* block, size_t size);
+  bool unmap(Block* block);
   void hand_out(Block* block, size_t size, size_t requested, bool is_scratch);
   void count_allocated(const Block* block, int64_t by);
   void count_active(const Block* block, int64_t by);
   void settle(Block* block);
+  Block* join(Block* block);
   void insert(Block* block);
   void remove(Block* block);
   void count_inactive(bool is_small, int64_t blocks, int64_t bytes);

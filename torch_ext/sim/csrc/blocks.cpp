@@ -44,8 +44,9 @@ void enter(const DeviceSegment& segment, DeviceSegment* entry) {
 }
 
 // Addresses that start a place, so that no two segments share one; nullptr if the host refuses.
-char* map_places(size_t nbytes) {
-  void* mapped = mmap(nullptr, nbytes + kPlaceBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+char* map_places(size_t nbytes, int flags) {
+  flags |= MAP_PRIVATE | MAP_ANONYMOUS;
+  void* mapped = mmap(nullptr, nbytes + kPlaceBytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (mapped == MAP_FAILED) {
     return nullptr;
   }
@@ -67,19 +68,22 @@ std::atomic<Block*>& DeviceSegment::block_from(const void* pointer) const {
   return table[static_cast<size_t>(static_cast<const char*>(pointer) - start) / kRoundBytes];
 }
 
-Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool) {
+Block* map_segment(
+    BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool, bool is_expandable) {
   static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t table = size / kRoundBytes * sizeof(std::atomic<Block*>);
   const size_t mapped = round_to(size, kPlaceBytes) + round_to(table, page);
-  char* start = map_places(mapped);
+  char* start = map_places(mapped, is_expandable ? MAP_NORESERVE : 0); // or the host counts addresses as memory
   if (start == nullptr) {
     return nullptr;
   }
   if (is_small) {
     madvise(start, mapped, MADV_NOHUGEPAGE); // a first small tensor must not take 2 MiB of the machine
   }
-  auto* segment = new DeviceSegment{pool, start, size, mapped, next_serial.fetch_add(1), home, is_small, mempool};
+  auto* segment =
+      new DeviceSegment{pool, start, size, mapped, next_serial.fetch_add(1), home, is_small, mempool, is_expandable};
   auto* block = new Block{segment, start, size};
+  block->state = is_expandable ? Block::State::kUnmapped : Block::State::kIdle;
   segment->block_from(start) = block;
   enter(*segment, segment);
   return block;
@@ -96,6 +100,7 @@ void unmap_segment(Block* block) {
 
 Block* split(Block* block, size_t size) {
   auto* rest = new Block{block->segment, block->start + size, block->size - size, block, block->after};
+  rest->state = block->state.load();
   rest->backed = block->backed - std::min(block->backed, size);
   rest->is_poisoned = block->is_poisoned;
   rest->is_dangerous = block->is_dangerous;

@@ -14,6 +14,11 @@
 // `drop_pages` gives the pages of an idle block back and leaves its addresses, so a program's blocks do not depend on
 // what the machine has left.
 //
+// Note [Expandable segments]
+// With `expandable_segments:True`, a stream has one segment for small and one for large requests, with addresses for
+// 9/8 of the device. Blocks of it are unmapped until a request needs them: then a multiple of the unit (2 or 20 MiB) is
+// mapped at the lowest addresses that suffice, together with idle neighbours. `empty_cache` unmaps whole idle units.
+//
 // Note [The block at an address]
 // Kernels and observers have addresses only. A table of all address ranges of 2 MiB leads to the segment, and a table
 // behind the segment's memory, with an entry for each 512 bytes, to the block that starts there. Readers take no lock.
@@ -42,6 +47,7 @@ struct DeviceSegment {
   c10::StreamId home;
   bool is_small;     // of the pool for small requests
   MempoolId mempool; // serves its captures only
+  bool is_expandable;
   std::atomic<uint32_t> pins{0};
 
   bool contains(const void* pointer) const { return pointer >= start && pointer < start + size; }
@@ -49,7 +55,8 @@ struct DeviceSegment {
 };
 
 struct Block {
-  enum class State : uint8_t { kLive, kInUse, kIdle }; // kInUse: freed, but streams still use it
+  // kInUse: freed, but streams still use it. kUnmapped: see Note [Expandable segments].
+  enum class State : uint8_t { kLive, kInUse, kIdle, kUnmapped };
 
   DeviceSegment* segment;
   char* start;
@@ -70,16 +77,18 @@ struct Block {
   bool is_dangerous = false;           // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }
+  bool is(State wanted) const { return state == wanted; }
 };
 
-// A new segment of one idle block; nullptr if the host refuses.
-Block* map_segment(BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool);
+// A new segment of one block, idle or, if the segment is expandable, unmapped; nullptr if the host refuses.
+Block* map_segment(
+    BlockPool* pool, size_t size, c10::StreamId home, bool is_small, MempoolId mempool, bool is_expandable);
 // Returns the segment of an idle block that is not split to the host.
 void unmap_segment(Block* block);
 
-// Shortens an idle block to `size` bytes. Returns a new idle block with the rest.
+// Shortens a block to `size` bytes. Returns a new block with the rest, in the same state.
 Block* split(Block* block, size_t size);
-// Joins an idle block and the idle one after it into the first.
+// Joins a block and the one after it, in the same state, into the first.
 void merge_with_next(Block* block);
 
 // Counts the bytes of an idle block that are about to get their first pages, up to `size`. False, and nothing is

@@ -1,9 +1,11 @@
 // Kernels that the host lacks. Synchronised batch norm and the fused cells of recurrent layers are composed of other
 // operators on device tensors; gates are (N, G * H) with G = 4 for LSTM and 3 for GRU. The host's dropout would draw
-// from the host's generator, and its batch norm accepts fewer combinations of types than GPUs do. Torch sends
-// convolution and fused attention to operators that exist to be overridden by a device.
+// from the host's generator, its batch norm accepts fewer combinations of types than GPUs do, and its norm by root mean
+// square is several operators. Torch sends convolution and fused attention to operators that exist to be overridden by
+// a device.
 #include <ATen/TensorOperators.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_rms_norm.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_log_softmax_backward_data.h>
@@ -303,6 +305,40 @@ OptionalTensor optional_on_host(const OptionalTensor& tensor) {
   return tensor.has_value() ? std::make_optional(on_host(*tensor)) : std::nullopt;
 }
 
+// --- root mean square norm, over the dimensions of `shape`, the last ones: y = x * rstd * weight ---
+
+std::tuple<Tensor, Tensor> rms_norm(
+    const Tensor& input, c10::IntArrayRef shape, const OptionalTensor& weight, std::optional<double> eps) {
+  Kernel kernel("aten::_fused_rms_norm");
+  kernel.reads(input).reads(weight).launch();
+  auto [output, rstd] = at::_fused_rms_norm(on_host(input), shape, optional_on_host(weight), eps);
+  return {kernel.result(std::move(output)), kernel.result(std::move(rstd))};
+}
+
+// With n = x * rstd and g = dy * weight:  dx = rstd * (g - n * mean(g * n)),  dweight = sum(dy * n) over all rows.
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& grad_output, const Tensor& input, c10::IntArrayRef shape, const Tensor& rstd,
+    const OptionalTensor& weight, std::array<bool, 2> output_mask) {
+  Kernel kernel("aten::_fused_rms_norm_backward");
+  kernel.reads(grad_output).reads(input).reads(rstd).reads(weight).launch();
+  std::vector<int64_t> rows(input.dim()), normed(shape.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  std::copy(rows.end() - static_cast<int64_t>(shape.size()), rows.end(), normed.begin());
+  rows.resize(rows.size() - shape.size());
+  const auto type = accumulate_type(input);
+  const Tensor scale = on_host(rstd).to(type), normal = on_host(input).to(type) * scale;
+  const Tensor grad = on_host(grad_output).to(type), scaled = given(weight) ? grad * on_host(*weight) : grad;
+  Tensor of_input, of_weight;
+  if (output_mask[0]) {
+    of_input = (scale * (scaled - normal * (scaled * normal).mean(normed, /*keepdim=*/true))).to(input.scalar_type());
+  }
+  if (output_mask[1] && given(weight)) {
+    const Tensor each = grad * normal;
+    of_weight = (rows.empty() ? each : each.sum(rows)).to(weight->scalar_type());
+  }
+  return {kernel.result(std::move(of_input)), kernel.result(std::move(of_weight))};
+}
+
 at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
@@ -585,6 +621,8 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("_thnn_fused_gru_cell", boxed<&composed<&gru_cell>>());
   m.impl("_thnn_fused_gru_cell_backward", boxed<&composed<&gru_cell_backward>>());
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("_fused_rms_norm", boxed<&captured<&rms_norm>>());
+  m.impl("_fused_rms_norm_backward", boxed<&captured<&rms_norm_backward>>());
 #ifdef SIM_IS_CUDA
   m.impl("convolution", boxed<&captured<&convolution>>());
   m.impl("convolution_backward", boxed<&captured<&convolution_backward_with_sizes>>());

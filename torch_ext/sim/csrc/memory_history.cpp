@@ -175,7 +175,7 @@ py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& 
       "device"_a = static_cast<int>(device), "address"_a = address_of(facts.start), "total_size"_a = facts.size,
       "allocated_size"_a = allocated, "active_size"_a = active, "requested_size"_a = requested, "stream"_a = facts.home,
       "segment_type"_a = facts.is_small ? "small" : "large", "segment_pool_id"_a = facts.mempool,
-      "is_expandable"_a = false, "frames"_a = py::list(), "blocks"_a = blocks);
+      "is_expandable"_a = facts.is_expandable, "frames"_a = py::list(), "blocks"_a = blocks);
 }
 
 void add_event(py::list& trace, const MemoryEvent& event, Frames& frames) {

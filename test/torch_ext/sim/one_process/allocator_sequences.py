@@ -13,9 +13,9 @@ calls:
 A run on CUDA gives a checksum of all statistics after each call and of the blocks in the end, and the addresses: the
 segment's number and the place in it, in units of 512 bytes. allocator_sequences.json has the addresses of the first
 sequences, a checksum of both for each of the first hundred, and one of the former for each later hundred. To record it
-again, build the recorder (``git show ff56317:test/torch_ext/sim/one_process/allocator_recorder/driver.cpp``, and
-runtime.cpp beside it, a stub of CUDA's runtime), print the sequences with this module, and give it the recorder's
-output on its standard input.
+again, build the recorder (``git show e04033ea:test/torch_ext/sim/one_process/allocator_recorder/driver.cpp``, with
+runtime.cpp and nvml.cpp beside it, stubs of CUDA's runtime and of NVML), print the sequences with this module, and give
+it the recorder's output on its standard input.
 """
 
 import json
@@ -34,6 +34,8 @@ _SETTINGS = (
     "max_split_size_mb:32,max_non_split_rounding_mb:40",
     "garbage_collection_threshold:0.5",
     "roundup_power2_divisions:4",
+    *["expandable_segments:True"] * 3,
+    "expandable_segments:True,garbage_collection_threshold:0.5",
 )
 
 

@@ -36,7 +36,7 @@ def _no_settings():
     gc.collect()
     SIM.empty_cache()
     yield
-    torch._C._accelerator_setAllocatorSettings("")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     SIM.set_memory_limit(limit, DEVICE)
     SIM.set_per_process_memory_fraction(1.0, DEVICE)
     _native.stop_stream_clock(0)
@@ -47,14 +47,18 @@ class _Ours:
 
     def __init__(self, line):
         settings, limit, fraction, *self.calls = line.split()
-        torch._C._accelerator_setAllocatorSettings("" if settings == "-" else settings)
+        if "expandable" not in settings:  # torch keeps the last one
+            settings = f"{settings.strip('-')},expandable_segments:False".strip(",")
+        torch._C._accelerator_setAllocatorSettings(settings)
         SIM.set_memory_limit(int(limit), DEVICE)
         SIM.set_per_process_memory_fraction(float(fraction) or 1.0, DEVICE)
         SIM.reset_accumulated_memory_stats(DEVICE)
         SIM.reset_peak_memory_stats(DEVICE)
+        _end_all_work()
         self.held: list[torch.Tensor | None] = []
         self.addresses: list[str] = []
-        self.segments: list[int] = []  # their addresses, by number
+        self.segments: list[range] = []  # their addresses, by number
+        self.reserved = int(limit) * 9 // 8 if "expandable_segments:True" in settings else 0
 
     def call(self, call):
         first, _, second = call[1:].partition(",")
@@ -71,22 +75,39 @@ class _Ours:
             case "d":
                 _end_all_work()
             case "e":
+                before = _statistics()
                 SIM.empty_cache()
+                self.drop_unmapped(before)
 
     def allocate(self, nbytes, stream):
+        before = _statistics()
         try:
             with SIM.stream(_stream(stream)):
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
         except torch.OutOfMemoryError:
-            self.held.append(None)
+            tensor = None
+        self.drop_unmapped(before)
+        self.held.append(tensor)
+        if tensor is None:
             self.addresses.append("oom")
             return
-        starts = [each["address"] for each in _segments() if each["address"] <= tensor.data_ptr()]
-        if _statistics()["num_device_alloc"] > len(self.segments):
-            self.segments.append(max(starts))
-        number = len(self.segments) - 1 - self.segments[::-1].index(max(starts))  # a new one may get an old address
-        self.held.append(tensor)
-        self.addresses.append(f"{number}+{(tensor.data_ptr() - max(starts)) // 512}")
+        address = tensor.data_ptr()
+        segment = max((each for each in _segments() if each["address"] <= address), key=lambda each: each["address"])
+        is_known = self.reserved and any(address in each for each in self.segments)
+        if not is_known and _statistics()["num_device_alloc"] > before["num_device_alloc"]:
+            unit = (2 if segment["segment_type"] == "small" else 20) << 20
+            size = -(-self.reserved // unit) * unit or segment["total_size"]
+            self.segments.append(range(segment["address"], segment["address"] + size))
+        number = max(n for n, each in enumerate(self.segments) if address in each)  # a new one may get an old address
+        self.addresses.append(f"{number}+{(address - self.segments[number].start) // 512}")
+
+    def drop_unmapped(self, before):
+        """Forget the expandable segments that are gone. Whenever one is unmapped, all memory without tensors is."""
+        if self.reserved and _statistics()["num_device_free"] > before["num_device_free"]:
+            addresses = [each.data_ptr() for each in self.held if each is not None]
+            for number, segment in enumerate(self.segments):
+                if not any(each in segment for each in addresses):
+                    self.segments[number] = range(0)
 
     def checksum(self):
         value = 0
@@ -102,6 +123,12 @@ class _Ours:
         self.held.clear()
         _end_all_work()
         SIM.empty_cache()  # before the settings change: they say what counts as oversize
+        if self.reserved:  # a segment that was too large to map still has its addresses
+            SIM.set_memory_limit(1 << 30, DEVICE)
+            for stream, nbytes in itertools.product(range(4), (1, 2 << 20)):
+                with SIM.stream(_stream(stream)):
+                    torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+            SIM.empty_cache()
         return f"{_crc([int(number) for block in blocks for number in block], value):08x}"
 
 

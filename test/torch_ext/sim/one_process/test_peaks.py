@@ -51,6 +51,15 @@ def batch_norm_backward():
     return lambda: torch.autograd.grad(out, [x, layer.weight, layer.bias], grad)
 
 
+def rms_norm(backward=False):
+    x, weight = f32(64, 64, requires_grad=True), f32(64, requires_grad=True)
+    if not backward:
+        return lambda: F.rms_norm(x, (64,), weight)
+    out = F.rms_norm(x, (64,), weight)
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, [x, weight], grad)
+
+
 def step(optimizer, **options):
     parameter = f32(requires_grad=True)
     parameter.grad = f32()
@@ -77,6 +86,8 @@ ROWS = {
     "attention's gradients, dropout": (lambda: attention(backward=True, dropout_p=0.1), 3 * Q),
     "attention's gradients, grouped": (lambda: attention(backward=True, heads=2, enable_gqa=True), 2 * Q),
     "batch norm's gradients": (batch_norm_backward, F32 + 2 * BLOCK),
+    "RMS norm": (rms_norm, F32 + BLOCK),
+    "RMS norm's gradients": (lambda: rms_norm(backward=True), F32 + BLOCK),
     "SGD's step": (lambda: step(torch.optim.SGD, momentum=0.9), 0),
     "AdamW's step, fused": (lambda: step(torch.optim.AdamW, fused=True), 0),
 }
