@@ -227,7 +227,7 @@ std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer) {
 void install_allocator() {
   // See Note [Results in the arena]. Torch registers its own allocators with priority 0; the highest priority wins.
   constexpr uint8_t kPriority = 1;
-  // Settings that mean nothing here. Torch refuses names that nobody reads; a build with CUDA's allocator knows them.
+  // Settings that mean nothing here. A build with CUDA's allocator knows them.
   using Config = c10::CachingAllocator::AcceleratorAllocatorConfig;
   std::unordered_set<std::string> unread{
       "backend",
@@ -241,7 +241,9 @@ void install_allocator() {
       "throw_on_cudamalloc_oom",
       "pinned_free_catch_all"};
   std::erase_if(unread, [](const std::string& name) { return Config::getKeys().contains(name); });
-  Config::registerDeviceConfigParserHook(std::function(Config::getConfigParserHook()), unread);
+  auto hook = Config::getConfigParserHook();
+  // Torch refuses unknown names only where it has a hook.
+  Config::registerDeviceConfigParserHook(hook ? std::move(hook) : [](const std::string& /*settings*/) {}, unread);
   c10::SetAllocator(kSim, device_allocator(), kPriority);
   HostOverride::host = c10::GetCPUAllocator();
   c10::SetCPUAllocator(new HostOverride(/*for_aliases=*/false), kPriority);
