@@ -101,7 +101,7 @@ class CppWrapperCodegen(PythonWrapperCodegen):
     @staticmethod
     def create(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "torch.compile on sim: the wrapper around the kernels is Python only; got "
+            f"torch.compile on {NAME}: the wrapper around the kernels is Python only; got "
             "torch._inductor.config.cpp_wrapper=True, or ahead-of-time compilation. Use it on cpu, or leave it False."
         )
 
@@ -155,7 +155,7 @@ def _lower_flex_attention() -> None:
             return lower(query, key, value, subgraph, block_mask, scale, options, *others)
         if any(user.target is operator.getitem and user.args[1] for user in V.graph.current_node.users):
             raise NotImplementedError(
-                "flex_attention on sim is compiled for its output alone, as on cpu: without gradients, return_lse and "
+                f"flex_attention on {NAME} is compiled for its output alone, as on cpu: without gradients, return_lse and "
                 "return_aux. Leave torch.compile out, for this call at least, or call it under torch.no_grad()."
             )
         options = {**options, "OUTPUT_LOGSUMEXP": False}

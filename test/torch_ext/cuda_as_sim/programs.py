@@ -525,6 +525,7 @@ def operators_of_programs():
     library.impl("thrice", lambda x: x * 3, "CUDA")
     library.impl("thrice", lambda x: x * 4, "CPU")
     assert torch.ops.programs.thrice(torch.ones(1).cuda()).item() == 3
+    assert torch.histc(torch.arange(9).cuda(), 4, 0, 8).tolist() == [2, 2, 2, 3]  # tokens of experts
 
 
 def tensors_through_queues():

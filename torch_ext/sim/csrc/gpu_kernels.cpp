@@ -16,10 +16,12 @@
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/_thnn_differentiable_gru_cell_backward.h>
 #include <ATen/ops/_thnn_differentiable_lstm_cell_backward.h>
+#include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -294,6 +296,31 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   }
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {(input * mask).mul_(1 / (1 - p)), mask};
+}
+
+// The host has no histogram of integers. An element equal to `max` counts in the last bin; without a range, as elements
+// have it.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Kernel kernel("aten::histc");
+  kernel.reads(self).launch();
+  const Tensor host = on_host(self);
+  if (!at::isIntegralType(self.scalar_type(), /*includeBool=*/false)) {
+    return kernel.result(at::histc(host, bins, min, max));
+  }
+  TORCH_CHECK(bins > 0, "bins must be > 0");
+  auto low = min.toLong(), high = max.toLong();
+  if (low == high && host.numel() > 0) {
+    low = host.min().item<int64_t>();
+    high = host.max().item<int64_t>();
+  }
+  if (low == high) {
+    --low;
+    ++high;
+  }
+  TORCH_CHECK(low < high, "max must be larger than min");
+  const Tensor counted = host.masked_select((host >= low).logical_and(host <= high)).to(at::kLong);
+  const Tensor bin = ((counted - low) * bins).div(high - low, "floor").clamp_max(bins - 1);
+  return kernel.result(at::bincount(bin, /*weights=*/{}, bins).to(self.scalar_type()));
 }
 
 // The values of at::SDPBackend (aten/src/ATen/native/transformers/sdp_utils_cpp.h), whose header compiles too slowly.
@@ -621,6 +648,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("_thnn_fused_gru_cell", boxed<&composed<&gru_cell>>());
   m.impl("_thnn_fused_gru_cell_backward", boxed<&composed<&gru_cell_backward>>());
   m.impl("native_dropout", TORCH_FN(native_dropout));
+  m.impl("histc", boxed<&captured<&histc>>());
   m.impl("_fused_rms_norm", boxed<&captured<&rms_norm>>());
   m.impl("_fused_rms_norm_backward", boxed<&captured<&rms_norm_backward>>());
 #ifdef SIM_IS_CUDA
