@@ -118,6 +118,8 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+} // namespace
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (C10_LIKELY(!is_capturing())) {
     run_now(op, stack);
@@ -127,8 +129,6 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto device = common_device(facts_of(op), op.schema(), torch::jit::last(*stack, count));
   run_kernels(device, count, stack, [op](torch::jit::Stack* values) { run_now(op, values); });
 }
-
-} // namespace
 
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, c10::DispatchKey::SIM_KEY);

@@ -21,7 +21,6 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/histc.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -300,13 +299,10 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 // The host has no histogram of integers. An element equal to `max` counts in the last bin; without a range, as elements
 // have it.
-Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+Tensor histc_of_integers(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
   Kernel kernel("aten::histc");
   kernel.reads(self).launch();
   const Tensor host = on_host(self);
-  if (!at::isIntegralType(self.scalar_type(), /*includeBool=*/false)) {
-    return kernel.result(at::histc(host, bins, min, max));
-  }
   TORCH_CHECK(bins > 0, "bins must be > 0");
   auto low = min.toLong(), high = max.toLong();
   if (low == high && host.numel() > 0) {
@@ -321,6 +317,12 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::
   const Tensor counted = host.masked_select((host >= low).logical_and(host <= high)).to(at::kLong);
   const Tensor bin = ((counted - low) * bins).div(high - low, "floor").clamp_max(bins - 1);
   return kernel.result(at::bincount(bin, /*weights=*/{}, bins).to(self.scalar_type()));
+}
+
+void histc(const c10::OperatorHandle& op, Stack* stack) {
+  constexpr size_t kArguments = 4;
+  const auto type = torch::jit::peek(*stack, 0, kArguments).toTensor().scalar_type();
+  c10::isIntegralType(type, /*includeBool=*/false) ? captured<&histc_of_integers>(op, stack) : run_on_host(op, stack);
 }
 
 // The values of at::SDPBackend (aten/src/ATen/native/transformers/sdp_utils_cpp.h), whose header compiles too slowly.
@@ -342,7 +344,8 @@ std::tuple<Tensor, Tensor> rms_norm(
   return {kernel.result(std::move(output)), kernel.result(std::move(rstd))};
 }
 
-// With n = x * rstd and g = dy * weight:  dx = rstd * (g - n * mean(g * n)),  dweight = sum(dy * n) over all rows.
+// With g = dy * weight and r = rstd:  dx = g * r - sum(g * x) * r^3 / count * x,  dweight = sum(dy * x * r) over all
+// rows; in the order of the formula's automatic derivative, so that the results are the host's.
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& grad_output, const Tensor& input, c10::IntArrayRef shape, const Tensor& rstd,
     const OptionalTensor& weight, std::array<bool, 2> output_mask) {
@@ -353,14 +356,16 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
   std::copy(rows.end() - static_cast<int64_t>(shape.size()), rows.end(), normed.begin());
   rows.resize(rows.size() - shape.size());
   const auto type = accumulate_type(input);
-  const Tensor scale = on_host(rstd).to(type), normal = on_host(input).to(type) * scale;
+  const Tensor x = on_host(input).to(type), scale = on_host(rstd).to(type);
   const Tensor grad = on_host(grad_output).to(type), scaled = given(weight) ? grad * on_host(*weight) : grad;
   Tensor of_input, of_weight;
   if (output_mask[0]) {
-    of_input = (scale * (scaled - normal * (scaled * normal).mean(normed, /*keepdim=*/true))).to(input.scalar_type());
+    const Tensor of_scale = (scaled * x).sum(normed, /*keepdim=*/true);
+    const Tensor of_mean = -0.5 * of_scale * scale.pow(3) / c10::multiply_integers(shape);
+    of_input = (scaled * scale + of_mean * (2 * x)).to(input.scalar_type());
   }
   if (output_mask[1] && given(weight)) {
-    const Tensor each = grad * normal;
+    const Tensor each = grad * (x * scale);
     of_weight = (rows.empty() ? each : each.sum(rows)).to(weight->scalar_type());
   }
   return {kernel.result(std::move(of_input)), kernel.result(std::move(of_weight))};
@@ -648,7 +653,7 @@ TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   m.impl("_thnn_fused_gru_cell", boxed<&composed<&gru_cell>>());
   m.impl("_thnn_fused_gru_cell_backward", boxed<&composed<&gru_cell_backward>>());
   m.impl("native_dropout", TORCH_FN(native_dropout));
-  m.impl("histc", boxed<&captured<&histc>>());
+  m.impl("histc", boxed<&histc>());
   m.impl("_fused_rms_norm", boxed<&captured<&rms_norm>>());
   m.impl("_fused_rms_norm_backward", boxed<&captured<&rms_norm_backward>>());
 #ifdef SIM_IS_CUDA

@@ -116,4 +116,7 @@ class Kernel {
 // The memory that `tensor` covers; none if it has no elements.
 std::optional<Access> access_to(const at::Tensor& tensor, bool write);
 
+// The kernel of operators that have no other: the host's.
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 } // namespace torch_ext::sim
