@@ -20,6 +20,8 @@ def several(count, *sizes):
 
 # Arguments of each operator for which the device, or torch for the device, registers a kernel.
 ARGUMENTS = {
+    "aten::_fused_rms_norm": lambda: (make(4, 3), [3], make(3), None),
+    "aten::_fused_rms_norm_backward": lambda: (*several(2, 4, 3), [3], make(4, 1), make(3), [True, True]),
     "aten::_copy_from": lambda: (make(3), make(3)),
     "aten::_copy_from_and_resize": lambda: (make(3), make(3)),
     "aten::_local_scalar_dense": lambda: (make(1),),
@@ -44,6 +46,7 @@ ARGUMENTS = {
     "aten::convolution_overrideable": lambda: (
         make(1, 1, 3, 3), make(1, 1, 2, 2), make(1), [1, 1], [0, 0], [1, 1], False, [0, 0], 1,
     ),
+    "aten::histc": lambda: (make(4, dtype=torch.int32), 4, 0, 4),
     "aten::mish_backward": lambda: (make(3), make(3)),
     "aten::mse_loss": lambda: (make(4), make(4)),
     "aten::native_batch_norm": lambda: (make(4, 3), *several(4, 3), True, 0.1, 1e-5),
