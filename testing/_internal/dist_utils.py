@@ -187,18 +187,16 @@ def _poll(timeout: float) -> Iterator[None]:
         yield
 
 
-def poll_until(
-    condition: Callable[[], bool], otherwise: str, timeout: float = 20
-) -> None:
+def poll_until(condition: Callable[[], bool], otherwise: str) -> None:
     """Poll ``condition`` until it is true.
 
     Raises:
-        TimeoutError: with the message ``otherwise``, after ``timeout`` seconds.
+        TimeoutError: with the message ``otherwise``, after 20 seconds.
     """
-    for _ in _poll(timeout):
+    for _ in _poll(20):
         if condition():
             return
-    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
+    raise TimeoutError(f"After 20 s: {otherwise}")
 
 
 def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:
