@@ -203,8 +203,8 @@ def run_method(case: Any, method: Callable[[], Any]) -> None:
         BaseException: as :meth:`_Result.conclude` does.
     """
     result = _Result()
-    forget_body()
     run_test_method(case, result, method, check_ran)
+    forget_body()  # one that this body has run
     result.conclude()
     global _ended_in
     _ended_in = os.getpid()

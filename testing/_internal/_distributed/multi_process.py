@@ -240,7 +240,6 @@ class MultiProcessTestCase(RanksTestCase):
             sys.exit(self.TEST_ERROR_EXIT_CODE)
         finally:
             parent_pipe.close()
-        receipts.body_passed()
         if self.destroy_pg_upon_exit:
             receipts.end_group_unless_released()
 
