@@ -14,12 +14,17 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.testing._internal.dist_utils import (
+    INIT_METHOD_TEMPLATE as INIT_METHOD_TEMPLATE,
+)
+from torch.testing._internal.dist_utils import (
+    get_num_owners_and_forks as get_num_owners_and_forks,
+)
+from torch.testing._internal.dist_utils import noop as noop
+from torch.testing._internal.dist_utils import worker_name as worker_name
 
 from torch_ext.compat import rpc as private
-from torch_ext.testing._internal.common_utils import FILE_SCHEMA
 from torch_ext.world.wording import add_note
-
-INIT_METHOD_TEMPLATE = FILE_SCHEMA + "{file_name}"
 
 _POLL_INTERVAL_S = 0.01
 # The two ways in which torch names the worker that raised: in a Python function, or
@@ -102,11 +107,6 @@ def _name_remote_failures(caller: str) -> Iterator[None]:
         raise
 
 
-def worker_name(rank: int) -> str:
-    """Return the name under which ``rank`` joins RPC."""
-    return f"worker{rank}"
-
-
 def initialize_pg(
     init_method: str, rank: int, world_size: int, backend: str = "gloo"
 ) -> None:
@@ -117,10 +117,6 @@ def initialize_pg(
         dist.init_process_group(
             backend, init_method=init_method, rank=rank, world_size=world_size
         )
-
-
-def noop() -> None:
-    """Do nothing; the cheapest remote call."""
 
 
 def wait_until_node_failure(
@@ -160,12 +156,6 @@ def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
     raise ValueError(f"After {timeout} s there are still pending {pending}")
 
 
-def get_num_owners_and_forks() -> tuple[str, str]:
-    """Return torch's counts of this worker's own RRefs and of their forks."""
-    counts = private.rref_debug_info()
-    return counts["num_owner_rrefs"], counts["num_forks"]
-
-
 def wait_until_owners_and_forks_on_rank(
     num_owners: int, num_forks: int, rank: int, timeout: int = 20
 ) -> None:
@@ -197,18 +187,16 @@ def _poll(timeout: float) -> Iterator[None]:
         yield
 
 
-def poll_until(
-    condition: Callable[[], bool], otherwise: str, timeout: float = 20
-) -> None:
+def poll_until(condition: Callable[[], bool], otherwise: str) -> None:
     """Poll ``condition`` until it is true.
 
     Raises:
-        TimeoutError: with the message ``otherwise``, after ``timeout`` seconds.
+        TimeoutError: with the message ``otherwise``, after 20 seconds.
     """
-    for _ in _poll(timeout):
+    for _ in _poll(20):
         if condition():
             return
-    raise TimeoutError(f"After {timeout:g} s: {otherwise}")
+    raise TimeoutError(f"After 20 s: {otherwise}")
 
 
 def get_function_event(function_events: Sequence[Any], partial_event_name: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from torch_ext.compat.testing import upstream_name
 from torch_ext.testing._internal._distributed.example_ranks import serve
 from torch_ext.testing._internal._distributed.examples import ExampleRun
-from torch_ext.testing._internal._distributed.methods import set_parent_half
+from torch_ext.testing._internal._distributed.methods import PARENT_HALF
 
 __unittest = True
 
@@ -77,7 +77,7 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
 
     functools.update_wrapper(in_rank, test)
     del vars(in_rank)["__wrapped__"]  # pytest would ask for the arguments of the body
-    set_parent_half(in_rank, parent_half)
+    setattr(in_rank, PARENT_HALF, parent_half)
     return in_rank
 
 

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from torch_ext import machine_memory
-from torch_ext.world import _os, settings, threads, verdict, wording
+from torch_ext.world import _os, provider, settings, threads, verdict, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.channel import (
     WRITE_TO_OWN,
@@ -58,7 +58,7 @@ _ANSWER_S, _EXTRA_S = 1.0, 10.0
 
 
 class ZygoteLostError(RuntimeError):
-    """The zygote is gone, and with it the ranks and their outcomes."""
+    """The zygote is gone, and with it the ranks and their outcomes. :func:`provider.zygote_for` starts another."""
 
 
 @dataclass(eq=False)
@@ -131,6 +131,7 @@ class World:
             self._callbacks.unwatch(self.group)
             if len(self._ended) < len(self.processes):
                 self.close()
+                provider.forget(self.zygote)
                 raise ZygoteLostError(
                     "the process that had started the ranks was killed while they ran, and they ended with it"
                 ) from None
@@ -493,7 +494,9 @@ def start_world(
         )
     except ChannelClosedError as error:
         world.close()
-        raise ZygoteLostError(f"{_end_reason(zygote.channel)}: no ranks can be started") from error
+        why = _end_reason(zygote.channel)
+        provider.forget(zygote)
+        raise ZygoteLostError(f"{why}: no ranks can be started") from error
     except BaseException:
         world.close()
         raise

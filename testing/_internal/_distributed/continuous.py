@@ -23,7 +23,7 @@ from torch_ext.testing._internal._distributed.methods import RanksTestCase, coun
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict, start_ranks
 from torch_ext.testing._internal._distributed.skips import required_devices
 from torch_ext.testing._internal.common_utils import set_rng_seed
-from torch_ext.world import files, provider, settings, verdict
+from torch_ext.world import files, settings, verdict
 from torch_ext.world import rank as world_rank
 from torch_ext.world.files import RankProcess
 from torch_ext.world.follow import RankTask, World, ZygoteLostError
@@ -101,7 +101,6 @@ class MultiProcContinuousTest(RanksTestCase):
             try:
                 cls._world.pump(0)
             except ZygoteLostError:  # since the last test
-                provider.forget(cls._world.zygote)
                 cls._drop_ranks()
         cls._ensure_processes_spawned()
         self.rank = self.MAIN_PROCESS_RANK
@@ -181,9 +180,6 @@ class MultiProcContinuousTest(RanksTestCase):
         self._outcomes = outcomes = list[Outcome]()
         try:
             outcomes += world.wait(Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s()), keep=True)
-        except ZygoteLostError:
-            provider.forget(world.zygote)
-            raise
         finally:
             if not outcomes or any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
                 cls._drop_ranks()

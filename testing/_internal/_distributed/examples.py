@@ -29,7 +29,7 @@ from hypothesis.vendor.pretty import pretty
 
 from torch_ext.testing._internal._distributed.example_ranks import NO_MORE, REJECTED
 from torch_ext.testing._internal._distributed.multi_process import raise_verdict
-from torch_ext.world import provider, settings, wording
+from torch_ext.world import settings, wording
 from torch_ext.world._os import monotonic
 from torch_ext.world.follow import World, ZygoteLostError
 from torch_ext.world.outcome import Outcome
@@ -95,16 +95,6 @@ class _StopEngine(BaseException):
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
         self.error = error
-
-
-@contextlib.contextmanager
-def _zygote_of(world: World) -> Iterator[None]:
-    """If the zygote of ``world`` is lost in this block, stop without blaming an example, and forget the zygote."""
-    try:
-        yield
-    except ZygoteLostError as error:
-        provider.forget(world.zygote)
-        raise _StopEngine(error) from None
 
 
 def settings_for_ranks(given: hypothesis.settings) -> hypothesis.settings:
@@ -184,7 +174,10 @@ class ExampleRun:
         def run_in_ranks(*args: Any, **kwargs: Any) -> None:
             # The instance may have any name among the arguments; every rank has its own.
             drawn = {name: value for name, value in kwargs.items() if value is not self._case}
-            self._run_example(Example(tuple(value for value in args if value is not self._case), drawn))
+            try:
+                self._run_example(Example(tuple(value for value in args if value is not self._case), drawn))
+            except ZygoteLostError as error:
+                raise _StopEngine(error) from None
 
         return run_in_ranks
 
@@ -241,8 +234,8 @@ class ExampleRun:
         """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
         world = self._ranks()
         world.new_round(self._case.id(), payload)
-        outcomes = self._wait(world, Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
-        took_s = monotonic() - world.started_s
+        outcomes = world.wait(Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
+        took_s = world.took_s
         self._case._outcomes = [*getattr(self._case, "_outcomes", ()), *outcomes]
         if any(not outcome.ok or outcome.exit_code is not None for outcome in outcomes):
             self._drop_ranks(world)
@@ -255,10 +248,7 @@ class ExampleRun:
         world: World | None = self._case._world
         if world is None or world is not self._ready:
             if self._ready is not None:
-                try:
-                    self._case._spawn_processes()
-                except ZygoteLostError as error:
-                    raise _StopEngine(error) from None
+                self._case._spawn_processes()
                 world = self._case._world
             if world is None:
                 raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
@@ -269,21 +259,16 @@ class ExampleRun:
     def _await_ranks(self, world: World, limits: Limits, keep: bool) -> None:
         """Wait for the ranks while no example runs, so that a failure is not blamed on one."""
         try:
-            raise_verdict(self._wait(world, limits, keep), monotonic() - world.started_s)
+            raise_verdict(world.wait(limits, keep=keep), world.took_s)
         except WorldFailure as failure:
             raise _StopEngine(failure) from None
 
-    def _wait(self, world: World, limits: Limits, keep: bool) -> list[Outcome]:
-        with _zygote_of(world):
-            return world.wait(limits, keep=keep)
-
     def _drop_ranks(self, world: World) -> None:
         """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
-        with _zygote_of(world):
-            for process in world.processes:
-                process.kill()
-            for process in world.processes:
-                process.join(_KILL_S)
+        for process in world.processes:
+            process.kill()
+        for process in world.processes:
+            process.join(_KILL_S)
         self._case._end_world()
         with open(self._case.file_name, "wb"):
             pass

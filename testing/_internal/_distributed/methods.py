@@ -40,7 +40,8 @@ provider.watch_this_process()
 
 _DEFAULT = "runTest"
 _PARENT_RANK = -1
-PARENT_HALF = "_torch_ext_parent_half"  # the attribute of a test method that set_parent_half() sets
+# The attribute of a test method with the function ``(case, method)`` that its parent half calls; by default it waits.
+PARENT_HALF = "_torch_ext_parent_half"
 _PARTS = "_torch_ext_parts"
 _ended_in = 0  # the process in which a test method has run to its end
 
@@ -203,8 +204,8 @@ def run_method(case: Any, method: Callable[[], Any]) -> None:
         BaseException: as :meth:`_Result.conclude` does.
     """
     result = _Result()
-    forget_body()
     run_test_method(case, result, method, check_ran)
+    forget_body()  # one that this body has run
     result.conclude()
     global _ended_in
     _ended_in = os.getpid()
@@ -219,8 +220,3 @@ def forget_body() -> None:
 def body_has_ended() -> bool:
     """Whether a test method has passed in this rank since the last :func:`forget_body`, by any caller."""
     return _ended_in == os.getpid()
-
-
-def set_parent_half(method: Callable[..., Any], parent_half: Callable[[Any, Any], None]) -> None:
-    """Have the parent half of ``method`` call ``parent_half(case, method)``; by default it waits for the ranks."""
-    setattr(method, PARENT_HALF, parent_half)

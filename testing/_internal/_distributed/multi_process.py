@@ -57,10 +57,9 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
         world.store = store
         return world
     for is_last in (False, True):
-        zygote = provider.zygote_for(module)
         try:
             world = start_world(
-                zygote,
+                provider.zygote_for(module),
                 ranks,
                 spares=settings.spare_count(len(ranks)),
                 show=settings.show_output(),
@@ -69,7 +68,6 @@ def start_ranks(module: str, ranks: Sequence[RankTask], test: str, hosts: int = 
             )
             break
         except ZygoteLostError:
-            provider.forget(zygote)
             if is_last:
                 raise
     return world
@@ -198,11 +196,7 @@ class MultiProcessTestCase(RanksTestCase):
             raise unittest.SkipTest(f"no ranks were started: {why}")
         limits = Limits(test_s=timeout_of(self), hang_s=settings.hang_after_s())
         expected = self.special_return_code_checks.get(fn), fn in self.skip_return_code_checks
-        try:
-            self._outcomes = self._world.wait(limits, *expected)
-        except ZygoteLostError:
-            provider.forget(self._world.zygote)
-            raise
+        self._outcomes = self._world.wait(limits, *expected)
         self._check_return_codes(fn, self._world.took_s)
 
     def _check_return_codes(self, fn: Any, elapsed_time: float) -> None:
@@ -240,7 +234,6 @@ class MultiProcessTestCase(RanksTestCase):
             sys.exit(self.TEST_ERROR_EXIT_CODE)
         finally:
             parent_pipe.close()
-        receipts.body_passed()
         if self.destroy_pg_upon_exit:
             receipts.end_group_unless_released()
 

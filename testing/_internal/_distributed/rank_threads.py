@@ -19,7 +19,7 @@ from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.exits import ThreadErrors, UnfinishedWorkError
 from torch_ext.world.outcome import Ending, Outcome
-from torch_ext.world.protocol import RankStatus, Receipt, Wait
+from torch_ext.world.protocol import Receipt, Wait
 from torch_ext.world.settings import Limits
 from torch_ext.world.threads import observe
 from torch_ext.world.watch import PARENT_HALF, Finding, HangWatch, Measures, silence_text
@@ -29,8 +29,6 @@ __unittest = True
 _STARTER = "_torch_ext_rank"
 
 _current: _Shared | None = None
-
-_ENDING_OF = {RankStatus.PASSED: Ending.PASSED, RankStatus.FAILED: Ending.FAILED, RankStatus.SKIPPED: Ending.SKIPPED}
 
 
 class _Escapes:
@@ -212,7 +210,7 @@ def _outcome(thread: RankThread, while_alive: Ending) -> Outcome:
         return Outcome(rank, while_alive, stacks=_stacks_of(thread), waits=_waits_of(thread), collectives=called)
     if receipt is None:
         return Outcome(rank, Ending.SILENT)
-    return Outcome(rank, _ENDING_OF[receipt.status], time_s=receipt.time_s, receipt=receipt, collectives=called)
+    return Outcome(rank, Ending[receipt.status.name], time_s=receipt.time_s, receipt=receipt, collectives=called)
 
 
 def _waits_of(thread: threading.Thread) -> tuple[Wait, ...]:

@@ -27,7 +27,6 @@ __unittest = True
 TEST_ERROR_EXIT_CODE = 10
 
 _wants_group_ended = False
-_body_has_passed = False
 
 
 def passed() -> Receipt:
@@ -114,9 +113,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
         BaseException: whatever ``run`` raised after the receipt was submitted.
     """
-    global _body_has_passed
     rank = world_rank.this_rank()
-    _body_has_passed = False
     forget_body()
     try:
         with race_check():
@@ -133,7 +130,7 @@ def _receipt_of_call(rank: world_rank.Rank, run: Callable[..., None], *args: Any
     except BaseException as error:
         if rank.submitted:
             raise
-        if not (_body_has_passed and isinstance(error, SystemExit) and error.code in (0, None)):
+        if not (body_has_ended() and isinstance(error, SystemExit) and error.code in (0, None)):
             receipt = receipt_of(error)
             if receipt is None:
                 raise
@@ -170,12 +167,6 @@ def run_rank(cls: Any, devices: int, *args: Any, **kwargs: Any) -> None:
         rank.submit(passed())
     elif not rank.submit(passed()):
         end_group()
-
-
-def body_passed() -> None:
-    """Note that the test method has run to its end, whatever the class's ``_run`` does afterwards."""
-    global _body_has_passed
-    _body_has_passed = True
 
 
 def end_group_unless_released() -> None:

@@ -19,7 +19,7 @@ import enum
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -279,31 +279,22 @@ def get_training_examples() -> list[FeatureSet]:
     return FeatureSet(dense, sparse, values).split(len(rows) // NUM_TRAINERS)
 
 
-class ExpectedGradients(NamedTuple):
-    """Gradients of one batch in an all-local model."""
-
-    fc1: Tensor
-    fc2: Tensor
-    remote: list[Tensor]  # of RemoteEM, then of RemoteNet
-
-
-def expected_gradients(batch: FeatureSet) -> ExpectedGradients:
-    """Return the hybrid model's gradients for ``batch``, by plain local autograd."""
+def expected_gradients(batch: FeatureSet) -> Sequence[Tensor]:
+    """Return the gradients of fc1, fc2, RemoteEM and RemoteNet for ``batch``, by plain
+    local autograd.
+    """
     fc1, fc2 = getLinear(D_DENSE, D_DENSE), getLinear(D_HID, D_OUT)
     em, net = RemoteEM(NUM_EM_ROW, D_SPARSE), RemoteNet(D_DENSE + D_SPARSE, D_HID)
     features = (fc1(batch.dense_features), em(batch.sparse_features))
     loss = weighted_sum(fc2(net(torch.cat(features, dim=1))), batch)
-    layers = (fc1, fc2, em, net)
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    first, second, *rest = torch.autograd.grad(loss, parameters)
-    return ExpectedGradients(first, second, rest)
+    weights = (fc1.weight, fc2.weight, em.em.weight, net.fc.weight)
+    return torch.autograd.grad(loss, weights)
 
 
-def averaged_gradients(grads: Sequence[ExpectedGradients]) -> ExpectedGradients:
-    """Average the local layers' gradients as DDP does: a missing trainer's are zero."""
-    layers = [*zip(*grads, strict=True)][:2]
-    first, second = (torch.stack(each).sum(dim=0) / NUM_TRAINERS for each in layers)
-    return ExpectedGradients(first, second, [])
+def averaged_gradients(grads: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """Average gradients as DDP does: a missing trainer's are zero."""
+    layers = zip(*grads, strict=True)
+    return [torch.stack(each).sum(dim=0) / NUM_TRAINERS for each in layers]
 
 
 # A condition alone is not enough: a notification is lost if the master signals before a
@@ -326,6 +317,7 @@ def wait_for_shutdown_signal(
     shutdown_signal.clear()
 
 
+@requires_gloo()
 class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     """Trainers in each :class:`DdpMode` get the gradients of an all-local model."""
 
@@ -338,29 +330,18 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         return worker_name(rank)
 
     def _remote_worker_process(self, ddp_mode: DdpMode) -> None:
-        with self._process_group():
-            create_trainer_group(ddp_mode)
-            wait_for_shutdown_signal()
+        create_trainer_group(ddp_mode)
+        wait_for_shutdown_signal()
 
     def _trainer_process(self, rank: int) -> None:
         gLogger.debug("trainer %s serves", rank)
-        with self._process_group():
-            wait_for_shutdown_signal()
+        wait_for_shutdown_signal()
 
     def _master_process(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool) -> None:
-        with self._process_group():
-            owner = self.remote_worker_name()
-            em = rpc.remote(owner, RemoteEM, args=(NUM_EM_ROW, D_SPARSE))
-            net = rpc.remote(owner, RemoteNet, args=(D_DENSE + D_SPARSE, D_HID))
-            self.do_test_on_master(ddp_mode, simulate_uneven_inputs, em, net)
-
-    @contextlib.contextmanager
-    def _process_group(self) -> Iterator[None]:
-        initialize_pg(self.pg_init_method, self.rank, self.world_size)
-        # The master must not call a trainer that is still in init_process_group.
-        dist.barrier()
-        yield
-        dist.destroy_process_group()
+        owner = self.remote_worker_name()
+        em = rpc.remote(owner, RemoteEM, args=(NUM_EM_ROW, D_SPARSE))
+        net = rpc.remote(owner, RemoteNet, args=(D_DENSE + D_SPARSE, D_HID))
+        self.do_test_on_master(ddp_mode, simulate_uneven_inputs, em, net)
 
     def do_test_on_master(
         self,
@@ -412,15 +393,15 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
         for rank, future in enumerate(futures):
             last = len(parts[rank]) - 1
             peers = [part[last] for part in parts if len(part) > last]
-            averaged = averaged_gradients([*map(expected_gradients, peers)])
-            own = expected_gradients(parts[rank][last])
+            mean_fc1, mean_fc2, *_ = averaged_gradients(map(expected_gradients, peers))
+            fc1, fc2, *remote = expected_gradients(parts[rank][last])
             ddp, non_ddp = {
-                DdpMode.NONE: ([], [own.fc1, own.fc2]),
-                DdpMode.OUTSIDE: ([averaged.fc1, averaged.fc2], []),
-                DdpMode.INSIDE: ([averaged.fc2], [own.fc1]),
+                DdpMode.NONE: ([], [fc1, fc2]),
+                DdpMode.OUTSIDE: ([mean_fc1, mean_fc2], []),
+                DdpMode.INSIDE: ([mean_fc2], [fc1]),
             }[ddp_mode]
             names = ("layers under DDP", "local layers", "remote layers")
-            wanted = (ddp, non_ddp, own.remote)
+            wanted = (ddp, non_ddp, remote)
             for name, grads, each in zip(names, future.wait(), wanted, strict=True):
                 message = f"{name}, trainer {rank}"
                 self.assertEqual(grads, each, message, rtol=0, atol=0)
@@ -428,36 +409,35 @@ class DdpUnderDistAutogradTest(RpcAgentTestFixture):
     def _check_cancelled(self, examples: list[FeatureSet]) -> None:
         """Check the reference: its averages cancel, its gradients do not."""
         each = [expected_gradients(batch) for batch in examples]
-        averaged = averaged_gradients(each)
-        for layer in ("fc1", "fc2"):
-            self.assertEqual(getattr(averaged, layer).count_nonzero(), 0)
+        for layer, average in enumerate(averaged_gradients(each)[:2]):
+            self.assertEqual(average.count_nonzero(), 0)
             for own in each:
-                self.assertNotEqual(getattr(own, layer).count_nonzero(), 0)
+                self.assertNotEqual(own[layer].count_nonzero(), 0)
 
     def _do_test(self, ddp_mode: DdpMode, simulate_uneven_inputs: bool = False) -> None:
+        initialize_pg(self.pg_init_method, self.rank, self.world_size)
+        # The master must not call a trainer that is still in init_process_group.
+        dist.barrier()
         if self.rank == MASTER_RANK:
             self._master_process(ddp_mode, simulate_uneven_inputs)
         elif self.rank == REMOTE_WORKER_RANK:
             self._remote_worker_process(ddp_mode)
         else:
             self._trainer_process(self.rank)
+        dist.destroy_process_group()
 
-    @requires_gloo()
     @dist_init
     def test_backward_no_ddp(self) -> None:
         self._do_test(DdpMode.NONE)
 
-    @requires_gloo()
     @dist_init
     def test_backward_ddp_outside(self) -> None:
         self._do_test(DdpMode.OUTSIDE)
 
-    @requires_gloo()
     @dist_init
     def test_backward_ddp_outside_uneven_inputs(self) -> None:
         self._do_test(DdpMode.OUTSIDE, simulate_uneven_inputs=True)
 
-    @requires_gloo()
     @dist_init
     def test_backward_ddp_inside(self) -> None:
         self._do_test(DdpMode.INSIDE)
@@ -557,6 +537,7 @@ def _bags_of(rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(10, (10,), generator=seeded), torch.tensor([0, 4])
 
 
+@requires_gloo()
 class DdpComparisonTest(CommonDdpComparisonTest):
     """DDP gives the trainers' mean gradients, which each process computes from all
     trainers' seeds, within a distributed autograd context and without.
@@ -594,17 +575,14 @@ class DdpComparisonTest(CommonDdpComparisonTest):
             for grad in (distributed[parameter], parameter.grad):
                 self.assertEqual(grad, mean, msg=f"the trainers' mean, step {step}")
 
-    @requires_gloo()
     @dist_init
     def test_ddp_comparison(self) -> None:
         self._run_test_ddp_comparision()
 
-    @requires_gloo()
     @dist_init
     def test_ddp_comparison_uneven_inputs(self) -> None:
         self._run_test_ddp_comparision(simulate_uneven_inputs=True)
 
-    @requires_gloo()
     @dist_init
     def test_ddp_dist_autograd_sparse_grads(self) -> None:
         with self._trainers():
@@ -627,7 +605,6 @@ class DdpComparisonTest(CommonDdpComparisonTest):
         self.assertEqual(grad, model.weight.grad)
         self.assertEqual(grad.to_dense(), expected)
 
-    @requires_gloo()
     @dist_init
     def test_ddp_dist_autograd_local_vs_remote(self) -> None:
         with self._trainers():

@@ -76,10 +76,6 @@ class FailingBackward(torch.autograd.Function):
         raise RuntimeError("this backward always fails")
 
 
-def fail_in_backward(a: Tensor) -> Tensor:
-    return FailingBackward.apply(a)
-
-
 def several_outputs(a: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
     return a * 2, [a * 3, a.detach()], torch.arange(3)
 
@@ -352,7 +348,8 @@ class DistAutogradTest(RpcAgentTestFixture):
     def test_error_in_a_remote_backward_names_the_worker(self) -> None:
         (a,) = self._leaves(1)
         with dist_autograd.context() as context_id:
-            result = self.call(remote.relay, fail_in_backward, (a,), 1, self.world_size)
+            failing = (FailingBackward.apply, (a,))
+            result = self.call(remote.relay, *failing, 1, self.world_size)
             node = rpc.get_worker_info(self.peer(2)).id
             why = f"Error on Node {node}: .*this backward always fails"
             with self.assertRaisesRegex(RuntimeError, why):

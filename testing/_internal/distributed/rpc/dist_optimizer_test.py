@@ -20,9 +20,9 @@ from torch_ext.testing._internal.distributed.rpc.rpc_agent_test_fixture import (
 class Layer:
     """A square matrix that one worker owns; ``forward`` multiplies by it."""
 
-    def __init__(self, seed: int, requires_grad: bool = True) -> None:
+    def __init__(self, seed: int) -> None:
         weight = torch.rand((3, 3), generator=torch.Generator().manual_seed(seed))
-        self.weight = nn.Parameter(weight, requires_grad=requires_grad)
+        self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight @ x
@@ -66,10 +66,9 @@ class DistOptimizerTest(RpcAgentTestFixture):
 
     world_size = 3
 
-    def _remote_layers(self, requires_grad: bool = True) -> list[rpc.RRef[Layer]]:
+    def _remote_layers(self) -> list[rpc.RRef[Layer]]:
         return [
-            rpc.remote(self.peer(i), Layer, args=(self.rank * 10 + i, requires_grad))
-            for i in (1, 2)
+            rpc.remote(self.peer(i), Layer, args=(self.rank * 10 + i,)) for i in (1, 2)
         ]
 
     def _optimizer(

@@ -35,10 +35,6 @@ def rref_to(to: str, value: float) -> rpc.RRef[Tensor]:
     return rpc.remote(to, torch.full, args=((2,), value))
 
 
-def own_rref(value: Any) -> rpc.RRef[Any]:
-    return rpc.RRef(value)
-
-
 def value_of_user(rref: rpc.RRef[Any]) -> Any:
     return rref.local_value()
 
@@ -233,7 +229,7 @@ class RRefTest(RpcAgentTestFixture):
 
     @dist_init
     def test_reference_made_by_its_owner_is_shared(self) -> None:
-        rref = self.call(own_rref, torch.ones(2))
+        rref = self.call(rpc.RRef, torch.ones(2))
         self.assertEqual(rref.owner_name(), self.peer())
         self.assertEqual(rref.to_here(), torch.ones(2))
         mine = rpc.RRef(torch.zeros(2))
@@ -242,7 +238,7 @@ class RRefTest(RpcAgentTestFixture):
     @dist_init
     def test_reference_inside_containers(self) -> None:
         rref = rpc.remote(self.peer(), torch.ones, args=([2],))
-        holder = self.call(own_rref, {"list": [rref]}, to=self.peer(2))
+        holder = self.call(rpc.RRef, {"list": [rref]}, to=self.peer(2))
         self.assertEqual(holder.to_here()["list"][0].to_here(), torch.ones(2))
 
     @dist_init
