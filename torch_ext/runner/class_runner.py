@@ -19,11 +19,10 @@ from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
-from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.files import read_stacks
-from torch_ext.world.protocol import STACK_SIGNAL, Notice
+from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, close_all
+from torch_ext.world.protocol import Notice
 from torch_ext.world.settings import ProcessDeadline
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import printable
 
 
@@ -197,28 +196,21 @@ class ClassChild:
         self._why_killed, self._hung = "", ""
         self._limit_s = self._fixture_s = options.timeout_s or _FIXTURE_S  # of the current test, and between tests
         self._allow(self._fixture_s)
-        self._events, remote = channel_pair()
-        self._stacks, stacks_writer = os.pipe()
         self._output = _Output(options.show_output)
-        output = [os.dup(self._output.fileno()) for _ in range(2)]
-        descriptors = [remote.detach(), place.add_client(zygote), *output, stacks_writer]
+        more = [place.add_client(zygote), *(os.dup(self._output.fileno()) for _ in range(2))]
         target = "torch_ext.runner.class_process:main"
         try:
-            self._child: Child = zygote.start(target, order, descriptors, place.environment)
+            self._child = zygote.start(target, order, place.environment, more)
         except BaseException:
-            self._close_own()
+            self._output.close()
             raise
         finally:
-            close_all(descriptors)
+            close_all(more)
+        self._events = self._child.channel
 
     def close(self) -> None:
         """End the process."""
         self._child.close()
-        self._close_own()
-
-    def _close_own(self) -> None:
-        self._events.close()
-        os.close(self._stacks)
         self._output.close()
 
     def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
@@ -294,8 +286,7 @@ class ClassChild:
             self._why_killed = f"hung{{when}} until it was killed: {stopped} had been stopped by a signal (SIGSTOP)."
         elif not self._why_killed:
             self._why_killed = "hung{when} until it was killed; its stacks:"
-            self._child.send_signal(STACK_SIGNAL)
-            self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
+            self._hung = self._child.stacks()
         self._child.send_signal(signal.SIGKILL)
         end_s = _os.monotonic() + _KILL_S
         while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:

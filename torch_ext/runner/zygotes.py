@@ -67,9 +67,9 @@ class RunZygotes:
         child fails.
         """
         zygote = provider.zygote_for("__main__") if self._options.script else self._ready_root(file)
-        with zygote.ask(_COUNT_DEVICES, None, self._environment) as (channel, _):
+        with contextlib.closing(zygote.start(_COUNT_DEVICES, None, self._environment)) as child:
             with contextlib.suppress(ChannelClosedError):
-                message: Devices = channel.receive()[0]
+                message: Devices = child.channel.receive()[0]
                 return message
         return Devices(0, "")
 

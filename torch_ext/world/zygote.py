@@ -248,7 +248,7 @@ class Zygote:
 
     def _copy(self, descriptors: list[int]) -> None:
         others = (*self.others, *_os.identify(self._adopted()))
-        order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 1)
+        order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 2)
         self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
