@@ -46,7 +46,7 @@ _BY_SIGNAL = 128
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Values of --output: which output of running ranks to show. A report uses all output.
 _LIVE: dict[str, bool | Live] = {
-    "rank0": Live(ranks=(0,), prefix=False),
+    "rank0": Live(ranks=(0,), prefix=None),
     "all": Live(verbatim=True),
     "quiet": False,
 }
