@@ -66,7 +66,7 @@ class ClassRunner:
         self._options = options
         self._sink = sink
         self._zygote: ZygoteCopy | None = None
-        self._class = TestName(batch.file.name, batch.cls)
+        self._class = batch.name
         self._left = list(batch.tests)
         self._failed = False
         self._class_is_over = False

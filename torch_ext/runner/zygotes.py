@@ -15,14 +15,7 @@ from torch_ext.world import provider
 from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.child import first_uses
 from torch_ext.world.protocol import Devices, ModuleOrder, Preparation
-from torch_ext.world.tree import (
-    LoadError,
-    ModuleZygote,
-    RootZygote,
-    ZygoteClient,
-    ZygoteCopy,
-    ZygoteDiedError,
-)
+from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import own_message
 
 _COUNT_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
