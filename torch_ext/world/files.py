@@ -19,7 +19,7 @@ from typing import IO, Protocol
 
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
-from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.channel import Channel, channel_pair, close_all
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.wording import FATAL, printable
@@ -250,9 +250,8 @@ class RankProcess:
         self._channel.close()
         self._capture.close()
         self._page.close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
+        close_all([self._stacks])
+        self._stacks = -1
         for connection in self.connections:
             connection.close()
 

@@ -99,7 +99,6 @@ class LeftBehind:
     """A process that child ``index`` started and left running, and that the zygote has killed."""
 
     index: int
-    pid: int
     command: str
 
 

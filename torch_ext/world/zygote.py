@@ -133,7 +133,7 @@ class Leftovers:
                 _os.end_process(pid)
                 _os.waitpid(pid, 0)
                 if not ended:
-                    found.append(LeftBehind(indices.get(owner, last), pid, command))
+                    found.append(LeftBehind(indices.get(owner, last), command))
         return tuple(found)
 
 
