@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -48,10 +49,7 @@ def include_paths() -> list[str]:
 
 def units() -> dict[str, list[Path]]:
     """Return the sources of each unit of the build, without loading the simulator."""
-    spec = importlib.util.spec_from_file_location("build", CHECKOUT / "torch_ext" / "sim" / "build.py")
-    build = sys.modules["build"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    found: dict[str, list[Path]] = build.units()
+    found: dict[str, list[Path]] = runpy.run_path(str(CHECKOUT / "torch_ext" / "sim" / "build.py"))["units"]()
     return found
 
 

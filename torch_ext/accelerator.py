@@ -208,11 +208,6 @@ def initialize() -> None:
         start()
 
 
-def has_backend(name: str) -> bool:
-    """Whether torch has the c10d backend ``name``."""
-    return bool(dist.is_backend_available(name))
-
-
 def can_sleep() -> bool:
     """Whether ``device_module()._sleep`` delays the device without delaying the host."""
     return _of_device("_sleep") is not None

@@ -24,7 +24,6 @@ from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, seconds, typed
 from torch_ext.world import settings, wording
-from torch_ext.world.channel import channel_pair
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
 from torch_ext.world.outcome import Ending, Outcome
@@ -47,7 +46,7 @@ _BY_SIGNAL = 128
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Values of --output: which output of running ranks to show. A report uses all output.
 _LIVE: dict[str, bool | Live] = {
-    "rank0": Live(ranks=(0,), prefix=False),
+    "rank0": Live(ranks=(0,), prefix=None),
     "all": Live(verbatim=True),
     "quiet": False,
 }
@@ -160,26 +159,21 @@ class _Store:
     """The ranks' rendezvous store, in a separate process. Its socket listens before the ranks start."""
 
     def __init__(self, zygote: ZygoteClient) -> None:
-        self._channel, remote = channel_pair()
-        with socket.socket() as listening, contextlib.closing(remote):
+        with socket.socket() as listening:
             listening.bind((rank.STORE_HOST, 0))
             listening.listen(_BACKLOG)
             self.port: int = listening.getsockname()[1]
-            descriptors = [remote.fileno(), listening.fileno()]
-            self._process = zygote.start("torch_ext.program.rank:serve_store", self.port, descriptors, os.environ)
+            target, more = "torch_ext.program.rank:serve_store", [listening.fileno()]
+            self._process = zygote.start(target, self.port, os.environ, more)
+        self.close = self._process.close
 
     def was_used(self) -> bool:
         """Whether a rank has ever set a key; False if the store does not answer."""
         with contextlib.suppress(OSError):
-            self._channel.send("keys")
-            if self._channel.poll(_STORE_S):
-                return bool(self._channel.receive()[0])
+            self._process.channel.send("keys")
+            if self._process.channel.poll(_STORE_S):
+                return bool(self._process.channel.receive()[0])
         return False
-
-    def close(self) -> None:
-        """End the store's process."""
-        self._channel.close()
-        self._process.close()
 
 
 def _set_environment(options: argparse.Namespace) -> None:

@@ -261,8 +261,8 @@ def _serve(zygote: ZygoteClient, listening: socket.socket, idle_s: float) -> boo
 
 def _states(zygote: ZygoteClient) -> dict[str, object]:
     """Return the states of the files that ``zygote`` has loaded, and of this package's files, by path."""
-    with zygote.ask("torch_ext.program.serve:send_loaded", None, os.environ) as (channel, _):
-        paths, _ = channel.receive()
+    with contextlib.closing(zygote.start("torch_ext.program.serve:send_loaded", None, os.environ)) as child:
+        paths, _ = child.channel.receive()
     own = (str(file) for file in _PACKAGE.rglob("*") if file.suffix in _SOURCES)
     return {path: _state(path) for path in (*paths, *own)}
 

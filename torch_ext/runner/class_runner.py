@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch_ext.runner.places import Place
 from torch_ext.runner.schedule import Batch
 from torch_ext.runner.zygotes import RunZygotes
 from torch_ext.world import _os, wording
-from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.files import read_stacks
-from torch_ext.world.protocol import STACK_SIGNAL, Notice
+from torch_ext.world.channel import WRITE_TO_OWN, ChannelBrokenError, ChannelClosedError, close_all
+from torch_ext.world.files import Live, open_capture
+from torch_ext.world.protocol import Notice
 from torch_ext.world.settings import ProcessDeadline
-from torch_ext.world.tree import Child, LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
-from torch_ext.world.wording import printable
+from torch_ext.world.tree import LoadError, ZygoteClient, ZygoteCopy, ZygoteDiedError
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class ClassRunner:
         self._options = options
         self._sink = sink
         self._zygote: ZygoteCopy | None = None
-        self._class = TestName(batch.file.name, batch.cls)
+        self._class = batch.name
         self._left = list(batch.tests)
         self._failed = False
         self._class_is_over = False
@@ -181,8 +179,8 @@ class ClassRunner:
 _MARGIN_S, _ALONE_S, _FIXTURE_S = 30.0, 1.0, 300.0
 # Only the supervisor can notice that a signal has stopped a process, so it checks long before the margin ends.
 _STOPPED_S = 5.0
-# Seconds for a zygote to end a child, and between two looks at output that is shown.
-_KILL_S, _SHOW_S = 5.0, 0.1
+# Seconds for a zygote to end a child.
+_KILL_S = 5.0
 
 _EVENTS = (Body, ClassEnded, Notice, TestEnded, TestStarted)
 
@@ -197,28 +195,22 @@ class ClassChild:
         self._why_killed, self._hung = "", ""
         self._limit_s = self._fixture_s = options.timeout_s or _FIXTURE_S  # of the current test, and between tests
         self._allow(self._fixture_s)
-        self._events, remote = channel_pair()
-        self._stacks, stacks_writer = os.pipe()
-        self._output = _Output(options.show_output)
-        output = [os.dup(self._output.fileno()) for _ in range(2)]
-        descriptors = [remote.detach(), place.add_client(zygote), *output, stacks_writer]
+        self._shows = options.show_output
+        self._output, output = open_capture(0, self._shows and Live(prefix=""))
+        more = [place.add_client(zygote), output, os.dup(output)]
         target = "torch_ext.runner.class_process:main"
         try:
-            self._child: Child = zygote.start(target, order, descriptors, place.environment)
+            self._child = zygote.start(target, order, place.environment, more)
         except BaseException:
-            self._close_own()
+            self._output.close()
             raise
         finally:
-            close_all(descriptors)
+            close_all(more)
+        self._events = self._child.channel
 
     def close(self) -> None:
         """End the process."""
         self._child.close()
-        self._close_own()
-
-    def _close_own(self) -> None:
-        self._events.close()
-        os.close(self._stacks)
         self._output.close()
 
     def _allow(self, limit_s: float, stopped_s: float = float("inf"), **more: float) -> None:
@@ -231,10 +223,10 @@ class ClassChild:
         while True:
             if not self._events.closed and self._events.poll():
                 if (event := self._receive()) is not None:
-                    self._output.show()
+                    self._output.pass_through()
                     return event
             elif self._child.ended is not None or self.lost_zygote:
-                self._output.show()
+                self._output.pass_through()
                 return None
             else:
                 yield from self._wait()
@@ -294,8 +286,7 @@ class ClassChild:
             self._why_killed = f"hung{{when}} until it was killed: {stopped} had been stopped by a signal (SIGSTOP)."
         elif not self._why_killed:
             self._why_killed = "hung{when} until it was killed; its stacks:"
-            self._child.send_signal(STACK_SIGNAL)
-            self._hung = wording.trim_stacks(read_stacks({0: self._stacks})[0])
+            self._hung = self._child.stacks()
         self._child.send_signal(signal.SIGKILL)
         end_s = _os.monotonic() + _KILL_S
         while self._child.ended is None and not self.lost_zygote and _os.monotonic() < end_s:
@@ -303,10 +294,9 @@ class ClassChild:
         self._deadline = None
 
     def _pump(self, until_s: float) -> Task[None]:
-        if self._output.shows:
-            until_s = min(until_s, _os.monotonic() + _SHOW_S)
-        yield Pause((self._child,) if self._events.closed else (self._child, self._events), until_s)
-        self._output.show()
+        ends = (self._child,) if self._events.closed else (self._child, self._events)
+        yield Pause(ends if self._output.live is None else (*ends, self._output.live), until_s)
+        self._output.pass_through()
         try:
             self._child.receive_one()
         except ZygoteDiedError:
@@ -330,41 +320,4 @@ class ClassChild:
 
     def new_output(self, to: int | None = None) -> str:
         """Return the output since the last call, up to position ``to`` in bytes, unless it was already shown."""
-        return "" if self._output.shows else wording.trim_stacks(self._output.read(to).decode(errors="replace"))
-
-
-class _Output:
-    """The output of a process, in a file without a name. ``shows``: print each complete line, escaped."""
-
-    def __init__(self, shows: bool) -> None:
-        self.shows = shows
-        self._file = _os.unnamed_file()
-        self._read_to = 0
-        self._line = b""
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def read(self, to: int | None = None) -> bytes:
-        """Return the output since the last call, up to position ``to``."""
-        if to is None:
-            to = os.fstat(self.fileno()).st_size
-        # Not read(): writers share this file's position and move it.
-        text = os.pread(self.fileno(), max(0, to - self._read_to), self._read_to)
-        self._read_to += len(text)
-        return text
-
-    def show(self) -> None:
-        """Print the new complete lines."""
-        if self.shows:
-            *lines, self._line = (self._line + self.read()).split(b"\n")
-            for line in lines:
-                self._print(line)
-
-    def _print(self, line: bytes) -> None:
-        print(printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
-
-    def close(self) -> None:
-        if self._line:
-            self._print(self._line)
-        self._file.close()
+        return "" if self._shows else wording.trim_stacks(self._output.new(to).decode(errors="replace"))

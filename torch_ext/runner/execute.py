@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
-import os
 import shutil
 import tempfile
 from collections import deque
@@ -23,10 +22,8 @@ from torch_ext.runner.places import Machine
 from torch_ext.runner.schedule import Batch, Plan, Queue, cores, longest_first
 from torch_ext.runner.steps import Executor
 from torch_ext.runner.zygotes import RunZygotes
-from torch_ext.world import wording
-from torch_ext.world.channel import ChannelClosedError, close_all
-from torch_ext.world.files import read_stacks
-from torch_ext.world.protocol import STACK_SIGNAL, Devices
+from torch_ext.world.channel import ChannelClosedError
+from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import (
     HungImportError,
     LeftWhileLoadingError,
@@ -89,19 +86,14 @@ class RunExecutor:
 
     def _names(self, zygote: ZygoteClient, module: str) -> Task[TestNames]:
         """Task: have a child of the zygote name its tests; naming may run the project's code too."""
-        stacks, stacks_writer = os.pipe()
         target = "torch_ext.runner.class_process:collect"
-        try:
-            with zygote.ask(target, module, self.environment, stacks_writer) as (channel, child):
-                if (yield from arrives(channel, self._zygotes.limit_s, child.pid)):
-                    message: TestNames = channel.receive()[0]
-                    return message
-                child.send_signal(STACK_SIGNAL)
-                found = wording.trim_stacks(read_stacks({0: stacks})[0]).rstrip()
-                text = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
-                raise HungImportError(f"{found}\n\n{text}; its stacks are above" if found else text)
-        finally:
-            close_all([stacks, stacks_writer])
+        with contextlib.closing(zygote.start(target, module, self.environment)) as child:
+            if (yield from arrives(child.channel, self._zygotes.limit_s, child.pid)):
+                message: TestNames = child.channel.receive()[0]
+                return message
+            found = child.stacks().rstrip()
+            text = f"naming the tests of {module} took longer than its limit of {self._zygotes.limit_s:g} s"
+            raise HungImportError(f"{found}\n\n{text}; its stacks are above" if found else text)
 
     def run(self, plan: Plan, sink: Sink) -> None:
         """See :class:`Executor`."""

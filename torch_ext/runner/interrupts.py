@@ -36,14 +36,6 @@ class Interrupts:
         global _current
         self._outer, _current = _current, self
 
-    def leave_to_parent(self) -> None:
-        """In a forked child, restore all handlers but SIGINT's, since children handle SIGINT too."""
-        for number, before in self._before.items():
-            if number != signal.SIGINT:
-                signal.signal(number, before)
-        if self._outer is not None:
-            self._outer.leave_to_parent()
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._over:
             return
@@ -80,9 +72,13 @@ def held() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _current is None else _current.held()
 
 
-def _forked() -> None:
-    if _current is not None:
-        _current.leave_to_parent()
+def _leave_to_parent() -> None:
+    """In a forked child, restore all handlers but SIGINT's, since children handle SIGINT too."""
+    interrupts = _current
+    while interrupts is not None:
+        for number in interrupts._before.keys() - {signal.SIGINT}:
+            signal.signal(number, interrupts._before[number])
+        interrupts = interrupts._outer
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_leave_to_parent)

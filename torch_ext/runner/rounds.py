@@ -160,10 +160,10 @@ class Rounds:
         for test, reason in reasons.items():
             self._publish(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
         plan, left = self._chosen.plan.without(reasons), len(self._chosen.plan.tests) + 1
-        keys = {batch.key for batch in plan.batches}
+        names = {batch.name for batch in plan.batches}
         for batch in self._chosen.plan.batches:
-            if batch.key not in keys:
-                self._publish(Over(TestName(*batch.key)))  # executors report only classes that they run
+            if batch.name not in names:
+                self._publish(Over(batch.name))  # executors report only classes that they run
         # With failfast, the run goes on if the first failure turns out to be a flake.
         while plan.batches and len(plan.tests) < left:
             left = len(plan.tests)

@@ -27,9 +27,9 @@ class Batch(NamedTuple):
     expected_s: float = 0.0  # their duration in their last run
 
     @property
-    def key(self) -> tuple[str, str]:
-        """A unique key within a plan: file and class."""
-        return self.file.name, self.cls
+    def name(self) -> TestName:
+        """The name of the class, which is unique within a plan."""
+        return TestName(self.file.name, self.cls)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,7 @@ from torch_ext.world import provider
 from torch_ext.world.channel import ChannelClosedError
 from torch_ext.world.child import first_uses
 from torch_ext.world.protocol import Devices, ModuleOrder, Preparation
-from torch_ext.world.tree import (
-    LoadError,
-    ModuleZygote,
-    RootZygote,
-    ZygoteClient,
-    ZygoteCopy,
-    ZygoteDiedError,
-)
+from torch_ext.world.tree import LoadError, ModuleZygote, RootZygote, ZygoteClient, ZygoteCopy, ZygoteDiedError
 from torch_ext.world.wording import own_message
 
 _COUNT_DEVICES = "torch_ext.testing._internal._distributed.machine:main"
@@ -67,9 +60,9 @@ class RunZygotes:
         child fails.
         """
         zygote = provider.zygote_for("__main__") if self._options.script else self._ready_root(file)
-        with zygote.ask(_COUNT_DEVICES, None, self._environment) as (channel, _):
+        with contextlib.closing(zygote.start(_COUNT_DEVICES, None, self._environment)) as child:
             with contextlib.suppress(ChannelClosedError):
-                message: Devices = channel.receive()[0]
+                message: Devices = child.channel.receive()[0]
                 return message
         return Devices(0, "")
 

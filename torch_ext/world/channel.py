@@ -253,7 +253,8 @@ class Channel:
         for level, type_, data in ancillary:
             if (level, type_) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors += array("i", data[: len(data) - len(data) % array("i").itemsize])
-        if not packet and _hung_up(self._socket.fileno()):  # else a test has written no bytes, which is a packet too
+        # Without POLLRDHUP, a test has written no bytes, which is a packet too.
+        if not packet and readable(self._socket.fileno(), event=select.POLLRDHUP):
             raise ChannelClosedError(_GONE)
         if found & socket.MSG_CTRUNC:
             self.refuse("a message with descriptors that this process cannot open")
@@ -278,17 +279,11 @@ def channel_pair() -> tuple[Channel, Channel]:
     return Channel(one, inodes[1]), Channel(other, inodes[0])
 
 
-def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Whether ``descriptor`` becomes readable or ends within ``timeout_s`` seconds, which may be infinite."""
+def readable(descriptor: int, timeout_s: float = 0.0, event: int = select.POLLIN) -> bool:
+    """Whether ``descriptor`` becomes readable (has ``event``) or ends within ``timeout_s`` seconds, maybe infinite."""
     ready = select.poll()  # select() refuses descriptors above 1023
-    ready.register(descriptor, select.POLLIN)
+    ready.register(descriptor, event)
     return bool(ready.poll(None if timeout_s == _NEVER else timeout_s * 1000))
-
-
-def _hung_up(descriptor: int) -> bool:
-    ready = select.poll()
-    ready.register(descriptor, select.POLLRDHUP)
-    return bool(ready.poll(0))
 
 
 def close_all(files: Iterable[int | Channel]) -> None:

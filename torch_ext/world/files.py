@@ -19,7 +19,7 @@ from typing import IO, Protocol
 
 from torch_ext.world import _os
 from torch_ext.world._os import monotonic
-from torch_ext.world.channel import Channel, channel_pair
+from torch_ext.world.channel import Channel, channel_pair, close_all
 from torch_ext.world.operations import WaitPage
 from torch_ext.world.settings import ProcessDeadline
 from torch_ext.world.wording import FATAL, printable
@@ -35,23 +35,24 @@ _PART_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Live:
-    """How to pass on output as it arrives. ``ranks``: whose output (None: all). ``prefix``: print whole lines with the
-    rank in front, otherwise bytes. ``verbatim``: keep the lines' control characters, such as colours.
+    """How to pass on output as it arrives. ``ranks``: whose output (None: all). ``prefix``: print whole lines with this
+    in front, ``{}`` for the rank; None: print bytes. ``verbatim``: keep the lines' control characters, such as colours.
     """
 
     ranks: Collection[int] | None = None
-    prefix: bool = True
+    prefix: str | None = "[rank {}] "
     verbatim: bool = False
 
 
 class Capture:
-    """The output of a rank. Its stdout and stderr share one file, so that their lines keep their order."""
+    """The output of a rank or a class process. Its stdout and stderr share one file: their lines keep their order."""
 
     def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = Live()) -> None:
         self.live = live
         self._how = how
-        self._prefix = f"[rank {rank}] "
+        self._prefix = (how.prefix or "").format(rank)
         self._file = file
+        self._read_to = 0
         self._line = b""
 
     def pass_through(self) -> bool:
@@ -64,12 +65,13 @@ class Capture:
             except BlockingIOError:
                 return True
             self._keep(part)
-            if self._how.prefix:
+            if self._how.prefix is not None:
                 self._print_lines(part)
             else:
                 sys.stdout.buffer.write(part)
                 sys.stdout.buffer.flush()
             if not part:
+                self._end_live()
                 return False
         return True
 
@@ -98,6 +100,15 @@ class Capture:
         else:
             print(self._prefix + printable(line.decode(errors="backslashreplace")), file=sys.stdout, flush=True)
 
+    def new(self, to: int | None = None) -> bytes:
+        """Return the output since the last call, up to position ``to``."""
+        if to is None:
+            to = os.fstat(self._file.fileno()).st_size
+        # Not read(): writers share this file's position and move it.
+        text = os.pread(self._file.fileno(), max(0, to - self._read_to), self._read_to)
+        self._read_to += len(text)
+        return text
+
     def tail(self) -> str:
         """Return the last 16 KiB, or more if they begin within faulthandler's stacks: those are complete."""
         return "" if self._file.closed else self._tail_bytes().decode(errors="replace")
@@ -111,10 +122,14 @@ class Capture:
 
     def close(self) -> None:
         self._file.close()
+        self._end_live()
+
+    def _end_live(self) -> None:
         if self.live is not None:
             with contextlib.suppress(OSError):
                 os.close(self.live)
             self.live = None
+            self._print_lines(b"")  # a process that was left behind may still hold the other end
 
 
 def open_capture(rank: int, show: bool | Live) -> tuple[Capture, int]:
@@ -235,9 +250,8 @@ class RankProcess:
         self._channel.close()
         self._capture.close()
         self._page.close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
+        close_all([self._stacks])
+        self._stacks = -1
         for connection in self.connections:
             connection.close()
 

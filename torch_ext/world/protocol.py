@@ -81,7 +81,7 @@ class QueryProcesses:
 @dataclass(frozen=True)
 class Copy:
     """Ask for a copy of this zygote, as the only child of a group, to isolate its children from those of other copies.
-    Descriptors: the group channel, and the copy's first command channel.
+    Descriptors: the group channel, the copy's first command channel, and a pipe for stacks, which it leaves unused.
     """
 
 
@@ -99,7 +99,6 @@ class LeftBehind:
     """A process that child ``index`` started and left running, and that the zygote has killed."""
 
     index: int
-    pid: int
     command: str
 
 

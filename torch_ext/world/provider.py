@@ -281,8 +281,9 @@ def load_module(order: ModuleOrder, descriptors: Sequence[int]) -> NoReturn:
 
 
 def serve_as_copy(order: CopyOrder, descriptors: Sequence[int]) -> NoReturn:
-    """Target of a child of a zygote: serve as its copy. Descriptor: the command channel."""
+    """Target of a child of a zygote: serve as its copy. Descriptors: the command channel, a pipe for stacks."""
     command = Channel.from_descriptor(descriptors[0])
+    close_all([descriptors[1]])
     compute_on_one_thread()
     command.send(Loaded())
     Zygote(command, order.description, order.preparation, original=order.original, others=order.others).serve()

@@ -6,10 +6,9 @@ raises :class:`ZygoteDiedError` if the zygote is gone.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch_ext.world.channel import (
     ChannelBrokenError,
     ChannelClosedError,
     channel_pair,
+    close_all,
     readable,
 )
 from torch_ext.world.child import interpreter
@@ -69,15 +69,25 @@ class ZygoteDiedError(RuntimeError):
 class Child:
     """A process that a zygote starts for the supervisor, with the channel that reports its start and end. The
     constructor waits for the start, except of a :class:`Copy`.
+
+    The descriptors of the process are the other end of ``channel``, then ``more``, then a pipe for its stacks.
     """
 
-    def __init__(self, zygote: Channel, request: Start | Copy, descriptors: Sequence[int], zygote_pid: int = 0) -> None:
+    def __init__(self, zygote: ZygoteClient, request: Start | Copy, more: Sequence[int] = ()) -> None:
         self.pid = 0
         self.ended: Ended | None = None
-        self._zygote_pid = zygote_pid
-        self._group = _connect(zygote, request, descriptors)
-        if isinstance(request, Start):
-            self.wait_started()
+        self._zygote_pid = zygote.pid
+        self.channel, remote = channel_pair()
+        self._stacks, stacks_writer = os.pipe()
+        try:
+            self._group = _connect(zygote.channel, request, [remote.fileno(), *more, stacks_writer])
+            if isinstance(request, Start):
+                self.wait_started()
+        except BaseException:
+            close_all([self.channel, self._stacks])
+            raise
+        finally:
+            close_all([remote, stacks_writer])
 
     def wait_started(self) -> None:
         """Wait until the zygote has started the child; kill the zygote if a signal has stopped it."""
@@ -112,9 +122,15 @@ class Child:
     def send_signal(self, number: int) -> None:
         self._group.try_send(Signal(0, number))
 
+    def stacks(self) -> str:
+        """Have the process write the stacks of its threads, and return them without hidden frames."""
+        self.send_signal(STACK_SIGNAL)
+        return wording.trim_stacks(read_stacks({0: self._stacks})[0])
+
     def close(self) -> None:
-        """Abandon the child; the zygote kills it if it still runs."""
-        self._group.close()
+        """Abandon the child; the zygote kills it if it still runs. Idempotent."""
+        close_all([self._group, self.channel, self._stacks])
+        self._stacks = -1
 
 
 def _connect(zygote: Channel, message: Any, descriptors: Sequence[int] = ()) -> Channel:
@@ -149,39 +165,13 @@ class ZygoteClient:
         if self.pid:
             _os.end_process(self.pid)
 
-    def start(self, target: str, payload: Any, descriptors: Sequence[int], environment: Mapping[str, str]) -> Child:
-        """Start a child that runs ``target(payload, descriptors)``."""
-        request = Start((Order(target, payload, len(descriptors)),), dict(environment))
-        return Child(self.channel, request, descriptors, self.pid)
-
-    @contextlib.contextmanager
-    def ask(
-        self, target: str, payload: Any, environment: Mapping[str, str], *more: int
-    ) -> Iterator[tuple[Channel, Child]]:
-        """Context: a child that runs ``target``, and the channel to it, the first of its descriptors, before ``more``.
-
-        Raises as :meth:`start`.
-        """
-        request = Start((Order(target, payload, 1 + len(more)),), dict(environment))
-        local, child = _start_with_channel(self, request, *more)
-        with contextlib.closing(local), contextlib.closing(child):
-            yield local, child
+    def start(self, target: str, payload: Any, environment: Mapping[str, str], more: Sequence[int] = ()) -> Child:
+        """Start a child that runs ``target(payload, descriptors)``; see :class:`Child` for the descriptors."""
+        return Child(self, Start((Order(target, payload, 2 + len(more)),), dict(environment)), more)
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""
         return _connect(self.channel, AddClient()).detach()
-
-
-def _start_with_channel(zygote: ZygoteClient, request: Start | Copy, *more: int) -> tuple[Channel, Child]:
-    """Start a child of ``zygote`` with a channel, the first of its descriptors, before ``more``; return our end."""
-    local, remote = channel_pair()
-    try:
-        return local, Child(zygote.channel, request, [remote.fileno(), *more], zygote.pid)
-    except BaseException:
-        local.close()
-        raise
-    finally:
-        remote.close()
 
 
 class ModuleZygote(ZygoteClient):
@@ -192,17 +182,9 @@ class ModuleZygote(ZygoteClient):
     def __init__(self, root: RootZygote, order: ModuleOrder) -> None:
         self.order = order
         self.imported: tuple[str, ...] | None = None  # files of the project; None while it loads
-        self._stacks, stacks_writer = os.pipe()
         # The root's own environment: a different one could prevent a fork. The order carries the module's environment.
-        request = Start((Order("torch_ext.world.provider:load_module", order, 2),), dict(os.environ))
-        try:
-            channel, process = _start_with_channel(root, request, stacks_writer)
-        except BaseException:
-            os.close(self._stacks)
-            raise
-        finally:
-            os.close(stacks_writer)
-        super().__init__(channel, process.pid, process)
+        process = root.start("torch_ext.world.provider:load_module", order, os.environ)
+        super().__init__(process.channel, process.pid, process)
         self._hung: HungImportError | None = None
 
     def poll(self) -> bool:
@@ -214,10 +196,8 @@ class ModuleZygote(ZygoteClient):
         text = f"the import of {self.order.name} took longer than its limit of {limit_s:g} s, and was ended"
         if _os.is_stopped(self.pid):
             text += ": it had been stopped by a signal (SIGSTOP)"
-        else:
-            self.process.send_signal(STACK_SIGNAL)
-            stacks = wording.trim_stacks(read_stacks({0: self._stacks})[0]).rstrip()
-            text = f"{stacks}\n\n{text}; its stacks are above" if stacks else text
+        elif stacks := self.process.stacks().rstrip():
+            text = f"{stacks}\n\n{text}; its stacks are above"
         self.kill()
         self._hung = HungImportError(text)
 
@@ -237,12 +217,6 @@ class ModuleZygote(ZygoteClient):
             raise LeftWhileLoadingError(message.left) if message.left else LoadError(message.trace)
         self.imported = message.imported
 
-    def close(self) -> None:
-        super().close()
-        if self._stacks >= 0:
-            os.close(self._stacks)
-            self._stacks = -1
-
 
 class ZygoteCopy(ZygoteClient):
     """A zygote with the modules of ``original``, which ends with it at the latest. Starts in the background until
@@ -252,8 +226,8 @@ class ZygoteCopy(ZygoteClient):
     process: Child
 
     def __init__(self, original: ZygoteClient) -> None:
-        channel, process = _start_with_channel(original, Copy())
-        super().__init__(channel, process=process)
+        process = Child(original, Copy())
+        super().__init__(process.channel, process=process)
 
     def wait_loaded(self) -> None:
         """Wait until the copy serves."""

@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from torch_ext.world import _os
@@ -73,18 +74,11 @@ def ranks_phrase(ranks: Sequence[int]) -> str:
     >>> ranks_phrase([0, 1, 2, 3, 6])
     'ranks 0-3, 6'
     """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return "ranks " + ", ".join(
-        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" if len(run) > 2 else f"{run[0]}, {run[1]}"
-        for run in runs
-    )
+    words = []
+    for _, numbered in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        run = [str(rank) for _, rank in numbered]  # of consecutive ranks
+        words.append(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(run))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
 
 
 def ranks_by(pairs: Iterable[tuple[_Key, int]]) -> dict[_Key, list[int]]:

@@ -133,7 +133,7 @@ class Leftovers:
                 _os.end_process(pid)
                 _os.waitpid(pid, 0)
                 if not ended:
-                    found.append(LeftBehind(indices.get(owner, last), pid, command))
+                    found.append(LeftBehind(indices.get(owner, last), command))
         return tuple(found)
 
 
@@ -248,7 +248,7 @@ class Zygote:
 
     def _copy(self, descriptors: list[int]) -> None:
         others = (*self.others, *_os.identify(self._adopted()))
-        order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 1)
+        order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 2)
         self._start(Start((order,), self._environment), descriptors)
 
     def _start(self, request: Start, descriptors: list[int]) -> None:

@@ -106,6 +106,6 @@ def test_process_that_its_test_has_killed_is_not_left_behind(monkeypatch, killed
     monkeypatch.setattr(_os, "children_of", lambda pid: next(answers))
     monkeypatch.setattr(_os, "command_line", lambda pid: "sleep 600")
     found = Leftovers().end_leftovers({}, (), 1)
-    assert found == (() if killed else (LeftBehind(1, child.pid, "sleep 600"),))
+    assert found == (() if killed else (LeftBehind(1, "sleep 600"),))
     child.wait()
     assert not _os.is_ending(child.pid)

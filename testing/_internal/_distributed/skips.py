@@ -201,7 +201,7 @@ def requires_gloo() -> Callable[[_Test], _Test]:
 
 def requires_nccl() -> Callable[[_Test], _Test]:
     """Skip unless this torch has the NCCL backend."""
-    return unittest.skipUnless(accelerator.has_backend("nccl"), TEST_SKIPS["nccl"].message)
+    return unittest.skipUnless(c10d.is_backend_available("nccl"), TEST_SKIPS["nccl"].message)
 
 
 def requires_accelerator_dist_backend(backends: Sequence[str] | None = None) -> Callable[[_Test], _Test]:

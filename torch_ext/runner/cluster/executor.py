@@ -48,10 +48,6 @@ class _Job:
     joined: int = 0  # number of hosts besides host 0 that can start ranks
     over: bool = False  # later events are ignored
 
-    @property
-    def cls(self) -> TestName:
-        return TestName(self.batch.file.name, self.batch.cls)
-
 
 class ClusterExecutor:
     """Runs tests on the machines of ``options.cluster``; names are collected on this machine, by ``here``."""
@@ -115,7 +111,7 @@ class ClusterExecutor:
             reason = f"{shortage}; without --cluster, this machine stands for all of them"
             for test in job.left:
                 self._sink(TestResult(test, Status.SKIPPED, 0.0, reason=reason))
-            self._sink(Over(job.cls))
+            self._sink(Over(job.batch.name))
         return False
 
     def _start(self, job: _Job) -> bool:
@@ -195,8 +191,8 @@ class ClusterExecutor:
             return
         job.over = True
         self._leave(job)
-        which = f"{machine}, host {host} of {job.cls.id}," if len(job.nodes) > 1 else machine
-        tests = f"{number} test{'s' * (number != 1)} of {job.cls.id}"
+        which = f"{machine}, host {host} of {job.batch.name.id}," if len(job.nodes) > 1 else machine
+        tests = f"{number} test{'s' * (number != 1)} of {job.batch.name.id}"
         announce(f"the machine {which} is lost ({why}); {tests} run again elsewhere")
         self._waiting.insert(0, _Job(job.batch, job.left, job.lost))
         self._machines.connect({})
@@ -206,8 +202,8 @@ class ClusterExecutor:
         job.over = True
         self._leave(job)
         if failure:
-            self._sink(TestResult(job.cls, Status.FAILED, 0.0, (Remark(failure),)))
-        self._sink(Over(job.cls))
+            self._sink(TestResult(job.batch.name, Status.FAILED, 0.0, (Remark(failure),)))
+        self._sink(Over(job.batch.name))
 
     def _leave(self, job: _Job) -> None:
         """End a class on all of its hosts, and return its reservation."""

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch_ext.runner.class_runner import ClassRunner
 from torch_ext.runner.cluster.hosts import RankProxy, RemoteRanks
@@ -50,6 +51,15 @@ def main() -> int:
     return 0
 
 
+def _received(channel: Channel) -> Task[tuple[Any, list[int]] | None]:
+    """Task: return the next message with its descriptors; None at the end of the channel."""
+    while not channel.poll():
+        yield Pause((channel,))
+    with contextlib.suppress(ChannelClosedError):
+        return channel.receive()
+    return None
+
+
 class _Supervisor:
     def __init__(self, channel: Channel, options: RunOptions, folder: str) -> None:
         self._channel = channel
@@ -77,29 +87,16 @@ class _Supervisor:
             self._zygotes.close()
 
     def _take_orders(self) -> Task[None]:
-        while True:
-            while not self._channel.poll():
-                yield Pause((self._channel,))
-            try:
-                order, descriptors = self._channel.receive()
-            except ChannelClosedError:
-                self._over = True
-                return
+        while received := (yield from _received(self._channel)):
+            order, descriptors = received
             self._loop.add(self._listen(order, Channel.from_descriptor(descriptors[0])))
+        self._over = True
 
     def _listen(self, order: RunClass, channel: Channel) -> Task[None]:
         """Task: run a class and pass it its other hosts' messages, until the actor ends it or closes its channel."""
         run = self._execute(order, channel.try_send)
         self._loop.add(run)
-        while True:
-            while not channel.poll():
-                yield Pause((channel,))
-            try:
-                line, _ = channel.receive()
-            except ChannelClosedError:
-                break
-            if line is None:
-                break
+        while (received := (yield from _received(channel))) and (line := received[0]):
             if ranks := self._host_ranks.get(order.number):  # otherwise the class has just ended
                 ranks.handle(line)
         self._loop.end(run)

@@ -33,8 +33,6 @@ COLUMNS = (Status.PASSED, Status.FAILED, Status.SKIPPED, Status.FLAKY)
 # After a result with ``again``, another result of the same test and round replaces it.
 Reporter = Callable[[Event], None]
 
-_Key = tuple[str, str]
-
 
 def counts(results: Iterable[TestResult]) -> Counter[Status]:
     """Return the numbers of passed, failed, skipped and flaky ``results``."""
@@ -51,8 +49,8 @@ class Tally:
         self._earlier: list[TestResult] = []  # of earlier rounds
         self._lost: list[TestName] = []  # tests without a result in earlier rounds
         self._latest: dict[TestName, TestResult] = {}
-        self._batches = {batch.key: batch for batch in plan}
-        self.running: dict[_Key, tuple[TestName, float]] = {}  # each class, or its current test, and the start time
+        self._batches = {batch.name: batch for batch in plan}
+        self.running: dict[TestName, tuple[TestName, float]] = {}  # each class, or its current test, and the start time
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -64,9 +62,9 @@ class Tally:
             self._earlier, self._lost = self.results, self.missing()
             self._begin_round()
         elif isinstance(event, Began):
-            self.running[event.test.file, event.test.cls] = event.test, time.monotonic()
+            self.running[TestName(event.test.file, event.test.cls)] = event.test, time.monotonic()
         elif isinstance(event, Over):
-            self.running.pop((event.test.file, event.test.cls), None)
+            self.running.pop(event.test, None)
         elif isinstance(event, TestResult):
             self._count(event)
 
@@ -76,9 +74,9 @@ class Tally:
         if known is None or result.attempt > 1 or known.status.counted is not Status.FAILED:
             self._latest[test] = result
         self.waiting.pop(test, None)
-        key = test.file, test.cls
-        if self.running.get(key, (None, 0.0))[0] == test:
-            self.running[key] = TestName(*key), time.monotonic()
+        cls = TestName(test.file, test.cls)
+        if self.running.get(cls, (None, 0.0))[0] == test:
+            self.running[cls] = cls, time.monotonic()
 
     @property
     def results(self) -> list[TestResult]:
@@ -87,11 +85,11 @@ class Tally:
 
     def batch_of(self, test: TestName) -> Batch | None:
         """Return the planned class of ``test``; None for a file that could not be imported."""
-        return self._batches.get((test.file, test.cls))
+        return self._batches.get(TestName(test.file, test.cls))
 
     def results_of(self, batch: Batch) -> list[TestResult]:
         """Return the results of one class in this round so far, including its fixtures' failures."""
-        return [one for test, one in self._latest.items() if (test.file, test.cls) == batch.key]
+        return [one for test, one in self._latest.items() if TestName(test.file, test.cls) == batch.name]
 
     def missing(self) -> list[TestName]:
         """Return the planned tests without a result."""
@@ -115,8 +113,8 @@ class InOrder:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._held: dict[_Key, list[Event]] = {batch.key: [] for batch in self._plan}
-        self._over: set[_Key] = set()
+        self._held: dict[TestName, list[Event]] = {batch.name: [] for batch in self._plan}
+        self._over: set[TestName] = set()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Tick):
@@ -127,7 +125,7 @@ class InOrder:
             self._begin_round()
             self._reporter(event)
             return
-        key = event.test.file, event.test.cls
+        key = TestName(event.test.file, event.test.cls)
         if key not in self._held or _is_urgent(event):
             self._reporter(event)
         else:
@@ -140,7 +138,7 @@ class InOrder:
                 break
             del self._held[first]
 
-    def _release(self, key: _Key) -> None:
+    def _release(self, key: TestName) -> None:
         held, self._held[key] = self._held[key], []
         for event in held:
             self._reporter(event)

@@ -86,7 +86,7 @@ def rerun_command(options: RunOptions, test: TestName) -> str:
 
 
 # Terminal codes of the styles in a report.
-_CODES = {"green": "32", "yellow": "33", "bold": "1", "dim": "2", "bold red": "1;31", "bold yellow": "1;33"}
+_CODES = {"green": "32", "yellow": "33", "dim": "2", "bold red": "1;31", "bold yellow": "1;33"}
 _COLORS = frozenset(("green", "yellow", "bold red", "bold yellow"))
 _STYLES = {Status.PASSED: "green", Status.FAILED: "bold red", Status.SKIPPED: "yellow", Status.FLAKY: "bold yellow"}
 
@@ -233,7 +233,7 @@ class TextReporter:
         results = self._tally.results_of(batch)
         columns = _counted(results, missing=self._missing(batch))
         duration_s = sum(result.duration_s for result in results)
-        self._out.line(f"{batch.file.name}::{batch.cls}  ", *columns, f"  {duration_s:.2f} s")
+        self._out.line(f"{batch.name.id}  ", *columns, f"  {duration_s:.2f} s")
 
     def _block(self, title: str, lines: Sequence[str], style: str = "") -> None:
         if lines:
