@@ -35,29 +35,27 @@ def gathered():
     return lambda: x.gather(1, index)
 
 
-def attention(backward=False, heads=4, **options):
-    q, k, v = (f32(1, h, 256, 8, requires_grad=backward) for h in (4, heads, heads))
+def prepared(call, inputs, backward):
     if not backward:
-        return lambda: F.scaled_dot_product_attention(q, k, v, **options)
-    out = F.scaled_dot_product_attention(q, k, v, **options)
+        return lambda: call(*inputs)
+    out = call(*inputs)
     grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, [q, k, v], grad)
+    return lambda: torch.autograd.grad(out, inputs, grad)
+
+
+def attention(backward=False, heads=4, **options):
+    inputs = [f32(1, h, 256, 8, requires_grad=backward) for h in (4, heads, heads)]
+    return prepared(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options), inputs, backward)
+
+
+def rms_norm(backward=False):
+    inputs = [f32(*shape, requires_grad=True) for shape in ((64, 64), (64,))]
+    return prepared(lambda x, weight: F.rms_norm(x, (64,), weight), inputs, backward)
 
 
 def batch_norm_backward():
     x, layer = f32(4, 4, 16, 16, requires_grad=True), torch.nn.BatchNorm2d(4, device=DEVICE)
-    out = layer(x)
-    grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, [x, layer.weight, layer.bias], grad)
-
-
-def rms_norm(backward=False):
-    x, weight = f32(64, 64, requires_grad=True), f32(64, requires_grad=True)
-    if not backward:
-        return lambda: F.rms_norm(x, (64,), weight)
-    out = F.rms_norm(x, (64,), weight)
-    grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, [x, weight], grad)
+    return prepared(lambda x, *_: layer(x), [x, layer.weight, layer.bias], backward=True)
 
 
 def step(optimizer, **options):

@@ -6,22 +6,23 @@ import torch
 
 from test.torch_ext.sim.races.stage import SIM, pair, rows
 
+MIB = 1 << 18  # in elements
 
-@pair
-def freed_while_in_use(on, fixed):
+
+# MiB that become idle before the memory is used again.
+@rows({"freed_while_in_use": 0, "freed_before_much_memory_was_idle": 520})
+def freed_early(on, fixed, idle):
     x = on.tensor()
     with on.on(on.side):
         x.mul(3)  # earlier: mul
     if fixed:
         x.record_stream(on.side)
     del x
+    torch.empty(idle * MIB, device=on.device)
     torch.ones(256, device=on.device)  # later: fill_
 
 
 # The blocks of the next programs lie in one segment, because nothing else allocates on these streams.
-MIB = 1 << 18  # in elements
-
-
 def _neighbours(on, *mibs):
     with on.on(on.other):
         made = [torch.ones(mib * MIB, device=on.device) for mib in mibs]
@@ -68,18 +69,6 @@ def far_part_of_a_freed_block(on, fixed):
         first = torch.ones(4 * MIB, device=on.device)  # later: fill_
         torch.ones(4 * MIB, device=on.device)
     del first
-
-
-@pair
-def freed_before_much_memory_was_idle(on, fixed):
-    x = on.tensor()
-    with on.on(on.side):
-        x.mul(3)  # earlier: mul
-    if fixed:
-        x.record_stream(on.side)
-    del x
-    torch.empty(520 * MIB, device=on.device)
-    torch.ones(256, device=on.device)  # later: fill_
 
 
 @pair
