@@ -155,8 +155,8 @@ def _lower_flex_attention() -> None:
             return lower(query, key, value, subgraph, block_mask, scale, options, *others)
         if any(user.target is operator.getitem and user.args[1] for user in V.graph.current_node.users):
             raise NotImplementedError(
-                f"flex_attention on {NAME} is compiled for its output alone, as on cpu: without gradients, return_lse and "
-                "return_aux. Leave torch.compile out, for this call at least, or call it under torch.no_grad()."
+                f"flex_attention on {NAME} is compiled for its output alone, as on cpu: without gradients, return_lse "
+                "and return_aux. Leave torch.compile out, for this call at least, or call it under torch.no_grad()."
             )
         options = {**options, "OUTPUT_LOGSUMEXP": False}
         return lower_cpu(query, key, value, subgraph, block_mask, scale, options, *others)
