@@ -150,11 +150,6 @@ def test_changed_follows_imports(repository, cli):
     assert (cli("--changed", "HEAD", "-q").code, cli.ran) == (0, [A1, A2, B1])
 
 
-def test_changed_without_git_is_a_usage_error(cli):
-    done = cli("--changed", "HEAD")
-    assert done.code == 2 and "--changed needs git, which fails in" in done.err
-
-
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 

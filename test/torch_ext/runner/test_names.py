@@ -12,7 +12,7 @@ import pytest
 
 from test.torch_ext.runner.fakes import FakeCollector, write_suite
 from torch_ext.results import Needs, TestName
-from torch_ext.runner.names import Collected, NameCache, collect_names, describe, environment_key, find_test_files
+from torch_ext.runner.names import Collected, NameCache, collect_names, environment_key, find_test_files
 
 LAYOUT = {"a/test_a.py": ["TestA.test_1", "TestA.test_2"], "test_b.py": []}
 ALL, FIRST = sorted(LAYOUT), ["a/test_a.py"]
@@ -213,10 +213,3 @@ def test_module_name_starts_below_the_last_folder_that_is_no_package(tmp_path):
         "pkg/plain/test_c.py": ("test_c", tmp_path / "root/pkg/plain"),
         "plain/test_b.py": ("test_b", tmp_path / "root/plain"),
     }
-
-
-def test_module_name_matches_pytest():
-    path = Path(__file__).resolve()
-    file = describe(path, path.parents[2])
-    assert (file.name, file.module) == ("torch_ext/runner/test_names.py", __name__)
-    assert file.import_root == path.parents[3]

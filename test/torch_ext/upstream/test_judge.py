@@ -82,19 +82,25 @@ def failing_with(error):
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "module"),
     [
-        "ImportError: cannot import name 'new' from 'torch.distributed' (/x/__init__.py)",
-        "AttributeError: module 'torch.distributed' has no attribute 'new'",
-        "ModuleNotFoundError: No module named 'torch.distributed.new'",
+        ("ImportError: cannot import name 'new' from 'torch.distributed' (/x/__init__.py)", "torch.distributed"),
+        ("AttributeError: module 'torch.distributed' has no attribute 'new'", "torch.distributed"),
+        ("ModuleNotFoundError: No module named 'torch.distributed.new'", "torch.distributed"),
+        (
+            "ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)",
+            "torch.testing._internal.common_fsdp",  # ours and torch's lack it
+        ),
     ],
 )
-def test_a_name_that_the_installed_torch_lacks_is_no_failure(error, tmp_path):
+def test_a_name_that_the_installed_torch_lacks_is_no_failure(error, module, tmp_path):
+    failed = failing_with(error)
+    assert Releases([]).judged(failed) is failed
     newer = Releases([checkout(tmp_path, "9.9.0a0")])
     assert newer.notice.startswith("the checkout is of torch 9.9.0a0, and ")
-    judged = newer.judged(failing_with(error))
+    judged = newer.judged(failed)
     assert judged.status is Status.SKIPPED
-    assert judged.reason.startswith("needs torch >= 9.9: ") and judged.reason.endswith("has no torch.distributed.new")
+    assert judged.reason.startswith("needs torch >= 9.9: ") and judged.reason.endswith(f"has no {module}.new")
 
 
 @pytest.mark.parametrize(
@@ -114,14 +120,6 @@ def test_other_failures_stay_failures(error, tmp_path):
     (file.parents[1] / "version.txt").write_text("1.0\n")
     same = failing_with("AttributeError: module 'torch.distributed' has no attribute 'new'")
     assert Releases([file]).judged(same) is same
-
-
-def test_a_name_that_a_module_of_ours_and_torchs_lack_is_torchs(tmp_path):
-    missing = failing_with("ImportError: cannot import name 'new' from 'torch_ext.testing._internal.common_fsdp' (/x)")
-    judged = Releases([checkout(tmp_path, "9.9.0a0")]).judged(missing)
-    assert judged.status is Status.SKIPPED
-    assert judged.reason.endswith("has no torch.testing._internal.common_fsdp.new")
-    assert Releases([]).judged(missing) is missing
 
 
 IMPORTS = """

@@ -108,21 +108,6 @@ def test_nothing_is_written_to_the_checkout(checkout, tmp_path):
     assert subject in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        ("testing/_internal/common_distributed.py", "never goes upstream: write against"),
-        ("testing/_internal/_fsdp/models/mlp.py", "upstream already has everything"),
-        ("testing/_internal/common_fsdp.py::MLP", "has MLP: port your change by hand"),
-    ],
-)
-def test_unexportable_items_are_reported(checkout, item, message, capsys):
-    assert main([item, "--onto", str(checkout)]) == 1
-    output = capsys.readouterr()
-    assert message in output.err
-    assert output.out == ""
-
-
 @pytest.mark.long  # half a minute for the whole tree
 def test_every_suite_and_helper_goes_applies_and_imports(checkout, tmp_path):
     result = export(["test/distributed", "testing/_internal"], checkout)

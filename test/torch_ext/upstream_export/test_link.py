@@ -138,30 +138,19 @@ def test_annotation_of_a_later_name_is_quoted():
     assert 'def copy(self, n: int) -> "Helper":' in helpers(rooms, "import torch\n", "Helper()", "Helper")
 
 
-def test_existing_file_gets_its_missing_tests():
-    text = "import os\n\n\nclass TestA:\n    def test_old(self): ...\n\n    def test_new(self):\n        os.getpid()\n"
-    ours = {"test.distributed.test_a": text}
-    theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
-    files, found = exported("test.distributed.test_a", ours, theirs)
-    assert found == []
-    assert files["test.distributed.test_a"] == (
-        "import os\n\n\nclass TestA:\n    def test_old(self):\n        return 1\n\n"
-        "    def test_new(self):\n        os.getpid()\n"
-    )
-
-
-def test_new_tests_bring_their_helpers_and_decorators_precede_the_class():
+def test_existing_file_gets_its_missing_tests_with_helpers_and_decorators_before_the_class():
     text = (
-        "def twice(test):\n    return test\n\n\ndef used():\n    return 1\n\n\n"
-        "class TestA:\n    @twice\n    def test_new(self):\n        used()\n"
+        "import os\n\n\ndef twice(test):\n    return test\n\n\ndef used():\n    return 1\n\n\n"
+        "class TestA:\n    def test_old(self): ...\n\n"
+        "    @twice\n    def test_new(self):\n        os.getpid(), used()\n"
     )
     theirs = {"test.distributed.test_a": "class TestA:\n    def test_old(self):\n        return 1\n"}
     files, found = exported("test.distributed.test_a", {"test.distributed.test_a": text}, theirs)
     assert found == []
     assert files["test.distributed.test_a"] == (
-        "def twice(test):\n    return test\n\n\n"
+        "import os\n\n\ndef twice(test):\n    return test\n\n\n"
         "class TestA:\n    def test_old(self):\n        return 1\n\n"
-        "    @twice\n    def test_new(self):\n        used()\n\n\n"
+        "    @twice\n    def test_new(self):\n        os.getpid(), used()\n\n\n"
         "def used():\n    return 1\n"
     )
 

@@ -28,7 +28,8 @@ OTHER = TEST.replace("test_a", "test_other")
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A project with one suite, the one to export."""
-    root = repository(tmp_path / "ours", {SUITE: TEST, "testing/_internal/ours.py": "x = 1\n", "README.md": "Hello\n"})
+    front = "testing/_internal/common_fsdp.py"
+    root = repository(tmp_path / "ours", {SUITE: TEST, front: "class TestCase: ...\n", "README.md": "Hello\n"})
     monkeypatch.setattr(command, "project_root", lambda: root)
     monkeypatch.chdir(root)
     return root
@@ -65,6 +66,7 @@ def fail(capfd):
         ("..", 2, "'..' is no file or folder of"),
         ("README.md", 2, "README.md: only Python files below testing and test/distributed go upstream"),
         (f"{SUITE}::Nothing", 1, "test/distributed/test_suite.py defines no Nothing"),
+        ("testing/_internal/common_fsdp.py::TestCase", 1, "common_fsdp has TestCase: port your change by hand"),
         ("test/distributed/empty", 1, "upstream already has everything: nothing to export"),
     ],
 )

@@ -11,11 +11,15 @@ SIM = torch.get_device_module("sim")
 DEVICE = "sim:3"
 
 
+@pytest.fixture(autouse=True)
+def _ends_recording():
+    yield
+    SIM.memory._record_memory_history(None)
+
+
 @pytest.fixture
 def recording():
     SIM.memory._record_memory_history()
-    yield
-    SIM.memory._record_memory_history(None)
 
 
 @pytest.fixture
@@ -41,17 +45,14 @@ def test_blocks_name_their_allocation_while_recording_and_while_they_live():
     assert _block_at(kept.data_ptr())["frames"] == []
     assert SIM.memory._snapshot()["device_traces"] == [[] for _ in range(SIM.device_count())]
     SIM.memory._record_memory_history()
-    try:
-        tensor = _make(3000)
-        block = _block_at(address := tensor.data_ptr())
-        assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 12288, 12000)
-        assert block["frames"][0]["name"] == "_make" and isinstance(block["frames"][0]["line"], int)
-        assert block["frames"][0]["filename"].endswith("test_memory_history.py")
-        del tensor
-        block = _block_at(address)
-        assert block["state"] == "inactive" and block["frames"] == []
-    finally:
-        SIM.memory._record_memory_history(None)
+    tensor = _make(3000)
+    block = _block_at(address := tensor.data_ptr())
+    assert (block["state"], block["size"], block["requested_size"]) == ("active_allocated", 12288, 12000)
+    assert block["frames"][0]["name"] == "_make" and isinstance(block["frames"][0]["line"], int)
+    assert block["frames"][0]["filename"].endswith("test_memory_history.py")
+    del tensor
+    block = _block_at(address)
+    assert block["state"] == "inactive" and block["frames"] == []
 
 
 def test_a_block_that_a_stream_still_uses_awaits_its_end():
@@ -94,19 +95,16 @@ def test_torchs_visualizer_reads_a_snapshot(recording, tmp_path):
 
 
 def test_options_say_what_is_kept():
-    try:
-        SIM.memory._record_memory_history("state")
-        tensor = _make(10)
-        assert _block_at(tensor.data_ptr())["frames"] and not SIM.memory._snapshot()["device_traces"][3]
-        SIM.memory._record_memory_history("all", context=None)
-        tensor = _make(10)
-        assert not _block_at(tensor.data_ptr())["frames"] and SIM.memory._snapshot()["device_traces"][3]
-        SIM.memory._record_memory_history(max_entries=3)
-        for _ in range(10):
-            _make(10)
-        assert len(SIM.memory._snapshot()["device_traces"][3]) <= 6  # a free is two
-    finally:
-        SIM.memory._record_memory_history(None)
+    SIM.memory._record_memory_history("state")
+    tensor = _make(10)
+    assert _block_at(tensor.data_ptr())["frames"] and not SIM.memory._snapshot()["device_traces"][3]
+    SIM.memory._record_memory_history("all", context=None)
+    tensor = _make(10)
+    assert not _block_at(tensor.data_ptr())["frames"] and SIM.memory._snapshot()["device_traces"][3]
+    SIM.memory._record_memory_history(max_entries=3)
+    for _ in range(10):
+        _make(10)
+    assert len(SIM.memory._snapshot()["device_traces"][3]) <= 6  # a free is two
     with pytest.raises(ValueError, match="'state', 'all' or None"):
         SIM.memory._record_memory_history("everything")
 
