@@ -14,17 +14,18 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import rpc
-from torch.testing._internal.dist_utils import (
-    INIT_METHOD_TEMPLATE as INIT_METHOD_TEMPLATE,
-)
-from torch.testing._internal.dist_utils import (
-    get_num_owners_and_forks as get_num_owners_and_forks,
-)
-from torch.testing._internal.dist_utils import noop as noop
-from torch.testing._internal.dist_utils import worker_name as worker_name
+from torch.testing._internal import dist_utils as _upstream
 
 from torch_ext.compat import rpc as private
 from torch_ext.world.wording import add_note
+
+INIT_METHOD_TEMPLATE = _upstream.INIT_METHOD_TEMPLATE
+get_num_owners_and_forks = _upstream.get_num_owners_and_forks
+noop = _upstream.noop
+wait_until_pending_futures_and_users_flushed = (
+    _upstream.wait_until_pending_futures_and_users_flushed
+)
+worker_name = _upstream.worker_name
 
 _POLL_INTERVAL_S = 0.01
 # The two ways in which torch names the worker that raised: in a Python function, or
@@ -139,21 +140,6 @@ def wait_until_node_failure(
         f"{worker_name(rank)} did not fail with an error matching "
         f"{expected_error_regex!r} in {timeout} s: {last}"
     )
-
-
-def wait_until_pending_futures_and_users_flushed(timeout: int = 20) -> None:
-    """Wait until the owners have confirmed all RRef forks of this worker, which they do
-    in the background, possibly after ``to_here`` has returned.
-
-    Raises:
-        ValueError: forks or futures were still pending after ``timeout`` seconds.
-    """
-    for _ in _poll(timeout):
-        counts = private.rref_debug_info()
-        pending = {k: int(counts[f"num_pending_{k}"]) for k in ("futures", "users")}
-        if not any(pending.values()):
-            return
-    raise ValueError(f"After {timeout} s there are still pending {pending}")
 
 
 def wait_until_owners_and_forks_on_rank(

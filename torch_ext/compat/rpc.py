@@ -31,7 +31,6 @@ __getattr__ = lazy_names(
         "faulty_agent_module": (f"{_HOME}._testing:__name__",),
         "barrier": (f"{_HOME}.api:_barrier",),
         "delete_unforked_rrefs": (f"{_HOME}.api:_delete_all_user_and_unforked_owner_rrefs",),
-        "rref_debug_info": (f"{_HOME}:_rref_context_get_debug_info",),
         "set_rpc_timeout": (f"{_HOME}:_set_rpc_timeout",),
         "wait_all": (f"{_HOME}.api:_wait_all",),
     },

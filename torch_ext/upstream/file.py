@@ -92,10 +92,10 @@ def _prepare() -> None:
     if path.is_file():
         try:
             source = importlib.util.decode_source(path.read_bytes())
-            ast.parse(source)
+            wanted = devices_wanted(source)
         except (OSError, SyntaxError, ValueError):
             return  # the import, which comes next, raises the error
-        accelerator.request_devices(max(1, min(_MAX_DEVICES, devices_wanted(source))))
+        accelerator.request_devices(max(1, wanted))
         devices.update_device_count()
         if _READS_BACKEND.search(source):
             _set_variables()

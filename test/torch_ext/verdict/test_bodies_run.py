@@ -130,6 +130,12 @@ EXITS = {
     "in_words": ("failed", "pass"),
     "fails": ("failed by 0, 1: AssertionError", "self.fail('no')"),
     "inside": ("failed by 1", "self.rank and sys.exit(0)"),
+    # The test method has run to its end once, inside itself.
+    "inside_after_itself": (
+        "failed by 1",
+        "if hasattr(self, 'again'): return\nself.again = True\ngetattr(self, self._testMethodName)()\n"
+        "self.rank and sys.exit(0)",
+    ),
 }
 RETURNED = "failed by 1: ^the test method has not run to its end"
 OVERRIDDEN = {

@@ -232,7 +232,10 @@ class ExampleRun:
 
     def _run_on_ranks(self, payload: bytes) -> tuple[Sequence[Outcome], float]:
         """Run one example on all ranks; return their outcomes and how long it took, in seconds."""
-        world = self._ranks()
+        try:
+            world = self._ranks()
+        except WorldFailure as failure:  # before an example ran, so that none is blamed
+            raise _StopEngine(failure) from None
         world.new_round(self._case.id(), payload)
         outcomes = world.wait(Limits(test_s=self._example_s, hang_s=settings.hang_after_s()), keep=True)
         took_s = world.took_s
@@ -242,8 +245,8 @@ class ExampleRun:
         return outcomes, took_s
 
     def _ranks(self) -> World:
-        """Return ranks that wait for an example; start fresh ones if there are none. Stop the engine, or skip the test,
-        if they fail or skip before the first example.
+        """Return ranks that wait for an example; start fresh ones if there are none. Raises what :func:`raise_verdict`
+        does if they fail or skip before the first example.
         """
         world: World | None = self._case._world
         if world is None or world is not self._ready:
@@ -252,16 +255,9 @@ class ExampleRun:
                 world = self._case._world
             if world is None:
                 raise unittest.SkipTest(f"setUp() of {type(self._case).__name__} did not call self._spawn_processes()")
-            self._await_ranks(world, Limits(test_s=_READY_S), keep=True)
+            raise_verdict(world.wait(Limits(test_s=_READY_S), keep=True), world.took_s)
             self._ready = world
         return world
-
-    def _await_ranks(self, world: World, limits: Limits, keep: bool) -> None:
-        """Wait for the ranks while no example runs, so that a failure is not blamed on one."""
-        try:
-            raise_verdict(world.wait(limits, keep=keep), world.took_s)
-        except WorldFailure as failure:
-            raise _StopEngine(failure) from None
 
     def _drop_ranks(self, world: World) -> None:
         """Kill the ranks and wait until they are gone, because fresh ones use the same rendezvous file."""
@@ -275,9 +271,6 @@ class ExampleRun:
 
     def _end_ranks(self) -> None:
         """Have the ranks finish as after any other test; they may fail although all examples passed."""
-        try:
-            world = self._ranks()
-            world.new_round(self._case.id(), NO_MORE)
-            self._await_ranks(world, Limits(test_s=_END_S), keep=False)
-        except _StopEngine as stop:
-            raise stop.error from None
+        world = self._ranks()
+        world.new_round(self._case.id(), NO_MORE)
+        raise_verdict(world.wait(Limits(test_s=_END_S)), world.took_s)

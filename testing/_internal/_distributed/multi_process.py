@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -92,14 +92,6 @@ def raise_verdict(
             print(f"torch_ext: rank {outcome.rank} {left_behind(command)}", file=sys.stderr)
 
 
-def _supported(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``kwargs`` that the function accepts: existing overrides may lack some."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return dict(kwargs)
-    return {name: value for name, value in kwargs.items() if name in parameters}
-
-
 class MultiProcessTestCase(RanksTestCase):
     """A test case whose methods run in ``world_size`` ranks, each a fresh process.
 
@@ -177,7 +169,9 @@ class MultiProcessTestCase(RanksTestCase):
         """Start the ranks. Each calls ``_run(rank, test name, file name, connection, fake_pg=...)`` of this class."""
         self._end_world()
         name, size = self._current_test_name(), count_ranks(self)
-        kwargs = _supported(type(self)._run, {"fake_pg": getattr(self, "fake_pg", False)})
+        parameters = inspect.signature(type(self)._run).parameters.values()
+        accepts = any(each.name == "fake_pg" or each.kind is each.VAR_KEYWORD for each in parameters)
+        kwargs = {"fake_pg": getattr(self, "fake_pg", False)} if accepts else {}  # existing overrides may lack it
         hosts = hosts_of(self)
         devices = max(ranks_per_host(size, hosts), required_devices(type(self), name))
         arguments = (name, HostFile(self.file_name) if hosts > 1 else self.file_name)

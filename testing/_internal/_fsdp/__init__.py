@@ -10,7 +10,6 @@
     extension_contract     what tensor subclasses must pass
       extension_hooks      the check of their hooks
       -> fsdp1_parity      FSDP1 against DDP
-         subtests          conditions and names of subtests
         -> models          modules to wrap
            state           their parameters and buffers
           -> patches       contexts that replace what FSDP calls

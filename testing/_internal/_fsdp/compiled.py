@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from torch.distributed.fsdp import fully_shard
@@ -46,7 +46,13 @@ compiled_fsdp_test.__test__ = False  # type: ignore[attr-defined]
 @contextmanager
 def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
     dynamo = private.dynamo_config
-    shard = partial(_shard_and_compile, only)
+
+    def shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = fully_shard(module, *args, **kwargs)
+        if only is None or isinstance(module, only):
+            module.compile(backend=compile_backend())
+        return sharded
+
     with ExitStack() as stack:
         stack.enter_context(patched(func.__globals__, fully_shard.__name__, shard))
         # The compiler would fork its workers from a rank that has threads.
@@ -54,15 +60,6 @@ def _compiling(func: Callable[..., Any], only: type | None) -> Iterator[None]:
         if hasattr(dynamo, "skip_fsdp_hooks"):
             stack.enter_context(patched(dynamo, "skip_fsdp_hooks", True))
         yield
-
-
-def _shard_and_compile(
-    only: type | None, module: Any, *args: Any, **kwargs: Any
-) -> Any:
-    sharded = fully_shard(module, *args, **kwargs)
-    if only is None or isinstance(module, only):
-        module.compile(backend=compile_backend())
-    return sharded
 
 
 def compile_backend() -> str:

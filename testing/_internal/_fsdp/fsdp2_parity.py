@@ -115,26 +115,24 @@ def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
     return [inside * count if len(inside) == 1 else inside for inside in parts]
 
 
-def effective_reduce_dtype(
-    policy: MixedPrecisionPolicy, original: torch.dtype = torch.float32
-) -> torch.dtype:
-    """Return the type in which FSDP2 reduces gradients of parameters of type
-    ``original``: without ``policy.reduce_dtype`` that of the computation, or since
-    torch 2.15 of the parameters.
+def effective_reduce_dtype(policy: MixedPrecisionPolicy) -> torch.dtype:
+    """Return the type in which FSDP2 reduces gradients of float32 parameters: without
+    ``policy.reduce_dtype`` that of the computation, or since torch 2.15 float32.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
     follows_parameters = torch.__version__ >= "2.15"
-    return original if follows_parameters else policy.param_dtype or original
+    computed_in = None if follows_parameters else policy.param_dtype
+    return computed_in or torch.float32
 
 
-def sequential_mlps(count: int = 3, width: int = 5) -> nn.Sequential:
-    """Return up to three MLPs, the same on every rank: ``(*, width)`` in and out. With
-    the default width FSDP2 pads every parameter on four ranks.
+def sequential_mlps(count: int = 3) -> nn.Sequential:
+    """Return up to three MLPs, the same on every rank: ``(*, 5)`` in and out. FSDP2
+    pads every parameter of this width on four ranks.
     """
     torch.manual_seed(0)
     multipliers = (2, 3, 2)[:count]
-    return nn.Sequential(*(MLP(width, dim_multiplier=each) for each in multipliers))
+    return nn.Sequential(*(MLP(5, dim_multiplier=each) for each in multipliers))
 
 
 def average_gradients(model: nn.Module) -> None:

@@ -78,7 +78,7 @@ def export(items: Sequence[str], onto: Path, *, checked: bool = False) -> Result
     root = project_root()
     theirs = upstream_at(onto)
     check_author(onto)
-    ours = our_tree(theirs, root, tables.STAND_INS)
+    ours = our_tree(theirs, root)
     linker = Linker(ours, theirs)
     for item in items:
         add(linker, item, root)

@@ -179,7 +179,7 @@ class Linker:
             if any(self.ours.find(star, name) for star in module.stars):
                 self._link_name(module.name, name, use, spine, piece)
         elif not _is_ours(origin.dotted):
-            if not piece.is_whole and (text := target.import_name(name, origin)) != name:
+            if target.whole is not piece and (text := target.import_name(name, origin)) != name:
                 piece.edits.append(replace_node(spine[0], text))
         elif origin.attribute and self.ours.module(origin.dotted) is None:
             self._link_name(origin.module, origin.attribute, use, spine, piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TypeGuard
 
 from torch_ext.upstream.export.git import CheckoutError, commit_of, file_at
 from torch_ext.upstream.export.scopes import bound_names
+from torch_ext.upstream.export.tables import STAND_INS
 
 OURS, THEIRS = "torch_ext.testing._internal", "torch.testing._internal"
 
@@ -187,9 +188,14 @@ def project_root() -> Path:
     return root
 
 
-def our_tree(theirs: Tree, root: Path | None = None, stand_ins: Mapping[str, str] | None = None) -> Tree:
-    """Return this project's modules and torch's from ``theirs``. ``stand_ins``: files to read for others'."""
-    ours = _disk_tree(root or project_root(), stand_ins or {})
+def our_tree(theirs: Tree, root: Path) -> Tree:
+    """Return the modules of the project at ``root``, with stand-ins, and torch's from ``theirs``."""
+
+    def source(path: str) -> bytes | None:
+        file = root / STAND_INS.get(path, path)
+        return file.read_bytes() if file.is_file() else None
+
+    ours = _tree(source, lambda path: str(root / path))
     return Tree(lambda name: ours.module(name) if name.split(".")[0] != "torch" else theirs.module(name))
 
 
@@ -203,14 +209,6 @@ def upstream_at(checkout: Path) -> Tree:
     if file_at(checkout, path_of(THEIRS), commit) is None:
         raise CheckoutError(f"{checkout} has no {path_of(THEIRS)} in its HEAD; give a git checkout of PyTorch")
     return _tree(lambda path: file_at(checkout, path, commit), lambda path: f"{path} of {checkout} in HEAD")
-
-
-def _disk_tree(root: Path, stand_ins: Mapping[str, str]) -> Tree:
-    def source(path: str) -> bytes | None:
-        file = root / stand_ins.get(path, path)
-        return file.read_bytes() if file.is_file() else None
-
-    return _tree(source, lambda path: str(root / path))
 
 
 def _tree(source: Callable[[str], bytes | None], describe: Callable[[str], str]) -> Tree:

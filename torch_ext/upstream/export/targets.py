@@ -24,10 +24,6 @@ class Piece:
     into: str = ""  # upstream's class, for a member
     edits: list[Edit] = field(default_factory=list)
 
-    @property
-    def is_whole(self) -> bool:
-        return self.target.whole is self
-
 
 @dataclass
 class Target:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -166,17 +166,15 @@ class NonUniformReqGradNWM(NestedWrappedModule):
                 parameter.requires_grad_(False)
 
 
-@contextmanager
-def _delaying(owner: Any, name: str, milliseconds: int) -> Iterator[None]:
-    """Delay each call of the function ``name`` of ``owner``."""
+def _delaying(owner: Any, name: str, milliseconds: int) -> AbstractContextManager[Any]:
+    """Return a context that delays each call of the function ``name`` of ``owner``."""
     function = getattr(owner, name)
 
     def late(*args: Any, **kwargs: Any) -> Any:
         delay(milliseconds)
         return function(*args, **kwargs)
 
-    with mock.patch.object(owner, name, late):
-        yield
+    return mock.patch.object(owner, name, late)
 
 
 class ModuleWithDelay(FSDPTestModel):

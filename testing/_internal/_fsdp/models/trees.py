@@ -39,15 +39,13 @@ class BlockSpec:
 _Parts = st.SearchStrategy[LayerSpec | BlockSpec]
 
 
-def module_trees(
-    max_width: int = 6, max_layers: int = 6
-) -> st.SearchStrategy[BlockSpec]:
+def module_trees() -> st.SearchStrategy[BlockSpec]:
     """Return a Hypothesis strategy for what :func:`build_tree` builds.
 
     Widths start at 1, so over a few ranks shards are uneven and many are empty.
     Examples shrink towards a block with a single layer of width 1.
     """
-    widths, flags = st.integers(1, max_width), st.booleans()
+    widths, flags = st.integers(1, 6), st.booleans()
     layer = st.builds(LayerSpec, width=widths, bias=flags, wrapped=flags)
 
     def some(parts: _Parts) -> st.SearchStrategy[tuple[LayerSpec | BlockSpec, ...]]:
@@ -56,7 +54,7 @@ def module_trees(
     parts: _Parts = st.recursive(
         layer,
         lambda inner: st.builds(BlockSpec, parts=some(inner), wrapped=flags),
-        max_leaves=max_layers,
+        max_leaves=6,
     )
     return st.builds(BlockSpec, parts=some(parts))
 
