@@ -24,7 +24,6 @@ from torch_ext.world.channel import (
     Channel,
     ChannelBrokenError,
     ChannelClosedError,
-    channel_pair,
     close_all,
 )
 from torch_ext.world.files import Live, RankProcess, open_rank, read_stacks, written_at_end
@@ -62,7 +61,7 @@ class ZygoteLostError(RuntimeError):
 
 
 @dataclass(eq=False)
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """The ranks of one test, from their start until :meth:`close`, which kills live ranks. ``start_world()`` makes one.
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``group`` is the channel of the
     child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
@@ -100,9 +99,6 @@ class World:
         self._callbacks.watch(process._channel, lambda: self._on_rank(process))
         if process._capture.live is not None:
             self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
-
-    def __enter__(self) -> World:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -467,39 +463,34 @@ def start_world(
         OSError: the system lacks resources for the ranks, such as open files.
     """
     machine_memory.share()
+    ticket = Ticket(test)
     address, reservation = threads.reserve() if own_address else ("", -1)
     inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
-        for rank, task in enumerate(tasks):
-            process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
-            process.host = task.host
-            processes.append(process)
-            inherited.append(descriptors)
-    except OSError as error:
+        try:
+            for rank, task in enumerate(tasks):
+                process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
+                process.host = task.host
+                processes.append(process)
+                inherited.append(descriptors)
+        except OSError as error:
+            more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise OSError(
+                error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
+            ) from None
+        orders = _orders(processes, tasks, ticket, address, [len(descriptors) for descriptors in inherited])
+        request = Start(orders, dict(os.environ), settings.wants_interpreter(), spares)
+        group = zygote.channel.connect(request, [*chain(*inherited)])
+    except BaseException as error:
         for process in processes:
             process.detach()
-        close_all([reservation, *chain(*inherited)])
-        more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
-        raise OSError(
-            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
-        ) from None
-    group, remote = channel_pair()
-    world = World(zygote, group, processes, Ticket(test))
-    try:
-        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
-        zygote.channel.send(
-            Start(orders, dict(os.environ), settings.wants_interpreter(), spares), [remote.fileno(), *chain(*inherited)]
-        )
-    except ChannelClosedError as error:
-        world.close()
-        raise ZygoteLostError(f"{_end_reason(zygote.channel)}: no ranks can be started") from error
-    except BaseException:
-        world.close()
+        if isinstance(error, ChannelClosedError):
+            raise ZygoteLostError(f"{_end_reason(zygote.channel)}: no ranks can be started") from error
         raise
     finally:
-        remote.close()
         close_all([reservation, *chain(*inherited)])
+    world = World(zygote, group, processes, ticket)
     while processes and processes[0].pid is None:
         world.pump()
     return world
