@@ -114,8 +114,7 @@ def zygote_of_this_process() -> ZygoteClient | None:
 
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
-    forked = (_own.forked.pid,) if _own.forked is not None else ()
-    return (*forked, _own.root.pid) if _own.root is not None else forked
+    return tuple(each.pid for each in (_own.forked, _own.root) if each is not None)
 
 
 def watch_this_process() -> None:
