@@ -115,7 +115,7 @@ class World(contextlib.AbstractContextManager["World"]):
         """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds. Raises ZygoteLostError if
         the zygote died while ranks were running.
         """
-        if len(self._callbacks):
+        if self._callbacks.files:
             self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
@@ -345,10 +345,8 @@ class World(contextlib.AbstractContextManager["World"]):
     def _request_progress(self, rank: int) -> None:
         """Ask a rank for its progress; answer on behalf of a rank that a signal has stopped."""
         if self._is_stopped(rank):
-            self._record_progress(
-                rank,
-                Progress(True, float("inf"), "stopped", (Wait("a stop: it was stopped by a signal, as by SIGSTOP"),)),
-            )
+            wait = Wait("a stop: it was stopped by a signal, as by SIGSTOP")
+            self._record_progress(rank, Progress(True, float("inf"), "stopped", (wait,)))
         elif rank not in self._looked:
             self._looked.add(rank)
             self._send([rank], RankRequest.PROGRESS)
