@@ -223,10 +223,8 @@ class Watch:
         """Record a receipt. Ignores receipts of another run or process, and those of a rank that we have begun to stop,
         since stopping may make it fail.
         """
-        if (receipt.ticket, receipt.pid) == (
-            self.ticket,
-            self.pids[rank] if self.pids else 0,
-        ) and rank not in self._stopped:
+        expected = self.ticket, self.pids[rank] if self.pids else 0
+        if (receipt.ticket, receipt.pid) == expected and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
             self.hangs.forget()
 
