@@ -9,15 +9,15 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -33,17 +33,8 @@ _PACKAGES = ("numpy", "expecttest", "hypothesis")
 _SHARED_BYTES, _FEW_FILES = 64 << 20, 256
 
 
-def _read_build() -> ModuleType:
-    """Load ``torch_ext.sim.build`` without its package, whose import builds the simulator and registers the device."""
-    spec = importlib.util.spec_from_file_location("build_of_sim", Path(torch_ext.__file__).parent / "sim" / "build.py")
-    if spec is None or spec.loader is None:
-        raise AssertionError("torch_ext.sim.build is missing")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build = _read_build()
+# Without the package, whose import builds the simulator and registers the device.
+build = SimpleNamespace(**runpy.run_path(str(Path(torch_ext.__file__).parent / "sim" / "build.py")))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -314,10 +314,6 @@ class Callbacks:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
-    def __len__(self) -> int:
-        """The number of watched files; 0 after :meth:`close`."""
-        return len(self._selector.get_map() or ())
-
     def fileno(self) -> int:
         """A descriptor that is readable whenever one of the files is."""
         return self._selector.fileno()
@@ -339,12 +335,6 @@ class Callbacks:
         """Stop watching ``file``, which may be closed or not watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
-
-    def watches(self, file: Any) -> bool:
-        """Whether ``file`` is watched."""
-        with contextlib.suppress(KeyError, ValueError):
-            return self._selector.get_key(file) is not None
-        return False
 
     def call(self, timeout_s: float = _NEVER) -> None:
         """Call back for the readable files, after waiting at most ``timeout_s`` seconds if there are none. A callback

@@ -24,7 +24,6 @@ from torch_ext.world.channel import (
     Channel,
     ChannelBrokenError,
     ChannelClosedError,
-    channel_pair,
     close_all,
 )
 from torch_ext.world.files import Live, RankProcess, open_rank, read_stacks, written_at_end
@@ -62,7 +61,7 @@ class ZygoteLostError(RuntimeError):
 
 
 @dataclass(eq=False)
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """The ranks of one test, from their start until :meth:`close`, which kills live ranks. ``start_world()`` makes one.
     Not thread-safe. Owns its descriptors: close it, or use it as a context manager. ``group`` is the channel of the
     child group (see Note [Zygote protocol]); receipts without ``ticket`` do not count.
@@ -101,9 +100,6 @@ class World:
         if process._capture.live is not None:
             self._callbacks.watch(process._capture.live, lambda: self._on_output(process))
 
-    def __enter__(self) -> World:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -119,7 +115,7 @@ class World:
         """Handle the pending events. If there are none, wait at most ``timeout_s`` seconds. Raises ZygoteLostError if
         the zygote died while ranks were running.
         """
-        if len(self._callbacks):
+        if self._callbacks.files:
             self._callbacks.call(timeout_s)
 
     def _on_group(self) -> None:
@@ -350,10 +346,8 @@ class World:
     def _request_progress(self, rank: int) -> None:
         """Ask a rank for its progress; answer on behalf of a rank that a signal has stopped."""
         if self._is_stopped(rank):
-            self._record_progress(
-                rank,
-                Progress(True, float("inf"), "stopped", (Wait("a stop: it was stopped by a signal, as by SIGSTOP"),)),
-            )
+            wait = Wait("a stop: it was stopped by a signal, as by SIGSTOP")
+            self._record_progress(rank, Progress(True, float("inf"), "stopped", (wait,)))
         elif rank not in self._looked:
             self._looked.add(rank)
             self._send([rank], RankRequest.PROGRESS)
@@ -468,41 +462,36 @@ def start_world(
         OSError: the system lacks resources for the ranks, such as open files.
     """
     machine_memory.share()
+    ticket = Ticket(test)
     address, reservation = threads.reserve() if own_address else ("", -1)
     inherited: list[list[int]] = []  # by rank; closed here after the ranks have received them
     processes: list[RankProcess] = []
     try:
-        for rank, task in enumerate(tasks):
-            process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
-            process.host = task.host
-            processes.append(process)
-            inherited.append(descriptors)
-    except OSError as error:
+        try:
+            for rank, task in enumerate(tasks):
+                process, descriptors = open_rank(rank, f"{name} {rank}", show, task.connections, reservation)
+                process.host = task.host
+                processes.append(process)
+                inherited.append(descriptors)
+        except OSError as error:
+            more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
+            raise OSError(
+                error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
+            ) from None
+        orders = _orders(processes, tasks, ticket, address, [len(descriptors) for descriptors in inherited])
+        request = Start(orders, dict(os.environ), settings.wants_interpreter(), spares)
+        group = zygote.channel.connect(request, [*chain(*inherited)])
+    except BaseException as error:
         for process in processes:
             process.detach()
-        close_all([reservation, *chain(*inherited)])
-        more = ", or let processes open more files (ulimit -n)" if error.errno == errno.EMFILE else ""
-        raise OSError(
-            error.errno, f"{error.strerror} for {len(tasks)} ranks, at rank {len(processes)}: start fewer{more}"
-        ) from None
-    group, remote = channel_pair()
-    world = World(zygote, group, processes, Ticket(test))
-    try:
-        orders = _orders(processes, tasks, world.ticket, address, [len(descriptors) for descriptors in inherited])
-        zygote.channel.send(
-            Start(orders, dict(os.environ), settings.wants_interpreter(), spares), [remote.fileno(), *chain(*inherited)]
-        )
-    except ChannelClosedError as error:
-        world.close()
-        why = _end_reason(zygote.channel)
-        provider.forget(zygote)
-        raise ZygoteLostError(f"{why}: no ranks can be started") from error
-    except BaseException:
-        world.close()
+        if isinstance(error, ChannelClosedError):
+            why = _end_reason(zygote.channel)
+            provider.forget(zygote)
+            raise ZygoteLostError(f"{why}: no ranks can be started") from error
         raise
     finally:
-        remote.close()
         close_all([reservation, *chain(*inherited)])
+    world = World(zygote, group, processes, ticket)
     while processes and processes[0].pid is None:
         world.pump()
     return world

@@ -52,9 +52,6 @@ class _Zygotes:
     root: RootZygote | None = None
     loaded: dict[str, ZygoteClient] = field(default_factory=dict)  # below the root, by module
 
-    def has(self, module: str) -> bool:
-        return (self.forked is not None and module in self.forked_modules) or module in self.loaded
-
 
 _own = _Zygotes()
 
@@ -114,8 +111,7 @@ def zygote_of_this_process() -> ZygoteClient | None:
 
 def zygotes() -> tuple[int, ...]:
     """Return the pids of the zygotes that this process has started."""
-    forked = (_own.forked.pid,) if _own.forked is not None else ()
-    return (*forked, _own.root.pid) if _own.root is not None else forked
+    return tuple(each.pid for each in (_own.forked, _own.root) if each is not None)
 
 
 def watch_this_process() -> None:
@@ -131,7 +127,8 @@ def watch_this_process() -> None:
 def prepare(module: str) -> None:
     """Fork the zygote of ``module`` now if a fork is safe, before this process makes forks unsafe."""
     watch_this_process()
-    if not _own.starts_none and _own.given is None and not _own.has(module) and not reason_not_to_fork():
+    has_zygote = module in _own.forked_modules or module in _own.loaded
+    if not _own.starts_none and _own.given is None and not has_zygote and not reason_not_to_fork():
         _fork()
 
 
@@ -142,7 +139,7 @@ def forget(zygote: ZygoteClient) -> None:
         _own.given, _own.lost_given = None, True
     elif zygote is _own.forked:
         _end_fork(_own, zygote)
-        _own.forked = None
+        _own.forked, _own.forked_modules = None, frozenset()
     elif zygote in _own.loaded.values():
         _end_root(_own)
 

@@ -223,10 +223,8 @@ class Watch:
         """Record a receipt. Ignores receipts of another run or process, and those of a rank that we have begun to stop,
         since stopping may make it fail.
         """
-        if (receipt.ticket, receipt.pid) == (
-            self.ticket,
-            self.pids[rank] if self.pids else 0,
-        ) and rank not in self._stopped:
+        expected = self.ticket, self.pids[rank] if self.pids else 0
+        if (receipt.ticket, receipt.pid) == expected and rank not in self._stopped:
             self._receipts.setdefault(rank, receipt)
             self.hangs.forget()
 
@@ -306,7 +304,13 @@ class Watch:
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcome of each rank. Call it when :attr:`done`."""
-        return [self._outcome(rank) for rank in range(self.world_size)]
+        found = []
+        for rank in range(self.world_size):
+            code, time_s = self._ended.get(rank, (None, 0.0))
+            receipt = self._receipts.get(rank)
+            ending = self._ending(rank, code or 0, receipt)
+            found.append(Outcome(rank, ending, code, receipt.time_s if receipt else time_s, receipt))
+        return found
 
     def _bring_forward(self, deadline_s: float, ending: Ending) -> bool:
         if deadline_s < self._deadline_s:
@@ -345,13 +349,6 @@ class Watch:
         if not alive:
             return []
         return [Step(Act.INSPECT, alive), Step(Act.STOP, alive)]
-
-    def _outcome(self, rank: int) -> Outcome:
-        code, time_s = self._ended.get(rank, (None, 0.0))
-        receipt = self._receipts.get(rank)
-        return Outcome(
-            rank, self._ending(rank, code or 0, receipt), code, receipt.time_s if receipt else time_s, receipt
-        )
 
     def _ending(self, rank: int, code: int, receipt: Receipt | None) -> Ending:
         if receipt is not None and receipt.status is RankStatus.FAILED:

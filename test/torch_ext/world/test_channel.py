@@ -77,6 +77,14 @@ def test_closed_peer_is_reported_after_its_last_message(pair):
         other.send("x" * (1 << 22))
 
 
+def test_packet_without_bytes_is_no_end_of_the_channel_even_if_another_follows(pair):
+    one, other = pair
+    one._socket.send(b"")
+    one.send("next")
+    with pytest.raises(ChannelBrokenError, match="wrote 0 bytes that are not a message"):
+        other.receive()
+
+
 def test_peer_that_dies_within_a_message_costs_no_descriptor(pair):
     one, other = pair
     socket.send_fds(one._socket, [channel._AHEAD], [1])

@@ -22,6 +22,16 @@ def test_lines_are_passed_on_whole_with_their_rank(capsys):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+def test_an_unfinished_line_is_passed_on_at_the_latest_when_the_capture_is_closed(capsys):
+    capture, writer = open_capture(0, Live(prefix=""))  # as for a class process; a process left behind holds `writer`
+    os.write(writer, b"one\ntw")
+    assert capture.pass_through()
+    assert capsys.readouterr().out == "one\n"
+    capture.close()
+    assert capsys.readouterr().out == "tw\n"
+    os.close(writer)
+
+
 def test_output_is_passed_on_byte_for_byte_without_delay(capfdbinary, monkeypatch):
     monkeypatch.setattr(files, "_LINE_BYTES", 50_000)
     monkeypatch.setattr(files, "_KEPT_BYTES", 60_000)

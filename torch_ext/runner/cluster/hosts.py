@@ -82,7 +82,7 @@ class _RankEnds:
         """Report all pending data of these streams; by default of all watched streams."""
         for stream in streams or tuple(self._files):
             file = self._files[stream]
-            while self._callbacks.watches(file) and (file.poll() if isinstance(file, Channel) else readable(file)):
+            while file in self._callbacks.files and (file.poll() if isinstance(file, Channel) else readable(file)):
                 self._pass_on(stream)
 
     def write(self, stream: _Stream, payload: Any) -> None:
@@ -294,7 +294,6 @@ class RankProxy(HostRanks):
         else:
             if rank := world.remote.pop((host, message.index), None):
                 rank.close()
-
             left = tuple(replace(each, index=world.order.index((host, each.index))) for each in message.left_behind)
             index, time_s = world.order.index((host, message.index)), message.time_s + self._shift_s.get(host, 0.0)
             passed = replace(message, index=index, left_behind=left, time_s=time_s)
