@@ -20,7 +20,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torch_ext.runner.interrupts import Interrupts
 from torch_ext.unbuilt import demote_unbuilt
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ _PROGRAMS = {
     "serve": "torch_ext.program.serve",
     "export": "torch_ext.upstream.export.command",
 }
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
@@ -80,12 +80,12 @@ def upstream() -> Upstream:
 
 def _run(command: str, rest: list[str]) -> int:
     """Run one of ``_PROGRAMS``; report an output that cannot be written in a sentence."""
-    interrupts = Interrupts(once=True, signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    for number in _ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, _end)
     try:
         found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return 128 + interrupts.number
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
@@ -95,6 +95,13 @@ def _run(command: str, rest: list[str]) -> int:
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return found
+
+
+def _end(number: int, frame: object) -> None:
+    """Raise SystemExit for a signal, so that cleanups run, and ignore further ones."""
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _open_standard_streams() -> None:

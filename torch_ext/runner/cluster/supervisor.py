@@ -125,7 +125,10 @@ class _Supervisor:
             if self._slots:
                 self._slots.release(acquired)
             self._used[file.name] -= 1
-            self._forget_files(file)
+            idle = [name for name, running in self._used.items() if not running and name != file.name]
+            for name in idle[:-_IDLE_FILES]:
+                del self._used[name]
+                self._zygotes.forget(TestFile(name, Path(), "", Path()))
             send(None)
 
     def _join(self, order: RunClass, batch: Batch, place: Place, send: Callable[[Event | Line], None]) -> Task[None]:
@@ -143,12 +146,6 @@ class _Supervisor:
         send(Joined())
         with contextlib.closing(zygote):
             yield from ranks.serve()
-
-    def _forget_files(self, last: TestFile) -> None:
-        idle = [name for name, running in self._used.items() if not running and name != last.name]
-        for name in idle[:-_IDLE_FILES]:
-            del self._used[name]
-            self._zygotes.forget(TestFile(name, Path(), "", Path()))
 
 
 if __name__ == "__main__":
