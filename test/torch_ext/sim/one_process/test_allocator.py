@@ -15,8 +15,6 @@ from torch_ext.sim import _native
 
 SEEN = json.loads(RECORD.read_text(encoding="utf-8"))
 CHECKSUMS, HUNDREDS = SEEN["checksums"].split(), SEEN["hundreds"].split()
-
-
 SIM = torch.get_device_module("sim")
 DEVICE = torch.device("sim", 3)
 _DEVICE_TYPE = SIM.default_stream().device_type
@@ -47,9 +45,8 @@ class _Ours:
 
     def __init__(self, line):
         settings, limit, fraction, *self.calls = line.split()
-        if "expandable" not in settings:  # torch keeps the last one
-            settings = f"{settings.strip('-')},expandable_segments:False".strip(",")
-        torch._C._accelerator_setAllocatorSettings(settings)
+        # Torch keeps the last one, and the later of two.
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:False,{settings}".removesuffix(",-"))
         SIM.set_memory_limit(int(limit), DEVICE)
         SIM.set_per_process_memory_fraction(float(fraction) or 1.0, DEVICE)
         SIM.reset_accumulated_memory_stats(DEVICE)
@@ -105,9 +102,7 @@ class _Ours:
         """Forget the expandable segments that are gone. Whenever one is unmapped, all memory without tensors is."""
         if self.reserved and _statistics()["num_device_free"] > before["num_device_free"]:
             addresses = [each.data_ptr() for each in self.held if each is not None]
-            for number, segment in enumerate(self.segments):
-                if not any(each in segment for each in addresses):
-                    self.segments[number] = range(0)
+            self.segments = [s if any(each in s for each in addresses) else range(0) for s in self.segments]
 
     def checksum(self):
         value = 0
