@@ -75,6 +75,11 @@ class _Graph(torch._C._acceleratorGraph):
         for generator in self._generators:
             _native.capture_generator(generator)
 
+    capture_end_pre = torch._C._acceleratorGraph.capture_end  # torch 2.14 ends a capture in two steps
+
+    def capture_end_post(self) -> None:
+        pass
+
     def reset(self) -> None:
         super().reset()
         self._generators.clear()

@@ -63,9 +63,9 @@ def test_runner_warns_on_stderr_before_it_starts_processes(tmp_path):
     (tmp_path / "torch-2.16.0.dev1.dist-info").mkdir()
     (tmp_path / "torch-2.16.0.dev1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.16.0.dev1\n")
     (tmp_path / "test_nothing.py").write_text("")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom torch_ext.runner.cli import main\n"
+    program = f"import os, sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom torch_ext.runner.cli import main\n"
     program += "import torch_ext.runner.execute as execute\n"
-    program += f"execute.open_executor = lambda options: print(execute.os.environ.get({VARIABLE!r})) or sys.exit()\n"
+    program += f"execute.open_executor = lambda options: print(os.environ.get({VARIABLE!r})) or sys.exit()\n"
     program += "main(sys.argv[1:])"
     done = python("-c", program, "--root", tmp_path)
     assert done.stderr.count("warning: torch 2.16.0.dev1 is untested") == 1
