@@ -66,6 +66,7 @@ class _Graph(torch._C._acceleratorGraph):
     def __init__(self, keep_graph: bool = False) -> None:
         super().__init__(keep_graph)
         self._generators: list[torch.Generator] = []
+        self._is_ending = False
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)
@@ -75,10 +76,17 @@ class _Graph(torch._C._acceleratorGraph):
         for generator in self._generators:
             _native.capture_generator(generator)
 
-    capture_end_pre = torch._C._acceleratorGraph.capture_end  # torch 2.14 ends a capture in two steps
+    # Torch 2.14 ends a capture in three steps, of which the first is all of ours.
+    def capture_end_pre(self) -> None:
+        super().capture_end()
+        self._is_ending = True
+
+    def instantiate(self) -> None:
+        if not self._is_ending:
+            super().instantiate()
 
     def capture_end_post(self) -> None:
-        pass
+        self._is_ending = False
 
     def reset(self) -> None:
         super().reset()
