@@ -76,6 +76,8 @@ class _Graph(torch._C._acceleratorGraph):
         for generator in self._generators:
             _native.capture_generator(generator)
 
+    _has_graph_exec = True  # torch 2.14 would call `instantiate` otherwise; `replay` does so here
+
     # Torch 2.14 ends a capture in three steps, of which the first is all of ours.
     def capture_end_pre(self) -> None:
         super().capture_end()
