@@ -8,8 +8,8 @@
 //   new segment    2 MiB for small requests, 20 MiB for those below 10 MiB, else rounded up to 2 MiB
 //   no room        oversize blocks, then all segments without a live block go back to the host, then the request fails
 //
-// PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. For expandable segments see
-// blocks.h.
+// PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) changes these, through torch's own parser. For expandable segments
+// see blocks.h.
 //
 // Note [Pools of graphs]
 // A capture allocates from the pool of its graph, or of several. Its segments serve no other request, and stay until

@@ -38,9 +38,9 @@ race 1: aten::copy_ writes what aten::mul reads
 race 1: aten::mul reads what aten::fill_ writes
   memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_memory.py:N, handed out again since the earlier access
   earlier  aten::mul reads float32 [256] on stream S of sim:0
-             zoo_memory.py:N in freed_while_in_use
+             zoo_memory.py:N in freed_early
   later    aten::fill_ writes float32 [256] on the default stream of sim:0
-             zoo_memory.py:N in freed_while_in_use
+             zoo_memory.py:N in freed_early
   missing  the tensor was freed at zoo_memory.py:N while stream S of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for stream S of sim:0""",  # noqa: E501 - as printed
     "host_overwrites_what_is_being_sent": """\
 race 1: aten::copy_ reads what aten::fill_ writes
