@@ -117,7 +117,7 @@ def _comparable(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
 
 def effective_reduce_dtype(policy: MixedPrecisionPolicy) -> torch.dtype:
     """Return the type in which FSDP2 reduces gradients of float32 parameters: without
-    ``policy.reduce_dtype`` that of the computation, or since torch 2.15 float32.
+    ``policy.reduce_dtype`` the type of the computation, and float32 since torch 2.15.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype

@@ -35,7 +35,7 @@ size_t round_up(size_t nbytes) {
   if (divisions > 1 && nbytes > kRoundBytes * divisions) {
     return round_to_division(nbytes, divisions);
   }
-  return std::max(kRoundBytes, (nbytes + kRoundBytes - 1) / kRoundBytes * kRoundBytes);
+  return std::max(kRoundBytes, round_to(nbytes, kRoundBytes));
 }
 
 bool is_oversize(size_t size) {
@@ -50,13 +50,13 @@ bool should_split(const Block& block, size_t size) {
 
 // Bytes of a block that is idle in a segment with others. An expandable segment can return such bytes.
 int64_t inactive_bytes(const Block* block) {
-  const bool is_inactive = block != nullptr && block->is_split() && block->is(State::kIdle);
+  const bool is_inactive = block != nullptr && block->is_split() && block->state == State::kIdle;
   return is_inactive && !block->segment->is_expandable ? static_cast<int64_t>(block->size) : 0;
 }
 
 // Bytes of a block with the unmapped ones behind it.
 size_t expandable_bytes(const Block* block) {
-  return block->size + (block->after != nullptr && block->after->is(State::kUnmapped) ? block->after->size : 0);
+  return block->size + (block->after != nullptr && block->after->state == State::kUnmapped ? block->after->size : 0);
 }
 
 // What an expandable segment maps at once.
@@ -101,7 +101,7 @@ size_t segment_size(size_t nbytes) {
   if (size <= kSmallSize) {
     return kSmallBuffer;
   }
-  return size < kMinLargeAlloc ? Settings::large_segment_size() : (size + kRoundLarge - 1) / kRoundLarge * kRoundLarge;
+  return size < kMinLargeAlloc ? Settings::large_segment_size() : round_to(size, kRoundLarge);
 }
 
 Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, bool is_scratch) {
@@ -243,7 +243,7 @@ std::vector<SegmentFacts> BlockPool::segments() {
   for (const auto& [serial, segment] : segments_) {
     bool begins = true; // a segment of the snapshot, which is what is mapped together
     for (const Block* block = segment->block_from(segment->start); block != nullptr; block = block->after) {
-      const bool is_unmapped = block->is(State::kUnmapped);
+      const bool is_unmapped = block->state == State::kUnmapped;
       if (begins && !is_unmapped) {
         all.emplace_back(block->start, 0, segment->home, segment->is_small, segment->mempool, segment->is_expandable);
       }
@@ -388,8 +388,8 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
 Block* BlockPool::expand(bool is_small, Fit fit, Short& whose) {
   Block* block = find_room(is_small, fit);
   whose = block == nullptr ? Short::kMachine : Short::kDevice;
-  while (block != nullptr && (block->is(State::kUnmapped) || block->size < fit.size)) {
-    Block* next = block->is(State::kUnmapped) ? block : block->after;
+  while (block != nullptr && (block->state == State::kUnmapped || block->size < fit.size)) {
+    Block* next = block->state == State::kUnmapped ? block : block->after;
     const size_t missing = fit.size - (next == block ? 0 : block->size);
     block = map(next, std::min(missing, next->size));
   }
@@ -401,10 +401,10 @@ Block* BlockPool::expand(bool is_small, Fit fit, Short& whose) {
 
 // The first of idle and unmapped neighbours that suffice together.
 Block* BlockPool::find_room(bool is_small, Fit fit) {
-  const auto is_idle = [](const Block* block) { return block != nullptr && block->is(State::kIdle); };
+  const auto is_idle = [](const Block* block) { return block != nullptr && block->state == State::kIdle; };
   const auto suffices = [&](const Block* block) {
     size_t found = 0;
-    while (found < fit.size && block != nullptr && (is_idle(block) || block->is(State::kUnmapped))) {
+    while (found < fit.size && block != nullptr && (is_idle(block) || block->state == State::kUnmapped)) {
       found += block->size;
       block = block->after;
     }
@@ -415,13 +415,12 @@ Block* BlockPool::find_room(bool is_small, Fit fit) {
     const bool suits = segment->is_expandable && segment->is_small == is_small && fit.is_served_by(each);
     for (; suits && each != nullptr; each = each->after) {
       Block* first = is_idle(each->before) ? each->before : each;
-      if (each->is(State::kUnmapped) && suffices(first)) {
+      if (each->state == State::kUnmapped && suffices(first)) {
         return first;
       }
     }
   }
-  const size_t unit = unit_of(is_small), bytes = limit_ + limit_ / 8;
-  const size_t size = (bytes + unit - 1) / unit * unit;
+  const size_t size = round_to(limit_ + limit_ / 8, unit_of(is_small));
   Block* block = map_segment(this, size, fit.home, is_small, fit.mempool, /*is_expandable=*/true);
   if (block != nullptr) {
     segments_[block->segment->serial] = block->segment;
@@ -432,8 +431,7 @@ Block* BlockPool::find_room(bool is_small, Fit fit) {
 // Maps the front of an unmapped block. Returns an idle block with it; nullptr past the device's memory.
 Block* BlockPool::map(Block* block, size_t size) {
   const bool is_small = block->segment->is_small;
-  const size_t unit = unit_of(is_small);
-  size = (size + unit - 1) / unit * unit;
+  size = round_to(size, unit_of(is_small));
   if (size + totals().reserved > limit_) {
     return nullptr;
   }
@@ -454,7 +452,7 @@ bool BlockPool::unmap(Block* block) {
   DeviceSegment* segment = block->segment;
   const size_t unit = unit_of(segment->is_small);
   const auto offset = static_cast<size_t>(block->start - segment->start);
-  const size_t begin = (offset + unit - 1) / unit * unit, end = (offset + block->size) / unit * unit;
+  const size_t begin = round_to(offset, unit), end = (offset + block->size) / unit * unit;
   if (begin >= end) {
     return false;
   }
@@ -537,8 +535,8 @@ void BlockPool::settle(Block* block) {
 // Joins an idle or unmapped block, in no pool, with its neighbours in the same state. Returns the whole.
 Block* BlockPool::join(Block* block) {
   const auto take_in = [&](Block* neighbour) {
-    const bool joins = neighbour != nullptr && neighbour->is(block->state);
-    if (joins && neighbour->is(State::kIdle)) {
+    const bool joins = neighbour != nullptr && neighbour->state == block->state;
+    if (joins && neighbour->state == State::kIdle) {
       remove(neighbour);
     }
     return joins;

@@ -21,10 +21,6 @@ constinit std::array<std::atomic<Leaf*>, size_t{1} << (kAddressBits - kLeafBits)
 
 std::atomic<uint64_t> next_serial{1};
 
-size_t round_to(size_t nbytes, size_t unit) {
-  return (nbytes + unit - 1) / unit * unit;
-}
-
 std::atomic<DeviceSegment*>& place_of(const char* address) {
   static auto* mutex = new std::mutex();
   auto& entry = places.at(address_of(address) >> kLeafBits);
@@ -62,6 +58,10 @@ char* map_places(size_t nbytes, int flags) {
 }
 
 } // namespace
+
+size_t round_to(size_t nbytes, size_t unit) {
+  return (nbytes + unit - 1) / unit * unit;
+}
 
 std::atomic<Block*>& DeviceSegment::block_from(const void* pointer) const {
   auto* table = reinterpret_cast<std::atomic<Block*>*>(start + round_to(size, kPlaceBytes));

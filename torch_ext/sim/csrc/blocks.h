@@ -31,6 +31,9 @@ namespace torch_ext::sim {
 // Blocks are aligned and rounded up to a multiple of this many bytes, as CUDA's.
 constexpr size_t kRoundBytes = 512;
 
+// Up to the next multiple of `unit`.
+size_t round_to(size_t nbytes, size_t unit);
+
 // Names a pool of graphs, as torch does; {0, 0}: none.
 using MempoolId = std::pair<unsigned long long, unsigned long long>;
 
@@ -77,7 +80,6 @@ struct Block {
   bool is_dangerous = false;           // see Note [Dangerous blocks] in block_pool.h
 
   bool is_split() const { return before != nullptr || after != nullptr; }
-  bool is(State wanted) const { return state == wanted; }
 };
 
 // A new segment of one block, idle or, if the segment is expandable, unmapped; nullptr if the host refuses.
