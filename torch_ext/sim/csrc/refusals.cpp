@@ -9,6 +9,7 @@ enum class When : uint8_t {
   kMissing,  // all of them
   kIntegers, // by the type of the first tensor, as the next two
   kHalves,   // of 16 bits
+  kLayouts,  // by the shapes, strides and types of a product of float8 matrices
   kScatters, // booleans and complex numbers, with a reduction (the fifth argument) other than a sum
   // Under use_deterministic_algorithms alone:
   kAlways,        // the operator is nondeterministic
@@ -54,6 +55,7 @@ constexpr std::array kRefusals{
     Refusal{"upsample_bicubic2d", When::kIntegers, "upsample_bicubic2d_out_frame"},
     Refusal{"upsample_bilinear2d", When::kIntegers, "upsample_bilinear2d_out_frame"},
     Refusal{"vdot", When::kIntegers, "vdot"},
+    Refusal{"_scaled_mm", When::kLayouts, ""},
     Refusal{"angle", When::kHalves, "angle_cuda"},
     Refusal{"igamma", When::kHalves, "igamma_cuda"},
     Refusal{"igammac", When::kHalves, "igammac_cuda"},
@@ -88,6 +90,44 @@ constexpr std::array kRefusals{
 };
 
 constexpr const char* kNotImplemented = "\" not implemented for '";
+
+#ifdef SIM_IS_CUDA
+// See cuda_as_sim/table.py, which checks the text of the variable.
+double capability() {
+  const char* text = std::getenv("TORCH_EXT_SIM_CAPABILITY");
+  return text == nullptr ? 8.0 : std::strtod(text, nullptr);
+}
+#else
+double capability() {
+  return 9.0; // a device without a name multiplies float8 matrices
+}
+#endif
+
+// As ScaledBlas.cpp of torch: float8 came with 8.9, and cuBLASLt multiplies rows by columns until 10.0.
+void check_scaled_product(const at::Tensor& one, const at::Tensor& other) {
+  constexpr int64_t kMultiple = 16;
+  constexpr double kFirst = 8.9, kAnyLayout = 10.0;
+  TORCH_CHECK(
+      capability() >= kFirst,
+      "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+. "
+      "TORCH_EXT_SIM_CAPABILITY=9.0 makes this device one.");
+  if (one.dim() != 2 || other.dim() != 2) {
+    return; // the host's kernel says so
+  }
+  const int64_t rows = other.size(0), columns = other.size(1);
+  TORCH_CHECK(
+      one.size(1) % kMultiple == 0, "Expected trailing dimension of mat1 to be divisible by 16 but got mat1 shape: (",
+      one.size(0), "x", one.size(1), ").");
+  TORCH_CHECK(
+      rows % kMultiple == 0 && columns % kMultiple == 0, "mat2 shape (", rows, "x", columns,
+      ") must be divisible by 16");
+  TORCH_CHECK_VALUE(
+      one.scalar_type() != at::kFloat8_e5m2 || other.scalar_type() != at::kFloat8_e5m2,
+      "Multiplication of two Float8_e5m2 matrices is not supported");
+  TORCH_CHECK(
+      capability() >= kAnyLayout || (one.stride(1) == 1 && other.stride(0) == 1),
+      "Only multiplication of row-major and column-major matrices is supported by cuBLASLt");
+}
 
 bool applies(When when, c10::ArrayRef<c10::IValue> arguments) {
   constexpr size_t kReduction = 3, kWord = 4, kMode = 7;
@@ -145,6 +185,10 @@ void check_refusals(Refusals refusals, c10::ArrayRef<c10::IValue> arguments) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         refusal.when != When::kMissing, "Could not run 'aten::", refusal.name,
         "' with arguments from the 'CUDA' backend: it has a kernel for the host only.");
+    if (refusal.when == When::kLayouts) {
+      check_scaled_product(arguments[0].toTensor(), arguments[1].toTensor());
+      continue;
+    }
     const bool is_of_types = refusal.when < When::kAlways;
     if ((!is_of_types && !deterministic) || !applies(refusal.when, arguments)) {
       continue;

@@ -1,5 +1,6 @@
 """Calls that CUDA refuses and the host accepts: integer matrices, and kernels that are not deterministic."""
 
+import re
 from functools import partial
 
 import pytest
@@ -124,6 +125,35 @@ def test_kernel_without_a_deterministic_form_is_refused(kernel, _deterministic):
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_deterministic_form_of_such_an_operator_runs(name, _deterministic):
     DETERMINISTIC[name](torch.ones(6, device="sim", requires_grad=True))
+
+
+# Products of float8 matrices, (rows, columns) of both; the second one lies by columns.
+OF_FLOAT8 = {
+    "Expected trailing dimension of mat1 to be divisible by 16": ((16, 24), (24, 32), torch.float8_e4m3fn),
+    "mat2 shape (16x24) must be divisible by 16": ((16, 16), (16, 24), torch.float8_e4m3fn),
+    "Multiplication of two Float8_e5m2 matrices": ((16, 16), (16, 16), torch.float8_e5m2),
+    "Only multiplication of row-major and column-major": ((16, 16), (16, 16), torch.float8_e4m3fn),
+    "": ((3, 16), (16, 32), torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("refusal", OF_FLOAT8)
+def test_product_of_float8_is_refused_as_by_cublas(refusal):
+    (rows, inner), (_, columns), dtype = OF_FLOAT8[refusal]
+    one = torch.ones(rows, inner, device="sim").to(dtype)
+    other = torch.ones(columns, inner, device="sim").to(dtype).t()
+    if refusal.startswith("Only"):
+        other = other.contiguous()
+    scale = torch.ones((), device="sim")
+
+    def product():
+        return torch._scaled_mm(one, other, scale, scale, out_dtype=torch.bfloat16)
+
+    if refusal:
+        with pytest.raises((RuntimeError, ValueError), match=re.escape(refusal)):
+            product()
+    else:
+        assert torch.equal(product().cpu(), torch.full((rows, columns), float(inner), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kernel", OF_INTEGERS)
