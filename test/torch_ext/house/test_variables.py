@@ -12,7 +12,7 @@ OTHERS = [path for folder in ("test", "benchmarks", ".ci") for path in python_fi
 PAGES = sorted([*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")])
 
 # The tables of variables.
-DOCUMENTED_IN = [CHECKOUT / "docs/architecture.md", CHECKOUT / "torch_ext/sim/__init__.py"]
+DOCUMENTED_IN = [CHECKOUT / "docs/variables.md", CHECKOUT / "torch_ext/sim/__init__.py"]
 
 
 def read_by(source):
@@ -39,7 +39,7 @@ def test_variables_read_are_documented():
     assert {"TORCH_EXT_DEVICE", "TORCH_EXT_TIMEOUT", "TORCH_EXT_SIM_DEVICES", "TORCH_EXT_SIM_SANITIZE"} <= read
     documents = map(_text, [*PAGES, *DOCUMENTED_IN])
     documented = {name for document in documents for name in NAME.findall(document)}
-    assert sorted(read - documented) == [], "add a line to a table of docs/architecture.md or to another page"
+    assert sorted(read - documented) == [], "add a line to docs/variables.md or to another page"
 
 
 def test_mentioned_variables_are_read():
