@@ -41,7 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     """Print the screen; return 0, or 1 if ranks cannot run on the simulated accelerator."""
     argparse.ArgumentParser("torch_ext doctor", description="Show this machine's features.").parse_args(arguments)
     problems = [("PROBLEM", problem) for problem in _problems()]
-    for name, text in (*_facts(), *(problems or [("all well", "ranks run on the simulated accelerator")])):
+    well = ("all well", "ranks run on the simulated accelerator")
+    if not build.finished_builds():
+        well = (
+            "not built",
+            "`python -m torch_ext build` builds the simulated accelerator now, the first run otherwise",
+        )
+    for name, text in (*_facts(), *(problems or [well])):
         print(f"{name:<14}{text}")
     return 1 if problems else 0
 

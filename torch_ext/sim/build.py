@@ -1,8 +1,8 @@
 """Builds the native half of the simulator on first use.
 
-Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a killed build
-cannot disturb a later one, because a build works in its own folder, which is renamed into place when complete, under an
-operating-system lock that dies with its holder. Waiting processes share one build.
+Guarantees: a finished build is found again by torch version, C++ ABI, Python, compiler and source text; a build works
+in a folder beside its place, which is renamed when complete, under an operating-system lock that dies with its holder.
+The next build keeps the units that an interrupted one has compiled. Waiting processes share one build.
 Cost: under a minute on two cores once per key; finding a finished build takes a few milliseconds.
 
 Note [Two units]
@@ -30,13 +30,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_ext import cache
+from torch_ext.machine_memory import available_bytes
 from torch_ext.personality import is_cuda
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
@@ -55,6 +56,7 @@ _LEVELS = {"wide": "-O1", "narrow": "-O2"}
 # Names a compiler sanitizer (``address``, ``undefined``) to build with. Such a build has its own cache entry.
 _SANITIZER = "TORCH_EXT_SIM_SANITIZE"
 _ERROR_LINES = 40
+_BYTES_OF_COMPILER = 2500 << 20  # the wide unit takes 2.3 GB with g++ 12
 
 
 class BuildError(RuntimeError):
@@ -209,27 +211,31 @@ def _lock(family: Path) -> Iterator[None]:
 
 def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
     started = time.monotonic()
-    if verbose:
-        print(
-            f"building the simulated accelerator with {compiler.version} into {target} (a minute or so, once)",
-            file=sys.stderr,
-        )
+
+    def say(what: str) -> None:
+        if verbose:
+            print(f"torch_ext: {what}", file=sys.stderr, flush=True)
+
+    say(f"building the simulated accelerator with {compiler.version} (a minute or so, once for each torch)")
+    folder = target.with_name(f".building-{target.name}")
     # Leftovers of killed builds: we hold the lock, so no build is using them.
-    for leftover in target.parent.glob(".building-*"):
+    for leftover in set(target.parent.glob(".building-*")) - {folder}:
         shutil.rmtree(leftover, ignore_errors=True)
-    build_folder = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+    folder.mkdir(exist_ok=True)
     try:
-        _compile(build_folder, compiler)
-        (build_folder / _LIBRARY).chmod(0o755)  # despite the umask: no other user may write a library that ranks load
-        os.rename(build_folder, target)
-    finally:
-        shutil.rmtree(build_folder, ignore_errors=True)
-    if verbose:
-        print(f"built in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        _compile(folder, compiler, say)
+    except BuildError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    (folder / _LIBRARY).chmod(0o755)  # despite the umask: no other user may write a library that ranks load
+    os.rename(folder, target)
+    say(f"built in {time.monotonic() - started:.0f} s into {target}")
 
 
-def _compile(folder: Path, compiler: _Compiler) -> None:
-    """Compile the units side by side and link them; leave only the library in ``folder``."""
+def _compile(folder: Path, compiler: _Compiler, say: Callable[[str], None]) -> None:
+    """Compile the units and link them; leave only the library in ``folder``. Units compile side by side if the memory
+    that is available suffices.
+    """
     from torch.utils import cpp_extension
 
     torch_includes = cpp_extension.include_paths()
@@ -238,32 +244,38 @@ def _compile(folder: Path, compiler: _Compiler) -> None:
     includes = [f"-isystem{path}" for path in (*torch_includes, *kineto_includes, sysconfig.get_paths()["include"])]
     libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     flags = [*_flags(), *includes]
-    commands = []
-    for unit, sources in units().items():
-        text = "".join(f'#include "{path}"\n' for path in sources)
+    found = units()
+    at_once = max(1, min(len(found), available_bytes() // _BYTES_OF_COMPILER))
+    steps = len(found) + 1
+
+    def compile_unit(unit: str) -> str:
+        text = "".join(f'#include "{path}"\n' for path in found[unit])
         (folder / f"{unit}.cpp").write_text(text, encoding="utf-8")
-        commands.append([*flags, _LEVELS[unit], "-c", f"{unit}.cpp", "-o", f"{unit}.o"])
-    _run(folder, compiler, commands)
-    link = [*_flags(), "-shared", *(command[-1] for command in commands), *libraries]
-    _run(folder, compiler, [[*link, "-lc10", "-ltorch_cpu", "-ltorch_python", "-o", _LIBRARY]])
+        if not (folder / f"{unit}.o").exists():
+            _run(folder, compiler, [*flags, _LEVELS[unit], "-c", f"{unit}.cpp"], f"{unit}.o")
+        return unit
+
+    say(f"compiling {len(found)} units, {at_once} at a time, then linking them")
+    with ThreadPoolExecutor(at_once) as pool:
+        for done, unit in enumerate(as_completed([pool.submit(compile_unit, unit) for unit in found]), 1):
+            say(f"[{done}/{steps}] compiled {unit.result()}, {len(found[unit.result()])} files")
+    link = [*_flags(), "-shared", *(f"{unit}.o" for unit in found), *libraries]
+    _run(folder, compiler, [*link, "-lc10", "-ltorch_cpu", "-ltorch_python"], _LIBRARY)
     for left in folder.iterdir():
         if left.name != _LIBRARY:
             left.unlink()
 
 
-def _run(folder: Path, compiler: _Compiler, commands: list[list[str]]) -> None:
-    """Run the compiler with each list of arguments at the same time."""
+def _run(folder: Path, compiler: _Compiler, arguments: list[str], output: str) -> None:
+    """Run the compiler. Its output has its name only once it is whole."""
     # A preloaded library, such as a sanitizer's runtime, is not meant for the compiler.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    with open(folder / "output", "w+", encoding="utf-8", errors="replace") as output:
-        running = [
-            subprocess.Popen([compiler.path, *each], cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT)
-            for each in commands
-        ]
-        codes = [process.wait() for process in running]
-        if any(codes):
-            output.seek(0)
-            end = "".join(output.readlines()[-_ERROR_LINES:])
-            raise BuildError(
-                f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}"
-            )
+    part = f"{os.getpid()}-{output}"
+    done = subprocess.run(
+        [compiler.path, *arguments, "-o", part], cwd=folder, env=environ, check=False, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+    )  # fmt: skip
+    if done.returncode:
+        end = "".join(done.stdout.splitlines(keepends=True)[-_ERROR_LINES:])
+        raise BuildError(f"Building the simulated accelerator failed; the last lines of the compiler's output:\n{end}")
+    os.rename(folder / part, folder / output)

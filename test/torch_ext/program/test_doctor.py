@@ -13,6 +13,12 @@ def test_doctor_reports_machine_features(tmp_path):
     assert done.returncode == 0
 
 
+def test_doctor_says_that_the_simulator_is_not_built(tmp_path):
+    done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path))
+    assert done.stdout.splitlines()[-1].startswith("not built") and "all well" not in done.stdout
+    assert done.returncode == 0
+
+
 def test_doctor_fails_without_a_device(tmp_path):
     done = python("-m", "torch_ext", "doctor", TORCH_EXT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert "simulator     not built for this torch yet" in done.stdout

@@ -81,12 +81,32 @@ def test_finished_build_is_used_again_even_without_a_compiler(cache, tmp_path, m
 
 
 def test_every_source_is_compiled_once(cache, tmp_path, monkeypatch):
-    seen = f'case "$out" in *.o) cat "${{out%.o}}.cpp" >> {tmp_path}/compiled;; esac'
+    seen = f'unit=${{out#*-}}; case "$unit" in *.o) cat "${{unit%.o}}.cpp" >> {tmp_path}/compiled;; esac'
     monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'{seen}; echo made > "$out"')))
     build.ensure_built()
     sources = (Path(build.__file__).parent / "csrc").rglob("*.cpp")
     compiled = (tmp_path / "compiled").read_text().splitlines()
     assert sorted(compiled) == sorted(f'#include "{path}"' for path in sources)
+
+
+def test_interrupted_build_keeps_its_units(cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path, f'echo "$out" >> {tmp_path}/calls; echo made > "$out"')))
+    monkeypatch.setattr(build, "available_bytes", lambda: 1)
+    run = build._run
+
+    def interrupted(folder, compiler, arguments, output):
+        if output == "_native.so":
+            raise KeyboardInterrupt
+        run(folder, compiler, arguments, output)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(build, "_run", interrupted)
+        build.ensure_built()
+    assert build.ensure_built(verbose=True).read_text() == "made\n"
+    calls = [line.partition("-")[2] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert sorted(calls) == ["_native.so", "narrow.o", "wide.o"]
+    said = capsys.readouterr().err
+    assert "compiling 2 units, 1 at a time" in said and "[2/3] compiled" in said and "built in" in said
 
 
 def test_sources_of_the_wide_unit_exist():
