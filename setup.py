@@ -1,14 +1,16 @@
 """Packaging of torch_ext. Never imports torch: native code is compiled on first use, not at install time."""
 
+import os
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
 HERE = Path(__file__).resolve().parent
+BUILT_FOR = os.environ.get("TORCH_EXT_WHEEL_FOR", "")  # set by .ci/wheel, which adds the built simulator
 
 setup(
     name="torch_ext",
-    version="0.1.0",
+    version="0.1.0" + (f"+{BUILT_FOR}" if BUILT_FOR else ""),
     description="Distributed tests for PyTorch that run on any machine, with the layout and names of PyTorch's own",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -26,7 +28,7 @@ setup(
     # torch_ext/testing is a symbolic link to testing/, so one search finds both.
     packages=find_namespace_packages(include=["torch_ext", "torch_ext.*"]),
     package_data={
-        "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*"],
+        "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*", "built/*/*"],
         "torch_ext.sim.races": ["*.json"],
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],

@@ -95,6 +95,8 @@ def ensure_built(*, verbose: bool = False) -> Path:
         MissingCompilerError: a build is needed and there is no C++ compiler.
         BuildError: the compiler failed, or the cache folder cannot be written, or other users can write to it.
     """
+    if _in_wheel().exists():
+        return _in_wheel()
     family = cache_root() / "sim" / _family_key()
     _check_trusted(family)
     compiler = _find_compiler()
@@ -111,6 +113,8 @@ def ensure_built(*, verbose: bool = False) -> Path:
 
 def finished_builds() -> list[Path]:
     """Return the finished builds for this torch, these sources and any compiler; none where there is no folder."""
+    if _in_wheel().exists():
+        return [_in_wheel()]
     with contextlib.suppress(BuildError):
         return sorted((cache_root() / "sim" / _family_key()).glob(f"*/{_LIBRARY}"))
     return []
@@ -120,6 +124,11 @@ def compiler_found() -> str:
     """Return the C++ compiler's version line and path; empty if there is none."""
     found = _find_compiler()
     return f"{found.version} at {found.path}" if found is not None else ""
+
+
+def _in_wheel() -> Path:
+    """Return the place of the library that a wheel brings for this torch and Python; see ``.ci/wheel``."""
+    return _SOURCES.parent / "built" / _family_key() / _LIBRARY
 
 
 def _check_trusted(path: Path) -> Path:

@@ -5,6 +5,7 @@ import re
 import shutil
 import stat
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -32,21 +33,18 @@ def test_package_has_one_version_and_accepts_any_torch_from_2_13():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build a wheel from a copy of the checkout, since building leaves files beside the sources. Needs no network."""
+def built(tmp_path_factory):
+    """Return a wheel with the built simulator."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
-    ours = [*CHECKOUT.glob("*.*"), CHECKOUT / "LICENSE"]
-    for path in ours:
-        if path.is_file():
-            shutil.copy(path, folder)
-    for name in ("torch_ext", "testing"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(CHECKOUT / name, folder / name, symlinks=True, ignore=ignored)
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "-q", "-w", "out"]
-    done = python("-m", "pip", "wheel", ".", *options, folder=folder)
+    done = python(str(CHECKOUT / ".ci" / "wheel"), str(folder))
     assert done.returncode == 0, done.stderr
-    (built,) = (folder / "out").glob("*.whl")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
     return zipfile.ZipFile(built)
 
 
@@ -59,6 +57,26 @@ def test_wheel_holds_both_packages_and_native_sources_only(wheel):
     assert sorted({*files, "torch_ext/py.typed", *map(shown, sources)} - names) == []
     assert [name for name, path in files.items() if wheel.read(name) != path.read_bytes()] == []
     assert [each.filename for each in wheel.infolist() if stat.S_ISLNK(each.external_attr >> 16)] == []
-    assert {name.split("/")[0] for name in names} == {"torch_ext", f"torch_ext-{torch_ext.__version__}.dist-info"}
+    dist_info = "-".join(Path(wheel.filename).name.split("-")[:2]) + ".dist-info"
+    assert {name.split("/")[0] for name in names} == {"torch_ext", dist_info}
     (entries,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "torch_ext = torch_ext.__main__:main" in wheel.read(entries).decode()
+
+
+@pytest.mark.processes
+def test_suite_runs_from_the_wheel_without_a_compiler(built, tmp_path):
+    """On `sim`, where an unbuilt simulator would leave the tests to the host."""
+    site = tmp_path / "site"
+    done = python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, built)
+    assert done.returncode == 0, done.stderr
+    for name in ("home", "bin"):
+        (tmp_path / name).mkdir()
+    suite = tmp_path / "test_input.py"
+    shutil.copy(CHECKOUT / "test/distributed/fsdp/test_fsdp_input.py", suite)
+    done = python(
+        "-c", "import runpy, torch_ext; print(torch_ext.__file__); runpy.run_module('torch_ext', run_name='__main__')",
+        "--device", "sim", str(suite), folder=tmp_path,
+        PYTHONPATH=str(site), PATH=str(tmp_path / "bin"), HOME=str(tmp_path / "home"), TORCH_EXT_CACHE="",
+    )  # fmt: skip
+    assert done.stdout.splitlines()[0] == str(site / "torch_ext/__init__.py")
+    assert done.returncode == 0 and " passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
