@@ -80,3 +80,10 @@ def test_suite_runs_from_the_wheel_without_a_compiler(built, tmp_path):
     )  # fmt: skip
     assert done.stdout.splitlines()[0] == str(site / "torch_ext/__init__.py")
     assert done.returncode == 0 and " passed, 0 failed, 0 skipped" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.processes
+def test_older_python_is_refused_in_a_sentence():
+    code = "import runpy, sys; sys.version_info = (3, 9, 18); runpy.run_path('run_test.py')"
+    done = python("-c", code)
+    assert done.returncode == 1 and done.stderr.startswith("torch_ext needs Python 3.10 or newer")
