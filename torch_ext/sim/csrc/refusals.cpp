@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include <torch/version.h>
+
 #include "std.h"
 
 namespace torch_ext::sim {
@@ -56,7 +58,9 @@ constexpr std::array kRefusals{
     Refusal{"upsample_bilinear2d", When::kIntegers, "upsample_bilinear2d_out_frame"},
     Refusal{"vdot", When::kIntegers, "vdot"},
     Refusal{"_scaled_mm", When::kLayouts, ""},
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 14
     Refusal{"angle", When::kHalves, "angle_cuda"},
+#endif
     Refusal{"igamma", When::kHalves, "igamma_cuda"},
     Refusal{"igammac", When::kHalves, "igammac_cuda"},
     Refusal{"scatter", When::kScatters, "cuda_scatter_gather_base_kernel_func"},

@@ -43,9 +43,12 @@ NONDETERMINISTIC = {
     "reflection_pad1d_backward_out_cuda": (lambda x: F.pad(x, (1, 1), "reflect").sum().backward(), (1, 2, 6)),
     "reflection_pad2d_backward_cuda": (lambda x: F.pad(x, (1,) * 4, "reflect").sum().backward(), IMAGE),
     "reflection_pad3d_backward_out_cuda": (lambda x: F.pad(x, (1,) * 6, "reflect").sum().backward(), VOLUME),
-    "upsample_bicubic2d_backward_out_cuda": (lambda x: F.interpolate(x, 9, mode="bicubic").sum().backward(), IMAGE),
     "upsample_linear1d_backward_out_cuda": (lambda x: F.interpolate(x, 9, mode="linear").sum().backward(), (1, 2, 6)),
-    # interpolate() computes these two by other operators under use_deterministic_algorithms.
+    # interpolate() computes these by other operators under use_deterministic_algorithms, the first since 2.15.
+    "upsample_bicubic2d_backward_out_cuda": (
+        lambda x: torch.ops.aten.upsample_bicubic2d(x, [9, 9], False).sum().backward(),
+        IMAGE,
+    ),
     "upsample_bilinear2d_backward_out_cuda": (
         lambda x: torch.ops.aten.upsample_bilinear2d(x, [9, 9], False).sum().backward(),
         IMAGE,
