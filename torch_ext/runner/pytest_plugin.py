@@ -1,4 +1,5 @@
-"""pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does.
+"""pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does, and
+``@pytest.mark.ranks(4)`` runs a function or a class of pytest in ranks (see ``pytest_ranks``).
 
 pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots. All other
 tests, those that need a fixture or mark of pytest, and all without ``--slots`` or the ini option ``torch_ext_slots``
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
@@ -30,12 +34,23 @@ _BASES = "torch_ext.testing._internal._distributed."
 _MARKS = ("skip", "skipif", "xfail", "usefixtures")
 # Fixtures in which pytest wraps unittest's own setup.
 _UNITTEST = ("_unittest_", "_xunit_", "unittest_", "xunit_", "request")
+# The module that runs items in ranks; see Note [Items in ranks] there. Loaded in processes that do so alone.
+_SIDE = "torch_ext.testing._internal._distributed.pytest_rank"
+_FORKS = pytest.StashKey[Any]()
+# Threads of pytest-xdist in this process, which its forks can do without.
+_harmless: set[int] = set()
+_MARKERS = (
+    "ranks(n, timeout=120): run the test in n ranks, fresh processes with the fixtures rank, world_size, device, mesh",
+    "forked_warm(timeout=None): run the test in a fork of a process that has imported what its file imports",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run distributed tests in fresh processes, as many at a time as their ranks fit into N slots"
     parser.getgroup("torch_ext").addoption("--slots", metavar="N|auto|off", default="", help=text)
     parser.addini("torch_ext_slots", f"{text}; off by default", default=_OFF)
+    text = "run each test without ranks in a fork of a process that has imported what its file imports"
+    parser.getgroup("torch_ext").addoption("--forked-warm", action="store_true", help=text)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,11 +66,126 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Exclude pytest-xdist's threads, which start before any test, from hang detection."""
+    """Exclude pytest-xdist's threads, which start before any test, from hang detection and from the check of forks."""
+    for line in _MARKERS:
+        config.addinivalue_line("markers", line)
     if hasattr(config, "workerinput"):
+        from torch_ext.world._os import threads_of
         from torch_ext.world.threads import leave_out
 
         leave_out(others=True)
+        _harmless.update(threads_of() - {threading.get_native_id()})
+
+
+# Tests in ranks
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Any:
+    """The number of this rank, in a test with ``@pytest.mark.ranks(n)``."""
+    return _of_place("rank", request)
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> Any:
+    """The number of ranks, in a test with ``@pytest.mark.ranks(n)``."""
+    return _of_place("world_size", request)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Any:
+    """The ``torch.device`` of this rank, in a test with ``@pytest.mark.ranks(n)``."""
+    return _of_place("device", request)
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Any:
+    """A device mesh of all ranks, with its process group, in a test with ``@pytest.mark.ranks(n)``."""
+    return _of_place("mesh", request)
+
+
+def _of_place(name: str, request: pytest.FixtureRequest) -> Any:
+    try:
+        return request.getfixturevalue(name)  # another plugin's fixture of that name, which was loaded before
+    except pytest.FixtureLookupError as error:
+        if error.argname != name:
+            raise
+    side = _side()
+    if side is None or not side.place:
+        pytest.fail(f"the fixture {name!r} of torch_ext is for tests with @pytest.mark.ranks(n)", pytrace=False)
+    return getattr(side.place, name)
+
+
+def _prepare_forks(session: pytest.Session) -> None:
+    """Fork the zygote of tests in ranks, before the first test runs."""
+    option = session.config.option
+    if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
+        return
+    wanted = [item for item in session.items if _wants_fork(item)]
+    if wanted:
+        from torch_ext.runner.pytest_ranks import Forks
+
+        session.stash[_FORKS] = Forks(session, wanted, _harmless)
+
+
+def _wants_fork(item: pytest.Item) -> bool:
+    if item.get_closest_marker("ranks"):
+        return True
+    asks = item.config.getoption("--forked-warm") or item.get_closest_marker("forked_warm")
+    return bool(asks) and isinstance(item, pytest.Function) and not _runs_in_ranks(item)
+
+
+def _side() -> Any:
+    """Return the module that runs items in ranks, if this process is a rank or the holder; else None."""
+    side: Any = sys.modules.get(_SIDE)
+    return side if side is not None and side.action is not None else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run an item in forks, or, in such a fork, do this process's part of it."""
+    if side := _side():
+        side.action(item)
+        return True
+    forks = item.session.stash.get(_FORKS, None)
+    if forks is None or item not in forks:
+        return None
+    forks.run(item, nextitem)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """In a rank, check the body for races."""
+    if (side := _side()) is None:
+        return (yield)
+    try:
+        returned = yield
+    except BaseException as error:
+        side.end_race_check(error)
+        raise
+    side.end_race_check(None)
+    return returned
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """In a rank, keep the error of a phase."""
+    if (side := _side()) and call.excinfo is not None:
+        side.note_error(call.when, call.excinfo.value)
+
+
+def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
+    """In a fork, keep a warning for pytest's process."""
+    if side := _side():
+        side.note_warning(warning_message, nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the process that holds fixtures of tests in ranks."""
+    if forks := session.stash.get(_FORKS, None):
+        forks.close()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -84,6 +214,7 @@ def _is_on(config: pytest.Config) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the distributed tests, then the rest of ``session.items`` as pytest does."""
+    _prepare_forks(session)
     if not _is_on(session.config) or (session.testsfailed and not session.config.option.continue_on_collection_errors):
         return None  # pytest explains why no test runs
     ranked = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]

@@ -198,6 +198,11 @@ _HIDDEN = (
     HiddenFrames(_ROOMS, ("wrapper", "run_test", "_run", "run_rank", "serve", "in_rank", "_receipt_of_body",
                           "_receipt_of_call", "run_method")),
     HiddenFrames(r"/testing/_internal/_fsdp/cases\.py", ("_run",)),
+    # A test's body in pytest
+    HiddenFrames(r"/(?:_pytest|pluggy)/\w+\.py"),
+    HiddenFrames(r"/_pytest/(?:python|fixtures|unittest)\.py", ("pytest_pyfunc_call", "call_fixture_func", "runtest"),
+                 outwards=True),
+    HiddenFrames(r"/runner/pytest_plugin\.py"),
     # The parent half
     HiddenFrames(r"/runner/class_process\.py", ("main",), outwards=True),
     HiddenFrames(r"/runner/class_process\.py", ("call_and_check", "clean_up_and_check", "set_up_class")),

@@ -1,0 +1,261 @@
+"""Items of pytest that run in forks: ``@pytest.mark.ranks(4)`` in ranks, ``--forked-warm`` each in one process. Runs in
+pytest's process, which waits for the ranks, judges them and reports. See Note [Items in ranks] in ``pytest_rank``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import shutil
+import socket
+import tempfile
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from _pytest.runner import CallInfo
+
+from torch_ext.world import files, provider, settings, verdict, wording
+from torch_ext.world.follow import RankTask, ZygoteLostError, start_world
+from torch_ext.world.outcome import Outcome, may_be_expected
+from torch_ext.world.settings import Limits, launcher_variables, seconds_of
+from torch_ext.world.tree import ZygoteCopy, ZygoteDiedError
+from torch_ext.world.verdict import Judgement, WorldReport, render
+
+# The module of the other side.
+SIDE = "torch_ext.testing._internal._distributed.pytest_rank"
+# Seconds that a process without peers has for its teardown after a failure.
+_TEARDOWN_S = 60.0
+_PHASES = ("setup", "call", "teardown")
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """Return the number of ranks that the mark of ``item`` asks for; 0 without a mark. Raises ValueError."""
+    mark = item.get_closest_marker("ranks")
+    if mark is None:
+        return 0
+    number = mark.args[0] if len(mark.args) == 1 and not set(mark.kwargs).difference({"timeout"}) else None
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        given = ", ".join([*map(repr, mark.args), *(f"{name}={value!r}" for name, value in mark.kwargs.items())])
+        raise ValueError(f"got pytest.mark.ranks({given}), expected a number of ranks above 0, and at most timeout=S")
+    bases = getattr(getattr(item, "cls", None), "__mro__", ())
+    if any(base.__module__.startswith("torch_ext.testing.") for base in bases):
+        raise ValueError("pytest.mark.ranks is for functions and plain classes; this class starts its own ranks")
+    return number
+
+
+def _limit_s(item: pytest.Item) -> float:
+    """Return the time limit of ``item`` in seconds; infinite for one without ranks that has none of its own."""
+    mark = item.get_closest_marker("ranks")
+    given = mark or item.get_closest_marker("forked_warm")
+    own = given.kwargs.get("timeout") if given else None
+    if (limit_s := settings.time_limit_s()) or own is None:
+        return limit_s or (settings.TIMEOUT_DEFAULT if mark else float("inf"))
+    return seconds_of(own, f"the timeout of {item.nodeid}")
+
+
+class Forks:
+    """Runs ``items`` of ``session`` in forks of its process. Make it before any test has run. ``harmless``: threads of
+    this process that forks can do without.
+    """
+
+    def __init__(self, session: pytest.Session, items: Collection[pytest.Item], harmless: Collection[int]) -> None:
+        self._session = session
+        self._index = {item: index for index, item in enumerate(session.items)}
+        self._items = set(items)
+        self._holder: ZygoteCopy | None = None
+        side: Any = importlib.import_module(SIDE)
+        side.session, self._side = session, side
+        if factory := getattr(session.config, "_tmp_path_factory", None):
+            factory.getbasetemp()  # one for all processes
+        if settings.wants_interpreter():
+            self._why = "TORCH_EXT_START_METHOD=interpreter asks for fresh interpreters, which have collected no item"
+        else:
+            why = provider.prepare(SIDE, harmless)
+            self._why = f"pytest's process cannot be forked: {why}; a file that it has imported did that" if why else ""
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def close(self) -> None:
+        """End the holder, with the fixtures that it still has."""
+        if self._holder is not None:
+            with contextlib.suppress(ZygoteDiedError):
+                if self._session.items:
+                    self._holder.call(f"{SIDE}:tear_down", (0, None))
+            self._holder.close()
+        self._holder = None
+
+    def run(self, item: Any, following: pytest.Item | None) -> None:
+        """Run ``item`` and report it as pytest reports the items that it runs itself."""
+        hook, session = item.ihook, self._session
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        *reports, down = self._reports(item)
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        if session.shouldfail or session.shouldstop:
+            following = None
+        downs = [down, self._tear_down(item, following)]
+        call = CallInfo.from_call(lambda: session._setupstate.teardown_exact(following), "teardown")
+        downs.append(hook.pytest_runtest_makereport(item=item, call=call))
+        made = sorted((each for each in downs if each is not None), key=lambda each: (not each.failed, each.passed))
+        report = made[0]
+        report.sections += [("another teardown", each.longreprtext) for each in made[1:] if not each.passed]
+        hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    # The parts of an item's life
+
+    def _reports(self, item: Any) -> list[Any]:
+        """Return the reports of the phases. The last one is that of the teardown, None if no rank made one."""
+        try:
+            if self._why:
+                raise ValueError(self._why)
+            size = ranks_of(item)
+            if self._holder is None:
+                self._holder = ZygoteCopy(provider.zygote_for(SIDE))
+                self._holder.wait_loaded()
+            held = self._holder.call(f"{SIDE}:set_up", self._index[item])
+            self._replay(item, held.warnings, held.leave)
+            if held.report is not None:
+                return [self._read(held.report), None]
+            return self._run(self._holder, item, size, held)
+        except (ValueError, ZygoteDiedError, ZygoteLostError, OSError) as error:
+            if not isinstance(error, ValueError):
+                self._holder = None
+            return [_made(item, "setup", str(error)), None]
+
+    def _tear_down(self, item: Any, following: pytest.Item | None) -> Any:
+        """Tear down what the holder has and the next item in forks does not share."""
+        if self._holder is None:
+            return None
+        later = [] if following is None else [following, *self._session.items[self._index[item] + 1 :]]
+        index = next((self._index[each] for each in later if each in self._items), None)
+        try:
+            held = self._holder.call(f"{SIDE}:tear_down", (self._index[item], index))
+        except ZygoteDiedError as error:
+            self._holder = None
+            return _made(item, "teardown", str(error))
+        self._replay(item, (), held.leave)
+        return None if held.report is None else self._read(held.report)
+
+    def _run(self, holder: ZygoteCopy, item: Any, size: int, held: Any) -> list[Any]:
+        number = max(1, size)
+        limits = Limits(_limit_s(item), hang_s=settings.hang_after_s(), grace_s=1.0 if number > 1 else _TEARDOWN_S)
+        folder = tempfile.mkdtemp(dir=files.folder())
+        try:
+            tasks = list(self._tasks(item, number, size, held, folder))
+            show = settings.show_output() or item.config.getoption("capture", "fd") == "no"
+            with start_world(holder, tasks, show=show, test=item.nodeid) as world:
+                outcomes = world.wait(limits)
+                took_s = world.took_s
+            written = [list(_written(os.path.join(folder, str(rank)))) for rank in range(number)]
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for records in written:
+            self._replay(item, records, next((what for kind, what in records if kind == "leave"), None))
+        by_rank = [[self._read(what) for kind, what in records if kind == "report"] for records in written]
+        return _judged(item, outcomes, by_rank, took_s)
+
+    def _tasks(self, item: Any, number: int, size: int, held: Any, folder: str) -> Iterator[RankTask]:
+        factory = getattr(item.config, "_tmp_path_factory", None)
+        path = str(_free_path(factory.getbasetemp(), item.name)) if factory else ""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(number):
+            place = self._side.Place(rank, number, self._index[item], folder, path, held.changes, held.directory)
+            variables = launcher_variables(rank, number, port) if size else {}
+            own = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC")}
+            yield RankTask(self._side.run, (place,), environment=own)
+
+    def _replay(self, item: Any, records: Sequence[tuple[str, Any]], leave: tuple[bool, str] | None) -> None:
+        """Repeat here what a fork has recorded. Raises what ends pytest."""
+        for warning, file, line, nodeid in (what for kind, what in records if kind == "warning"):
+            message = warnings.WarningMessage(warning, type(warning), file, line)
+            told = {"warning_message": message, "when": "runtest", "nodeid": nodeid, "location": None}
+            item.ihook.pytest_warning_recorded.call_historic(kwargs=told)
+        if leave is not None:
+            if leave[0]:
+                raise KeyboardInterrupt(leave[1])
+            pytest.exit(leave[1])
+
+    def _read(self, serial: Any) -> Any:
+        config = self._session.config
+        return config.hook.pytest_report_from_serializable(config=config, data=serial)
+
+
+def _free_path(folder: Any, name: str) -> Any:
+    """Return a path for a test of this name that does not exist yet."""
+    short = "".join(each if each.isalnum() else "_" for each in name)[:30]
+    return next(path for number in range(1 << 30) if not (path := folder / f"{short}{number}").exists())
+
+
+def _written(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a rank has written, but for a record that its death cut short."""
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
+        while True:
+            yield pickle.load(file)
+
+
+def _made(item: Any, when: Any, text: str, took_s: float = 0.0) -> Any:
+    """Return a report of a failure that no test raised itself."""
+    return pytest.TestReport(
+        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", text, when, duration=took_s
+    )
+
+
+def _judged(item: Any, outcomes: list[Outcome], by_rank: list[list[Any]], took_s: float) -> list[Any]:
+    """Return the reports of the world: those of the guilty rank, and its peers below its failure."""
+    found = verdict.judge(outcomes)
+    lead = next(iter((*found.culprits, *found.victims)), 0)
+    expected = [reports for reports in by_rank for each in reports if each.skipped and hasattr(each, "wasxfail")]
+    if found.judgement is Judgement.FAILED and expected and may_be_expected(outcomes):
+        reports = expected[0]
+    else:
+        reports = by_rank[lead]
+        if found.judgement is Judgement.FAILED:
+            reports = _blamed(item, WorldReport(tuple(outcomes), found, took_s), lead, by_rank)
+    if len(outcomes) == 1 or found.judgement is not Judgement.FAILED:
+        who = f" of rank {lead}" if len(outcomes) > 1 else ""
+        _add_output(reports, f"Captured stdout{who}", outcomes[lead].output)
+    down = next((each for each in reports if each.when == "teardown"), None)
+    return [*(each for each in reports if each is not down), down]
+
+
+def _add_output(reports: Sequence[Any], title: str, text: str) -> None:
+    worst = sorted((each for each in reports if each.failed or each.when == "call"), key=lambda each: not each.failed)
+    if text and worst:
+        worst[0].sections.append((title, text))
+
+
+def _blamed(item: Any, report: WorldReport, lead: int, by_rank: list[list[Any]]) -> list[Any]:
+    reports, failure = by_rank[lead], next((each for each in by_rank[lead] if each.failed), None)
+    if failure is None:
+        done = [each.when for each in reports]
+        when = next((each.when for each in reports if each.skipped), "call" if len(done) == 3 else _PHASES[len(done)])
+        blamed = _made(item, when, render(report), report.took_s)
+        return sorted(
+            [each for each in reports if each.when != when] + [blamed], key=lambda each: _PHASES.index(each.when)
+        )
+    if len(report.outcomes) > 1:
+        block = render(replace(report, outcomes=tuple(_told_once(each, lead, report) for each in report.outcomes)))
+        if hasattr(failure.longrepr, "addsection"):
+            failure.longrepr.addsection(f"ranks of {item.name}", block)
+        else:
+            failure.longrepr = f"{failure.longreprtext}\n\n{block}"
+    return reports
+
+
+def _told_once(outcome: Outcome, lead: int, report: WorldReport) -> Outcome:
+    """Return ``outcome`` without its traceback if that of rank ``lead``, which pytest shows, says as much."""
+    first, receipt = report.outcomes[lead].receipt, outcome.receipt
+    if receipt is None or first is None or outcome.rank in report.verdict.victims:
+        pass
+    elif wording.without_ranks(receipt.trace) != wording.without_ranks(first.trace):
+        return outcome
+    return outcome if receipt is None else replace(outcome, receipt=replace(receipt, trace=""))
