@@ -30,6 +30,10 @@ from torch_ext.world.verdict import Judgement, WorldReport, render
 SIDE = "torch_ext.testing._internal._distributed.pytest_rank"
 # Seconds that a process without peers has for its teardown after a failure.
 _TEARDOWN_S = 60.0
+_LOST = (
+    "the process that makes fixtures wider than a function, for tests in ranks, ended during this test, by such a "
+    "fixture or by a signal; the next test gets a new one, which makes these fixtures again"
+)
 _PHASES = ("setup", "call", "teardown")
 
 
@@ -68,6 +72,7 @@ class Forks:
         self._index = {item: index for index, item in enumerate(session.items)}
         self._items = set(items)
         self._holder: ZygoteCopy | None = None
+        self._is_unsafe = False  # the holder cannot be forked any more
         side: Any = importlib.import_module(SIDE)
         side.session, self._side = session, side
         if factory := getattr(session.config, "_tmp_path_factory", None):
@@ -119,27 +124,34 @@ class Forks:
             if self._holder is None:
                 self._holder = ZygoteCopy(provider.zygote_for(SIDE))
                 self._holder.wait_loaded()
-            held = self._holder.call(f"{SIDE}:set_up", self._index[item])
+            held = pickle.loads(self._holder.call(f"{SIDE}:set_up", self._index[item]))
+            self._is_unsafe = held.is_unsafe
             self._replay(item, held.warnings, held.leave)
             if held.report is not None:
                 return [self._read(held.report), None]
             return self._run(self._holder, item, size, held)
-        except (ValueError, ZygoteDiedError, ZygoteLostError, OSError) as error:
-            if not isinstance(error, ValueError):
-                self._holder = None
+        except (ZygoteDiedError, ZygoteLostError):
+            self._holder = None
+            return [_made(item, "setup", _LOST), None]
+        except (ValueError, OSError) as error:
             return [_made(item, "setup", str(error)), None]
 
     def _tear_down(self, item: Any, following: pytest.Item | None) -> Any:
         """Tear down what the holder has and the next item in forks does not share."""
         if self._holder is None:
             return None
-        later = [] if following is None else [following, *self._session.items[self._index[item] + 1 :]]
+        later = (
+            [] if following is None or self._is_unsafe else [following, *self._session.items[self._index[item] + 1 :]]
+        )
         index = next((self._index[each] for each in later if each in self._items), None)
         try:
-            held = self._holder.call(f"{SIDE}:tear_down", (self._index[item], index))
-        except ZygoteDiedError as error:
+            held = pickle.loads(self._holder.call(f"{SIDE}:tear_down", (self._index[item], index)))
+        except ZygoteDiedError:
             self._holder = None
-            return _made(item, "teardown", str(error))
+            return _made(item, "teardown", _LOST)
+        if self._is_unsafe:
+            self._holder.close()
+            self._holder = None
         self._replay(item, (), held.leave)
         return None if held.report is None else self._read(held.report)
 

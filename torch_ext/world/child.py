@@ -270,9 +270,10 @@ def reason_not_to_fork(harmless: Collection[int] = ()) -> str:
     """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]. ``harmless``:
     the numbers of threads that children can do without.
     """
-    if len(_os.threads_of().difference(harmless)) > 1:
+    known = {*harmless, _os.getpid()}  # the main thread has the number of the process
+    if _os.threads_of() - known:
         _trial_fork()
-    if len(_os.threads_of().difference(harmless)) > 1:
+    if _os.threads_of() - known:
         return f"it runs other threads: {_describe_threads()}"
     if driver := _open_driver():
         return f"a device driver is initialized in it ({driver} is open)"

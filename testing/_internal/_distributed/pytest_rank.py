@@ -127,8 +127,8 @@ def _in_hook(item: Any, run: Callable[[Any], None]) -> None:
     item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
 
 
-def set_up(index: int) -> Held:
-    """Make the fixtures of the item that are wider than a function."""
+def set_up(index: int) -> bytes:
+    """Make the fixtures of the item that are wider than a function; return a pickled :class:`Held`."""
     item = _item(index)
     _become_holder(item.config)
     _records.clear()
@@ -163,7 +163,7 @@ def set_up(index: int) -> Held:
     }
     here = os.getcwd() if os.getcwd() != directory else ""
     unsafe = bool(reason_not_to_fork(before))
-    return replace(held, changes=changes, directory=here, warnings=[*_records], is_unsafe=unsafe)
+    return pickle.dumps(replace(held, changes=changes, directory=here, warnings=[*_records], is_unsafe=unsafe))
 
 
 def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
@@ -175,10 +175,12 @@ def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
         )
 
 
-def tear_down(indices: tuple[int, int | None]) -> Held:
-    """Tear down the wider fixtures of the first item that the second one does not share; all if it is None."""
+def tear_down(indices: tuple[int, int | None]) -> bytes:
+    """Tear down the wider fixtures of the first item that the second one does not share; all if it is None. Returns a
+    pickled :class:`Held`.
+    """
     item, following = _item(indices[0]), None if indices[1] is None else _item(indices[1]).parent
-    return _held(item, "teardown", lambda: item.session._setupstate.teardown_exact(following))
+    return pickle.dumps(_held(item, "teardown", lambda: item.session._setupstate.teardown_exact(following)))
 
 
 def _held(item: Any, when: Any, run: Callable[[], None]) -> Held:
