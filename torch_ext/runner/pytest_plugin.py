@@ -13,8 +13,7 @@ import shlex
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,28 +79,18 @@ def pytest_configure(config: pytest.Config) -> None:
 # Tests in ranks
 
 
-@pytest.fixture
-def rank(request: pytest.FixtureRequest) -> Any:
-    """The number of this rank, in a test with ``@pytest.mark.ranks(n)``."""
-    return _of_place("rank", request)
+def _fixture(name: str, what: str) -> Any:
+    def value(request: pytest.FixtureRequest) -> Any:
+        return _of_place(name, request)
+
+    value.__doc__ = f"{what}, in a test with ``@pytest.mark.ranks(n)``."
+    return pytest.fixture(name=name)(value)
 
 
-@pytest.fixture
-def world_size(request: pytest.FixtureRequest) -> Any:
-    """The number of ranks, in a test with ``@pytest.mark.ranks(n)``."""
-    return _of_place("world_size", request)
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> Any:
-    """The ``torch.device`` of this rank, in a test with ``@pytest.mark.ranks(n)``."""
-    return _of_place("device", request)
-
-
-@pytest.fixture
-def mesh(request: pytest.FixtureRequest) -> Any:
-    """A device mesh of all ranks, with its process group, in a test with ``@pytest.mark.ranks(n)``."""
-    return _of_place("mesh", request)
+_rank = _fixture("rank", "The number of this rank")
+_world_size = _fixture("world_size", "The number of ranks")
+_device = _fixture("device", "The ``torch.device`` of this rank, which is current")
+_mesh = _fixture("mesh", "A device mesh of all ranks, with its process group")
 
 
 def _of_place(name: str, request: pytest.FixtureRequest) -> Any:
@@ -110,10 +99,10 @@ def _of_place(name: str, request: pytest.FixtureRequest) -> Any:
     except pytest.FixtureLookupError as error:
         if error.argname != name:
             raise
-    side = _side()
-    if side is None or not side.place:
+    place = getattr(sys.modules.get(_SIDE), "place", None)
+    if place is None:
         pytest.fail(f"the fixture {name!r} of torch_ext is for tests with @pytest.mark.ranks(n)", pytrace=False)
-    return getattr(side.place, name)
+    return getattr(place, name)
 
 
 def _prepare_forks(session: pytest.Session) -> None:
@@ -135,50 +124,14 @@ def _wants_fork(item: pytest.Item) -> bool:
     return bool(asks) and isinstance(item, pytest.Function) and not _runs_in_ranks(item)
 
 
-def _side() -> Any:
-    """Return the module that runs items in ranks, if this process is a rank or the holder; else None."""
-    side: Any = sys.modules.get(_SIDE)
-    return side if side is not None and side.action is not None else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run an item in forks, or, in such a fork, do this process's part of it."""
-    if side := _side():
-        side.action(item)
-        return True
+    """Run an item in forks. In the forks, ``pytest_rank`` has this hook."""
     forks = item.session.stash.get(_FORKS, None)
     if forks is None or item not in forks:
         return None
     forks.run(item, nextitem)
     return True
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """In a rank, check the body for races."""
-    if (side := _side()) is None:
-        return (yield)
-    try:
-        returned = yield
-    except BaseException as error:
-        side.end_race_check(error)
-        raise
-    side.end_race_check(None)
-    return returned
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """In a rank, keep the error of a phase."""
-    if (side := _side()) and call.excinfo is not None:
-        side.note_error(call.when, call.excinfo.value)
-
-
-def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
-    """In a fork, keep a warning for pytest's process."""
-    if side := _side():
-        side.note_warning(warning_message, nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -90,8 +90,7 @@ class Forks:
         """End the holder, with the fixtures that it still has."""
         if self._holder is not None:
             with contextlib.suppress(ZygoteDiedError):
-                if self._session.items:
-                    self._holder.call(f"{SIDE}:tear_down", (0, None))
+                self._holder.call(f"{SIDE}:tear_down", None)
             self._holder.close()
         self._holder = None
 
@@ -124,12 +123,11 @@ class Forks:
             if self._holder is None:
                 self._holder = ZygoteCopy(provider.zygote_for(SIDE))
                 self._holder.wait_loaded()
-            held = pickle.loads(self._holder.call(f"{SIDE}:set_up", self._index[item]))
-            self._is_unsafe = held.is_unsafe
-            self._replay(item, held.warnings, held.leave)
-            if held.report is not None:
-                return [self._read(held.report), None]
-            return self._run(self._holder, item, size, held)
+            records = pickle.loads(self._holder.call(f"{SIDE}:set_up", self._index[item]))
+            self._is_unsafe = ("unsafe", None) in records
+            if reports := self._replay(item, records):
+                return [*reports, None]
+            return self._run(self._holder, item, size)
         except (ZygoteDiedError, ZygoteLostError):
             self._holder = None
             return [_made(item, "setup", _LOST), None]
@@ -140,71 +138,55 @@ class Forks:
         """Tear down what the holder has and the next item in forks does not share."""
         if self._holder is None:
             return None
-        later = (
-            [] if following is None or self._is_unsafe else [following, *self._session.items[self._index[item] + 1 :]]
-        )
+        later = [] if following is None or self._is_unsafe else self._session.items[self._index[following] :]
         index = next((self._index[each] for each in later if each in self._items), None)
         try:
-            held = pickle.loads(self._holder.call(f"{SIDE}:tear_down", (self._index[item], index)))
+            records = pickle.loads(self._holder.call(f"{SIDE}:tear_down", index))
         except ZygoteDiedError:
             self._holder = None
             return _made(item, "teardown", _LOST)
         if self._is_unsafe:
             self._holder.close()
             self._holder = None
-        self._replay(item, (), held.leave)
-        return None if held.report is None else self._read(held.report)
+        return next(iter(self._replay(item, records)), None)
 
-    def _run(self, holder: ZygoteCopy, item: Any, size: int, held: Any) -> list[Any]:
+    def _run(self, holder: ZygoteCopy, item: Any, size: int) -> list[Any]:
         number = max(1, size)
         limits = Limits(_limit_s(item), hang_s=settings.hang_after_s(), grace_s=1.0 if number > 1 else _TEARDOWN_S)
+        show = settings.show_output() or item.config.getoption("capture", "fd") == "no"
         folder = tempfile.mkdtemp(dir=files.folder())
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        tasks = []
+        for rank in range(number):
+            variables = launcher_variables(rank, number, port) if size else {}
+            own = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC")}
+            tasks.append(RankTask(self._side.run, (self._side.Place(rank, number, folder),), environment=own))
         try:
-            tasks = list(self._tasks(item, number, size, held, folder))
-            show = settings.show_output() or item.config.getoption("capture", "fd") == "no"
             with start_world(holder, tasks, show=show, test=item.nodeid) as world:
                 outcomes = world.wait(limits)
                 took_s = world.took_s
             written = [list(_written(os.path.join(folder, str(rank)))) for rank in range(number)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for records in written:
-            self._replay(item, records, next((what for kind, what in records if kind == "leave"), None))
-        by_rank = [[self._read(what) for kind, what in records if kind == "report"] for records in written]
-        return _judged(item, outcomes, by_rank, took_s)
+        return _judged(item, outcomes, [self._replay(item, records) for records in written], took_s)
 
-    def _tasks(self, item: Any, number: int, size: int, held: Any, folder: str) -> Iterator[RankTask]:
-        factory = getattr(item.config, "_tmp_path_factory", None)
-        path = str(_free_path(factory.getbasetemp(), item.name)) if factory else ""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(number):
-            place = self._side.Place(rank, number, self._index[item], folder, path, held.changes, held.directory)
-            variables = launcher_variables(rank, number, port) if size else {}
-            own = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC")}
-            yield RankTask(self._side.run, (place,), environment=own)
-
-    def _replay(self, item: Any, records: Sequence[tuple[str, Any]], leave: tuple[bool, str] | None) -> None:
-        """Repeat here what a fork has recorded. Raises what ends pytest."""
-        for warning, file, line, nodeid in (what for kind, what in records if kind == "warning"):
-            message = warnings.WarningMessage(warning, type(warning), file, line)
-            told = {"warning_message": message, "when": "runtest", "nodeid": nodeid, "location": None}
-            item.ihook.pytest_warning_recorded.call_historic(kwargs=told)
-        if leave is not None:
-            if leave[0]:
-                raise KeyboardInterrupt(leave[1])
-            pytest.exit(leave[1])
-
-    def _read(self, serial: Any) -> Any:
-        config = self._session.config
-        return config.hook.pytest_report_from_serializable(config=config, data=serial)
-
-
-def _free_path(folder: Any, name: str) -> Any:
-    """Return a path for a test of this name that does not exist yet."""
-    short = "".join(each if each.isalnum() else "_" for each in name)[:30]
-    return next(path for number in range(1 << 30) if not (path := folder / f"{short}{number}").exists())
+    def _replay(self, item: Any, records: Sequence[tuple[str, Any]]) -> list[Any]:
+        """Repeat here what a fork has recorded; return its reports. Raises what ends pytest."""
+        reports, config = [], self._session.config
+        for kind, what in records:
+            if kind == "report":
+                reports.append(config.hook.pytest_report_from_serializable(config=config, data=what))
+            elif kind == "warning":
+                warning, file, line, nodeid = what
+                message = warnings.WarningMessage(warning, type(warning), file, line)
+                told = {"warning_message": message, "when": "runtest", "nodeid": nodeid, "location": None}
+                item.ihook.pytest_warning_recorded.call_historic(kwargs=told)
+            elif kind == "leave":
+                is_interrupt, text = what
+                raise (KeyboardInterrupt if is_interrupt else pytest.exit.Exception)(text)
+        return reports
 
 
 def _written(path: str) -> Iterator[tuple[str, Any]]:
@@ -216,44 +198,36 @@ def _written(path: str) -> Iterator[tuple[str, Any]]:
 
 def _made(item: Any, when: Any, text: str, took_s: float = 0.0) -> Any:
     """Return a report of a failure that no test raised itself."""
-    return pytest.TestReport(
-        item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", text, when, duration=took_s
-    )
+    keywords = dict.fromkeys(item.keywords, 1)
+    return pytest.TestReport(item.nodeid, item.location, keywords, "failed", text, when, duration=took_s)
 
 
 def _judged(item: Any, outcomes: list[Outcome], by_rank: list[list[Any]], took_s: float) -> list[Any]:
-    """Return the reports of the world: those of the guilty rank, and its peers below its failure."""
+    """Return the reports of the world: those of the guilty rank, with its peers below its failure."""
     found = verdict.judge(outcomes)
+    has_failed = found.judgement is Judgement.FAILED
     lead = next(iter((*found.culprits, *found.victims)), 0)
-    expected = [reports for reports in by_rank for each in reports if each.skipped and hasattr(each, "wasxfail")]
-    if found.judgement is Judgement.FAILED and expected and may_be_expected(outcomes):
+    reports = by_rank[lead]
+    expected = [each for each in by_rank if any(one.skipped and hasattr(one, "wasxfail") for one in each)]
+    if has_failed and expected and may_be_expected(outcomes):
         reports = expected[0]
-    else:
-        reports = by_rank[lead]
-        if found.judgement is Judgement.FAILED:
-            reports = _blamed(item, WorldReport(tuple(outcomes), found, took_s), lead, by_rank)
-    if len(outcomes) == 1 or found.judgement is not Judgement.FAILED:
-        who = f" of rank {lead}" if len(outcomes) > 1 else ""
-        _add_output(reports, f"Captured stdout{who}", outcomes[lead].output)
+    elif has_failed:
+        reports = _blamed(item, WorldReport(tuple(outcomes), found, took_s), lead, reports)
+    if outcomes[lead].output and not (has_failed and len(outcomes) > 1):  # else the block has all output
+        title = "Captured stdout" + f" of rank {lead}" * (len(outcomes) > 1)
+        shown = sorted(reports, key=lambda each: (not each.failed, each.when != "call"))
+        shown[0].sections.append((title, outcomes[lead].output))
     down = next((each for each in reports if each.when == "teardown"), None)
     return [*(each for each in reports if each is not down), down]
 
 
-def _add_output(reports: Sequence[Any], title: str, text: str) -> None:
-    worst = sorted((each for each in reports if each.failed or each.when == "call"), key=lambda each: not each.failed)
-    if text and worst:
-        worst[0].sections.append((title, text))
-
-
-def _blamed(item: Any, report: WorldReport, lead: int, by_rank: list[list[Any]]) -> list[Any]:
-    reports, failure = by_rank[lead], next((each for each in by_rank[lead] if each.failed), None)
+def _blamed(item: Any, report: WorldReport, lead: int, reports: list[Any]) -> list[Any]:
+    failure = next((each for each in reports if each.failed), None)
     if failure is None:
         done = [each.when for each in reports]
         when = next((each.when for each in reports if each.skipped), "call" if len(done) == 3 else _PHASES[len(done)])
-        blamed = _made(item, when, render(report), report.took_s)
-        return sorted(
-            [each for each in reports if each.when != when] + [blamed], key=lambda each: _PHASES.index(each.when)
-        )
+        made = {**{each.when: each for each in reports}, when: _made(item, when, render(report), report.took_s)}
+        return [made[each] for each in _PHASES if each in made]
     if len(report.outcomes) > 1:
         block = render(replace(report, outcomes=tuple(_told_once(each, lead, report) for each in report.outcomes)))
         if hasattr(failure.longrepr, "addsection"):
@@ -266,8 +240,8 @@ def _blamed(item: Any, report: WorldReport, lead: int, by_rank: list[list[Any]])
 def _told_once(outcome: Outcome, lead: int, report: WorldReport) -> Outcome:
     """Return ``outcome`` without its traceback if that of rank ``lead``, which pytest shows, says as much."""
     first, receipt = report.outcomes[lead].receipt, outcome.receipt
-    if receipt is None or first is None or outcome.rank in report.verdict.victims:
-        pass
-    elif wording.without_ranks(receipt.trace) != wording.without_ranks(first.trace):
+    if receipt is None or first is None:
         return outcome
-    return outcome if receipt is None else replace(outcome, receipt=replace(receipt, trace=""))
+    differs = wording.without_ranks(receipt.trace) != wording.without_ranks(first.trace)
+    told = outcome.rank in report.verdict.victims or not differs
+    return replace(outcome, receipt=replace(receipt, trace="")) if told else outcome

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,20 +38,17 @@ from torch_ext.world.protocol import Part, RankStatus, Receipt
 
 # Plugins that would act for pytest's own process: a watchdog's thread, a debugger without a terminal.
 _ABSENT = ("faulthandler", "pdbinvoke")
+# What ends pytest rather than a test.
+_LEAVE = (pytest.exit.Exception, KeyboardInterrupt)
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of one item."""
+    """One rank of the item that the holder has set up."""
 
     rank: int
     world_size: int
-    index: int  # of the item, in ``session.items``
     folder: str  # for the reports of the ranks, and the file where their process group meets
-    tmp_path: str  # of the item, the same on each rank; a rank that asks for it makes it
-    changes: dict[str, str | None]  # of the environment, by wider fixtures
-    directory: str  # the working directory, if a wider fixture has changed it
-    reports: list[tuple[str, Any]] = field(default_factory=list)  # what this rank has written
 
     @property
     def device(self) -> torch.device:
@@ -70,23 +68,22 @@ class Place:
         return dist.device_mesh.init_device_mesh(device.type, (self.world_size,))
 
 
-@dataclass(frozen=True)
-class Held:
-    """The answer of the holder. ``report``: of a fixture that failed or skipped, in pytest's serial form."""
+@dataclass
+class _Held:
+    """What the holder has set up, as its forks inherit it."""
 
-    report: Any = None
-    leave: tuple[bool, str] | None = None  # of pytest.exit(), or of a KeyboardInterrupt if the first is True
-    is_unsafe: bool = False  # the holder cannot be forked any more
-    changes: dict[str, str | None] = field(default_factory=dict)
+    item: Any = None
+    tmp_path: Path | None = None  # the same for all ranks
+    began: tuple[dict[str, str], str] | None = None  # environment and directory at the begin
+    changes: dict[str, str | None] = field(default_factory=dict)  # of the environment, by wider fixtures
     directory: str = ""
-    warnings: list[tuple[str, Any]] = field(default_factory=list)
 
 
 session: pytest.Session | None = None  # of pytest's process, in its forks
-action: Callable[[pytest.Item], None] | None = None  # of this process when it is to run an item; None in pytest's own
-place: Place | None = None
-_began: tuple[dict[str, str], str] | None = None
-_records: list[tuple[str, Any]] = []
+place: Place | None = None  # of this rank
+_held = _Held()
+_action: Callable[[pytest.Item], None] | None = None  # what the holder or rank does with an item
+_records: list[tuple[str, Any]] = []  # of the holder, for pytest's process
 _errors: dict[str, BaseException] = {}  # by phase
 _races = ExitStack()
 
@@ -97,73 +94,117 @@ def _item(index: int) -> Any:
     return session.items[index]
 
 
+# Hooks: the holder and ranks register this module as a plugin
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool:
+    """Do this process's part of an item within the wrappers around it, such as filters of warnings."""
+    if _action is not None:
+        _action(item)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Check the body for races. An error of the check becomes that of the body."""
+    try:
+        returned = yield
+    except BaseException as error:
+        blamed = accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
+        with _races:
+            raise blamed if blamed is not error else error
+    _races.close()
+    return returned
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Keep the error of a phase."""
+    if call.excinfo is not None:
+        _errors[call.when] = call.excinfo.value
+
+
+def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
+    """Record a warning for the summary of pytest's process, of the holder or rank 0."""
+    warning = warning_message.message
+    try:
+        pickle.loads(pickle.dumps(warning))
+    except Exception:  # a class of the test's own, with arguments that it does not keep
+        warning = UserWarning(str(warning))
+    if place is None or place.rank == 0:
+        _record("warning", (warning, warning_message.filename, warning_message.lineno, nodeid))
+
+
+def _record(kind: str, what: Any) -> None:
+    if place is None:
+        _records.append((kind, what))
+        return
+    with open(os.path.join(place.folder, str(place.rank)), "ab") as file:
+        pickle.dump((kind, what), file)
+
+
 # In the holder
 
 
 def _become_holder(config: pytest.Config) -> None:
-    global _began
-    if _began is not None:
+    if _held.began is not None:
         return
-    _began = dict(os.environ), os.getcwd()
+    _held.began = dict(os.environ), os.getcwd()
     manager = config.pluginmanager
-    for plugin in [*map(manager.get_plugin, _ABSENT), *(each for each in manager.get_plugins() if _sends(each))]:
-        if plugin is not None:
-            manager.unregister(plugin)
+    manager.register(sys.modules[__name__])
+    # The plugin of a worker of pytest-xdist owns a connection.
+    workers = [each for each in manager.get_plugins() if hasattr(each, "sendevent")]
+    for plugin in filter(None, [*map(manager.get_plugin, _ABSENT), *workers]):
+        manager.unregister(plugin)
     if capturing := manager.get_plugin("capturemanager"):  # files of its own: those of pytest's process are shared
         capturing._global_capturing = None
         capturing.start_global_capturing()
         capturing.suspend_global_capture()
 
 
-def _sends(plugin: object) -> bool:
-    """Whether ``plugin`` is that of a worker of pytest-xdist, which owns a connection."""
-    return hasattr(plugin, "sendevent")
-
-
-def _in_hook(item: Any, run: Callable[[Any], None]) -> None:
-    """Call ``run(item)`` within the wrappers around an item: assertions with details, filters of warnings."""
-    global action
-    action = run
-    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
-
-
 def set_up(index: int) -> bytes:
-    """Make the fixtures of the item that are wider than a function; return a pickled :class:`Held`."""
-    item = _item(index)
+    """Make the fixtures of the item that are wider than a function; return the pickled records."""
+    global _action
+    _held.item = item = _item(index)
     _become_holder(item.config)
-    _records.clear()
-    before, found = _os.threads_of(), []
+    before, stack = _os.threads_of(), item.session._setupstate
 
     def make() -> None:
         skipping.pytest_runtest_setup(item)
-        item.session._setupstate.teardown_exact(item.parent)
+        stack.teardown_exact(item.parent)
         if not item._request:
             item._initrequest()
-        stack = item.session._setupstate
         stack.setup(item.parent)
         stack.stack[item] = ([], None)  # fixtures belong to an active item
         try:
             for name in item.fixturenames:
-                definitions = item._request._arg2fixturedefs.get(name)
-                if definitions and definitions[-1]._scope is not Scope.Function:
+                definition = next(reversed(item._request._arg2fixturedefs.get(name) or ()), None)
+                if definition and definition._scope is not Scope.Function:
                     item._request._get_active_fixturedef(name)
-                    _refuse_if_unsafe(f"the {definitions[-1]._scope.value} fixture {name!r}", before)
+                    _refuse_if_unsafe(f"the {definition._scope.value} fixture {name!r}", before)
         finally:
             del stack.stack[item]
         if {"device", "mesh"}.intersection(item.fixturenames):
             accelerator.device_type()  # loads the device once for all ranks
 
-    _in_hook(item, lambda _: found.append(_held(item, "setup", make)))
-    held: Held = found[0]
-    environment, directory = _began or ({}, "")
-    changes = {
-        name: os.environ.get(name)
-        for name in {*environment, *os.environ}
-        if environment.get(name) != os.environ.get(name)
-    }
-    here = os.getcwd() if os.getcwd() != directory else ""
-    unsafe = bool(reason_not_to_fork(before))
-    return pickle.dumps(replace(held, changes=changes, directory=here, warnings=[*_records], is_unsafe=unsafe))
+    _action = lambda _: _report_failure("setup", make)  # noqa: E731
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    factory = getattr(item.config, "_tmp_path_factory", None)
+    _held.tmp_path = factory and tmpdir._mk_tmp(item._request, factory)
+    environment, _ = _held.began or ({}, "")
+    now = {name: os.environ.get(name) for name in {*environment, *os.environ}}
+    _held.changes = {name: value for name, value in now.items() if value != environment.get(name)}
+    _held.directory = os.getcwd()
+    if reason_not_to_fork(before):
+        _record("unsafe", None)
+    return _taken()
+
+
+def _taken() -> bytes:
+    found = pickle.dumps(_records)
+    _records.clear()
+    return found
 
 
 def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
@@ -175,25 +216,25 @@ def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
         )
 
 
-def tear_down(indices: tuple[int, int | None]) -> bytes:
-    """Tear down the wider fixtures of the first item that the second one does not share; all if it is None. Returns a
-    pickled :class:`Held`.
-    """
-    item, following = _item(indices[0]), None if indices[1] is None else _item(indices[1]).parent
-    return pickle.dumps(_held(item, "teardown", lambda: item.session._setupstate.teardown_exact(following)))
+def tear_down(following: int | None) -> bytes:
+    """Tear down the wider fixtures that the item ``following`` does not share; all if it is None."""
+    parent = None if following is None else _item(following).parent
+    _report_failure("teardown", lambda: _held.item.session._setupstate.teardown_exact(parent))
+    return _taken()
 
 
-def _held(item: Any, when: Any, run: Callable[[], None]) -> Held:
+def _report_failure(when: Any, run: Callable[[], None]) -> None:
+    item = _held.item
     capturing = item.config.pluginmanager.get_plugin("capturemanager")
     try:
         with capturing.item_capture(when, item) if capturing else nullcontext():
-            call = CallInfo.from_call(run, when, reraise=(pytest.exit.Exception, KeyboardInterrupt))
-    except (pytest.exit.Exception, KeyboardInterrupt) as error:
-        return Held(leave=(isinstance(error, KeyboardInterrupt), str(error)))
-    if call.excinfo is None:
-        return Held()
-    report = item.ihook.pytest_runtest_makereport(item=item, call=call)
-    return Held(item.config.hook.pytest_report_to_serializable(config=item.config, report=report))
+            call = CallInfo.from_call(run, when, reraise=_LEAVE)
+    except _LEAVE as error:
+        _record("leave", (isinstance(error, KeyboardInterrupt), str(error)))
+        return
+    if call.excinfo is not None:
+        report = item.ihook.pytest_runtest_makereport(item=item, call=call)
+        _record("report", item.config.hook.pytest_report_to_serializable(config=item.config, report=report))
 
 
 # In a rank
@@ -201,62 +242,27 @@ def _held(item: Any, when: Any, run: Callable[[], None]) -> Held:
 
 def run(here: Place) -> None:
     """The task of a rank."""
-    global place
-    place, item = here, _item(here.index)
-    for name, value in here.changes.items():
+    global place, _action
+    place, item = here, _held.item
+    for name, value in _held.changes.items():
+        os.environ[name] = value or ""
         if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if here.directory:
-        os.chdir(here.directory)
+            del os.environ[name]
+    if _held.began and _held.directory != _held.began[1]:
+        os.chdir(_held.directory)
     if capturing := item.config.pluginmanager.get_plugin("capturemanager"):
         capturing._global_capturing = capture._get_multicapture("no")  # the world captures, also of a rank that dies
         capturing._global_capturing.start_capturing()
     for finalizers, _ in item.session._setupstate.stack.values():
         finalizers.clear()  # the holder's
     tmpdir._mk_tmp = _shared_path
-    _in_hook(item, _run_phases)
+    _action = _run_phases
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
 
 
-def _shared_path(request: Any, factory: Any) -> Path:
+def _shared_path(request: Any, factory: Any) -> Any:
     factory._retention_policy = "all"  # one rank must not remove what another still uses
-    path = Path(place.tmp_path) if place else factory.mktemp("rank")
-    path.mkdir(mode=0o700, exist_ok=True)
-    return path
-
-
-def record(kind: str, what: Any) -> None:
-    """Add ``what`` to the records of this rank or of the holder."""
-    if place is None:
-        _records.append((kind, what))
-        return
-    with open(os.path.join(place.folder, str(place.rank)), "ab") as file:
-        pickle.dump((kind, what), file)
-
-
-def note_error(when: str, error: BaseException) -> None:
-    """Note that a phase of the item has raised ``error``."""
-    _errors[when] = error
-
-
-def note_warning(message: warnings.WarningMessage, nodeid: str) -> None:
-    """Record a warning for the summary of pytest's process."""
-    warning = message.message
-    try:
-        pickle.loads(pickle.dumps(warning))
-    except Exception:  # a class of the test's own, with arguments that it does not keep
-        warning = UserWarning(str(warning))
-    if place is None or place.rank == 0:
-        record("warning", (warning, message.filename, message.lineno, nodeid))
-
-
-def end_race_check(error: BaseException | None) -> None:
-    """End the check for races at the end of the body, which ``error`` has ended, if any. Raises what counts instead."""
-    blamed = error and accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
-    with _races:
-        if blamed is not None:
-            raise blamed
+    return _held.tmp_path
 
 
 def _run_phases(item: Any) -> None:
@@ -267,43 +273,34 @@ def _run_phases(item: Any) -> None:
         for when in ("setup", "call"):
             if not reports or reports[0].passed:
                 reports.append(_report(item, when))
-        first = reports[-1]
-        if first.failed and first.when in _errors:  # not a strict xfail that passed: the world decides about that
-            rank.submit(_failed(first))  # now: a teardown may wait for peers
+        receipt = _receipt(reports)
+        if receipt.status is RankStatus.FAILED and not receipt.is_expected:
+            rank.submit(receipt)  # now: a teardown may wait for peers
         with suppress(Exception):
             _races.close()  # of a body that has not run
         reports.append(_report(item, "teardown", nextitem=None))
-    except (pytest.exit.Exception, KeyboardInterrupt) as error:
-        record("leave", (isinstance(error, KeyboardInterrupt), str(error)))
-        if not rank.submitted:
-            rank.submit(world_rank.failure(error))
-    if not rank.submitted:
-        _submit(rank, _receipt(reports))
+        receipt = _receipt(reports)
+    except _LEAVE as error:
+        _record("leave", (isinstance(error, KeyboardInterrupt), str(error)))
+        receipt = world_rank.failure(error)
+    if receipt.status is RankStatus.PASSED and settings.full_teardown():
+        receipts.end_group()
+    if not rank.submitted and not rank.submit(receipt):
+        receipts.end_group()
 
 
 def _report(item: Any, when: Any, **arguments: Any) -> Any:
     report = call_and_report(item, when, log=False, **arguments)
-    record("report", item.config.hook.pytest_report_to_serializable(config=item.config, report=report))
+    _record("report", item.config.hook.pytest_report_to_serializable(config=item.config, report=report))
     return report
 
 
-def _failed(report: Any, parts: tuple[Part, ...] = ()) -> Receipt:
-    return replace(world_rank.failure(_errors[report.when]), parts=parts)
-
-
 def _receipt(reports: list[Any]) -> Receipt:
-    for report in reports:
-        if report.when in _errors and not report.passed:
-            if report.failed:
-                return _failed(report)
-            if hasattr(report, "wasxfail"):
-                return _failed(report, (Part("", expectable=True),))
-            return receipts.skipped(report.longrepr[-1])
-    return receipts.passed()
-
-
-def _submit(rank: world_rank.Rank, receipt: Receipt) -> None:
-    if receipt.status is RankStatus.PASSED and settings.full_teardown():
-        receipts.end_group()
-    if not rank.submit(receipt):
-        receipts.end_group()
+    # A strict xfail that passed has no error: the world decides whether it passed.
+    bad = next((each for each in reports if not each.passed and each.when in _errors), None)
+    if bad is None:
+        return receipts.passed()
+    if bad.skipped and not hasattr(bad, "wasxfail"):
+        return receipts.skipped(bad.longrepr[-1])
+    parts = () if bad.failed else (Part("", expectable=True),)
+    return replace(world_rank.failure(_errors[bad.when]), parts=parts)
