@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest._code.code import ReprFileLocation, TerminalRepr
-from _pytest._io import TerminalWriter
 
 from torch_ext.results import Event, Remark, RunEnded, Stalled, Status, TestName, TestResult
 
@@ -209,20 +207,6 @@ def _pytest_feature(item: pytest.Function) -> str:
     return f"uses the fixture {fixtures[0]!r}" if fixtures else ""
 
 
-class _Text(TerminalRepr):
-    """The report of a failure, with the text of the runner's own report."""
-
-    def __init__(self, text: str, path: str, line: int) -> None:
-        self._text = text
-        self.reprcrash = ReprFileLocation(path, line + 1, text.strip().partition("\n")[0])
-
-    def __str__(self) -> str:
-        return self._text
-
-    def toterminal(self, tw: TerminalWriter) -> None:
-        tw.line(self._text)
-
-
 class _Run:
     """Runs ``items`` and reports each under its own name. Handles the runner's events as a reporter."""
 
@@ -300,16 +284,15 @@ class _Run:
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
         from torch_ext.runner.reporters.text import describe_failure
 
-        path, line, _ = item.location
         if result.status is Status.SKIPPED:
             report.outcome = "skipped"
-            report.longrepr = (str(item.path), (line or 0) + 1, f"Skipped: {result.reason}")
+            report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {result.reason}")
         elif result.status is Status.XFAIL:
             report.outcome, report.wasxfail = "skipped", "expectedFailure"
         elif result.status.counted is Status.FAILED:
             report.outcome = "failed"
             rerun = f"rerun: python -m pytest {shlex.quote(item.nodeid)}"
-            report.longrepr = _Text(f"{describe_failure(result)}\n{rerun}", path, line or 0)
+            report.longrepr = f"{describe_failure(result)}\n{rerun}"
         if result.warnings:
             report.sections = [("torch_ext", "\n".join(result.warnings))]
 
@@ -317,7 +300,7 @@ class _Run:
         """Report the failure of a file or a class, which is no test."""
         file, _, cls = name.partition("::")
         location = (file, 0, cls or file)
-        report = pytest.TestReport(name, location, {}, "failed", _Text(text, file, 0), "setup")
+        report = pytest.TestReport(name, location, {}, "failed", text, "setup")
         hook = self._session.config.hook
         hook.pytest_runtest_logstart(nodeid=name, location=location)
         hook.pytest_runtest_logreport(report=report)

@@ -54,12 +54,10 @@ def ranks_of(item: pytest.Item) -> int:
 
 def _limit_s(item: pytest.Item) -> float:
     """Return the time limit of ``item`` in seconds; infinite for one without ranks that has none of its own."""
-    mark = item.get_closest_marker("ranks")
-    given = mark or item.get_closest_marker("forked_warm")
-    own = given.kwargs.get("timeout") if given else None
-    if (limit_s := settings.time_limit_s()) or own is None:
-        return limit_s or (settings.TIMEOUT_DEFAULT if mark else float("inf"))
-    return seconds_of(own, f"the timeout of {item.nodeid}")
+    ranks, warm = item.get_closest_marker("ranks"), item.get_closest_marker("forked_warm")
+    own = next((mark.kwargs["timeout"] for mark in (ranks, warm) if mark and "timeout" in mark.kwargs), None)
+    usual = settings.TIMEOUT_DEFAULT if ranks else float("inf")
+    return settings.time_limit_s() or (usual if own is None else seconds_of(own, f"the timeout of {item.nodeid}"))
 
 
 class Forks:
@@ -78,10 +76,9 @@ class Forks:
         if factory := getattr(session.config, "_tmp_path_factory", None):
             factory.getbasetemp()  # one for all processes
         if settings.wants_interpreter():
-            self._why = "TORCH_EXT_START_METHOD=interpreter asks for fresh interpreters, which have collected no item"
+            self._why = "TORCH_EXT_START_METHOD asks for interpreters, which have collected no test"
         else:
-            why = provider.prepare(SIDE, harmless)
-            self._why = f"pytest's process cannot be forked: {why}; a file that it has imported did that" if why else ""
+            self._why = provider.prepare(SIDE, harmless)
 
     def __contains__(self, item: object) -> bool:
         return item in self._items
@@ -92,7 +89,6 @@ class Forks:
             with contextlib.suppress(ZygoteDiedError):
                 self._holder.call(f"{SIDE}:tear_down", None)
             self._holder.close()
-        self._holder = None
 
     def run(self, item: Any, following: pytest.Item | None) -> None:
         """Run ``item`` and report it as pytest reports the items that it runs itself."""
@@ -118,7 +114,7 @@ class Forks:
         """Return the reports of the phases. The last one is that of the teardown, None if no rank made one."""
         try:
             if self._why:
-                raise ValueError(self._why)
+                raise ValueError(f"pytest's process cannot be forked, after importing the tests: {self._why}")
             size = ranks_of(item)
             if self._holder is None:
                 self._holder = ZygoteCopy(provider.zygote_for(SIDE))
@@ -198,7 +194,7 @@ def _written(path: str) -> Iterator[tuple[str, Any]]:
 
 def _made(item: Any, when: Any, text: str, took_s: float = 0.0) -> Any:
     """Return a report of a failure that no test raised itself."""
-    keywords = dict.fromkeys(item.keywords, 1)
+    keywords: Any = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(item.nodeid, item.location, keywords, "failed", text, when, duration=took_s)
 
 

@@ -65,7 +65,7 @@ class Verdict:
 @dataclass(frozen=True)
 class WorldReport:
     """The data of a failure's report: an outcome per rank, the verdict, the seconds from the start of the ranks to the
-    end of the last one (``took_s``), and paragraphs of the test, shown below the summary (``details``).
+    end of the last one (``took_s``), and paragraphs of the test, shown last (``details``).
     """
 
     outcomes: tuple[Outcome, ...]
@@ -300,7 +300,7 @@ class WorldFailure(RuntimeError):
 def render(report: WorldReport) -> str:
     """Return the text of a failed world: the verdict, every rank's ending, tracebacks and output."""
     outcomes, verdict = report.outcomes, report.verdict
-    parts = [verdict.summary, *report.details]
+    parts = [verdict.summary]
     if verdict.collectives:
         parts.append(f"Collectives: {verdict.collectives}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
@@ -315,7 +315,7 @@ def render(report: WorldReport) -> str:
             "The kernel killed processes for lack of memory while these ranks ran: use fewer ranks "
             "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
         )
-    parts += _by_rank(outcomes, verdict)
+    parts += [*_by_rank(outcomes, verdict), *report.details]
     return "\n\n".join(parts)
 
 
