@@ -1,14 +1,4 @@
-"""``python -m torch_ext``: the same command as ``python run_test.py``, with these subcommands:
-
-==============================  ====================================================================
-``python -m torch_ext run``     runs your own program on several ranks, each with a simulated device
-``python -m torch_ext serve``   keeps torch loaded for the programs that follow
-``python -m torch_ext demo``    shows a race and its report in ten seconds
-``python -m torch_ext doctor``  shows this machine's features on one screen, for a bug report or for CI
-``python -m torch_ext export``  writes work of this tree as a patch for a PyTorch checkout
-``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
-==============================  ====================================================================
-"""
+"""``torch_ext`` and ``python -m torch_ext``: runs tests, as ``python run_test.py`` does, or one of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -29,14 +19,32 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # No process has started yet, and a traceback through imports is no help.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
-# Commands that parse their own arguments -> the module whose `main` runs them.
-_PROGRAMS = {
-    "run": "torch_ext.program.run",
-    "demo": "torch_ext.program.demo",
-    "doctor": "torch_ext.program.doctor",
-    "serve": "torch_ext.program.serve",
-    "export": "torch_ext.upstream.export.command",
+# Command -> the module whose `main` parses its arguments (empty: this one), and its line in --help.
+COMMANDS = {
+    "test": ("", "runs distributed tests: also without this word"),
+    "run": ("torch_ext.program.run", "runs your own program on several ranks, each with a simulated device"),
+    "serve": ("torch_ext.program.serve", "keeps torch loaded for the programs that follow"),
+    "demo": ("torch_ext.program.demo", "shows a race and its report in ten seconds"),
+    "doctor": ("torch_ext.program.doctor", "shows what this machine has, for a bug report or for CI"),
+    "build": ("", "builds the simulated accelerator, ahead of its first use"),
+    "export": ("torch_ext.upstream.export.command", "writes tests of this tree as a patch for a PyTorch checkout"),
 }
+_HELP = """\
+usage: torch_ext [PATTERN ...] [options]    runs tests below this folder: folders, files, classes, tests
+       torch_ext COMMAND ...                each has --help
+
+{commands}
+
+  torch_ext                                 every test_*.py in test, in tests or here
+  torch_ext test_a.py TestA.test_b          one test; also test_a.py::TestA::test_b
+  torch_ext -k "unshard and not error"      by name; -x PATTERN leaves out
+  torch_ext --last-failed -v                what failed last time, a line each
+  torch_ext --device cpu -j 1               on plain cpu, a class at a time
+  torch_ext --list                          names only
+  torch_ext test --help                     all options
+
+pytest runs functions in ranks: @pytest.mark.ranks(4), see docs/pytest.md.
+"""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,13 +56,19 @@ def main() -> int:
     """
     demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
-    if command in _PROGRAMS:
+    if command in ("-h", "--help"):
+        print(_HELP.format(commands="\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())), end="")
+        return 0
+    if COMMANDS.get(command, ("",))[0]:
         _open_standard_streams()
         return _run(command, rest)
     if command != "build":
         from torch_ext.runner.cli import main as run_tests
 
-        return run_tests(upstream=upstream())
+        if near := _misspelt(command):
+            print(f"error: there is no command {command!r}; nearest: {near}", file=sys.stderr)
+            return 2
+        return run_tests(rest if command == "test" else None, upstream())
     argparse.ArgumentParser("torch_ext build", description="Build the simulated accelerator.").parse_args(rest)
     try:
         from torch_ext.sim import build  # on use: the import builds the simulator
@@ -64,6 +78,15 @@ def main() -> int:
         print(f"error: {error.__cause__ or error}", file=sys.stderr)  # torch's autoload error has a cause
         return 1
     return 0
+
+
+def _misspelt(word: str) -> str:
+    """Return the command that ``word`` misspells; empty if it is one, or may be a pattern of tests."""
+    if word in COMMANDS or not word.isalpha() or os.path.exists(word):
+        return ""
+    from difflib import get_close_matches  # on use: a list of cached names must be fast
+
+    return "".join(get_close_matches(word, COMMANDS, 1, 0.8))
 
 
 def upstream() -> Upstream:
@@ -79,12 +102,12 @@ def upstream() -> Upstream:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    """Run one of ``_PROGRAMS``; report an output that cannot be written in a sentence."""
+    """Run one of ``COMMANDS``; report an output that cannot be written in a sentence."""
     for number in _ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background
             signal.signal(number, _end)
     try:
-        found: int = importlib.import_module(_PROGRAMS[command]).main(rest)
+        found: int = importlib.import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):

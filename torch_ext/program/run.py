@@ -22,7 +22,7 @@ from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.options import count, seconds, typed
+from torch_ext.runner.options import count, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
@@ -44,6 +44,8 @@ _STORE_S, _BACKLOG = 2.0, 1024
 # A shell's exit code for a process that was killed by signal N is this plus N.
 _BY_SIGNAL = 128
 _STOPPED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Options for the simulated device -> the variables that mean the same.
+_OF_SIM = {"memory": "TORCH_EXT_SIM_MEMORY", "schedule": "TORCH_EXT_SCHEDULE"}
 # Values of --output: which output of running ranks to show. A report uses all output.
 _LIVE: dict[str, bool | Live] = {
     "rank0": Live(ranks=(0,), prefix=None),
@@ -70,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     on_sim = found.device == SIM
     for given, flag in (
         (found.cuda_as_sim, "--cuda-as-sim"),
-        (found.memory is not None, "--memory"),
+        *((getattr(found, name) is not None, f"--{name}") for name in _OF_SIM),
         (found.races not in (None, "off"), "--races"),
         (found.strict, "--strict"),
     ):
@@ -96,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     size = "memory of each simulated device, such as 2GiB"
     add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
+    when = "when streams that may not have waited see results: early (default), late, random or random:SEED"
+    add("--schedule", type=typed(schedule_of), metavar="WHEN", help=when)
+    seed = "the same as --schedule random:N"
+    add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -182,8 +188,8 @@ def _set_environment(options: argparse.Namespace) -> None:
         os.environ[personality.VARIABLE] = personality.AS_CUDA if options.program.cuda_as_sim else autoload.ON
         os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
-        if options.memory is not None:
-            os.environ["TORCH_EXT_SIM_MEMORY"] = str(options.memory)
+        given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
+        os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 

@@ -79,8 +79,24 @@ class _Parser(argparse.ArgumentParser):
         """Return the values that ``flags`` set, by field of :class:`RunOptions`."""
         given = vars(self.parse_intermixed_args(list(flags)))
         if patterns := given.pop("patterns"):
-            given["include"] = [*patterns, *given.get("include", [])]
+            given["include"] = [*_qualified(patterns), *given.get("include", [])]
         return {field: tuple(value) if isinstance(value, list) else value for field, value in given.items()}
+
+
+def _qualified(patterns: Sequence[str]) -> list[str]:
+    """Return ``patterns`` with classes and tests that follow a file as names in that file.
+
+    >>> _qualified(["a/test_a.py", "TestA.test_b", "TestC", "test_b.py"])
+    ['a/test_a.py::TestA.test_b', 'a/test_a.py::TestC', 'test_b.py']
+    """
+    found, file = list[str](), ""
+    for text in patterns:
+        if file and re.fullmatch(r"[A-Z]\w*(?:\.\w+)?", text):
+            found[-1:] = [*found[-1:]] * (found[-1] != file) + [f"{file}::{text}"]
+        else:
+            found.append(text)
+            file = text if text.endswith(".py") else ""
+    return found
 
 
 def _add(group: argparse._ArgumentGroup, row: Row) -> None:
@@ -90,7 +106,7 @@ def _add(group: argparse._ArgumentGroup, row: Row) -> None:
     else:
         how |= {"metavar": row.metavar, "type": typed(row.read), "choices": row.choices or None}
         if row.many:
-            how |= {"action": "append"} if row.field == "keywords" else {"action": "extend", "nargs": "+"}
+            how |= {"action": "append"} if row.field in ("keywords", "exclude") else {"action": "extend", "nargs": "+"}
     group.add_argument(*row.flags, **how)
 
 
@@ -98,7 +114,7 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
     """Parse the arguments of ``run_test.py``, or of the test file ``file`` (absolute) if that was started itself.
     Raises SystemExit after printing the text of ``-h``, ``--version`` or ``--show-config``.
     """
-    full = parser = _Parser(_command().removeprefix("python "))
+    full = parser = _Parser(_command())
     shown = ""
     if file is not None:
         shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
@@ -177,7 +193,8 @@ def _flags_of(path: Path) -> list[str]:
 
 def _of_file(file: Path, shown: str, typed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the places for a file that was started itself. Only the command line selects its tests."""
-    root = default_root() if file.is_relative_to(default_root()) else file.parent
+    suites = default_root(file.parent)
+    root = suites if file.is_relative_to(suites) else file.parent
     nothing = {row.field: getattr(RunOptions(root), row.field) for row in TABLE if not row.alone}
     return {**nothing, "root": root, "include": typed.get("include", ()), "script": shown}
 

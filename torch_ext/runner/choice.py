@@ -131,10 +131,12 @@ def _narrow(
         chosen = [test for test in tests if test.file in affected]
         why = f"no test file, nor a module that it imports, differs from {options.changed}"
     if options.last_failed:
-        chosen = [test for test in chosen if history.failed(test)]
-        why = "none of these tests failed when it last ran"
+        failed = [test for test in chosen if history.failed(test)]
+        note = "" if failed else "None of these tests failed when it last ran, so all run."
+        chosen = failed or chosen
     if options.shard:
-        chosen, note = _part(options, chosen, *options.shard)
+        chosen, part = _part(options, chosen, *options.shard)
+        note = f"{note} {part}".lstrip()
         why = "this part has no tests; divide by fewer"
     if tests and not chosen:
         raise SelectionError(f"nothing selected: {why}")

@@ -10,6 +10,7 @@ import getpass
 import math
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,10 +79,10 @@ def _shard(text: str) -> tuple[int, int]:
     return int(one), int(of)
 
 
-def _schedule(text: str) -> str:
+def schedule_of(text: str) -> str:
     """Parse ``early``, ``late``, ``random`` or ``random:SEED``.
 
-    >>> _schedule("late"), _schedule("random"), _schedule("random:7")
+    >>> schedule_of("late"), schedule_of("random"), schedule_of("random:7")
     ('late', 'random:0', 'random:7')
     """
     kind, _, seed = text.partition(":")
@@ -132,12 +133,13 @@ class RunOptions:
     # fmt: off
     include: tuple[str, ...] = _typed((), Row(("-i", "--include"), _WHICH, "run these only; the same as a bare PATTERN",
         "PATTERN", many=True, alone=False))
-    exclude: tuple[str, ...] = _typed((), Row(("-x", "--exclude"), _WHICH, "do not run these", "PATTERN", many=True,
-        alone=False))
+    exclude: tuple[str, ...] = _typed((), Row(("-x", "--exclude"), _WHICH, "do not run these; repeat it for more",
+        "PATTERN", many=True, alone=False))
     keywords: tuple[str, ...] = _typed((), Row(("-k", "--keywords"), _WHICH, "of these, run tests whose name fits "
         "WORDS: a part of it, a glob, or several with and/or/not, ignoring case; given twice, either may fit",
         "WORDS", many=True))
-    last_failed: bool = _typed(False, Row(("--last-failed",), _WHICH, "of these, run tests that failed last time"))
+    last_failed: bool = _typed(False, Row(("--last-failed",), _WHICH, "of these, run tests that failed last time, "
+        "or all if none did"))
     changed: str = _typed("", Row(("--changed",), _WHICH, "of these, run tests whose file, or a module that it "
         "imports, differs from REV in git, such as HEAD", "REV", alone=False))
     shard: tuple[int, int] | None = _typed(None, Row(("--shard",), _WHICH,
@@ -159,7 +161,7 @@ class RunOptions:
         "(default: error; off with --upstream)", "WHAT", choices=("error", "report", "off"),
         variable="TORCH_EXT_RACES"))
     schedule: str = _typed("", Row(("--schedule",), _HOW, "when streams that may not have waited see results on the "
-        "simulated device: early (default), late, random or random:SEED", "WHEN", _schedule,
+        "simulated device: early (default), late, random or random:SEED", "WHEN", schedule_of,
         variable="TORCH_EXT_SCHEDULE"))
     memory_bytes: int | None = _typed(None, Row(("--memory",), _HOW, "memory of each simulated device, such as "
         "2GiB", "SIZE", bytes_of, variable="TORCH_EXT_SIM_MEMORY"))
@@ -235,12 +237,12 @@ TABLE: tuple[Row, ...] = tuple(
 )
 
 
-def default_root() -> Path:
-    """Return the default folder of the suites: ``test`` of the checkout that contains this package. For an installed
-    package, ``test`` or ``tests`` below the working directory, else the working directory.
+def default_root(here: Path | None = None) -> Path:
+    """Return the default folder of the suites, for a command that runs in ``here`` (default: the working directory):
+    ``test`` of the checkout that contains this package, within that checkout and for its ``run_test.py``; elsewhere
+    ``test`` or ``tests`` of ``here``, else ``here`` itself.
     """
-    checkout = Path(torch_ext.__file__).resolve().parents[1]
-    if (checkout / "run_test.py").is_file():
+    checkout, here = Path(torch_ext.__file__).resolve().parents[1], here or Path.cwd()
+    if (checkout / "run_test.py").is_file() and (here.is_relative_to(checkout) or sys.argv[0].endswith("run_test.py")):
         return checkout / "test"
-    here = Path.cwd()
     return next((folder for folder in (here / "test", here / "tests") if folder.is_dir()), here)

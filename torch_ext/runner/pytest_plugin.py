@@ -1,4 +1,5 @@
-"""pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does.
+"""pytest's plugin: ``pytest --slots auto test/distributed`` runs distributed tests as ``run_test.py`` does, and
+``@pytest.mark.ranks(4)`` runs a function or a class of pytest in ranks (see ``pytest_ranks``).
 
 pytest collects, selects and reports. Tests of our base classes run in class processes and ranks on slots. All other
 tests, those that need a fixture or mark of pytest, and all without ``--slots`` or the ini option ``torch_ext_slots``
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest._code.code import ReprFileLocation, TerminalRepr
-from _pytest._io import TerminalWriter
 
 from torch_ext.results import Event, Remark, RunEnded, Stalled, Status, TestName, TestResult
 
@@ -30,12 +31,23 @@ _BASES = "torch_ext.testing._internal._distributed."
 _MARKS = ("skip", "skipif", "xfail", "usefixtures")
 # Fixtures in which pytest wraps unittest's own setup.
 _UNITTEST = ("_unittest_", "_xunit_", "unittest_", "xunit_", "request")
+# The module that runs items in ranks; see Note [Items in ranks] there. Loaded in processes that do so alone.
+_SIDE = "torch_ext.testing._internal._distributed.pytest_rank"
+_FORKS = pytest.StashKey[Any]()
+# Threads of pytest-xdist in this process, which its forks can do without.
+_harmless: set[int] = set()
+_MARKERS = (
+    "ranks(n, timeout=120): run the test in n ranks, fresh processes with the fixtures rank, world_size, device, mesh",
+    "forked_warm(timeout=None): run the test in a fork of a process that has imported what its file imports",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run distributed tests in fresh processes, as many at a time as their ranks fit into N slots"
     parser.getgroup("torch_ext").addoption("--slots", metavar="N|auto|off", default="", help=text)
     parser.addini("torch_ext_slots", f"{text}; off by default", default=_OFF)
+    text = "run each test without ranks in a fork of a process that has imported what its file imports"
+    parser.getgroup("torch_ext").addoption("--forked-warm", action="store_true", help=text)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -51,11 +63,80 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Exclude pytest-xdist's threads, which start before any test, from hang detection."""
+    """Exclude pytest-xdist's threads, which start before any test, from hang detection and from the check of forks."""
+    for line in _MARKERS:
+        config.addinivalue_line("markers", line)
     if hasattr(config, "workerinput"):
+        from torch_ext.world._os import threads_of
         from torch_ext.world.threads import leave_out
 
         leave_out(others=True)
+        _harmless.update(threads_of() - {threading.get_native_id()})
+
+
+# Tests in ranks
+
+
+def _fixture(name: str, what: str) -> Any:
+    def value(request: pytest.FixtureRequest) -> Any:
+        return _of_place(name, request)
+
+    value.__doc__ = f"{what}, in a test with ``@pytest.mark.ranks(n)``."
+    return pytest.fixture(name=name)(value)
+
+
+_rank = _fixture("rank", "The number of this rank")
+_world_size = _fixture("world_size", "The number of ranks")
+_device = _fixture("device", "The ``torch.device`` of this rank, which is current")
+_mesh = _fixture("mesh", "A device mesh of all ranks, with its process group")
+
+
+def _of_place(name: str, request: pytest.FixtureRequest) -> Any:
+    try:
+        return request.getfixturevalue(name)  # another plugin's fixture of that name, which was loaded before
+    except pytest.FixtureLookupError as error:
+        if error.argname != name:
+            raise
+    place = getattr(sys.modules.get(_SIDE), "place", None)
+    if place is None:
+        pytest.fail(f"the fixture {name!r} of torch_ext is for tests with @pytest.mark.ranks(n)", pytrace=False)
+    return getattr(place, name)
+
+
+def _prepare_forks(session: pytest.Session) -> None:
+    """Fork the zygote of tests in ranks, before the first test runs."""
+    option = session.config.option
+    if any(getattr(option, name, False) for name in ("collectonly", "setuponly", "setupplan")):
+        return
+    wanted = [item for item in session.items if _wants_fork(item)]
+    if wanted:
+        from torch_ext.runner.pytest_ranks import Forks
+
+        session.stash[_FORKS] = Forks(session, wanted, _harmless)
+
+
+def _wants_fork(item: pytest.Item) -> bool:
+    if item.get_closest_marker("ranks"):
+        return True
+    asks = item.config.getoption("--forked-warm") or item.get_closest_marker("forked_warm")
+    return bool(asks) and isinstance(item, pytest.Function) and not _runs_in_ranks(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run an item in forks. In the forks, ``pytest_rank`` has this hook."""
+    forks = item.session.stash.get(_FORKS, None)
+    if forks is None or item not in forks:
+        return None
+    forks.run(item, nextitem)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End the process that holds fixtures of tests in ranks."""
+    if forks := session.stash.get(_FORKS, None):
+        forks.close()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -84,6 +165,7 @@ def _is_on(config: pytest.Config) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the distributed tests, then the rest of ``session.items`` as pytest does."""
+    _prepare_forks(session)
     if not _is_on(session.config) or (session.testsfailed and not session.config.option.continue_on_collection_errors):
         return None  # pytest explains why no test runs
     ranked = [item for item in session.items if isinstance(item, pytest.Function) and _runs_in_ranks(item)]
@@ -123,20 +205,6 @@ def _pytest_feature(item: pytest.Function) -> str:
             return f"has the mark {mark!r}"
     fixtures = [name for name in item.fixturenames if not name.startswith(_UNITTEST)]
     return f"uses the fixture {fixtures[0]!r}" if fixtures else ""
-
-
-class _Text(TerminalRepr):
-    """The report of a failure, with the text of the runner's own report."""
-
-    def __init__(self, text: str, path: str, line: int) -> None:
-        self._text = text
-        self.reprcrash = ReprFileLocation(path, line + 1, text.strip().partition("\n")[0])
-
-    def __str__(self) -> str:
-        return self._text
-
-    def toterminal(self, tw: TerminalWriter) -> None:
-        tw.line(self._text)
 
 
 class _Run:
@@ -216,16 +284,15 @@ class _Run:
     def _fill(self, report: pytest.TestReport, item: pytest.Function, result: TestResult) -> None:
         from torch_ext.runner.reporters.text import describe_failure
 
-        path, line, _ = item.location
         if result.status is Status.SKIPPED:
             report.outcome = "skipped"
-            report.longrepr = (str(item.path), (line or 0) + 1, f"Skipped: {result.reason}")
+            report.longrepr = (str(item.path), (item.location[1] or 0) + 1, f"Skipped: {result.reason}")
         elif result.status is Status.XFAIL:
             report.outcome, report.wasxfail = "skipped", "expectedFailure"
         elif result.status.counted is Status.FAILED:
             report.outcome = "failed"
             rerun = f"rerun: python -m pytest {shlex.quote(item.nodeid)}"
-            report.longrepr = _Text(f"{describe_failure(result)}\n{rerun}", path, line or 0)
+            report.longrepr = f"{describe_failure(result)}\n{rerun}"
         if result.warnings:
             report.sections = [("torch_ext", "\n".join(result.warnings))]
 
@@ -233,7 +300,7 @@ class _Run:
         """Report the failure of a file or a class, which is no test."""
         file, _, cls = name.partition("::")
         location = (file, 0, cls or file)
-        report = pytest.TestReport(name, location, {}, "failed", _Text(text, file, 0), "setup")
+        report = pytest.TestReport(name, location, {}, "failed", text, "setup")
         hook = self._session.config.hook
         hook.pytest_runtest_logstart(nodeid=name, location=location)
         hook.pytest_runtest_logreport(report=report)

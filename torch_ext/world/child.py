@@ -39,7 +39,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch_ext.world import _os
@@ -266,11 +266,14 @@ def main() -> NoReturn:
 _DRIVER_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render", "/dev/davinci", "/dev/accel")
 
 
-def reason_not_to_fork() -> str:
-    """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]."""
-    if len(_os.threads_of()) > 1:
+def reason_not_to_fork(harmless: Collection[int] = ()) -> str:
+    """Return why children of this process would be broken; empty if it may fork. See Note [Fork safety]. ``harmless``:
+    the numbers of threads that children can do without.
+    """
+    known = {*harmless, _os.getpid()}  # the main thread has the number of the process
+    if _os.threads_of() - known:
         _trial_fork()
-    if len(_os.threads_of()) > 1:
+    if _os.threads_of() - known:
         return f"it runs other threads: {_describe_threads()}"
     if driver := _open_driver():
         return f"a device driver is initialized in it ({driver} is open)"

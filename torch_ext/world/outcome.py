@@ -173,7 +173,7 @@ def _may_be_expected(outcome: Outcome) -> bool:
     return outcome.ending in (Ending.PASSED, Ending.SKIPPED)
 
 
-def _shorten(text: str, limit: int = 160) -> str:
+def _shorten(text: str, limit: int = 200) -> str:
     """Cut a long line; the traceback has all of it."""
     return text if len(text) <= limit else text[:limit].rstrip() + "..."
 

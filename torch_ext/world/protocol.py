@@ -14,7 +14,7 @@ one :class:`Order` and calls the order's target. A *spare* is a child that was f
 ==================  =======================================================================================
 from -> to          messages
 ==================  =======================================================================================
-client -> zygote    :class:`Start`, :class:`Copy`, :class:`AddClient`, :class:`QueryProcesses`;
+client -> zygote    :class:`Start`, :class:`Copy`, :class:`Call`, :class:`AddClient`, :class:`QueryProcesses`;
                     on a group channel :class:`Signal`
 zygote -> client    on a group channel :class:`Started`, :class:`Ended`
 client -> root      :class:`RootOrder` first, answered by :class:`Loaded` or :class:`NotLoaded`
@@ -83,6 +83,16 @@ class Copy:
     """Ask for a copy of this zygote, as the only child of a group, to isolate its children from those of other copies.
     Descriptors: the group channel, the copy's first command channel, and a pipe for stacks, which it leaves unused.
     """
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call ``target(payload)`` in the zygote itself, which then forks children that have its effects. Descriptor: the
+    channel for the answer, the value that it returns.
+    """
+
+    target: str
+    payload: Any
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 import unittest
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -124,12 +124,17 @@ def watch_this_process() -> None:
         threads.prepare()
 
 
-def prepare(module: str) -> None:
-    """Fork the zygote of ``module`` now if a fork is safe, before this process makes forks unsafe."""
+def prepare(module: str, harmless: Collection[int] = ()) -> str:
+    """Fork the zygote of ``module`` now, before this process makes forks unsafe; return why it is unsafe now, if it is.
+    ``harmless``: the numbers of threads that children can do without.
+    """
     watch_this_process()
     has_zygote = module in _own.forked_modules or module in _own.loaded
-    if not _own.starts_none and _own.given is None and not has_zygote and not reason_not_to_fork():
+    if _own.starts_none or _own.given is not None or has_zygote:
+        return ""
+    if not (why := reason_not_to_fork(harmless)):
         _fork()
+    return why
 
 
 def forget(zygote: ZygoteClient) -> None:

@@ -6,6 +6,7 @@ raises :class:`ZygoteDiedError` if the zygote is gone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from torch_ext.world.files import read_stacks
 from torch_ext.world.protocol import (
     STACK_SIGNAL,
     AddClient,
+    Call,
     Copy,
     Ended,
     ModuleOrder,
@@ -168,6 +170,14 @@ class ZygoteClient:
     def start(self, target: str, payload: Any, environment: Mapping[str, str], more: Sequence[int] = ()) -> Child:
         """Start a child that runs ``target(payload, descriptors)``; see :class:`Child` for the descriptors."""
         return Child(self, Start((Order(target, payload, 2 + len(more)),), dict(environment)), more)
+
+    def call(self, target: str, payload: Any) -> Any:
+        """Return the value of ``target(payload)``, called in the zygote itself; its later children have the effects."""
+        with contextlib.closing(_connect(self.channel, Call(target, payload))) as answer:
+            try:
+                return answer.receive()[0]
+            except ChannelClosedError as error:
+                raise ZygoteDiedError(f"the process that called {target.rpartition(':')[2]}() ended,") from error
 
     def add_client(self) -> int:
         """Return the descriptor of a new command channel to this zygote, for a process that starts ranks itself."""

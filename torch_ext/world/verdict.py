@@ -59,12 +59,13 @@ class Verdict:
     culprits: tuple[int, ...] = ()  # ranks that failed for their own reason, the first one first
     victims: tuple[int, ...] = ()  # ranks that failed because of the culprits
     collectives: str = ""  # a sentence about the first collective at which the ranks diverge, if any
+    is_cause: bool = False  # the summary says what the ranks did to each other, rather than what one raised
 
 
 @dataclass(frozen=True)
 class WorldReport:
     """The data of a failure's report: an outcome per rank, the verdict, the seconds from the start of the ranks to the
-    end of the last one (``took_s``), and paragraphs of the test, shown below the summary (``details``).
+    end of the last one (``took_s``), and paragraphs of the test, shown last (``details``).
     """
 
     outcomes: tuple[Outcome, ...]
@@ -136,7 +137,7 @@ def _failure(outcomes: Sequence[Outcome], bad: Sequence[Outcome], expected_exit:
     if cause is not None and cause.cause:
         guilty = cause.ranks or tuple(sorted(rank for ranks, _ in cause.calls for rank in ranks))
         victims = tuple(o.rank for o in bad if o.rank not in guilty)
-        return Verdict(Judgement.FAILED, cause.cause, guilty, victims, detail)
+        return Verdict(Judgement.FAILED, cause.cause, guilty, victims, "" if cause.differ else detail, is_cause=True)
     first = (acted or own or sorted(bad, key=lambda o: (o.ending is Ending.STOPPED, o.time_s)))[0]
     own = [*(acted or [first]), *(o for o in own if o not in acted and o is not first)]
     alike = [o.rank for o in own if without_ranks(o.describe()) == without_ranks(first.describe())]
@@ -299,7 +300,7 @@ class WorldFailure(RuntimeError):
 def render(report: WorldReport) -> str:
     """Return the text of a failed world: the verdict, every rank's ending, tracebacks and output."""
     outcomes, verdict = report.outcomes, report.verdict
-    parts = [verdict.summary, *report.details]
+    parts = [verdict.summary]
     if verdict.collectives:
         parts.append(f"Collectives: {verdict.collectives}.")
     parts.append(_endings(outcomes, verdict, report.took_s))
@@ -314,16 +315,23 @@ def render(report: WorldReport) -> str:
             "The kernel killed processes for lack of memory while these ranks ran: use fewer ranks "
             "at once, smaller tensors on the host, or --memory, which bounds each simulated device."
         )
-    parts += _by_rank(outcomes, verdict)
+    parts += [*_by_rank(outcomes, verdict), *report.details]
     return "\n\n".join(parts)
 
 
 def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
     """Return tracebacks, stacks and output, culprits first, each distinct text once."""
     in_order = sorted(outcomes, key=lambda o: (o.rank not in verdict.culprits, o.time_s))
+    first = next((outcome for outcome in outcomes if outcome.rank in verdict.culprits[:1]), None)
+    is_known = first is not None and not first.was_stopped  # then peers that waited show only where
+
+    def trace(outcome: Outcome) -> str:
+        told = outcome.transport_failure and (outcome.rank in verdict.victims or verdict.is_cause)
+        return outcome.receipt.trace.rstrip() if outcome.receipt and not told else ""
+
     texts: dict[str, Callable[[Outcome], str]] = {
-        "Traceback": lambda o: o.receipt.trace.rstrip() if o.receipt else "",
-        "Stacks": lambda o: o.stacks.rstrip(),
+        "Traceback": trace,
+        "Stacks": lambda o: "" if is_known and o.ending is Ending.STOPPED else o.stacks.rstrip(),
         "Output": lambda o: "\n".join(end_of_output(o.output, died=o.ending is Ending.KILLED)),
     }
     parts = []

@@ -186,6 +186,8 @@ _HIDDEN = (
     HiddenFrames(r"/compat/c10d\.py"),
     HiddenFrames(r"/torch/distributed/c10d_logger\.py"),
     HiddenFrames(r"/multiprocessing/process\.py"),
+    HiddenFrames(r"/contextlib\.py"),
+    HiddenFrames(r"/sim/(?:races/__init__|_patches|_collectives)\.py"),
     HiddenFrames(r"/asyncio/(?:runners|base_events)\.py", ("run", "run_until_complete")),
     HiddenFrames(r"<frozen importlib\._bootstrap(?:_external)?>", ("_call_with_frames_removed",)),
     # A test's body in unittest
@@ -198,6 +200,11 @@ _HIDDEN = (
     HiddenFrames(_ROOMS, ("wrapper", "run_test", "_run", "run_rank", "serve", "in_rank", "_receipt_of_body",
                           "_receipt_of_call", "run_method")),
     HiddenFrames(r"/testing/_internal/_fsdp/cases\.py", ("_run",)),
+    # A test's body in pytest
+    HiddenFrames(r"/(?:_pytest|pluggy)/\w+\.py"),
+    HiddenFrames(r"/_pytest/(?:python|fixtures|unittest)\.py", ("pytest_pyfunc_call", "call_fixture_func", "runtest"),
+                 outwards=True),
+    HiddenFrames(r"/runner/pytest_plugin\.py"),
     # The parent half
     HiddenFrames(r"/runner/class_process\.py", ("main",), outwards=True),
     HiddenFrames(r"/runner/class_process\.py", ("call_and_check", "clean_up_and_check", "set_up_class")),
@@ -222,7 +229,7 @@ def read_error(error: BaseException) -> tuple[str, str]:
     """
     shown = traceback.TracebackException.from_exception(error, capture_locals=False)
     cut = _links(error) - _MAX_LINKS
-    _trim(shown, _MAX_LINKS)
+    _trim(shown, error, _MAX_LINKS)
     more = f"... {cut} more exceptions before these are left out ...\n\n" if cut > 0 else ""
     return _in_one_line(error, shown), more + "".join(shown.format())
 
@@ -314,7 +321,7 @@ def _links(error: BaseException) -> int:
     return len(seen) - 1
 
 
-def _trim(shown: traceback.TracebackException, links: int) -> None:
+def _trim(shown: traceback.TracebackException, error: BaseException | None, links: int) -> None:
     """Remove hidden frames from ``shown``, and exceptions more than ``links`` causes back."""
     kept = [
         frame
@@ -326,12 +333,14 @@ def _trim(shown: traceback.TracebackException, links: int) -> None:
     ]
     if kept or shown.__cause__ is not None or getattr(shown, "lineno", None) is not None:
         shown.stack[:] = kept
+    elif type(error).__module__.startswith("torch_ext."):
+        shown.stack = None  # type: ignore[assignment]  # no heading above nothing: the message says where
     if links == 0:
         shown.__cause__ = shown.__context__ = None
     elif shown.__cause__ is not None:
-        _trim(shown.__cause__, links - 1)
+        _trim(shown.__cause__, error and error.__cause__, links - 1)
     elif shown.__context__ is not None:
-        _trim(shown.__context__, links - 1)
+        _trim(shown.__context__, error and error.__context__, links - 1)
 
 
 def trim_stacks(text: str) -> str:

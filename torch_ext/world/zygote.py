@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -37,6 +38,7 @@ from torch_ext.world.exits import disown_exit_functions
 from torch_ext.world.protocol import (
     OWNER_VARIABLE,
     AddClient,
+    Call,
     Copy,
     CopyOrder,
     Ended,
@@ -234,6 +236,8 @@ class Zygote:
             self._start(message, descriptors)
         elif isinstance(message, Copy):
             self._copy(descriptors)
+        elif isinstance(message, Call):
+            self._call(message, Channel.from_descriptor(descriptors[0]))
         elif isinstance(message, AddClient):
             client = Channel.from_descriptor(descriptors[0])
             self._callbacks.watch(client, lambda: self._on_command(client))
@@ -250,6 +254,13 @@ class Zygote:
         others = (*self.others, *_os.identify(self._adopted()))
         order = Order(_SERVE, CopyOrder(self.description, self.preparation, _os.getpid(), others), 2)
         self._start(Start((order,), self._environment), descriptors)
+
+    def _call(self, request: Call, answer: Channel) -> None:
+        answer.try_send(pkgutil.resolve_name(request.target)(request.payload))
+        answer.close()
+        close_all([spare.order_channel for spare in self._spares])  # they lack what the call did, and end by this
+        self._spares.clear()
+        self._leftovers.keep_import_processes()
 
     def _start(self, request: Start, descriptors: list[int]) -> None:
         is_world = any(order.target == _RANK for order in request.orders)

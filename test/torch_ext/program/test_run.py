@@ -313,6 +313,8 @@ def test_ctrl_c_reaches_the_ranks_and_leaves_nothing(tmp_path):
         ("-n 0 a.py", "expected a whole number of at least 1"),
         ("-n 65 a.py", "at most 64 simulated devices"),
         ("--memory two a.py", "expected a size such as 2GiB"),
+        ("--schedule soon a.py", "got 'soon', expected one of early, late, random, random:SEED"),
+        ("--device cpu --seed 1 a.py", "--schedule is for the simulated accelerator, but --device is cpu"),
         ("--timeout 0 a.py", "expected a number of seconds above 0"),
         ("--device cpu --races error a.py", "--races is for the simulated accelerator"),
     ],

@@ -1,5 +1,6 @@
 """The command from arguments to exit code, over an executor that starts no process."""
 
+import contextlib
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ import pytest
 from test.torch_ext.interpreter import python
 from test.torch_ext.runner.fakes import ending
 from test.torch_ext.world.suites import suite_of
+from torch_ext import __main__ as command
 from torch_ext import cache
 from torch_ext.results import Status
 
@@ -40,6 +42,35 @@ def test_a_test_that_vanishes_is_exit_code_1(cli):
 def test_include_exclude_and_keywords_narrow_the_run(cli):
     assert cli("-i", "distributed/fsdp", "TestRpc", "-x", "TestMore", "-x", "test_call", "-k", "not tuple").code == 0
     assert cli.ran == [DICT]
+
+
+def test_a_class_or_test_after_a_file_is_of_that_file(cli):
+    assert cli(INPUT, "TestInput.test_dict").code == 0
+    assert cli.ran == [DICT]
+    assert cli(INPUT, "TestMore", "TestInput.test_tuple", RPC).code == 0
+    assert sorted(cli.ran) == sorted([ONE, TUPLE, CALL])
+    assert cli("-x", "test_input.py", RPC).code == 0, "-x takes one pattern"
+    assert cli.ran == [CALL]
+
+
+def test_help_is_one_screen_that_names_every_command_and_each_has_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torch_ext", "--help"])
+    assert command.main() == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 120
+    for name in command.COMMANDS:
+        assert re.search(rf"^  {name} +\w", text, re.M), name
+        monkeypatch.setattr(sys, "argv", ["torch_ext", name, "--help"])
+        with contextlib.suppress(SystemExit):
+            assert command.main() == 0
+        assert "usage: " in capsys.readouterr().out, name
+
+
+@pytest.mark.parametrize(("word", "near"), [("docter", "doctor"), ("demoo", "demo"), ("Serve", "serve")])
+def test_a_misspelt_command_is_named_at_once(word, near, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["torch_ext", word])
+    assert command.main() == 2
+    assert capsys.readouterr().err == f"error: there is no command {word!r}; nearest: {near}\n"
 
 
 @pytest.mark.parametrize(

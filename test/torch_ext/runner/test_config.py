@@ -131,7 +131,10 @@ def test_help_shows_every_option_in_a_group(capsys):
 
 
 def test_an_installed_package_takes_the_suites_from_the_working_directory(tmp_path, monkeypatch):
-    assert default_root() == CHECKOUT / "test"
+    assert default_root() == default_root(CHECKOUT / "docs") == CHECKOUT / "test"
+    assert default_root(tmp_path) == tmp_path, "an editable install takes them from there too"
+    monkeypatch.setattr(sys, "argv", [str(CHECKOUT / "run_test.py")])
+    assert default_root(tmp_path) == CHECKOUT / "test"
     monkeypatch.setattr(torch_ext, "__file__", str(tmp_path / "site-packages/torch_ext/__init__.py"))
     monkeypatch.chdir(tmp_path)
     assert default_root() == tmp_path

@@ -1,5 +1,6 @@
 """``DistributedTestBase`` on ``cpu``."""
 
+import importlib
 import os
 from unittest import mock
 
@@ -37,6 +38,18 @@ class TestOnCpu(DistributedTestBase):
     def test_smaller_group_spans_the_requested_ranks(self):
         if self.rank == 0:
             assert self.create_pg("cpu", world_size=1).size() == 1
+
+
+class TestOnSim(DistributedTestBase):
+    """A group makes the rank's device current, as NCCL needs it, and no device the default, as upstream's."""
+
+    world_size = 2
+
+    def test_a_tensor_without_a_device_stays_on_the_host(self):
+        importlib.import_module("torch_ext.sim")
+        self.create_pg("sim")
+        assert torch.ones(1).device.type == "cpu"
+        assert torch.ones(1, device="sim").device.index == self.rank
 
 
 del DistributedTestBase  # pytest would take the imported class for a test class of this file

@@ -1,5 +1,6 @@
 """Hidden behaviours of the world can be turned off, and each switch has the effect that its note states."""
 
+import os
 import threading
 
 import pytest
@@ -34,12 +35,13 @@ def test_variables_read_at_load_force_a_fresh_interpreter(monkeypatch, switch, c
 def test_a_trial_fork_is_made_only_where_there_are_threads(monkeypatch):
     calls = []
     monkeypatch.setattr(child, "_trial_fork", lambda: calls.append(1))
-    monkeypatch.setattr(child._os, "threads_of", lambda: {1})
+    monkeypatch.setattr(child._os, "threads_of", lambda: {os.getpid()})
     child.reason_not_to_fork()
     assert calls == []
-    monkeypatch.setattr(child._os, "threads_of", lambda: {1, 2})
+    monkeypatch.setattr(child._os, "threads_of", lambda: {os.getpid(), 2})
     assert "runs other threads" in child.reason_not_to_fork()
     assert len(calls) == 1
+    assert child.reason_not_to_fork({2}) == "", "a harmless thread"
 
 
 @pytest.mark.processes

@@ -222,6 +222,8 @@ def test_report_shows_every_ending_first_death_and_consequences():
     assert lines[4] == "  rank 1 was killed by SIGSEGV  <- first"
     assert lines[5] == "  rank 2 was stopped while its test was running"
     text = text_of([failed(0, PEER_GONE), failed(1, "KeyError: 'x'")], 1.0)
+    assert "Traceback of rank 1:" in text and "Traceback of rank 0:" not in text, "a consequence needs no traceback"
+    text = text_of([failed(0, "IndexError: 'y'", time_s=2.0), failed(1, "KeyError: 'x'")], 1.0)
     assert text.index("Traceback of rank 1:") < text.index("Traceback of rank 0:"), "the culprit comes first"
 
 
@@ -263,10 +265,8 @@ def test_collectives_are_named_with_the_one_that_does_not_match():
         timed_out(1, record((1, "all_reduce", True), (2, "all_gather", False))),
     ]
     text = text_of(outcomes, 60.0)
-    assert (
-        "Collectives: the ranks differ in collective #2: rank 0 called gloo:broadcast([3] Float), "
-        "rank 1 called gloo:all_gather([3] Float)." in text
-    )
+    assert text.startswith("ranks 0, 1 called different collectives: rank 0 called broadcast([3] Float)")
+    assert "Collectives:" not in text, "the first line says it"
     assert "    called #1 gloo:all_reduce([3] Float) in group 0 (default_pg)\n    was in #2 gloo:broadcast" in text
 
 

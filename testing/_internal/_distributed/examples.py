@@ -224,8 +224,7 @@ class ExampleRun:
             shown += "\nIt failed, but passed when it ran again: it depends on something that Hypothesis does not draw."
         again = f"To run it again, put this above the test:\n    {found.example.as_call('@example')}"
         if minimal:
-            again += "\nOr leave the test as it is, and run this example alone with"
-            again += f"\n    {EXAMPLE_VARIABLE}={minimal[1]}"
+            again += f"\nOr run this example alone, with the test as it is:\n    {EXAMPLE_VARIABLE}={minimal[1]}"
         return WorldFailure(WorldReport(found.outcomes, judge(found.outcomes), found.took_s, (shown, again)))
 
     # The ranks

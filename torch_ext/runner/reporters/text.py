@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections import Counter
@@ -193,7 +194,8 @@ class TextReporter:
         self._block("Warnings:", _grouped(text for result in results for text in result.warnings))
         for title, status in (("Flaky:", Status.FLAKY), ("Failed:", Status.FAILED)):
             named = [f"  {result.test.id}" for result in results if result.status.counted is status]
-            self._block(title, named, _STYLES[status])
+            if len(named) > 1:  # the report of one is just above
+                self._block(title, named, _STYLES[status])
         if interrupted:
             self._out.line(("Interrupted.", "bold yellow"))
         if not results:
@@ -220,7 +222,8 @@ class TextReporter:
         self._out.line(("FAILED", _STYLES[Status.FAILED]), f" {result.test.id}  {result.duration_s:.2f} s{attempt}")
         if text := describe_failure(result):
             self._out.line(text)
-        self._out.line(f"rerun: {rerun_command(self._options, result.test)}")
+        example = re.findall(r"^ +(TORCH_EXT_EXAMPLE=\S+)$", text, re.MULTILINE)[-1:]  # of a property-based test
+        self._out.line(" ".join(["rerun:", *example, rerun_command(self._options, result.test)]))
         self._out.line()
 
     def _missing(self, batch: Batch) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 
 from torch_ext.sim.races._findings import Access, Race, Stack, place
 
 _MOST_RACES = 20
-_MOST_FRAMES = 12
+# Frames of an access that no line of the user's has called.
+_LIBRARY_FRAMES = 2
 
 
 def render(races: list[Race]) -> str:
     """Return the report of ``races``, of which there is at least one."""
-    heading = (
-        f"{len(races)} race{'s' * (len(races) != 1)}{_on_rank(races)}: accesses to the same memory that nothing orders"
-    )
+    number = len(races)
+    heading = f"{number} race{'s' * (number > 1)}{_on_rank(races)}{'; the first' * (number > 1)}: {missing(races[0])}"
     parts = [heading, *(_race(number, race) for number, race in enumerate(races[:_MOST_RACES], start=1))]
     if len(races) > _MOST_RACES:
         parts.append(f"and {len(races) - _MOST_RACES} more")
@@ -33,10 +35,10 @@ def _race(number: int, race: Race) -> str:
     summary = f"{_name(race.earlier)} {_verb(race.earlier)} what {_name(race.later)} {_verb(race.later)}"
     lines = [
         f"race {number}: {summary}{times}",
-        f"  memory   {_memory(race)}",
+        f"  missing  {missing(race)}",
         *_access("earlier", race.earlier),
         *_access("later", race.later),
-        f"  missing  {missing(race)}",
+        f"  memory   {_memory(race)}",
     ]
     return "\n".join(lines)
 
@@ -95,10 +97,8 @@ def _access(side: str, access: Access) -> list[str]:
     in_backward = f" in {access.node}" if access.node else ""
     of_rank = "" if access.rank is None else f" of rank {access.rank}"
     lines = [f"  {side:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
-    frames = sorted(access.stack, key=lambda frame: frame.is_library)  # the user's first
-    lines += [f"             {frame}" for frame in frames[:_MOST_FRAMES]]
-    if len(frames) > _MOST_FRAMES:
-        lines.append(f"             and {len(frames) - _MOST_FRAMES} more frames")
+    frames = [frame for frame in access.stack if not frame.is_library] or access.stack[:_LIBRARY_FRAMES]
+    lines += [f"             {frame}" for frame in frames]
     return lines
 
 
@@ -112,15 +112,15 @@ def _verb(access: Access) -> str:
 
 def _between(earlier: Access, later: Access) -> str:
     if earlier.place and later.place:
-        return f"between {earlier.place.at} and {later.place.at}"
+        return f"between {_at(earlier)} and {_at(later)}"
     return f"after {_at(earlier)} and before {_at(later)}"
 
 
 def _at(access: Access) -> str:
     # Threads of autograd's engine have no Python frames.
-    return access.place.at if access.place else f"backward's {access.node or access.operator}"
+    return os.path.basename(access.place.at) if access.place else f"backward's {access.node or access.operator}"
 
 
 def _where(stack: Stack | None) -> str:
     frame = place(stack)
-    return "" if frame is None else f" at {frame.at}"
+    return "" if frame is None else f" at {os.path.basename(frame.at)}"

@@ -13,43 +13,43 @@ from torch_ext.sim.races._report import missing
 EXPECTED = {
     "one_column_and_not_its_neighbour": """\
 race 1: aten::fill_ writes what aten::mul reads
-  memory   bytes 4 to 1592 of a block of device memory, allocated at stage.py:N
+  missing  the default stream of sim:0 must wait for stream S of sim:0 between zoo_streams.py:N and zoo_streams.py:N
   earlier  aten::fill_ writes float32 [100] on stream S of sim:0
              zoo_streams.py:N in one_column_and_not_its_neighbour
   later    aten::mul reads float32 [100] on the default stream of sim:0
              zoo_streams.py:N in one_column_and_not_its_neighbour
-  missing  the default stream of sim:0 must wait for stream S of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
+  memory   bytes 4 to 1592 of a block of device memory, allocated at stage.py:N""",
     "gradient_read_on_the_side": """\
 race 1: aten::add writes what aten::mul reads
-  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_streams.py:N
+  missing  stream S of sim:0 must wait for the default stream of sim:0 after backward's AccumulateGrad and before zoo_streams.py:N
   earlier  aten::add in AccumulateGrad writes float32 [256] on the default stream of sim:0
   later    aten::mul reads float32 [256] on stream S of sim:0
              zoo_streams.py:N in gradient_read_on_the_side
-  missing  stream S of sim:0 must wait for the default stream of sim:0 after backward's AccumulateGrad and before zoo_streams.py:N""",  # noqa: E501 - as printed
+  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_streams.py:N""",  # noqa: E501 - as printed
     "copy_between_devices": """\
 race 1: aten::copy_ writes what aten::mul reads
-  memory   bytes 0 to 1024 of a block of device memory, allocated at stage.py:N
+  missing  stream S of sim:1 must wait for the default stream of sim:0 between zoo_streams.py:N and zoo_streams.py:N
   earlier  aten::copy_ writes float32 [256] on the default stream of sim:0
              zoo_streams.py:N in copy_between_devices
   later    aten::mul reads float32 [256] on stream S of sim:1 (made at zoo_streams.py:N)
              zoo_streams.py:N in copy_between_devices
-  missing  stream S of sim:1 must wait for the default stream of sim:0 between zoo_streams.py:N and zoo_streams.py:N""",
+  memory   bytes 0 to 1024 of a block of device memory, allocated at stage.py:N""",
     "freed_while_in_use": """\
 race 1: aten::mul reads what aten::fill_ writes
-  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_memory.py:N, handed out again since the earlier access
+  missing  the tensor was freed at zoo_memory.py:N while stream S of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for stream S of sim:0
   earlier  aten::mul reads float32 [256] on stream S of sim:0
              zoo_memory.py:N in freed_early
   later    aten::fill_ writes float32 [256] on the default stream of sim:0
              zoo_memory.py:N in freed_early
-  missing  the tensor was freed at zoo_memory.py:N while stream S of sim:0 could still use it: call record_stream() with that stream before, or have the stream it was allocated on wait for stream S of sim:0""",  # noqa: E501 - as printed
+  memory   bytes 0 to 1024 of a block of device memory, allocated at zoo_memory.py:N, handed out again since the earlier access""",  # noqa: E501 - as printed
     "host_overwrites_what_is_being_sent": """\
 race 1: aten::copy_ reads what aten::fill_ writes
-  memory   bytes 0 to 1024 of a block of pinned memory
+  missing  the host must wait for the default stream of sim:0 between zoo_memory.py:N and zoo_memory.py:N: synchronize the stream or an event
   earlier  aten::copy_ reads float32 [256] on the default stream of sim:0
              zoo_memory.py:N in host_overwrites_what_is_being_sent
   later    aten::fill_ writes float32 [256] on the host
              zoo_memory.py:N in host_overwrites_what_is_being_sent
-  missing  the host must wait for the default stream of sim:0 between zoo_memory.py:N and zoo_memory.py:N: synchronize the stream or an event""",  # noqa: E501 - as printed
+  memory   bytes 0 to 1024 of a block of pinned memory""",  # noqa: E501 - as printed
 }
 
 
@@ -73,7 +73,7 @@ def report_of(name):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_report_text(name):
     heading, _, text = report_of(name).partition("\n\n")
-    assert heading == "1 race: accesses to the same memory that nothing orders"
+    assert heading == f"1 race: {re.search('  missing  (.*)', text)[1]}"
     assert text == EXPECTED[name]
 
 
@@ -106,7 +106,6 @@ def test_advice_names_no_lane_of_a_group(lane, freed, expected):
     assert missing(race(access("gather", GROUP, 1, 3), later, freed)) == expected
 
 
-def test_lines_of_the_program_come_first():
+def test_stacks_have_the_programs_lines_alone():
     text = races.render([race(access("add", "stream 5 of sim:0", 1), access("mul", "the default stream of sim:0", 9))])
-    lines = [line.strip() for line in text.splitlines()]
-    assert lines.index("train.py:1 in step") + 1 == lines.index(f"{torch.__file__}:1 in call")
+    assert "train.py:1 in step" in text and torch.__file__ not in text

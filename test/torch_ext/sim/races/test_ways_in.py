@@ -29,7 +29,10 @@ def _race(on):
 
 def test_check_raises_at_the_end_of_the_block():
     reached = False
-    with pytest.raises(races.RaceError, match=r"1 race: accesses to the same memory") as caught, races.check():
+    with (
+        pytest.raises(races.RaceError, match=r"1 race: the default stream of sim:0 must wait") as caught,
+        races.check(),
+    ):
         _race(Stage())
         reached = True
     assert reached and len(caught.value.races) == 1
