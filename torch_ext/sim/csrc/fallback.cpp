@@ -134,12 +134,13 @@ TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, c10::DispatchKey::SIM_KEY);
 }
 
-// Operators with a kernel for the host and a decomposition for every other device. The host's kernel is faster, and its
-// results equal the host's bit for bit.
+// Operators with a kernel for the host and a decomposition for every other device, whose results would round
+// differently, and operators whose code for every device depends on the device's name (`conj_physical_`, `mode.values`)
+// or on the address of a C++ reference (`addr_`). The host's code serves for both.
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   for (const char* name :
-       {"addr", "mish_backward", "mse_loss", "native_group_norm", "native_layer_norm", "silu_backward",
-        "smooth_l1_loss"}) {
+       {"addr", "addr.out", "addr_", "conj_physical_", "mish_backward", "mode.values", "mse_loss", "native_group_norm",
+        "native_layer_norm", "silu_backward", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }
