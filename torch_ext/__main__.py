@@ -1,13 +1,14 @@
 """``python -m torch_ext``: the same command as ``python run_test.py``, with these subcommands:
 
-==============================  ====================================================================
-``python -m torch_ext run``     runs your own program on several ranks, each with a simulated device
-``python -m torch_ext serve``   keeps torch loaded for the programs that follow
-``python -m torch_ext demo``    shows a race and its report in ten seconds
-``python -m torch_ext doctor``  shows this machine's features on one screen, for a bug report or for CI
-``python -m torch_ext export``  writes work of this tree as a patch for a PyTorch checkout
-``python -m torch_ext build``   builds the simulated accelerator, ahead of its first use
-==============================  ====================================================================
+=====================================  =============================================================
+``python -m torch_ext run``            runs your own program on several ranks, each with a simulated device
+``python -m torch_ext serve``          keeps torch loaded for the programs that follow
+``python -m torch_ext demo``           shows a race and its report in ten seconds
+``python -m torch_ext doctor``         shows this machine's features on one screen, for a bug report or for CI
+``python -m torch_ext conformance``    compares a device with the host's kernels and with upstream's contracts
+``python -m torch_ext export``         writes work of this tree as a patch for a PyTorch checkout
+``python -m torch_ext build``          builds the simulated accelerator, ahead of its first use
+=====================================  =============================================================
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _PROGRAMS = {
     "run": "torch_ext.program.run",
     "demo": "torch_ext.program.demo",
     "doctor": "torch_ext.program.doctor",
+    "conformance": "torch_ext.conformance.command",
     "serve": "torch_ext.program.serve",
     "export": "torch_ext.upstream.export.command",
 }
