@@ -125,6 +125,11 @@ def device_count() -> int:
     return int(device_module().device_count()) if is_accelerator() else 1
 
 
+def is_simulated() -> bool:
+    """Whether the device under test is a simulated accelerator."""
+    return _of_device("request_devices") is not None
+
+
 def request_devices(count: int) -> None:
     """Make at least ``count`` simulated devices available, as ``torch.sim.request_devices`` does; nothing on other
     types.

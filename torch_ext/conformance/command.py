@@ -32,7 +32,7 @@ from torch_ext.runner.reporters.text import ProgressLines, Writer
 from torch_ext.runner.schedule import cores, make_plan
 from torch_ext.upstream.judge import Differences, read
 
-TIERS = ("ops",)
+TIERS = ("ops", "c10d", "distributed")
 DIFFERENCES = Path(__file__).with_name("differences.json")
 # A finding's status, as the result of a test.
 _RESULTS = {
@@ -56,6 +56,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("-k", dest="pattern", default="*", metavar="PATTERN", help="only groups, such as operators, that fit a glob")
     add("-n", "--slots", type=typed(count(1)), default=cores(), metavar="N", help="groups at a time (the cores)")
     add("--samples", type=typed(count(0)), default=8, metavar="N", help="samples of each operator and way; 0: all (8)")
+    add("--backend", metavar="NAME", default="", help="c10d backend, such as gloo, threaded (default: the device's)")
+    add("--checkout", metavar="PATH", default="", help="PyTorch checkout, for the tier distributed")
     add("--timeout", type=typed(seconds), default=120.0, metavar="S", help="seconds after which a case hangs (120)")
     add("--fresh", action="store_true", help="run again what an earlier run has found")
     add("--differences", action="append", default=[], metavar="FILE", help="more known differences, such as yours")
@@ -63,7 +65,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--junit", default="", metavar="FILE", help="write JUnit XML")
     add("--page", default="", metavar="FILE", help="write the page; its changes are those since FILE was written last")
     found = parser.parse_args(arguments)
-    found.tier = found.tier or list(TIERS)
+    found.tier = found.tier or [tier for tier in TIERS if tier != "distributed" or found.checkout]
+    if "distributed" in found.tier and not Path(found.checkout, "test", "distributed").is_dir():
+        parser.error(f"--checkout {found.checkout}: no test/distributed there; the tier distributed needs a checkout")
     return found
 
 
@@ -134,7 +138,7 @@ class Run:
             for case in [*cases]:
                 if why := self._differences.skipped(TestName(tier, group, case)):
                     del cases[case]
-                    self._publish(tier, Finding(group, case, Status.DIFFERS, why), known=why)
+                    self._publish(tier, Finding(group, case, Status.DIFFERS, why, known=why))
         looked_s = 0.0
         for finding in module.findings({group: [*cases] for group, cases in left.items()}, self.options):
             kept.add(finding)
@@ -143,8 +147,8 @@ class Run:
                 looked_s = time.monotonic()
                 self._report(Tick())
 
-    def _publish(self, tier: str, finding: Finding, known: str = "") -> None:
-        test = TestName(tier, finding.group, finding.case)
+    def _publish(self, tier: str, finding: Finding) -> None:
+        test, known = TestName(tier, finding.group, finding.case), finding.known
         status = Result.XFAIL if known else _RESULTS[finding.status]
         problems: tuple[Died | Remark, ...] = ()
         if status is Result.FAILED:

@@ -55,6 +55,7 @@ class Finding:
     status: Status
     text: str = ""
     duration_s: float = 0.0
+    known: str = ""  # why it is known to differ, if its tier knows that
 
 
 Body = Callable[[str, str], tuple[Status, str]]

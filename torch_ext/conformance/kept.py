@@ -55,8 +55,8 @@ class Kept:
             return
         for line in self._path.read_text(encoding="utf-8").splitlines():
             try:
-                group, case, status, text, duration_s = json.loads(line)
-                yield Finding(group, case, Status(status), text, duration_s)
+                group, case, status, *rest = json.loads(line)
+                yield Finding(group, case, Status(status), *rest)
             except ValueError:  # the last line of a run that was killed
                 continue
 
@@ -64,6 +64,6 @@ class Kept:
         """Keep one more finding."""
         if self._path is None:
             return
-        values = [finding.group, finding.case, finding.status.value, finding.text, finding.duration_s]
+        values = [finding.group, finding.case, finding.status.value, finding.text, finding.duration_s, finding.known]
         with open(self._path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(values) + "\n")
