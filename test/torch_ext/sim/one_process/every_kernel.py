@@ -27,6 +27,8 @@ ARGUMENTS = {
     "aten::_local_scalar_dense": lambda: (make(1),),
     "aten::_scaled_dot_product_flash_attention": lambda: (*several(3, 1, 1, 4, 8),),
     "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (*several(3, 1, 1, 4, 8),),
+    "aten::multi_margin_loss": lambda: (make(2, 3), make(2, dtype=torch.int64)),
+    "aten::multi_margin_loss_backward": lambda: (make(), make(2, 3), make(2, dtype=torch.int64), 1, 1),
     "aten::_thnn_fused_gru_cell": lambda: (make(2, 6), make(2, 6), make(2, 2), make(6), make(6)),
     "aten::_thnn_fused_gru_cell_backward": lambda: (make(2, 2), make(2, 10), True),
     "aten::_thnn_fused_lstm_cell": lambda: (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
