@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -65,8 +66,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--junit", default="", metavar="FILE", help="write JUnit XML")
     add("--page", default="", metavar="FILE", help="write the page; its changes are those since FILE was written last")
     found = parser.parse_args(arguments)
-    found.tier = found.tier or [tier for tier in TIERS if tier != "distributed" or found.checkout]
-    if "distributed" in found.tier and not Path(found.checkout, "test", "distributed").is_dir():
+    default = [tier for tier in TIERS if tier != "distributed" or found.checkout]
+    found.tier = [*dict.fromkeys(found.tier or default)]
+    if "distributed" in found.tier and not (found.checkout and Path(found.checkout, "test/distributed").is_dir()):
         parser.error(f"--checkout {found.checkout}: no test/distributed there; the tier distributed needs a checkout")
     return found
 
@@ -83,12 +85,12 @@ def main(arguments: Sequence[str]) -> int:
         options.device = accelerator.device_type()
         run = Run(options)
         try:
-            for tier in options.tier:
+            for tier in run.found:
                 run.tier(tier)
         except KeyboardInterrupt:
             run.interrupted = True
         return run.end()
-    except (accelerator.UnknownDeviceError, SetupError, ValueError) as error:
+    except (accelerator.UnknownDeviceError, SetupError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
@@ -105,12 +107,13 @@ class Run:
         entries = [entry for path in (DIFFERENCES, *map(Path, options.differences)) for entry in read(path)]
         self._differences = Differences(entries, {"torch": metadata.version("torch"), "device": options.device})
         self._modules = {tier: importlib.import_module(f"torch_ext.conformance.{tier}") for tier in options.tier}
-        self._planned = {tier: self._plan(module) for tier, module in self._modules.items()}
+        planned = {tier: self._plan(module) for tier, module in self._modules.items()}
+        self._planned = {tier: groups for tier, groups in planned.items() if groups}
         tests = [TestName(tier, group, case) for tier, groups in self._planned.items()
                  for group, cases in groups.items() for case in cases]  # fmt: skip
         if not tests:
             raise SetupError(f"no group fits -k {options.pattern!r}")
-        files = [TestFile(tier, Path(tier), tier, Path()) for tier in options.tier]
+        files = [TestFile(tier, Path(tier), tier, Path()) for tier in self._planned]
         self._tally = Tally(make_plan(files, tests))
         start_s, report = time.time(), RunOptions(Path.cwd(), device=options.device)
         self._reporters: list[Reporter] = [self._tally, ProgressLines(self._tally, lambda test: 1.0, self._out)]
@@ -118,7 +121,7 @@ class Run:
             self._reporters.append(JsonReporter(self._tally, report, ReportFile(options.json, "the JSON report")))
         self._junit = ReportFile(options.junit, "the JUnit report") if options.junit else None
         self._end = lambda file: write_junit(self._tally, self.interrupted, options=report, file=file, start_s=start_s)
-        self.found: dict[str, list[tuple[Finding, TestResult]]] = {tier: [] for tier in options.tier}
+        self.found: dict[str, list[tuple[Finding, TestResult]]] = {tier: [] for tier in self._planned}
 
     def _plan(self, module: ModuleType) -> dict[str, list[str]]:
         groups: Mapping[str, Sequence[str]] = module.groups(self.options)
@@ -131,7 +134,8 @@ class Run:
         kept = Kept(tier, self.options.device, key, fresh=self.options.fresh)
         left = {group: dict.fromkeys(cases) for group, cases in planned.items()}
         for finding in kept:
-            if finding.case in left.get(finding.group, ()):
+            # A case that hung may have been slow.
+            if finding.case in left.get(finding.group, ()) and finding.status is not Status.HUNG:
                 del left[finding.group][finding.case]
                 self._publish(tier, finding)
         for group, cases in left.items():
@@ -140,12 +144,13 @@ class Run:
                     del cases[case]
                     self._publish(tier, Finding(group, case, Status.DIFFERS, why, known=why))
         looked_s = 0.0
-        for finding in module.findings({group: [*cases] for group, cases in left.items()}, self.options):
-            kept.add(finding)
-            self._publish(tier, finding)
-            if time.monotonic() - looked_s > _TICK_S:
-                looked_s = time.monotonic()
-                self._report(Tick())
+        with closing(module.findings({group: [*cases] for group, cases in left.items()}, self.options)) as findings:
+            for finding in findings:
+                kept.add(finding)
+                self._publish(tier, finding)
+                if time.monotonic() - looked_s > _TICK_S:
+                    looked_s = time.monotonic()
+                    self._report(Tick())
 
     def _publish(self, tier: str, finding: Finding) -> None:
         test, known = TestName(tier, finding.group, finding.case), finding.known

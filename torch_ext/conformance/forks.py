@@ -31,6 +31,8 @@ from torch_ext.world.child import compute_on_one_thread, reason_not_to_fork, red
 
 # Seconds after its limit at which a case that has not ended itself is killed, such as one that a signal has stopped.
 _GRACE_S = 10.0
+# How faulthandler's report of a case at its limit begins.
+_TIMED_OUT = "Timeout ("
 # How much of a dead fork's output a finding keeps, in characters.
 _KEPT = 2000
 
@@ -139,7 +141,7 @@ def _ended(fork: _Fork, limit_s: float) -> Iterator[Finding]:
     if not fork.cases:
         return
     took_s = time.monotonic() - fork.since_s
-    if took_s >= limit_s:
+    if took_s >= limit_s or output.startswith(_TIMED_OUT):
         status, what = Status.HUNG, f"took longer than {limit_s:g} s"
     else:
         status = Status.CRASHED

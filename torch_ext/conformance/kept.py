@@ -1,7 +1,7 @@
 """Findings that are kept between runs, so that an interrupted run goes on, and the page has every tier's last numbers.
 
 A tier's findings on a device are one file of JSON Lines in the cache, under a key of what may change them: torch, the
-device's package and build, this room's code and the tier's options.
+device's package and build, the code that makes findings and the tier's options.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import torch
 from torch_ext import accelerator, cache
 from torch_ext.conformance.forks import Finding, Status
 
+# Modules of this room that make no findings.
+_ONLY_REPORT = ("command.py", "page.py", "kept.py")
+
 
 def fingerprint(device: str, *more: object) -> str:
     """Return the key of findings on ``device``: of the package that provides it, Python files by their content and
@@ -29,7 +32,8 @@ def fingerprint(device: str, *more: object) -> str:
     home = getattr(sys.modules.get(package), "__file__", None)
     for folder in (Path(__file__).parent, *([Path(home).parent] if home else [])):
         for path in sorted(folder.rglob("*.py")):
-            found.update(path.read_bytes())
+            if path.name not in _ONLY_REPORT:
+                found.update(path.read_bytes())
     loaded = [module for name, module in sys.modules.items() if package and name.startswith(package)]
     files = {getattr(module, "__file__", None) or "" for module in loaded}
     for name in sorted(each for each in files if each.endswith(".so")):
@@ -45,10 +49,14 @@ class Kept:
         folder = cache.folder()
         usable = folder is not None and not cache.why_not_trusted(folder)
         self._path = folder / "conformance" / f"{tier}-{device}-{key}.jsonl" if folder and usable else None
-        if self._path is not None:
-            cache.make(self._path.parent)
-            if fresh:
-                self._path.unlink(missing_ok=True)
+        try:
+            if self._path is not None:
+                cache.make(self._path.parent)
+                self._path.touch()
+                if fresh:
+                    self._path.unlink()
+        except OSError:  # a cache that cannot be written
+            self._path = None
 
     def __iter__(self) -> Iterator[Finding]:
         if self._path is None or not self._path.exists():
@@ -57,7 +65,7 @@ class Kept:
             try:
                 group, case, status, *rest = json.loads(line)
                 yield Finding(group, case, Status(status), *rest)
-            except ValueError:  # the last line of a run that was killed
+            except (ValueError, TypeError):  # the last line of a run that was killed
                 continue
 
     def add(self, finding: Finding) -> None:

@@ -139,6 +139,8 @@ def compare(host: Observed, device: Observed, name: str, *, elements: bool = Tru
         return _compare_errors(host.error, device.error, name)
     if len(host.values) != len(device.values):
         return Status.DIFFERS, f"{len(device.results)} results, the host has {len(host.results)}"
+    if device.drew and name != HOST:
+        return Status.DIFFERS, "draws from the host's random numbers"
     worst = Status.AGREES, ""
     for number, (one, other) in enumerate(zip(host.values, device.values, strict=True)):
         results = len(host.results)
@@ -146,7 +148,7 @@ def compare(host: Observed, device: Observed, name: str, *, elements: bool = Tru
         expected, got = host.facts[number], device.facts[number]
         if wrong := [key for key in expected if got.get(key) != expected[key]]:
             return Status.DIFFERS, f"{what}: {wrong[0]} {got.get(wrong[0])}, the host has {expected[wrong[0]]}"
-        if isinstance(one, torch.Tensor) and elements and not host.drew and not device.drew:
+        if isinstance(one, torch.Tensor) and elements and not host.drew:
             status, text = _compare_elements(one.detach(), other.detach().to(HOST))
             if status is Status.DIFFERS:
                 return status, f"{what}: {text}"

@@ -1,7 +1,10 @@
 """The tier ``ops``: torch's operators and modules on the device, against the host's kernels.
 
 The samples are those of torch's own databases, op_db and module_db. A case is one operator or module, one way to call
-it and one type; ``WAYS`` has the ways. A case compares up to ``--samples`` samples, and ends at the first difference.
+it and one type. It compares up to ``--samples`` samples and ends at the first difference. The ways: ``forward``;
+``strided``, where no tensor is contiguous; ``empty``, where none has a row; ``backward``; ``out``, into tensors of
+other strides, of no size and of a wrong type; ``in_place``; ``errors``, the database's wrong calls; for a module
+``train``, with its gradients and buffers, and ``eval``.
 """
 
 from __future__ import annotations
@@ -32,17 +35,6 @@ from torch_ext.conformance.forks import Finding, Status
 from torch_ext.conformance.observe import Observed, compare, copy_to, is_strided, observe
 
 TYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64)
-WAYS = {
-    "forward": "the result for the database's samples",
-    "strided": "the result where no tensor is contiguous",
-    "empty": "the result or error where no tensor has a row",
-    "backward": "the gradients of each input",
-    "out": "the result in a given tensor: of other strides, of no size, and of a wrong type, which is an error",
-    "in_place": "the argument after the call",
-    "errors": "the errors of the database's wrong calls",
-    "train": "a module's result, buffers and gradients in training",
-    "eval": "a module's result and buffers after eval()",
-}
 
 # Operators that return memory which nothing has written.
 _UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}

@@ -27,7 +27,7 @@ _CASE = re.compile(r"^\| `(?P<test>.+?)` \| (?P<how>[a-z ]+) \|", re.MULTILINE)
 _HEAD = """\
 # Conformance
 
-Whether the simulated accelerator does what the host's kernels, upstream's contract of a c10d backend, and CUDA do.
+Whether the device does what the host's kernels do, and what a c10d backend must. Behaviour recorded on a real GPU is not compared yet.
 Written by `python -m torch_ext conformance --page docs/conformance.md`, in the nightly run; do not edit.
 [your_device.md](your_device.md) says how to make the same table for another device.
 """
@@ -98,15 +98,31 @@ def _changes(found: Found, before: str) -> str:
 
 
 def _list(tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
-    listed = _disagreements({tier: results})
-    ways = Counter(finding.case.partition(" ")[0] for finding, _ in results if finding.status is not Status.REFUSED)
-    head = f"## {tier}\n\n" + ", ".join(f"{number:,} {way}" for way, number in sorted(ways.items())) + ".\n"
-    if not listed:
-        return head
-    order = ["crashed", "hung", "differs", "known"]
-    rows = sorted(listed.items(), key=lambda row: (order.index(row[1][0]), row[0]))
-    lines = [f"| `{test}` | {how} | {_cell(why)} |" for test, (how, why) in rows]
-    return head + "\n| case | how | why |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n"
+    """Return a tier's section: what is not counted and why, each file's numbers, each case that does not agree."""
+    parts = [f"## {tier}\n"]
+    if refused := Counter(finding.text.partition(":")[0] for finding, _ in results if finding.status is Status.REFUSED):
+        reasons = ", ".join(f"{_cell(why)} ({number:,})" for why, number in refused.most_common())
+        parts.append(f"Not counted: {reasons}.\n")
+    if tier == "distributed":
+        files: dict[str, list[tuple[Finding, TestResult]]] = {}
+        for finding, result in results:
+            files.setdefault(finding.group, []).append((finding, result))
+        rows = ["| file | passed | failed | crash, hang | known | needs hardware |"]
+        rows += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+        rows += [_row(name, numbers(each)) for name, each in files.items()]
+        parts.append("\n".join(rows) + "\n")
+    if listed := _disagreements({tier: results}):
+        order = ["crashed", "hung", "differs", "known"]
+        in_order = sorted(listed.items(), key=lambda row: (order.index(row[1][0]), row[0]))
+        lines = [f"| `{test}` | {how} | {_cell(why)} |" for test, (how, why) in in_order]
+        parts.append("\n".join(["| case | how | why |", "| --- | --- | --- |", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(name: str, of: Mapping[str, int]) -> str:
+    passed = of["agree"] - 1  # one is the file itself
+    cells = (passed, of["differ"], of["crashed"] + of["hung"], of["known"], of["not comparable"])
+    return f"| `{name}` | {' | '.join(map(str, cells))} |"
 
 
 def _cell(why: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,20 +26,20 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[Fi
     iterator ends the command.
     """
     command = [sys.executable, "-m", "torch_ext", *arguments, "--json", "-"]
-    with subprocess.Popen(
-        command, env={**environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as program:
-        try:
-            for line in program.stdout or ():
-                event = json.loads(line)
-                if event["event"] == "result":
-                    yield finding(event)
-        finally:
-            if program.poll() is None:
+    with tempfile.TemporaryFile("w+") as errors:
+        program = subprocess.Popen(command, env={**environment}, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with program:
+            try:
+                for line in program.stdout or ():
+                    event = json.loads(line)
+                    if event["event"] == "result":
+                        yield finding(event)
+            except BaseException:  # closed before its end, or interrupted
                 program.terminate()
-        errors = program.stderr.read() if program.stderr else ""
-    if program.returncode == USAGE:
-        raise SetupError(f"{' '.join(command)} ended with:\n{errors.strip()}")
+                raise
+        if program.returncode == USAGE:
+            errors.seek(0)
+            raise SetupError(f"{' '.join(command)} ended with:\n{errors.read().strip()}")
 
 
 def finding(result: Mapping[str, Any]) -> Finding:

@@ -54,6 +54,11 @@ def test_elements_of_a_random_result_are_not_compared_and_its_type_is():
     assert compare(rand, seen(lambda x: torch.rand_like(x).double(), X), "cpu")[0] is Status.DIFFERS
 
 
+def test_a_device_that_draws_the_hosts_random_numbers_differs():
+    rand = seen(torch.rand_like, X)
+    assert compare(rand, rand, "sim") == (Status.DIFFERS, "draws from the host's random numbers")
+
+
 def test_names_of_devices_in_errors_are_the_same_text():
     def fail(text):
         raise RuntimeError(text)

@@ -62,11 +62,14 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
         "test_broken.py::import": "differs",
     }.items():
         assert f"| `distributed::{case}` | {ended}" in lines, lines
+    assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "Not counted: needs a Triton kernel (1)." in lines
     assert "1 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
 
 
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):
     code, text, _ = conformance(tmp_path, "--device", "cpu", "--tier", "distributed", "--checkout", str(tmp_path))
+    assert code == 2 and "no test/distributed there" in text
+    code, text, _ = conformance(tmp_path, "--device", "cpu", "--tier", "distributed")
     assert code == 2 and "no test/distributed there" in text
 
 
