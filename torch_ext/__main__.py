@@ -27,6 +27,10 @@ COMMANDS = {
     "demo": ("torch_ext.program.demo", "shows a race and its report in ten seconds"),
     "doctor": ("torch_ext.program.doctor", "shows what this machine has, for a bug report or for CI"),
     "build": ("", "builds the simulated accelerator, ahead of its first use"),
+    "conformance": (
+        "torch_ext.conformance.command",
+        "compares a device with the host's kernels and upstream's contracts",
+    ),
     "export": ("torch_ext.upstream.export.command", "writes tests of this tree as a patch for a PyTorch checkout"),
 }
 _HELP = """\
@@ -57,7 +61,7 @@ def main() -> int:
     demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        print(_HELP.format(commands="\n".join(f"  {name:<8}{text}" for name, (_, text) in COMMANDS.items())), end="")
+        print(_HELP.format(commands="\n".join(f"  {name:<13}{text}" for name, (_, text) in COMMANDS.items())), end="")
         return 0
     if COMMANDS.get(command, ("",))[0]:
         _open_standard_streams()

@@ -112,9 +112,22 @@ def device_module() -> ModuleType:
     return torch.get_device_module(device_type())
 
 
+def provider() -> str:
+    """Return the package that registers the device type; empty if torch itself does."""
+    if not is_accelerator():
+        return ""
+    package = device_module().__name__.partition(".")[0]
+    return _PROVIDERS.get(device_type(), "" if package == torch.__name__ else package)
+
+
 def device_count() -> int:
     """Return the number of devices for a test: the accelerator's device count, or 1 on plain ``cpu``."""
     return int(device_module().device_count()) if is_accelerator() else 1
+
+
+def is_simulated() -> bool:
+    """Whether the device under test is a simulated accelerator."""
+    return _of_device("request_devices") is not None
 
 
 def request_devices(count: int) -> None:

@@ -1,4 +1,4 @@
-"""Sends tensors of the device to other processes through ``torch.multiprocessing``.
+"""Sends tensors of the device to other processes through ``torch.multiprocessing``, and to other libraries by DLPack.
 
 Note [Shared tensors]
 ~~~~~~~~~~~~~~~~~~~~~
@@ -16,14 +16,25 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+from torch.utils import dlpack
 
 from torch_ext.sim import _native
-from torch_ext.sim._name import NAME
+from torch_ext.sim._name import IS_CUDA, NAME
+from torch_ext.sim._patches import wrap
 
 
 def register() -> None:
     """Let ``torch.multiprocessing`` send storages of the device."""
     ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
+    if not IS_CUDA:
+        # Torch 2.13 to 2.15 compare the type with "privateuse1", a name that a registered device no longer has.
+        wrap(torch.Tensor, "__dlpack_device__")(_dlpack_device)
+
+
+def _dlpack_device(original: Any, tensor: torch.Tensor) -> Any:
+    if tensor.device.type != NAME:
+        return original(tensor)
+    return dlpack.DLDeviceType.kDLExtDev, tensor.device.index
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:

@@ -2,16 +2,15 @@
 
 import os
 import unittest
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from test.torch_ext.interpreter import python
 from torch_ext.sim import faults
 from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiThreadedTestCase
-from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
+from torch_ext.testing._internal.distributed.backend_conformance import CAPABILITIES, BackendConformance
 
 TRANSPORT = "TORCH_EXT_SIM_TRANSPORT"
 
@@ -21,24 +20,6 @@ class _OnSim(BackendConformance):
     backend_name = "simccl"
     transport: ClassVar[str]
     world_size = 3
-    # gloo lacks the last two types: the transport over gloo sends them as other types.
-    types = (*BackendConformance.types, torch.bool, torch.complex64)
-    lacks = {"dense tensors in another order than row-major": "ProcessGroupNCCL refuses them"}
-    avoids = {
-        "messages by tag": "NCCL has no tags",
-        "recv from any rank": "NCCL receives from a given rank only",
-    }
-
-    def reductions(self, dtype):
-        if dtype.is_complex:
-            return [dist.ReduceOp.SUM, dist.ReduceOp.AVG]
-        lacking = {dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR}
-        lacking |= {dist.ReduceOp.AVG} if dtype == torch.bool else set()
-        return [op for op in super().reductions(dtype) if op not in lacking]
-
-    def _rows(self, dtype, numel):
-        rows = super()._rows(torch.int64 if dtype == torch.bool else dtype, numel)
-        return rows > 1 if dtype == torch.bool else rows
 
     def setUp(self):
         self.addCleanup(os.environ.pop, TRANSPORT, None)
@@ -58,16 +39,6 @@ class TestGloo(BackendConformance, DistributedTestBase):
     device_type = "cpu"
     backend_name = "gloo"
     world_size = 3
-    sizes = (1, 13, 1 << 20)  # gloo reduces no empty tensors
-    types = (torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64)
-    lacks = {"coalescing": "gloo has none"}
-    avoids = {
-        "lists of unequal sizes": "ends the process, or mixes up bytes",
-        "disagreement is named": "ends the process, or mixes up bytes",
-    }
-
-    def reductions(self, dtype):
-        return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG]
 
 
 # Its ranks run in pytest's process, where torch's notes on newer names would be errors.
@@ -76,19 +47,6 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
     device_type = "cpu"
     backend_name = "threaded"
     world_size = 3
-    lacks = {
-        "reduce": "not written",
-        "send and recv": "there are no transfers",
-        "batch_isend_irecv": "there are no transfers",
-        "coalescing": "not written",
-    }
-    avoids = {
-        "reduce_scatter_tensor": "knows SUM and AVG alone, which it tells one rank while the others wait",
-        "messages in order": "there are no transfers, which ranks that take no part do not notice",
-        "messages by tag": "there are no transfers, which ranks that take no part do not notice",
-        "recv from any rank": "likewise",
-        "disagreement is named": "tells one rank while the others wait",
-    }
 
     def setUp(self):
         super().setUp()
@@ -96,10 +54,6 @@ class TestThreadedGroup(BackendConformance, MultiThreadedTestCase):
 
     def start_group(self):
         """The threads have a default group already."""
-
-    def reductions(self, dtype):
-        # The threaded group averages only floating-point numbers.
-        return [op for op in super().reductions(dtype) if op != dist.ReduceOp.AVG or dtype.is_floating_point]
 
 
 class TestThreadedGroupOnSim(TestThreadedGroup):
@@ -112,7 +66,7 @@ OUT_OF_TREE = """
 from torch import distributed as dist
 from torch_ext.testing._internal.common_distributed import DistributedTestBase
 from torch_ext.testing._internal.common_utils import run_tests
-from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance
+from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance, Capabilities
 
 def make(store, rank, size, timeout):
     return BACKEND(store, rank, size, timeout)
@@ -120,11 +74,8 @@ def make(store, rank, size, timeout):
 dist.Backend.register_backend("mine", make, devices=["cpu"])
 
 class TestMine(BackendConformance, DistributedTestBase):
-    device_type, backend_name, world_size, sizes = "cpu", "mine", 2, (1, 13)
-    lacks = LACKS
-
-    def reductions(self, dtype):
-        return [dist.ReduceOp.SUM]
+    device_type, backend_name, world_size = "cpu", "mine", 2
+    capabilities = Capabilities(sizes=(1, 13), reductions=("SUM",), lacks=LACKS)
 
 if __name__ == "__main__":
     run_tests()
@@ -158,7 +109,7 @@ def test_features_listed_as_lacking_must_be_missing(lacks, message, tmp_path):
 class _Corrupted(_OnSim, DistributedTestBase):
     __test__ = False  # pytest's; the test below runs it
     transport = "shared"
-    sizes = (1, 13)
+    capabilities = replace(CAPABILITIES["simccl"], sizes=(1, 13))
 
     def start_group(self):
         super().start_group()

@@ -12,24 +12,34 @@ computed in one process, for every type, reduction and size of the class. Values
 small whole numbers, exact in every type, so results are compared exactly whatever the
 order of reduction.
 
-A class lists its backend's exceptions: ``lacks`` names features of ``FEATURES`` that
-raise an error or give another result, each with the reason. The tests run them all the
-same, and one that works is a failure, so the list stays true. ``avoids`` names features
-that would hang or end the process; the tests do not run those.
+The class's ``capabilities`` list its backend's exceptions. ``lacks`` names features of
+``FEATURES`` that raise an error or give another result, each with the reason. The tests
+run them all the same, and one that works is a failure, so the list stays true.
+``avoids`` names features that would hang or end the process; the tests do not run
+those. ``python -m torch_ext conformance --tier c10d`` counts the features one by one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from torch_ext import accelerator
 from torch_ext.compat.c10d import _coalescing_manager, _get_default_store
 
-__all__ = ["FEATURES", "BackendConformance"]
+__all__ = [
+    "CAPABILITIES",
+    "FEATURES",
+    "BackendConformance",
+    "Capabilities",
+    "identifier",
+    "one_test_for_each_feature",
+]
 
 OPS = dist.ReduceOp
 Reduction = Any  # dist.ReduceOp.RedOpType, which mypy does not know
@@ -61,8 +71,109 @@ FEATURES = {
     "coalescing": "several all_reduces in one",
     "barrier": "that no rank passes before all have arrived",
     "objects": "all_gather_object and broadcast_object_list",
+    "sequence numbers": "count the group's collectives, alike on each rank",
+    "collective timing": "a work's duration in milliseconds, once timing is enabled",
     "disagreement is named": "ranks of different sizes get an error with both calls",
 }
+
+
+def identifier(feature: str) -> str:
+    """Return a feature's name as a part of a method's."""
+    return re.sub("[^a-z]", "_", feature)
+
+
+def one_test_for_each_feature(cls: type[BackendConformance]) -> None:
+    """Replace the tests of ``cls`` by one for each feature, such as
+    ``test_send_and_recv``."""
+    for name in [name for name in dir(cls) if name.startswith("test_")]:
+        setattr(cls, name, None)
+    for feature in FEATURES:
+
+        def test(self: BackendConformance, feature: str = feature) -> None:
+            self._hold_to(feature)
+
+        setattr(cls, f"test_{identifier(feature)}", test)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do, and why it cannot do the rest.
+
+    Attributes:
+        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of
+            4 MiB.
+        types: element types.
+        reductions: names of ``ReduceOp``; those of bits are for whole numbers.
+        averages_integers: whether ``AVG`` takes them.
+        lacks: features that fail, with the reason.
+        avoids: features that are not run, with the reason.
+    """
+
+    sizes: tuple[int, ...] = (0, 1, 13, 1 << 20)
+    types: tuple[torch.dtype, ...] = (
+        torch.float32, torch.float64, torch.float16, torch.bfloat16,
+        torch.uint8, torch.int8, torch.int32, torch.int64,
+    )  # fmt: skip
+    reductions: tuple[str, ...] = (
+        "SUM", "MIN", "MAX", "PRODUCT", "AVG", "BAND", "BOR", "BXOR",
+    )  # fmt: skip
+    averages_integers: bool = True
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    avoids: Mapping[str, str] = field(default_factory=dict)
+
+
+_NO_TRANSFERS = "there are no transfers"
+_UNNOTICED = f"{_NO_TRANSFERS}, which ranks that take no part do not notice"
+_ONE_RANK = "tells one rank while the others wait"
+_MIXED_UP = "ends the process, or mixes up bytes"
+_NO_TIMES = "its works have no times"
+
+# Of the backends that torch and this project have, as init_process_group names them.
+CAPABILITIES = {
+    "simccl": Capabilities(
+        types=(*Capabilities.types, torch.bool, torch.complex64),
+        reductions=("SUM", "MIN", "MAX", "PRODUCT", "AVG"),
+        lacks={
+            "dense tensors in another order than row-major": "ProcessGroupNCCL refuses "
+            "them",
+        },
+        avoids={
+            "messages by tag": "NCCL has no tags",
+            "recv from any rank": "NCCL receives from a given rank only",
+        },
+    ),
+    "gloo": Capabilities(
+        sizes=(1, 13, 1 << 20),  # it reduces no empty tensors
+        types=(
+            torch.float32, torch.float64, torch.float16,
+            torch.uint8, torch.int8, torch.int32, torch.int64,
+        ),
+        reductions=("SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"),
+        lacks={"coalescing": "gloo has none", "collective timing": _NO_TIMES},
+        avoids={
+            "lists of unequal sizes": _MIXED_UP,
+            "disagreement is named": _MIXED_UP,
+        },
+    ),
+    "threaded": Capabilities(
+        averages_integers=False,
+        lacks={
+            "reduce": "not written",
+            "send and recv": _NO_TRANSFERS,
+            "batch_isend_irecv": _NO_TRANSFERS,
+            "coalescing": "not written",
+            "sequence numbers": "not written",
+            "collective timing": _NO_TIMES,
+        },
+        avoids={
+            "reduce_scatter_tensor": f"knows SUM and AVG alone, and {_ONE_RANK}",
+            "messages in order": _UNNOTICED,
+            "messages by tag": _UNNOTICED,
+            "recv from any rank": _UNNOTICED,
+            "disagreement is named": _ONE_RANK,
+        },
+    ),
+}  # fmt: skip
 
 
 class BackendConformance:
@@ -72,22 +183,19 @@ class BackendConformance:
     Attributes:
         device_type: of the tensors.
         backend_name: as ``init_process_group`` takes it.
-        sizes: numbers of elements that each rank contributes; 0, 1, a prime, and one of
-            4 MiB.
-        types: element types.
-        lacks: features that fail, with the reason.
-        avoids: features that are not run, with the reason.
+        capabilities: those of ``CAPABILITIES`` for the backend's name, or all.
     """
 
     device_type: ClassVar[str]
     backend_name: ClassVar[str]
-    sizes: ClassVar[tuple[int, ...]] = (0, 1, 13, 1 << 20)
-    types: ClassVar[tuple[torch.dtype, ...]] = (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16,
-        torch.uint8, torch.int8, torch.int32, torch.int64,
-    )  # fmt: skip
-    lacks: ClassVar[Mapping[str, str]] = {}
-    avoids: ClassVar[Mapping[str, str]] = {}
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    @classmethod
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        known = CAPABILITIES.get(vars(cls).get("backend_name", ""))
+        if known is not None and "capabilities" not in vars(cls):
+            cls.capabilities = known
 
     rank: int
     world_size: int
@@ -96,15 +204,23 @@ class BackendConformance:
         return self.backend_name
 
     def reductions(self, dtype: torch.dtype) -> list[Reduction]:
-        """Return the reductions of a type. Override what the backend lacks."""
-        bitwise = [] if dtype.is_floating_point else [OPS.BAND, OPS.BOR, OPS.BXOR]
-        return [OPS.SUM, OPS.MIN, OPS.MAX, OPS.PRODUCT, OPS.AVG, *bitwise]
+        """Return the reductions of a type. Complex numbers have no order, and two
+        truth values no mean."""
+        found = set(self.capabilities.reductions)
+        if dtype.is_floating_point or dtype.is_complex:
+            found -= {"BAND", "BOR", "BXOR"}
+        elif dtype == torch.bool or not self.capabilities.averages_integers:
+            found -= {"AVG"}
+        if dtype.is_complex:
+            found &= {"SUM", "AVG"}
+        return [getattr(OPS, name) for name in sorted(found)]
 
     def grid(self) -> Iterator[tuple[torch.dtype, int]]:
         """Every type at the smaller sizes, and the largest once."""
-        *smaller, largest = self.sizes
-        yield from ((dtype, size) for dtype in self.types for size in smaller)
-        yield self.types[0], largest
+        *smaller, largest = self.capabilities.sizes
+        types = self.capabilities.types
+        yield from ((dtype, size) for dtype in types for size in smaller)
+        yield types[0], largest
 
     def start_group(self) -> None:
         """Make the default group, unless the class that starts ranks does."""
@@ -137,6 +253,9 @@ class BackendConformance:
         # Coalescing is last: where a backend refuses it, torch's manager goes on
         # collecting collectives, which then never run.
         self._hold_to(*order, "barrier", "objects", "coalescing")
+
+    def test_sequence_numbers_and_timing(self) -> None:
+        self._hold_to("sequence numbers", "collective timing")
 
     def test_disagreement_is_named_and_survived(self) -> None:
         self._hold_to("disagreement is named")
@@ -351,6 +470,28 @@ class BackendConformance:
         if (gathered, objects) != (expected, ["from 0"]):
             raise AssertionError(f"got {gathered} and {objects}")
 
+    def _sequence_numbers(self) -> None:
+        group: Any = dist.group.WORLD
+        before = group._get_sequence_number_for_group()
+        for _ in range(2):
+            dist.all_reduce(self._full(1))
+        after = group._get_sequence_number_for_group()
+        numbers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(numbers, after)
+        if after != before + 2 or set(numbers) != {after}:
+            raise AssertionError(f"two collectives counted {before} to {numbers}")
+
+    def _collective_timing(self) -> None:
+        group: Any = dist.group.WORLD
+        group._enable_collectives_timing()
+        work: Any = dist.all_reduce(self._full(1), async_op=True)
+        work.wait()
+        if accelerator.is_accelerator():
+            torch.accelerator.synchronize()
+        duration_ms = work._get_duration()
+        if not 0 <= duration_ms < 60_000:
+            raise AssertionError(f"got {duration_ms} ms")
+
     def _disagreement_is_named(self) -> None:
         try:
             dist.all_reduce(self._full(1, 3 + self.rank % 2))
@@ -369,20 +510,21 @@ class BackendConformance:
 
     def _hold_to(self, *features: str) -> None:
         """Start the group and check each of the named features."""
-        if unknown := {*self.lacks, *self.avoids} - FEATURES.keys():
+        lacks, avoids = self.capabilities.lacks, self.capabilities.avoids
+        if unknown := {*lacks, *avoids} - FEATURES.keys():
             name = type(self).__name__
             raise ValueError(f"{name} names unknown features: {sorted(unknown)}")
         self.start_group()
         for name in features:
-            if name in self.avoids:
+            if name in avoids:
                 continue
             try:
-                getattr(self, f"_{re.sub('[^a-z]', '_', name)}")()
+                getattr(self, f"_{identifier(name)}")()
             except Exception:
-                if name not in self.lacks:
+                if name not in lacks:
                     raise
                 continue
-            if why := self.lacks.get(name):
+            if why := lacks.get(name):
                 raise AssertionError(
                     f"{name} works; take it off `lacks`, which says: {why}"
                 )
@@ -418,7 +560,8 @@ class BackendConformance:
     def _rows(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return all ranks' values, 1 to 3, so that no product overflows."""
         ranks = torch.arange(self.world_size, device="cpu")[:, None]
-        return ((torch.arange(numel, device="cpu") + ranks) % 3 + 1).to(dtype)
+        rows = (torch.arange(numel, device="cpu") + ranks) % 3 + 1
+        return rows > 1 if dtype == torch.bool else rows.to(dtype)
 
     def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         return host.to(self.device_type, copy=True)

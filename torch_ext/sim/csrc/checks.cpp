@@ -79,7 +79,9 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   facts.refusals = refusals_of(facts.name);
   facts.host_indices = std::ranges::count(kHostIndexOperators, facts.name) > 0;
   facts.is_indexing = facts.host_indices && facts.name.find("index") != std::string::npos;
-  facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU));
+  // Code for every device gets here only if it is registered for this device by name.
+  facts.has_host_kernel = op.hasKernelForAnyDispatchKey(c10::DispatchKeySet(c10::DispatchKey::CPU)) ||
+      op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();

@@ -130,17 +130,45 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   run_kernels(device, count, stack, [op](torch::jit::Stack* values) { run_now(op, values); });
 }
 
+namespace {
+
+bool is_half(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.scalar_type() == at::kHalf;
+}
+
+// Runs a kernel that GPUs have in half precision and the host does not: in float, rounded once.
+void run_in_float(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size();
+  bool has_half = false;
+  for (size_t i = first; i < stack->size(); ++i) {
+    replace_tensors((*stack)[i], [&has_half](at::Tensor&& given) {
+      has_half = has_half || is_half(given);
+      return is_half(given) ? given.to(at::kFloat) : std::move(given);
+    });
+  }
+  run_on_host(op, stack);
+  for (size_t i = stack->size() - op.schema().returns().size(); has_half && i < stack->size(); ++i) {
+    replace_tensors((*stack)[i], [](at::Tensor&& made) { return made.to(at::kHalf); });
+  }
+}
+
+} // namespace
+
 TORCH_LIBRARY_IMPL(_, SIM_KEY, m) {
   register_fallback<&run_on_host, c10::DispatchKey::PrivateUse2>(m, c10::DispatchKey::SIM_KEY);
 }
 
-// Operators with a kernel for the host and a decomposition for every other device. The host's kernel is faster, and its
-// results equal the host's bit for bit.
+// Operators with a kernel for the host and a decomposition for every other device, whose results would round
+// differently, and operators whose code for every device depends on the device's name (`conj_physical_`, `mode.values`)
+// or on the address of a C++ reference (`addr_`). The host's code serves for both.
 TORCH_LIBRARY_IMPL(aten, SIM_KEY, m) {
   for (const char* name :
-       {"addr", "mish_backward", "mse_loss", "native_group_norm", "native_layer_norm", "silu_backward",
-        "smooth_l1_loss"}) {
+       {"addr", "addr.out", "addr_", "conj_physical_", "mish_backward", "mode.values", "mse_loss", "native_group_norm",
+        "native_layer_norm", "silu_backward", "smooth_l1_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+  for (const char* name : {"multi_margin_loss", "multi_margin_loss_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in_float>());
   }
 }
 

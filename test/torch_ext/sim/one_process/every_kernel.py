@@ -27,11 +27,14 @@ ARGUMENTS = {
     "aten::_local_scalar_dense": lambda: (make(1),),
     "aten::_scaled_dot_product_flash_attention": lambda: (*several(3, 1, 1, 4, 8),),
     "aten::_scaled_dot_product_fused_attention_overrideable": lambda: (*several(3, 1, 1, 4, 8),),
+    "aten::multi_margin_loss": lambda: (make(2, 3), make(2, dtype=torch.int64)),
+    "aten::multi_margin_loss_backward": lambda: (make(), make(2, 3), make(2, dtype=torch.int64), 1, 1),
     "aten::_thnn_fused_gru_cell": lambda: (make(2, 6), make(2, 6), make(2, 2), make(6), make(6)),
     "aten::_thnn_fused_gru_cell_backward": lambda: (make(2, 2), make(2, 10), True),
     "aten::_thnn_fused_lstm_cell": lambda: (make(2, 8), make(2, 8), make(2, 2), make(8), make(8)),
     "aten::_thnn_fused_lstm_cell_backward_impl": lambda: (*several(4, 2, 2), make(2, 8), True),
     "aten::addr": lambda: (make(2, 3), make(2), make(3)),
+    "aten::conj_physical_": lambda: (make(3, dtype=torch.complex64),),
     "aten::batch_norm_backward_elemt": lambda: (*several(2, 4, 3), *several(5, 3), make(1, dtype=torch.int32)),
     "aten::batch_norm_backward_reduce": lambda: (*several(2, 4, 3), *several(3, 3), True, True, True),
     "aten::batch_norm_elemt": lambda: (make(4, 3), *several(4, 3), 1e-5),
@@ -86,6 +89,15 @@ _FORMED = {
     "aten::sparse_mask": lambda: (
         lambda dense, mask: _parts(ATEN.sparse_mask(dense, mask.to_sparse())),
         (make(2, 2), make(2, 2)),
+    ),
+    "aten::addr_": lambda: (ATEN.addr_, (make(2, 3), make(2), make(3))),
+    "aten::addr.out": lambda: (
+        lambda *args: ATEN.addr.out(*args[:-1], out=args[-1]),
+        (make(2, 3), make(2), make(3), make(2, 3)),
+    ),
+    "aten::mode.values": lambda: (
+        lambda x, values, indices: ATEN.mode.values(x, values=values, indices=indices),
+        (make(3, 2), make(3), make(3, dtype=torch.int64)),
     ),
     "fsdp::chunk_cat": lambda: (lambda given, out: FSDP.chunk_cat([given], 0, 2, out=out), (make(4), make(2, 2))),
     "fsdp::split_with_sizes_copy": lambda: (

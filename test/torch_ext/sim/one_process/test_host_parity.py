@@ -102,3 +102,14 @@ def test_losses_warn_of_nothing_and_equal_the_host(loss, reduction):
     given, wanted = torch.randn(8, 1), torch.randn(8, 1)
     found = loss(given.to("sim"), wanted.to("sim"), reduction=reduction)
     assert torch.equal(found.cpu(), loss(given, wanted, reduction=reduction))
+
+
+def test_multi_margin_loss_in_half_and_its_gradient_are_those_in_float_rounded():
+    x, target = torch.tensor([[0.5, 0.25, 0.125], [0.5, 1.0, 2.0]]), torch.tensor([0, 2])
+    found = []
+    for given in (x, x.to("sim").half()):
+        given = given.clone().requires_grad_()
+        loss = nn.functional.multi_margin_loss(given, target.to(given.device))
+        found.append((loss, torch.autograd.grad(loss, given)[0]))
+    for expected, got in zip(*found, strict=True):
+        assert got.dtype == torch.float16 and torch.equal(got.cpu(), expected.half())

@@ -68,3 +68,11 @@ def test_save_load_and_map_location():
         buffer.seek(0)
         loaded = torch.load(buffer, map_location=location)["x"]
         assert str(loaded.device) == expected and loaded.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_dlpack_gives_a_tensor_of_the_same_memory():
+    tensor = torch.arange(4.0).to("sim:1")
+    other = torch.from_dlpack(tensor)
+    other[0] = 9
+    assert other.device == tensor.device and tensor.tolist() == [9.0, 1.0, 2.0, 3.0]
+    assert torch.from_dlpack(torch.ones(2)).device.type == "cpu"

@@ -1,0 +1,86 @@
+"""The tier ``c10d``: what ``BackendConformance`` asks of a process group's backend, a test for each feature, on three
+ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch_ext import accelerator
+from torch_ext.conformance import suites
+from torch_ext.conformance.forks import Finding, Status
+from torch_ext.testing._internal.distributed.backend_conformance import (
+    CAPABILITIES,
+    FEATURES,
+    Capabilities,
+    identifier,
+)
+
+_THREADED = "threaded"
+_SUITE = """\
+from torch_ext.testing._internal.common_distributed import DistributedTestBase, MultiThreadedTestCase
+from torch_ext.testing._internal.distributed.backend_conformance import BackendConformance, one_test_for_each_feature
+
+
+class OfProcesses(DistributedTestBase):
+    pass
+
+
+class OfThreads(MultiThreadedTestCase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def start_group(self):
+        pass  # the threads have a default group already
+
+
+class TestBackend(BackendConformance, {base}):
+    device_type, backend_name, world_size = "{device}", "{backend}", 3
+    if "{base}" == "OfThreads":
+        start_group = OfThreads.start_group
+
+
+one_test_for_each_feature(TestBackend)
+"""
+
+
+def key(options: argparse.Namespace) -> tuple[object, ...]:
+    """Return what findings depend on: the backend and what is known of it."""
+    return _backend(options), repr(dataclasses.asdict(CAPABILITIES.get(_backend(options), Capabilities())))
+
+
+def groups(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the features, in one group by the backend's name."""
+    return {_backend(options): list(FEATURES)}
+
+
+def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
+    """Run a test for each of the features in ``groups``."""
+    for backend, features in groups.items():
+        if not features:
+            continue
+        base = "OfThreads" if backend == _THREADED else "OfProcesses"
+        names = {f"TestBackend::test_{identifier(feature)}": feature for feature in features}
+        capabilities = CAPABILITIES.get(backend, Capabilities())
+        known = {**capabilities.lacks, **capabilities.avoids}
+        with tempfile.TemporaryDirectory(prefix="torch_ext-c10d-") as folder:
+            file = Path(folder, "test_c10d.py")
+            file.write_text(_SUITE.format(base=base, device=options.device, backend=backend), encoding="utf-8")
+            arguments = [str(file), "--device", options.device, "--timeout", str(options.timeout), "-j", "1"]
+            for each in suites.run(arguments, os.environ):
+                feature = names.get(each.case)
+                if feature is None:
+                    raise AssertionError(f"{each.case} of the suite has failed: {each.text}")
+                why = known.get(feature, "") if each.status is Status.AGREES else ""
+                status = Status.DIFFERS if why else each.status
+                yield dataclasses.replace(each, group=backend, case=feature, status=status, known=why)
+
+
+def _backend(options: argparse.Namespace) -> str:
+    return options.backend or accelerator.backend()

@@ -1,0 +1,224 @@
+"""``torch_ext conformance``: runs tiers of conformance tests on one device, and reports them.
+
+A tier is a module of this package with two functions: ``groups(options)`` returns its cases by group, and
+``findings(groups, options)`` runs them. Findings are kept, so that a second run goes on where the first one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+from torch_ext import accelerator
+from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.kept import Kept, fingerprint
+from torch_ext.results import Died, Remark, RunEnded, SetupError, TestName, TestResult, Tick
+from torch_ext.results import Status as Result
+from torch_ext.runner.interrupts import Interrupts
+from torch_ext.runner.names import TestFile
+from torch_ext.runner.options import RunOptions, count, seconds, typed
+from torch_ext.runner.reporters.jsonlines import JsonReporter
+from torch_ext.runner.reporters.junit import write_junit
+from torch_ext.runner.reporters.tally import Reporter, ReportFile, Tally
+from torch_ext.runner.reporters.text import ProgressLines, Writer
+from torch_ext.runner.schedule import cores, make_plan
+from torch_ext.upstream.judge import Differences, read
+
+TIERS = ("ops", "c10d", "distributed")
+DIFFERENCES = Path(__file__).with_name("differences.json")
+# A finding's status, as the result of a test.
+_RESULTS = {
+    Status.AGREES: Result.PASSED,
+    Status.ROUNDS: Result.PASSED,
+    Status.REFUSED: Result.SKIPPED,
+    Status.DIFFERS: Result.FAILED,
+    Status.CRASHED: Result.FAILED,
+    Status.HUNG: Result.FAILED,
+}
+# Seconds between two looks at the clock for a line of progress.
+_TICK_S = 1.0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse ``arguments``. Raises SystemExit: 2 after a usage error, 0 after ``--help``."""
+    parser = argparse.ArgumentParser("torch_ext conformance", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--device", metavar="TYPE", default="", help="device type, such as sim, cpu, npu (default: this machine's)")
+    add("--tier", action="append", choices=TIERS, help="run this tier; may be repeated (default: all)")
+    add("-k", dest="pattern", default="*", metavar="PATTERN", help="only groups, such as operators, that fit a glob")
+    add("-n", "--slots", type=typed(count(1)), default=cores(), metavar="N", help="groups at a time (the cores)")
+    add("--samples", type=typed(count(0)), default=8, metavar="N", help="samples of each operator and way; 0: all (8)")
+    add("--backend", metavar="NAME", default="", help="c10d backend, such as gloo, threaded (default: the device's)")
+    add("--checkout", metavar="PATH", default="", help="PyTorch checkout, for the tier distributed")
+    add("--timeout", type=typed(seconds), default=120.0, metavar="S", help="seconds after which a case hangs (120)")
+    add("--fresh", action="store_true", help="run again what an earlier run has found")
+    add("--differences", action="append", default=[], metavar="FILE", help="more known differences, such as yours")
+    add("--json", default="", metavar="FILE", help="write each result as it is made; - is stdout")
+    add("--junit", default="", metavar="FILE", help="write JUnit XML")
+    add("--page", default="", metavar="FILE", help="write the page; its changes are those since FILE was written last")
+    found = parser.parse_args(arguments)
+    default = [tier for tier in TIERS if tier != "distributed" or found.checkout]
+    found.tier = [*dict.fromkeys(found.tier or default)]
+    if "distributed" in found.tier and not (found.checkout and Path(found.checkout, "test/distributed").is_dir()):
+        parser.error(f"--checkout {found.checkout}: no test/distributed there; the tier distributed needs a checkout")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code: 0, or 1 if there is a crash, a hang, a difference that is not known, or
+    a known one that is none any more; 2 for a usage error; 130 after an interrupt.
+    """
+    options = parse(arguments)
+    if options.device:
+        os.environ[accelerator.DEVICE_VARIABLE] = options.device
+    interrupts = Interrupts(once=True)
+    try:
+        options.device = accelerator.device_type()
+        run = Run(options)
+        try:
+            for tier in run.found:
+                run.tier(tier)
+        except KeyboardInterrupt:
+            run.interrupted = True
+        return run.end()
+    except (accelerator.UnknownDeviceError, SetupError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        interrupts.restore()
+
+
+class Run:
+    """One run of the command: plans every tier, runs what is not kept, judges and reports each result."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.interrupted = False
+        self._out = Writer(sys.stderr if options.json == "-" else sys.stdout)
+        entries = [entry for path in (DIFFERENCES, *map(Path, options.differences)) for entry in read(path)]
+        self._differences = Differences(entries, {"torch": metadata.version("torch"), "device": options.device})
+        self._modules = {tier: importlib.import_module(f"torch_ext.conformance.{tier}") for tier in options.tier}
+        planned = {tier: self._plan(module) for tier, module in self._modules.items()}
+        self._planned = {tier: groups for tier, groups in planned.items() if groups}
+        tests = [TestName(tier, group, case) for tier, groups in self._planned.items()
+                 for group, cases in groups.items() for case in cases]  # fmt: skip
+        if not tests:
+            raise SetupError(f"no group fits -k {options.pattern!r}")
+        files = [TestFile(tier, Path(tier), tier, Path()) for tier in self._planned]
+        self._tally = Tally(make_plan(files, tests))
+        start_s, report = time.time(), RunOptions(Path.cwd(), device=options.device)
+        self._reporters: list[Reporter] = [self._tally, ProgressLines(self._tally, lambda test: 1.0, self._out)]
+        if options.json:
+            self._reporters.append(JsonReporter(self._tally, report, ReportFile(options.json, "the JSON report")))
+        self._junit = ReportFile(options.junit, "the JUnit report") if options.junit else None
+        self._end = lambda file: write_junit(self._tally, self.interrupted, options=report, file=file, start_s=start_s)
+        self.found: dict[str, list[tuple[Finding, TestResult]]] = {tier: [] for tier in self._planned}
+
+    def _plan(self, module: ModuleType) -> dict[str, list[str]]:
+        groups: Mapping[str, Sequence[str]] = module.groups(self.options)
+        return {name: [*cases] for name, cases in groups.items() if fnmatch.fnmatchcase(name, self.options.pattern)}
+
+    def tier(self, tier: str) -> None:
+        """Run what is left of a tier."""
+        module, planned = self._modules[tier], self._planned[tier]
+        key = fingerprint(self.options.device, *module.key(self.options))
+        kept = Kept(tier, self.options.device, key, fresh=self.options.fresh)
+        left = {group: dict.fromkeys(cases) for group, cases in planned.items()}
+        for finding in kept:
+            # A case that hung may have been slow.
+            if finding.case in left.get(finding.group, ()) and finding.status is not Status.HUNG:
+                del left[finding.group][finding.case]
+                self._publish(tier, finding)
+        for group, cases in left.items():
+            for case in [*cases]:
+                if why := self._differences.skipped(TestName(tier, group, case)):
+                    del cases[case]
+                    self._publish(tier, Finding(group, case, Status.DIFFERS, why, known=why))
+        looked_s = 0.0
+        with closing(module.findings({group: [*cases] for group, cases in left.items()}, self.options)) as findings:
+            for finding in findings:
+                kept.add(finding)
+                self._publish(tier, finding)
+                if time.monotonic() - looked_s > _TICK_S:
+                    looked_s = time.monotonic()
+                    self._report(Tick())
+
+    def _publish(self, tier: str, finding: Finding) -> None:
+        test, known = TestName(tier, finding.group, finding.case), finding.known
+        status = Result.XFAIL if known else _RESULTS[finding.status]
+        problems: tuple[Died | Remark, ...] = ()
+        if status is Result.FAILED:
+            kind = Remark if finding.status is Status.DIFFERS else Died
+            problems = (kind(finding.text or finding.status.value),)
+        reason = known or (finding.text if status is Result.SKIPPED else "")
+        result = TestResult(test, status, finding.duration_s, problems, reason=reason)
+        if finding.status in (Status.AGREES, Status.ROUNDS, Status.DIFFERS) and not known:
+            result = self._differences.judged(result)
+        if result.status is Result.FAILED:
+            self._out.line((f"{finding.status.value.upper()} {test.id}", "failed"), f"  {_first_line(finding.text)}")
+        self.found[tier].append((finding, result))
+        self._report(result)
+
+    def _report(self, event: TestResult | Tick | RunEnded) -> None:
+        for reporter in self._reporters:
+            reporter(event)
+
+    def end(self) -> int:
+        """Report stale differences and the numbers, write the reports, and return the exit code."""
+        whole = self.options.pattern == "*" and not self.interrupted
+        stale = [] if self.interrupted else self._differences.out_of_date(self._tally.plan.tests, whole=whole)
+        for result in stale:
+            self._out.line(result.problems[0].sentence)
+            self._report(result)
+        self._report(RunEnded(self.interrupted))
+        if self._junit is not None:
+            self._end(self._junit)
+        for tier, found in self.found.items():
+            self._out.line(f"{tier} on {self.options.device}: {describe(found)}")
+        if self.options.page and not self.interrupted:
+            from torch_ext.conformance.page import write
+
+            write(Path(self.options.page), self.options, self.found)
+        if self.interrupted:
+            return 130
+        return 0 if self._tally.passed and not stale else 1
+
+
+def numbers(found: Iterable[tuple[Finding, TestResult]]) -> dict[str, int]:
+    """Return how many cases agree, and how many do not, by the way they do not."""
+    names = ("cases", "agree", "of these round differently", "known", "differ", "crashed", "hung", "not comparable")
+    numbers = dict.fromkeys(names, 0)
+    for finding, result in found:
+        is_known = result.status is Result.XFAIL
+        numbers["cases"] += finding.status is not Status.REFUSED
+        numbers["agree"] += finding.status in (Status.AGREES, Status.ROUNDS)
+        numbers["of these round differently"] += finding.status is Status.ROUNDS
+        numbers["known"] += is_known
+        numbers["differ"] += finding.status is Status.DIFFERS and not is_known
+        numbers["crashed"] += finding.status is Status.CRASHED
+        numbers["hung"] += finding.status is Status.HUNG
+        numbers["not comparable"] += finding.status is Status.REFUSED
+    return numbers
+
+
+def describe(found: Sequence[tuple[Finding, TestResult]]) -> str:
+    """Return the numbers of a tier as a line."""
+    all_numbers = numbers(found)
+    share = 100 * all_numbers["agree"] / max(1, all_numbers["cases"])
+    always = ("differ", "crashed")
+    shown = ", ".join(f"{number} {name}" for name, number in all_numbers.items() if number or name in always)
+    took_s = sum(finding.duration_s for finding, _ in found)
+    return f"{share:.2f} % agree ({shown}; {took_s:.0f} s of cases)"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

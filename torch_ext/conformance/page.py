@@ -1,0 +1,130 @@
+"""Writes the page of results: a table with a line for each tier, what has changed since the page was written last, and
+each case that does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from torch_ext import cache
+from torch_ext.conformance.command import numbers
+from torch_ext.conformance.forks import Finding, Status
+from torch_ext.results import Status as Result
+from torch_ext.results import TestResult
+
+Found = Mapping[str, Sequence[tuple[Finding, TestResult]]]
+
+# A line of the list of cases that do not agree, as it is written and read again.
+_CASE = re.compile(r"^\| `(?P<test>.+?)` \| (?P<how>[a-z ]+) \|", re.MULTILINE)
+_HEAD = """\
+# Conformance
+
+Whether the device does what the host's kernels do, and what a c10d backend must. Behaviour recorded on a real GPU is not compared yet.
+Written by `python -m torch_ext conformance --page docs/conformance.md`, in the nightly run; do not edit.
+[your_device.md](your_device.md) says how to make the same table for another device.
+"""
+# How many characters of a difference the list shows.
+_SHOWN = 160
+
+
+def write(path: Path, options: argparse.Namespace, found: Found) -> None:
+    """Write the page of one device to ``path``."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    cache.write(path, text(options, found, before))
+
+
+def text(options: argparse.Namespace, found: Found, before: str = "") -> str:
+    """Return the page; ``before``: the last one, empty if there is none."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    where = f"torch {torch.__version__}, Python {platform.python_version()}, device `{options.device}`, {today}"
+    parts = [_HEAD, _changes(found, before), f"## Numbers\n\n{where}.\n\n{table(options, found)}", _meanings()]
+    for tier, results in found.items():
+        parts.append(_list(tier, results))
+    return "\n".join(part for part in parts if part)
+
+
+def table(options: argparse.Namespace, found: Found) -> str:
+    """Return the table, a line for each tier."""
+    lines = ["| tier | cases | agree | | known | differ | crash | hang | command |",
+             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]  # fmt: skip
+    for tier, results in found.items():
+        of = numbers(results)
+        share = f"{100 * of['agree'] / max(1, of['cases']):.2f} %"
+        columns = ("cases", "agree", "", "known", "differ", "crashed", "hung")
+        cells = [share if not each else f"{of[each]:,}" for each in columns]
+        command = f"`python -m torch_ext conformance --device {options.device} --tier {tier}`"
+        lines.append(f"| {' | '.join((tier, *cells, command))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _meanings() -> str:
+    return """\
+A case agrees if values, strides, types, device, shared memory and errors do; *known* cases differ, for a reason that
+[`differences.json`](../torch_ext/conformance/differences.json) gives, and count as disagreements. A crash or a hang
+ends one case. Cases with nothing to compare, such as a type that CUDA lacks too, are not counted.
+"""
+
+
+def _disagreements(found: Found) -> dict[str, tuple[str, str]]:
+    listed = {}
+    for results in found.values():
+        for finding, result in results:
+            if finding.status not in (Status.AGREES, Status.ROUNDS, Status.REFUSED):
+                is_known = result.status is Result.XFAIL
+                first = (result.reason if is_known else finding.text).partition("\n")[0]
+                listed[result.test.id] = "known" if is_known else finding.status.value, first
+    return listed
+
+
+def _changes(found: Found, before: str) -> str:
+    if not before:
+        return ""
+    was = {match["test"]: match["how"] for match in _CASE.finditer(before)}
+    now = {test: how for test, (how, _) in _disagreements(found).items()}
+    ran = {result.test.id for results in found.values() for _, result in results}
+    lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items() if was.get(test) != how]
+    lines += [f"- `{test}`: {how}, now agrees" for test, how in was.items() if test not in now and test in ran]
+    gone = [test for test in was if test not in now and test not in ran]
+    lines += [f"- `{test}`: is no longer a case" for test in gone]
+    return "## Changes since the last page\n\n" + ("\n".join(lines) or "None.") + "\n"
+
+
+def _list(tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
+    """Return a tier's section: what is not counted and why, each file's numbers, each case that does not agree."""
+    parts = [f"## {tier}\n"]
+    if refused := Counter(finding.text.partition(":")[0] for finding, _ in results if finding.status is Status.REFUSED):
+        reasons = ", ".join(f"{_cell(why)} ({number:,})" for why, number in refused.most_common())
+        parts.append(f"Not counted: {reasons}.\n")
+    if tier == "distributed":
+        files: dict[str, list[tuple[Finding, TestResult]]] = {}
+        for finding, result in results:
+            files.setdefault(finding.group, []).append((finding, result))
+        rows = ["| file | passed | failed | crash, hang | known | needs hardware |"]
+        rows += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+        rows += [_row(name, numbers(each)) for name, each in files.items()]
+        parts.append("\n".join(rows) + "\n")
+    if listed := _disagreements({tier: results}):
+        order = ["crashed", "hung", "differs", "known"]
+        in_order = sorted(listed.items(), key=lambda row: (order.index(row[1][0]), row[0]))
+        lines = [f"| `{test}` | {how} | {_cell(why)} |" for test, (how, why) in in_order]
+        parts.append("\n".join(["| case | how | why |", "| --- | --- | --- |", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _row(name: str, of: Mapping[str, int]) -> str:
+    passed = of["agree"] - 1  # one is the file itself
+    cells = (passed, of["differ"], of["crashed"] + of["hung"], of["known"], of["not comparable"])
+    return f"| `{name}` | {' | '.join(map(str, cells))} |"
+
+
+def _cell(why: str) -> str:
+    shown = why if len(why) <= _SHOWN else why[: _SHOWN - 1] + "…"
+    return re.sub(r"([|<>*_`])", r"\\\1", shown)
