@@ -29,7 +29,7 @@ COMMANDS = {
     "build": ("", "builds the simulated accelerator, ahead of its first use"),
     "conformance": (
         "torch_ext.conformance.command",
-        "compares a device with the host's kernels and upstream's contracts",
+        "compares a device with the host and upstream's contracts",
     ),
     "export": ("torch_ext.upstream.export.command", "writes tests of this tree as a patch for a PyTorch checkout"),
 }
