@@ -86,6 +86,7 @@ _action: Callable[[pytest.Item], None] | None = None  # what the holder or rank 
 _records: list[tuple[str, Any]] = []  # of the holder, for pytest's process
 _errors: dict[str, BaseException] = {}  # by phase
 _races = ExitStack()
+_kept: list[Any] = []  # captures of other processes, whose files would warn if they were collected
 
 
 def _item(index: int) -> Any:
@@ -158,6 +159,7 @@ def _become_holder(config: pytest.Config) -> None:
     for plugin in filter(None, [*map(manager.get_plugin, _ABSENT), *workers]):
         manager.unregister(plugin)
     if capturing := manager.get_plugin("capturemanager"):  # files of its own: those of pytest's process are shared
+        _kept.append(capturing._global_capturing)
         capturing._global_capturing = None
         capturing.start_global_capturing()
         capturing.suspend_global_capture()
@@ -251,8 +253,11 @@ def run(here: Place) -> None:
     if _held.began and _held.directory != _held.began[1]:
         os.chdir(_held.directory)
     if capturing := item.config.pluginmanager.get_plugin("capturemanager"):
+        _kept.append(capturing._global_capturing)
         capturing._global_capturing = capture._get_multicapture("no")  # the world captures, also of a rank that dies
         capturing._global_capturing.start_capturing()
+        if capturing.is_globally_capturing():
+            sys.stdin = capture.DontReadFromInput()
     for finalizers, _ in item.session._setupstate.stack.values():
         finalizers.clear()  # the holder's
     tmpdir._mk_tmp = _shared_path
