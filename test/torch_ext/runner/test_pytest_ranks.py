@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -212,6 +213,10 @@ def with_thread():
     thread.join()
 
 @pytest.fixture(scope="module")
+def with_lasting_thread():
+    threading.Thread(target=time.sleep, args=(1000,), name="lasting", daemon=True).start()
+
+@pytest.fixture(scope="module")
 def with_process():
     with subprocess.Popen(["sleep", "1000"]) as process:
         yield process
@@ -327,6 +332,8 @@ CASES = {
     "fixture_thread": ("@ranks\ndef T(with_thread):\n    pass", "f-.",
                        "module fixture 'with_thread' cannot be shared by forks: .*'server'.*function scope"),
     "after_thread": ("@ranks\ndef T(shared):\n    pass", "...", ""),
+    "fixture_lasting_thread": ("@ranks\ndef T(with_lasting_thread):\n    pass", "f-.", "'lasting'.*function scope"),
+    "after_lasting_thread": ("@ranks\ndef T(shared):\n    pass", "...", ""),
     "fixture_process": ("@ranks\ndef T(with_process, rank):\n    os.kill(with_process.pid, 0)", "...", ""),
     "fixture_process_lives": ("@ranks\ndef T(with_process, rank):\n    os.kill(with_process.pid, 0)", "...", ""),
     "fixture_exits": ("@ranks\ndef T(dead_module):\n    pass", "f-.", "ended during this test, by such a fixture"),
@@ -380,6 +387,23 @@ def test_a_case_ends_as_expected(table, name):
     text = "\n".join(text for _, _, text in found[name])
     assert shown == expected[:2] + expected[2].replace("-", "."), text
     assert re.search(pattern, text), text
+
+
+def test_the_summary_has_the_warnings_of_one_rank_and_the_xml_has_all_cases(table):
+    found, run, folder = table
+    assert "UserWarning: told of 0" in run.stdout and "told of 1" not in run.stdout
+    named = [case.get("name") for case in ElementTree.parse(folder / "x.xml").iter("testcase")]
+    assert len(set(named) - {"test_it"}) >= len(CASES) - 5 and len(found) == len(CASES)
+
+
+def test_a_fixture_of_a_plugin_that_was_loaded_before_ours_wins(pytester, monkeypatch):
+    prepare(monkeypatch)
+    pytester.makepyfile(early="import pytest\n@pytest.fixture\ndef device():\n    return 'early'\n")
+    monkeypatch.syspath_prepend(pytester.path)
+    test = "import pytest\n@pytest.mark.ranks(2)\ndef test_it(device):\n    assert device == 'early'\n"
+    pytester.makepyfile(test)
+    run = pytester.runpytest_subprocess("-p", "early", *PLUGIN)
+    assert run.parseoutcomes() == {"passed": 1}
 
 
 RACES = """
