@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 _LONGEST = (
     "test_suites_catch_faults.py",
     "test_hypothesis_utils.py",
+    "test_pytest_ranks.py",
     "test_kills.py",
     "test_hazards.py",
     "test_classes.py",
@@ -26,6 +27,7 @@ ALONE = {
     "test_hypothesis_utils.py": ("test_lost_zygote",),
     "test_neighbours.py": ("test_",),
     "test_pytest_plugin.py": ("test_",),
+    "test_pytest_ranks.py": ("test_tests", "test_bodies", "test_a_fixture"),
     "test_kills.py": ("test_",),
 }
 

@@ -22,6 +22,7 @@ from _pytest.runner import CallInfo
 from torch_ext.world import files, provider, settings, verdict, wording
 from torch_ext.world.follow import RankTask, ZygoteLostError, start_world
 from torch_ext.world.outcome import Outcome, may_be_expected
+from torch_ext.world.protocol import Receipt
 from torch_ext.world.settings import Limits, launcher_variables, seconds_of
 from torch_ext.world.tree import ZygoteCopy, ZygoteDiedError
 from torch_ext.world.verdict import Judgement, WorldReport, render
@@ -225,7 +226,8 @@ def _blamed(item: Any, report: WorldReport, lead: int, reports: list[Any]) -> li
         made = {**{each.when: each for each in reports}, when: _made(item, when, render(report), report.took_s)}
         return [made[each] for each in _PHASES if each in made]
     if len(report.outcomes) > 1:
-        block = render(replace(report, outcomes=tuple(_told_once(each, lead, report) for each in report.outcomes)))
+        shown = report.outcomes[lead].receipt
+        block = render(replace(report, outcomes=tuple(_told_once(each, shown) for each in report.outcomes)))
         if hasattr(failure.longrepr, "addsection"):
             failure.longrepr.addsection(f"ranks of {item.name}", block)
         else:
@@ -233,11 +235,9 @@ def _blamed(item: Any, report: WorldReport, lead: int, reports: list[Any]) -> li
     return reports
 
 
-def _told_once(outcome: Outcome, lead: int, report: WorldReport) -> Outcome:
-    """Return ``outcome`` without its traceback if that of rank ``lead``, which pytest shows, says as much."""
-    first, receipt = report.outcomes[lead].receipt, outcome.receipt
-    if receipt is None or first is None:
+def _told_once(outcome: Outcome, shown: Receipt | None) -> Outcome:
+    """Return ``outcome`` without a traceback that ``shown``, which pytest shows, has as well."""
+    receipt = outcome.receipt
+    if not receipt or not shown or wording.without_ranks(receipt.trace) != wording.without_ranks(shown.trace):
         return outcome
-    differs = wording.without_ranks(receipt.trace) != wording.without_ranks(first.trace)
-    told = outcome.rank in report.verdict.victims or not differs
-    return replace(outcome, receipt=replace(receipt, trace="")) if told else outcome
+    return replace(outcome, receipt=replace(receipt, trace=""))

@@ -5,10 +5,12 @@ import random
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from test.torch_ext.interpreter import CHECKOUT
+from torch_ext import cache
 
 pytestmark = pytest.mark.processes
 pytest_plugins = ("pytester",)
@@ -120,6 +122,7 @@ def prepare(patched):
     patched.setenv("PYTHONPATH", str(CHECKOUT))
     patched.setenv("TORCH_EXT_DEVICE", "cpu")
     patched.setenv("TORCH_EXT_HANG_AFTER", "2")
+    patched.setenv("TORCH_EXT_CACHE", str(cache.folder()))  # pytester has a home of its own
     for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         patched.delenv(name, raising=False)
 
@@ -166,7 +169,9 @@ def sums(rank, group=None):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     os.environ["SHARED"] = "set"
-    yield {"pid": os.getpid(), "folder": tmp_path_factory.mktemp("shared"), "asked": []}
+    folder = tmp_path_factory.mktemp("shared")
+    yield {"pid": os.getpid(), "folder": folder, "asked": []}
+    (folder / "gone").touch()
     del os.environ["SHARED"]
 
 @pytest.fixture(scope="session", params=["a", "b"])
@@ -208,6 +213,10 @@ def with_thread():
     thread.join()
 
 @pytest.fixture(scope="module")
+def with_lasting_thread():
+    threading.Thread(target=time.sleep, args=(1000,), name="lasting", daemon=True).start()
+
+@pytest.fixture(scope="module")
 def with_process():
     with subprocess.Popen(["sleep", "1000"]) as process:
         yield process
@@ -243,7 +252,8 @@ CASES = {
                          "    assert mine == rank and len(os.listdir(tmp_path)) == 3\n    dist.barrier()", "...", ""),
     "module_fixture": ("@ranks\ndef T(shared, mesh, rank):\n    assert shared['pid'] == os.getppid()\n"
                        "    (shared['folder'] / str(rank)).touch()\n    shared['asked'].append(1)", "...", ""),
-    "module_fixture_again": ("@ranks\ndef T(shared, rank):\n    assert os.listdir(shared['folder'])\n"
+    "module_fixture_again": ("@ranks\ndef T(shared, rank):\n"
+                             "    assert {*os.listdir(shared['folder'])} == {'0', '1', '2'}\n"
                              "    assert not shared['asked'] and os.environ['SHARED'] == 'set'", "...", ""),
     "dynamic": ("@ranks\ndef T(request, rank):\n    assert request.getfixturevalue('mine') == rank", "...", ""),
     "monkeypatch": ("@ranks\ndef T(rank, monkeypatch):\n    monkeypatch.setenv('A_NAME', str(rank))\n"
@@ -284,6 +294,8 @@ CASES = {
     "xfail_on_one": ("@ranks\n@pytest.mark.xfail(strict=True)\ndef T(rank):\n    assert rank != 1", ".x.", ""),
     "xfail_waits": ("@ranks\n@pytest.mark.xfail\ndef T(rank, mesh):\n    assert rank != 1\n    dist.barrier()",
                     ".x.", ""),
+    "xfail_and_slow_peers": ("@ranks\n@pytest.mark.xfail\ndef T(rank):\n    assert rank != 1\n    time.sleep(2)",
+                             ".x.", ""),
     "xfail_passes": ("@ranks\n@pytest.mark.xfail(strict=True)\ndef T(rank):\n    pass", ".f.", "XPASS"),
     "xfail_other_error": ("@ranks\n@pytest.mark.xfail(raises=KeyError)\ndef T(rank):\n    assert rank != 1", ".f.",
                           "rank 1 raised AssertionError"),
@@ -300,7 +312,7 @@ CASES = {
     "two_ways": ("@ranks\ndef T(rank):\n    if rank == 0:\n        raise KeyError('a')\n    if rank == 1:\n"
                  "        time.sleep(0.3)\n        raise IndexError('b')", ".f.", "failed in another way"),
     "fails_then_teardown_waits": ("@ranks\ndef T(rank, mesh, request):\n    request.addfinalizer(dist.barrier)\n"
-                                  "    assert rank != 1\n    time.sleep(0.2)", ".f.", "rank 1 raised AssertionError"),
+                                  "    assert rank != 1\n    sums(rank)", ".f.", "rank 1 raised AssertionError"),
     "setup_on_one": ("@ranks\ndef T(fails_on_one, mesh):\n    dist.barrier()", "f-.",
                      r"def fails_on_one\(rank\)[\s\S]*one is bad[\s\S]*rank 1 raised AssertionError"),
     "teardown_on_one": ("@ranks\ndef T(ends_badly_on_one):\n    pass", "..f", r"bad end[\s\S]*rank 1 raised"),
@@ -320,6 +332,8 @@ CASES = {
     "fixture_thread": ("@ranks\ndef T(with_thread):\n    pass", "f-.",
                        "module fixture 'with_thread' cannot be shared by forks: .*'server'.*function scope"),
     "after_thread": ("@ranks\ndef T(shared):\n    pass", "...", ""),
+    "fixture_lasting_thread": ("@ranks\ndef T(with_lasting_thread):\n    pass", "f-.", "'lasting'.*function scope"),
+    "after_lasting_thread": ("@ranks\ndef T(shared):\n    pass", "...", ""),
     "fixture_process": ("@ranks\ndef T(with_process, rank):\n    os.kill(with_process.pid, 0)", "...", ""),
     "fixture_process_lives": ("@ranks\ndef T(with_process, rank):\n    os.kill(with_process.pid, 0)", "...", ""),
     "fixture_exits": ("@ranks\ndef T(dead_module):\n    pass", "f-.", "ended during this test, by such a fixture"),
@@ -373,3 +387,55 @@ def test_a_case_ends_as_expected(table, name):
     text = "\n".join(text for _, _, text in found[name])
     assert shown == expected[:2] + expected[2].replace("-", "."), text
     assert re.search(pattern, text), text
+
+
+def test_the_summary_has_the_warnings_of_one_rank_and_the_xml_has_all_cases(table):
+    found, run, folder = table
+    assert "UserWarning: told of 0" in run.stdout and "told of 1" not in run.stdout
+    named = [case.get("name") for case in ElementTree.parse(folder / "x.xml").iter("testcase")]
+    assert len(set(named) - {"test_it"}) >= len(CASES) - 5 and len(found) == len(CASES)
+
+
+def test_a_fixture_of_a_plugin_that_was_loaded_before_ours_wins(pytester, monkeypatch):
+    prepare(monkeypatch)
+    pytester.makepyfile(early="import pytest\n@pytest.fixture\ndef device():\n    return 'early'\n")
+    monkeypatch.syspath_prepend(pytester.path)
+    test = "import pytest\n@pytest.mark.ranks(2)\ndef test_it(device):\n    assert device == 'early'\n"
+    pytester.makepyfile(test)
+    run = pytester.runpytest_subprocess("-p", "early", *PLUGIN)
+    assert run.parseoutcomes() == {"passed": 1}
+
+
+RACES = """
+import pytest, torch
+
+def double_on_the_side(device, waits):
+    tensor, side = torch.full((5,), 1.0, device=device), torch.Stream(device)
+    if waits:
+        side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        tensor * 2
+    torch.accelerator.synchronize()
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("waits", [True, False])
+def test_race(device, mesh, rank, waits):
+    assert (mesh.device_type, device.index) == ("sim", rank)
+    double_on_the_side(device, waits)
+
+@pytest.mark.ranks(2)
+def test_skip(device):
+    double_on_the_side(device, False)
+    pytest.skip("a race does not hide behind a skip")
+"""
+
+
+def test_bodies_on_the_simulated_device_are_checked_for_races(pytester, monkeypatch):
+    prepare(monkeypatch)
+    monkeypatch.setenv("TORCH_EXT_DEVICE", "sim")
+    found, run = reports_of(pytester, [RACES], *WAYS["one process"])
+    calls = {name.partition("::")[2]: entry[2] for (name, when), (entry, *_) in found.items() if when == "call"}
+    assert calls == {"test_race[True]": "passed", "test_race[False]": "failed", "test_skip": "failed"}, run.stdout.str()
+    text = found["test_0.py::test_race[False]", "call"][1]
+    assert re.search(r"1 race on rank \d: stream \d of sim:\d must wait for the default stream", text), text
+    assert "in double_on_the_side" in text and "_pytest" not in text, text

@@ -17,7 +17,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from torch_ext.world import _os, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.child import reason_not_to_fork
 from torch_ext.world.protocol import Part, RankStatus, Receipt
+
+__tracebackhide__ = True  # pytest: its frames say nothing to users
 
 # Plugins that would act for pytest's own process: a watchdog's thread, a debugger without a terminal.
 _ABSENT = ("faulthandler", "pdbinvoke")
@@ -79,19 +81,13 @@ class _Held:
     directory: str = ""
 
 
-session: pytest.Session | None = None  # of pytest's process, in its forks
+session: Any = None  # of pytest's process, in its forks
 place: Place | None = None  # of this rank
 _held = _Held()
 _action: Callable[[pytest.Item], None] | None = None  # what the holder or rank does with an item
 _records: list[tuple[str, Any]] = []  # of the holder, for pytest's process
 _errors: dict[str, BaseException] = {}  # by phase
-_races = ExitStack()
-
-
-def _item(index: int) -> Any:
-    if session is None:
-        raise AssertionError("the ranks of an item of pytest can only be forked from a process that has collected it")
-    return session.items[index]
+_kept: list[Any] = []  # captures of other processes, whose files would warn if they were collected
 
 
 # Hooks: the holder and ranks register this module as a plugin
@@ -107,15 +103,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Check the body for races. An error of the check becomes that of the body."""
-    try:
-        returned = yield
-    except BaseException as error:
-        blamed = accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
-        with _races:
-            raise blamed if blamed is not error else error
-    _races.close()
-    return returned
+    """In a rank, check the body for races. An error of the check becomes that of the body."""
+    with receipts.race_check():
+        try:
+            return (yield)
+        except BaseException as error:
+            blamed = accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
+            if blamed is error:
+                raise
+            raise blamed
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -158,6 +154,7 @@ def _become_holder(config: pytest.Config) -> None:
     for plugin in filter(None, [*map(manager.get_plugin, _ABSENT), *workers]):
         manager.unregister(plugin)
     if capturing := manager.get_plugin("capturemanager"):  # files of its own: those of pytest's process are shared
+        _kept.append(capturing._global_capturing)
         capturing._global_capturing = None
         capturing.start_global_capturing()
         capturing.suspend_global_capture()
@@ -166,7 +163,7 @@ def _become_holder(config: pytest.Config) -> None:
 def set_up(index: int) -> bytes:
     """Make the fixtures of the item that are wider than a function; return the pickled records."""
     global _action
-    _held.item = item = _item(index)
+    _held.item = item = session.items[index]
     _become_holder(item.config)
     before, stack = _os.threads_of(), item.session._setupstate
 
@@ -218,7 +215,7 @@ def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
 
 def tear_down(following: int | None) -> bytes:
     """Tear down the wider fixtures that the item ``following`` does not share; all if it is None."""
-    parent = None if following is None else _item(following).parent
+    parent = None if following is None else session.items[following].parent
     _report_failure("teardown", lambda: _held.item.session._setupstate.teardown_exact(parent))
     return _taken()
 
@@ -244,6 +241,8 @@ def run(here: Place) -> None:
     """The task of a rank."""
     global place, _action
     place, item = here, _held.item
+    if item is None:
+        raise RuntimeError("the process that has collected this test cannot be forked: a message above says why")
     for name, value in _held.changes.items():
         os.environ[name] = value or ""
         if value is None:
@@ -251,8 +250,11 @@ def run(here: Place) -> None:
     if _held.began and _held.directory != _held.began[1]:
         os.chdir(_held.directory)
     if capturing := item.config.pluginmanager.get_plugin("capturemanager"):
+        _kept.append(capturing._global_capturing)
         capturing._global_capturing = capture._get_multicapture("no")  # the world captures, also of a rank that dies
         capturing._global_capturing.start_capturing()
+        if capturing.is_globally_capturing():
+            sys.stdin = capture.DontReadFromInput()
     for finalizers, _ in item.session._setupstate.stack.values():
         finalizers.clear()  # the holder's
     tmpdir._mk_tmp = _shared_path
@@ -267,7 +269,6 @@ def _shared_path(request: Any, factory: Any) -> Any:
 
 def _run_phases(item: Any) -> None:
     rank = world_rank.this_rank()
-    _races.enter_context(receipts.race_check())
     reports: list[Any] = []
     try:
         for when in ("setup", "call"):
@@ -276,8 +277,6 @@ def _run_phases(item: Any) -> None:
         receipt = _receipt(reports)
         if receipt.status is RankStatus.FAILED and not receipt.is_expected:
             rank.submit(receipt)  # now: a teardown may wait for peers
-        with suppress(Exception):
-            _races.close()  # of a body that has not run
         reports.append(_report(item, "teardown", nextitem=None))
         receipt = _receipt(reports)
     except _LEAVE as error:

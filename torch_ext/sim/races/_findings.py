@@ -18,7 +18,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 # Code that Inductor has generated lies in its own folder, below one that TORCHINDUCTOR_CACHE_DIR may name.
-_GENERATED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z2-7]{51}\.py$")
+# Pytest calls tests, and is installed beside the user's libraries.
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|/[a-z0-9]{2}/c[a-z2-7]{51}\.py$|-packages/(?:_?pytest|pluggy)/")
 
 
 @dataclass(frozen=True)

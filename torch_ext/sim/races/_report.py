@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch_ext.sim.races._findings import Access, Race, Stack, place
 
 _MOST_RACES = 20
-# Frames of an access that no line of the user's has called.
-_LIBRARY_FRAMES = 2
+# Innermost frames of the user's, and of an access that no line of the user's has called.
+_MOST_FRAMES, _LIBRARY_FRAMES = 6, 2
 
 
 def render(races: list[Race]) -> str:
@@ -97,8 +97,8 @@ def _access(side: str, access: Access) -> list[str]:
     in_backward = f" in {access.node}" if access.node else ""
     of_rank = "" if access.rank is None else f" of rank {access.rank}"
     lines = [f"  {side:<8} {_name(access)}{in_backward}{of_rank} {_verb(access)} {tensor} on {access.lane}{made}"]
-    frames = [frame for frame in access.stack if not frame.is_library] or access.stack[:_LIBRARY_FRAMES]
-    lines += [f"             {frame}" for frame in frames]
+    frames = [frame for frame in access.stack if not frame.is_library][:_MOST_FRAMES]
+    lines += [f"             {frame}" for frame in frames or access.stack[:_LIBRARY_FRAMES]]
     return lines
 
 

@@ -109,3 +109,8 @@ def test_advice_names_no_lane_of_a_group(lane, freed, expected):
 def test_stacks_have_the_programs_lines_alone():
     text = races.render([race(access("add", "stream 5 of sim:0", 1), access("mul", "the default stream of sim:0", 9))])
     assert "train.py:1 in step" in text and torch.__file__ not in text
+
+
+def test_pytests_frames_are_not_the_programs():
+    assert races.Frame(pytest.__file__, 1, "main").is_library
+    assert not races.Frame("/home/me/pytest/train.py", 1, "main").is_library
