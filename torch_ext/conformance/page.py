@@ -27,7 +27,8 @@ _CASE = re.compile(r"^\| `(?P<test>.+?)` \| (?P<how>[a-z ]+) \|", re.MULTILINE)
 _HEAD = """\
 # Conformance
 
-Whether the device does what the host's kernels do, and what a c10d backend must. Behaviour recorded on a real GPU is not compared yet.
+Whether the device does what the host's kernels do, and what a c10d backend must. Behaviour recorded on a real GPU is
+not compared yet.
 Written by `python -m torch_ext conformance --page docs/conformance.md`, in the nightly run; do not edit.
 [your_device.md](your_device.md) says how to make the same table for another device.
 """
