@@ -133,11 +133,7 @@ class Run:
         key = fingerprint(self.options.device, *module.key(self.options))
         kept = Kept(tier, self.options.device, key, fresh=self.options.fresh)
         left = {group: dict.fromkeys(cases) for group, cases in planned.items()}
-        for finding in kept:
-            # A case that hung may have been slow.
-            if finding.case in left.get(finding.group, ()) and finding.status is not Status.HUNG:
-                del left[finding.group][finding.case]
-                self._publish(tier, finding)
+        self._take_kept(tier, kept, left)
         for group, cases in left.items():
             for case in [*cases]:
                 if why := self._differences.skipped(TestName(tier, group, case)):
@@ -151,6 +147,22 @@ class Run:
                 if time.monotonic() - looked_s > _TICK_S:
                     looked_s = time.monotonic()
                     self._report(Tick())
+
+    def _take_kept(self, tier: str, kept: Iterable[Finding], left: dict[str, dict[str, None]]) -> None:
+        """Publish kept findings, and remove their cases from ``left``."""
+        by_group: dict[str, dict[str, Finding]] = {group: {} for group in left}
+        for finding in kept:
+            by_group.get(finding.group, {})[finding.case] = finding
+        for group, found in by_group.items():
+            # A tier may find more cases than it has planned; they count once all planned ones of the group are kept.
+            is_whole = set(left[group]) <= set(found)
+            for case, finding in found.items():
+                is_planned = case in left[group]
+                if finding.status is Status.HUNG and is_planned:
+                    continue  # it may have been slow
+                if is_planned or is_whole:
+                    left[group].pop(case, None)
+                    self._publish(tier, finding)
 
     def _publish(self, tier: str, finding: Finding) -> None:
         test, known = TestName(tier, finding.group, finding.case), finding.known

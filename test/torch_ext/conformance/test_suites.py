@@ -63,6 +63,8 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
     }.items():
         assert f"| `distributed::{case}` | {ended}" in lines, lines
     assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "Not counted: needs a Triton kernel (1)." in lines
+    numbers = re.search(r"distributed on cpu: .*", text)[0]
+    assert numbers in conformance(tmp_path, *how)[1]  # kept; another run would take another time
     assert "1 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
 
 
