@@ -1,0 +1,319 @@
+#include "clock.h"
+
+#include "bindings.h"
+#include "device.h"
+#include "std.h"
+#include "stream.h"
+#include "without_gil.h"
+
+namespace torch_ext::sim {
+
+std::atomic<bool> virtual_time{false};
+
+namespace clock {
+namespace {
+
+namespace py = pybind11;
+
+// Longer than any program runs, short enough for 2^15 of them.
+constexpr int64_t kStretch = int64_t{1} << 47;
+
+// The constants of a profile in sim/clock/models, by name.
+using Model = std::map<std::string, double>;
+
+struct State {
+  std::mutex mutex; // guards all
+  Model model;
+  py::object* count_flops = nullptr; // count_flops(name, reads, writes) -> int; null: no kernel has any
+  std::unordered_map<std::string, double> flops;
+  std::map<std::pair<int, bool>, Stamp> engines; // by device and direction: the last copy
+  int64_t epoch = kEpoch;
+  bool is_traced = false;
+  std::vector<Work> trace;
+  std::set<std::string> unknown; // names that the model lacks and that were asked for
+};
+
+State& state = *new State(); // never freed: threads may outlive static objects
+
+// Nanoseconds; a latency that the model lacks is none.
+double latency(const std::string& name) {
+  const auto found = state.model.find(name);
+  return found == state.model.end() ? 0 : found->second;
+}
+
+// Nanoseconds for an amount of bytes or operations at a rate of the model, per nanosecond.
+double time_of(double amount, const std::string& rate) {
+  if (amount <= 0) {
+    return 0;
+  }
+  const auto found = state.model.find(rate);
+  if (found == state.model.end()) {
+    state.unknown.insert(rate);
+    return 0;
+  }
+  return amount / found->second;
+}
+
+uint64_t bytes_of(const Access& access) {
+  uint64_t elements = 1;
+  for (const auto size : access.sizes) {
+    elements *= static_cast<uint64_t>(size);
+  }
+  return elements * c10::elementSize(access.type);
+}
+
+std::string key_of(std::string_view name, c10::ArrayRef<Access> accesses) {
+  std::string key(name);
+  for (const auto& access : accesses) {
+    key += access.write ? '>' : '<';
+    for (const auto size : access.sizes) {
+      key += std::to_string(size) + ',';
+    }
+  }
+  return key;
+}
+
+// Call it without the lock, since it may wait for the GIL.
+double flops_of(std::string_view name, c10::ArrayRef<Access> accesses) {
+  if (state.count_flops == nullptr) {
+    return 0;
+  }
+  const auto key = key_of(name, accesses);
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    if (const auto known = state.flops.find(key); known != state.flops.end()) {
+      return known->second;
+    }
+  }
+  double counted = 0;
+  {
+    const py::gil_scoped_acquire gil;
+    std::vector<std::vector<int64_t>> reads, writes;
+    for (const auto& access : accesses) {
+      (access.write ? writes : reads).push_back(access.sizes.vec());
+    }
+    try {
+      counted = (*state.count_flops)(std::string(name), reads, writes).cast<double>();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("the flops of a kernel");
+    }
+  }
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return state.flops[key] = counted;
+}
+
+void launch_on_host() {
+  auto now = host_stamp();
+  now.at += std::llround(latency("launch"));
+  move_host(now);
+}
+
+int64_t add(Work work) {
+  if (!state.is_traced) {
+    return -1;
+  }
+  state.trace.push_back(std::move(work));
+  return static_cast<int64_t>(state.trace.size()) - 1;
+}
+
+// The way of a copy, by the name of its rate in the model; null for a kernel.
+const char* way_of(std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses, bool host_reads) {
+  const auto writes = [](const Access& access) { return access.write; };
+  if (host_reads && std::ranges::none_of(accesses, writes)) {
+    return "to_host";
+  }
+  for (const auto& access : accesses) {
+    if (name == "aten::copy_" && access.device != stream.device()) {
+      return access.device.type() == kSim ? "link" : access.write ? "to_host" : "to_device";
+    }
+  }
+  return nullptr;
+}
+
+void wait_on_host(Stamp until) {
+  const Stamp now = host_stamp();
+  if (until.at > now.at) {
+    Work wait{"host", "wait"};
+    wait.ready = wait.start = now.at;
+    wait.end = until.at;
+    wait.after = until.by;
+    add(std::move(wait));
+    move_host(until);
+  }
+}
+
+Work run(Work work, c10::Stream stream, int64_t lasts, Stamp* engine = nullptr) {
+  const Stamp ready = std::max(end_of(stream), host_stamp());
+  const Stamp free = engine == nullptr ? ready : std::max(ready, *engine);
+  work.device = stream.device_index();
+  work.stream = stream.id();
+  work.ready = ready.at;
+  work.start = free.at;
+  work.end = free.at + lasts;
+  work.after = free.by;
+  const Stamp end{work.end, add(work)};
+  extend(stream, end);
+  if (engine != nullptr) {
+    *engine = end;
+  }
+  return work;
+}
+
+} // namespace
+
+int64_t epoch() {
+  return state.epoch;
+}
+
+Span kernel(
+    std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses, bool host_reads, bool is_launched) {
+  const char* way = way_of(name, stream, accesses, host_reads);
+  const double flops = way == nullptr ? flops_of(name, accesses) : 0;
+  std::lock_guard<std::mutex> lock(state.mutex);
+  if (is_launched) {
+    launch_on_host();
+  }
+  uint64_t bytes = 0;
+  const char* type = "Float";
+  for (const auto& access : accesses) {
+    if (way == nullptr) {
+      bytes += bytes_of(access);
+      type = access.write ? type : c10::toString(access.type);
+    } else {
+      bytes = std::max(bytes, bytes_of(access));
+    }
+  }
+  const auto amount = static_cast<double>(bytes);
+  Work work{way == nullptr ? "kernel" : "copy", std::string(name)};
+  work.bytes = bytes;
+  if (way == nullptr) {
+    const bool is_roofline = state.count_flops != nullptr;
+    const double busy =
+        is_roofline ? std::max(time_of(flops, std::string("flops.") + type), time_of(amount, "memory")) : 0;
+    work = run(std::move(work), stream, std::llround(latency("kernel") + busy));
+  } else {
+    const bool has_engine = std::string_view(way) != "link";
+    auto& engine = state.engines[{stream.device_index(), std::string_view(way) == "to_host"}];
+    const auto lasts = std::llround(latency("copy") + time_of(amount, way));
+    work = run(std::move(work), stream, lasts, has_engine ? &engine : nullptr);
+  }
+  if (host_reads) {
+    wait_on_host(end_of(stream));
+  }
+  return {work.start, work.end};
+}
+
+void sleep(c10::Stream stream, int64_t nanoseconds) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  launch_on_host();
+  run({"kernel", "sleep"}, stream, nanoseconds);
+}
+
+Stamp launch(c10::Stream stream, bool is_launched) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  if (is_launched) {
+    launch_on_host();
+  }
+  return std::max(end_of(stream), host_stamp());
+}
+
+int64_t duration(Traffic traffic) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  const double latencies =
+      traffic.steps == 0 ? 0 : latency("collective") + static_cast<double>(traffic.steps) * latency("message");
+  return std::llround(latencies + time_of(static_cast<double>(traffic.sent), "link"));
+}
+
+int64_t trace(Work work) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  return add(std::move(work));
+}
+
+void trace(int64_t number, Span span) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  if (number >= 0 && static_cast<size_t>(number) < state.trace.size()) {
+    auto& work = state.trace[static_cast<size_t>(number)];
+    work.start = span.start;
+    work.end = span.end;
+    work.peer = work.peer >= 0 ? work.peer : span.last;
+  }
+}
+
+void host_waits(Stamp until) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  wait_on_host(until);
+}
+
+void poll() {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  auto now = host_stamp();
+  now.at += std::llround(latency("poll"));
+  move_host(now);
+}
+
+namespace {
+
+// Waits for everything, so that nothing that was launched under one clock ends under the other.
+void settle_devices() {
+  for (c10::DeviceIndex device = 0; is_initialized() && device < device_count(); ++device) {
+    synchronize_device(device);
+  }
+}
+
+void start(Model model, py::object count_flops, bool is_traced) {
+  TORCH_CHECK(!is_virtual(), "Virtual time is on already.");
+  settle_devices();
+  std::lock_guard<std::mutex> lock(state.mutex);
+  delete std::exchange(state.count_flops, count_flops.is_none() ? nullptr : new py::object(std::move(count_flops)));
+  state.model = std::move(model);
+  state.flops.clear();
+  state.engines.clear();
+  state.unknown.clear();
+  state.trace.clear();
+  state.is_traced = is_traced;
+  state.epoch += kStretch;
+  begin_virtual_time(state.epoch);
+}
+
+void stop() {
+  if (is_virtual()) {
+    settle_devices();
+    end_virtual_time();
+  }
+}
+
+// The works from number `first` on. Their times count from the start of this stretch.
+py::list works(size_t first) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  py::list list;
+  for (size_t i = first; i < state.trace.size(); ++i) {
+    const auto& work = state.trace[i];
+    const auto since = [](int64_t moment) { return moment == 0 ? -1 : moment - state.epoch; };
+    list.append(
+        py::make_tuple(
+            work.kind, work.name, work.device, work.stream, work.group, work.sequence, work.peer, work.bytes,
+            since(work.ready), since(work.start), since(work.end), work.after));
+  }
+  return list;
+}
+
+} // namespace
+} // namespace clock
+
+void bind_clock(pybind11::module_& m) {
+  m.def("start_clock", &clock::start);
+  m.def("stop_clock", &clock::stop);
+  m.def("is_clock_on", &is_virtual);
+  m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
+  m.def("clock_trace", &clock::works);
+  m.def("clock_traced", [] {
+    std::lock_guard<std::mutex> lock(clock::state.mutex);
+    return clock::state.trace.size();
+  });
+  m.def("clock_unknown", [] {
+    std::lock_guard<std::mutex> lock(clock::state.mutex);
+    return std::exchange(clock::state.unknown, {});
+  });
+}
+
+} // namespace torch_ext::sim
