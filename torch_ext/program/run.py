@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, rank
+from torch_ext.program import autoload, rank, timeline
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
@@ -72,6 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         (found.cuda_as_sim, "--cuda-as-sim"),
         (found.memory is not None, "--memory"),
         (found.races not in (None, "off"), "--races"),
+        (bool(found.clock), "--clock"),
         (found.strict, "--strict"),
     ):
         if given and not on_sim:
@@ -81,7 +83,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
-    found.program = Program(words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races)
+    found.program = Program(
+        words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races, found.clock or ""
+    )
     return found
 
 
@@ -96,6 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     size = "memory of each simulated device, such as 2GiB"
     add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
+    clock = "run in virtual time by this model (unit, h100-sxm, a100-sxm, cpu, or a JSON file); end with its figures"
+    add("--clock", metavar="MODEL", help=clock)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -142,7 +148,8 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
     with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
-        program = replace(options.program, path=path)
+        events = tempfile.mkdtemp(prefix="torch_ext_") if options.program.clock else ""
+        program = options.program = replace(options.program, path=path, events=events)
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
             zygote,
@@ -230,6 +237,9 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
             f"{ranks_phrase(silent)} ended by os._exit(0) or similar, which counts as success; races and unused "
             "devices were not checked there"
         )
+    timelines = [each.timeline for each in facts if each is not None and each.timeline is not None]
+    if options.program.clock and len(timelines) == len(facts):
+        print(f"\n{timeline.finish(timelines, options.program.events)}", flush=True)
     code = _judge_usage(options, facts, store)
     if hangs:
         wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")

@@ -6,33 +6,46 @@
 
 Values, order and races stay as they are; only time is computed. So equal programs give equal numbers, whatever the
 load of the machine. Note [Virtual time] in csrc/clock.h says what takes time and what waits for what; ``MODELS`` are
-the cost models.
+the cost models, and docs/time.md says what they leave out.
+
+``TORCH_EXT_CLOCK`` (``--clock``) names the model for a whole program, whose ``time.perf_counter`` then reads its
+virtual time: see :mod:`torch_ext.sim.clock._host_time`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_ext.sim import _native
+from torch_ext.sim.clock import _host_time
 from torch_ext.sim.clock._models import MODELS, Model, NoModelError, count_flops
+from torch_ext.sim.clock._program import Steps, summary, write_events
 from torch_ext.sim.clock._trace import Step, Trace, Work
 
 __all__ = [
     "MODELS",
+    "VARIABLE",
     "Model",
     "NoModelError",
+    "Program",
     "Step",
     "Trace",
     "Work",
     "measure",
     "now_ns",
+    "requested",
+    "run_body",
     "start",
     "stop",
 ]
 
+VARIABLE = "TORCH_EXT_CLOCK"
 POLL_NS = 1000  # by definition: a loop of queries advances by it
 
 _running: Model | None = None
@@ -57,10 +70,14 @@ def start(model: str = "unit", *, launch_ns: float = 0, traced: bool = True) -> 
     _running = loaded
 
 
-def stop() -> None:
-    """Wait for the devices, and turn virtual time off. Does nothing if it is off."""
+def stop(*, wait: bool = True) -> None:
+    """Turn virtual time off; does nothing if it is off. All that was launched is over then.
+
+    Args:
+        wait: for the devices first, so that the trace has the times of all works.
+    """
     global _running
-    _native.stop_clock()
+    _native.stop_clock(wait)
     _running = None
 
 
@@ -83,24 +100,82 @@ def measure(model: str | None = None, *, launch_ns: float = 0) -> Iterator[Trace
     outer = _running
     if outer is not None and model not in (None, outer.name):
         raise ValueError(f"Got model={model!r}, but virtual time runs under {outer.name!r}: leave out the model.")
-    _native.init()
     if outer is None:
         start(model or "unit", launch_ns=launch_ns)
     current = outer or _running
     trace = Trace(begin=now_ns(), first=_native.clock_traced())
     try:
         yield trace
-        _synchronize()
-    finally:
+        _complete(trace)
+    except BaseException:
         trace.end = now_ns()
-        if outer is None:
-            stop()
-        trace.works = [Work(*work) for work in _native.clock_trace(trace.first)]
+        trace.works = _works(trace.first)
+        raise
+    finally:
         unknown = _native.clock_unknown()
+        if outer is None:
+            stop(wait=False)
     if unknown and current is not None:
         raise NoModelError(current.name, unknown)
 
 
-def _synchronize() -> None:
+def _complete(trace: Trace) -> None:
     for index in range(_native.device_count()):
         torch.accelerator.synchronize(index)
+    trace.end = now_ns()
+    trace.works = _works(trace.first)
+
+
+def _works(first: int) -> list[Work]:
+    return [Work(*work) for work in _native.clock_trace(first)]
+
+
+def requested() -> str:
+    """Return the model in ``TORCH_EXT_CLOCK``; empty if the variable is unset."""
+    return os.environ.get(VARIABLE, "")
+
+
+@contextlib.contextmanager
+def run_body() -> Iterator[None]:
+    """Run the body of a rank's test in virtual time if ``TORCH_EXT_CLOCK`` names a model. The host's clocks read it."""
+    if not requested() or _running is not None:
+        yield
+        return
+    start(requested(), traced=False)
+    try:
+        with _host_time.replaced(now_ns):
+            yield
+    finally:
+        stop(wait=False)
+
+
+class Program:
+    """The virtual time of a whole program, from here to :meth:`end`."""
+
+    def __init__(self, model: str) -> None:
+        """Begin, as :func:`start` does."""
+        start(model)
+        self._steps = Steps()
+        self._steps.watch()
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(_host_time.replaced(now_ns))
+
+    def end(self, rank: int, events: Path) -> dict[str, Any]:
+        """Wait for the devices, write the rank's events to the file ``events``, and return a summary in plain types.
+
+        Raises:
+            NoModelError: the model lacks a constant that the program needed.
+        """
+        model = _running
+        self._stack.close()
+        trace = Trace()
+        try:
+            _complete(trace)
+        finally:
+            unknown = _native.clock_unknown()
+            stop(wait=False)
+        if unknown and model is not None:
+            raise NoModelError(model.name, unknown)
+        write_events(trace, rank, events)
+        about = {} if model is None else {"model": model.name, "validated": model.validated}
+        return about | summary(trace, self._steps)

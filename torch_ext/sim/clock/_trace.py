@@ -75,7 +75,11 @@ class Trace:
 
     def idle(self, stream: torch.Stream) -> int:
         """Return the time in which nothing runs on ``stream``."""
-        where = (stream.device_index, stream.stream_id)
+        return self.idle_on(stream.device_index, stream.stream_id)
+
+    def idle_on(self, device: int, stream: int) -> int:
+        """Return the time in which nothing runs on the stream with this id."""
+        where = (device, stream)
         return self.time - _length(_union(work for work in self.works if (work.device, work.stream) == where))
 
     def sent(self, name: str) -> int:

@@ -275,9 +275,11 @@ void start(Model model, py::object count_flops, bool is_traced) {
   begin_virtual_time(state.epoch);
 }
 
-void stop() {
+void stop(bool settle) {
   if (is_virtual()) {
-    settle_devices();
+    if (settle) {
+      settle_devices();
+    }
     end_virtual_time();
   }
 }
