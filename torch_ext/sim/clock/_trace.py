@@ -109,7 +109,8 @@ class Trace:
 
     def digest(self) -> str:
         """Return a hash of everything that ran and when."""
-        rows = (repr((*work[:4], *work[5:])) for work in self.works)  # names of groups may be drawn
+        # Not by group and sequence: names of groups may be drawn, and numbers count from before the trace.
+        rows = (repr((*work[:4], *work[6:])) for work in self.works)
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
     def _last(self) -> int | None:

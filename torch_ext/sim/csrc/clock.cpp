@@ -2,9 +2,9 @@
 
 #include "bindings.h"
 #include "device.h"
+#include "kernel_observer.h"
 #include "std.h"
 #include "stream.h"
-#include "without_gil.h"
 
 namespace torch_ext::sim {
 
@@ -174,11 +174,11 @@ Span kernel(
     launch_on_host();
   }
   uint64_t bytes = 0;
-  const char* type = "Float";
+  std::string rate; // of operations, for the type of the first operand
   for (const auto& access : accesses) {
     if (way == nullptr) {
       bytes += bytes_of(access);
-      type = access.write ? type : c10::toString(access.type);
+      rate = rate.empty() ? std::string("flops.") + c10::toString(access.type) : rate;
     } else {
       bytes = std::max(bytes, bytes_of(access));
     }
@@ -188,8 +188,7 @@ Span kernel(
   work.bytes = bytes;
   if (way == nullptr) {
     const bool is_roofline = state.count_flops != nullptr;
-    const double busy =
-        is_roofline ? std::max(time_of(flops, std::string("flops.") + type), time_of(amount, "memory")) : 0;
+    const double busy = is_roofline ? std::max(time_of(flops, rate), time_of(amount, "memory")) : 0;
     work = run(std::move(work), stream, std::llround(latency("kernel") + busy));
   } else {
     const bool has_engine = std::string_view(way) != "link";

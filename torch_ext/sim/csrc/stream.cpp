@@ -5,6 +5,7 @@
 
 #include "allocator.h"
 #include "bindings.h"
+#include "clock.h"
 #include "device.h"
 #include "graph.h"
 #include "kernel_observer.h"

@@ -25,6 +25,7 @@
 //
 //   claim: 0 free -> 1 + rank: being reduced -> kReduced | 1 + rank
 
+#include "../clock.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"

@@ -13,6 +13,7 @@
 // A letter is kept until the receiver has gone past it, because its `next` continues the list.
 #include "shared_memory.h"
 
+#include "../clock.h"
 #include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"
