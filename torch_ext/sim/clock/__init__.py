@@ -143,7 +143,7 @@ def run_body() -> Iterator[None]:
         return
     start(requested(), traced=False)
     try:
-        with _host_time.replaced(now_ns):
+        with _host_time.replaced(now_ns, _native.clock_host_sleeps):
             yield
     finally:
         stop(wait=False)
@@ -158,7 +158,7 @@ class Program:
         self._steps = Steps()
         self._steps.watch()
         self._stack = contextlib.ExitStack()
-        self._stack.enter_context(_host_time.replaced(now_ns))
+        self._stack.enter_context(_host_time.replaced(now_ns, _native.clock_host_sleeps))
 
     def end(self, rank: int, events: Path) -> dict[str, Any]:
         """Wait for the devices, write the rank's events to the file ``events``, and return a summary in plain types.

@@ -54,14 +54,16 @@ class Model:
         path = _FOLDER / f"{name}.json" if name in MODELS else Path(name)
         if not path.is_file():
             raise ValueError(f"Got the model {name!r}, expected one of {', '.join(MODELS)} or the path of a JSON file.")
-        read = json.loads(path.read_text(encoding="utf-8"))
-        constants = read["constants"]
-        without = [key for key, each in constants.items() if not each.get("source")]
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+            loaded = cls(path.stem, read["about"], read["validated"], read["constants"])
+            loaded.rates()
+            without = [key for key, each in loaded.constants.items() if not each.get("source")]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no cost model: {error!r}. {_FOLDER} has examples.") from error
         if without:
-            raise ValueError(
-                f"{path}: {', '.join(without)} without a source. Add where the figure is from, or drop it."
-            )
-        return cls(path.stem, read["about"], read["validated"], constants)
+            raise ValueError(f"{path}: {', '.join(without)} without a source. Add its address, or drop the constant.")
+        return loaded
 
     def rates(self) -> dict[str, float]:
         """Return the constants' values by name."""

@@ -102,10 +102,14 @@ double flops_of(std::string_view name, c10::ArrayRef<Access> accesses) {
   return state.flops[key] = counted;
 }
 
-void launch_on_host() {
+void pass_on_host(int64_t nanoseconds) {
   auto now = host_stamp();
-  now.at += std::llround(latency("launch"));
+  now.at += nanoseconds;
   move_host(now);
+}
+
+void launch_on_host() {
+  pass_on_host(std::llround(latency("launch")));
 }
 
 int64_t add(Work work) {
@@ -245,9 +249,12 @@ void host_waits(Stamp until) {
 
 void poll() {
   std::lock_guard<std::mutex> lock(state.mutex);
-  auto now = host_stamp();
-  now.at += std::llround(latency("poll"));
-  move_host(now);
+  pass_on_host(std::llround(latency("poll")));
+}
+
+void host_sleeps(int64_t nanoseconds) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  pass_on_host(nanoseconds);
 }
 
 namespace {
@@ -306,6 +313,7 @@ void bind_clock(pybind11::module_& m) {
   m.def("stop_clock", &clock::stop);
   m.def("is_clock_on", &is_virtual);
   m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
+  m.def("clock_host_sleeps", &clock::host_sleeps);
   m.def("clock_trace", &clock::works);
   m.def("clock_traced", [] {
     std::lock_guard<std::mutex> lock(clock::state.mutex);

@@ -12,7 +12,8 @@
 //                         exchange the moments with their data (Slot::ready). Its stream waits if it is no `async_op`.
 //   send, receive         A send starts when the sends before it to that rank are over, and waits for nobody: NCCL
 //                         buffers it. A receive is over when it was launched and the bytes have arrived.
-//   host                  A wait moves its time to the end of what it waits for. A query answers by the moment of that
+//   host                  A wait moves its time to the end of what it waits for, a sleep by its length. A query answers
+//   by the moment of that
 //                         end, so it first waits, on the machine's clock, until the end is known; the answer "not yet"
 //                         costs a poll. Nothing else takes time.
 //
@@ -51,7 +52,7 @@ struct Span {
   int last = -1; // the rank that others waited for
 };
 
-// What a collective or transfer lasts on this rank: `sent` bytes leave it, in `steps` messages one after another.
+// What a collective or transfer moves over this rank's link: `sent` bytes, in `steps` messages one after another.
 struct Traffic {
   int64_t steps = 0;
   uint64_t sent = 0;
@@ -95,6 +96,9 @@ void host_waits(Stamp until);
 
 // The host has asked in vain.
 void poll();
+
+// The host sleeps, in virtual time only.
+void host_sleeps(int64_t nanoseconds);
 
 } // namespace clock
 } // namespace torch_ext::sim

@@ -87,7 +87,7 @@ class ProfilerEvent {
   at::RecordFunction event_;
 };
 
-// What a call sends from this rank, by the algorithm that NCCL's ring, or its pairs of sends and receives, have for it.
+// What a call moves over this rank's link, in NCCL's rings or as sends and receives.
 clock::Traffic traffic_of(const Call& call, int size, int rank) {
   const auto peers = static_cast<uint64_t>(size - 1);
   const auto steps = static_cast<int64_t>(peers);
@@ -97,24 +97,28 @@ clock::Traffic traffic_of(const Call& call, int size, int rank) {
     });
   };
   const auto others = [&](const Tensors& tensors) {
-    return tensors.empty() ? 0 : total(tensors) - tensors[static_cast<size_t>(rank)].nbytes();
+    return total(tensors) - tensors.at(static_cast<size_t>(rank)).nbytes();
   };
   const uint64_t parts = static_cast<uint64_t>(size);
   switch (call.kind) {
     case OpType::ALLREDUCE: // reduce-scatter, then all-gather, of parts that are rounded up
       return {2 * steps, 2 * peers * ((total(call.inputs) + parts - 1) / parts)};
     case OpType::ALLGATHER:
-    case OpType::GATHER:
-      return {steps, call.outputs.empty() ? 0 : others(call.outputs)};
+      return {steps, others(call.outputs)};
     case OpType::REDUCE_SCATTER:
-    case OpType::SCATTER:
-    case OpType::ALLTOALL:
-      return {call.kind == OpType::ALLTOALL ? std::min<int64_t>(steps, 1) : steps, others(call.inputs)};
+      return {steps, others(call.inputs)};
     case OpType::BROADCAST: // a chain through which the bytes stream
     case OpType::REDUCE:
       return {steps, peers == 0 ? 0 : total(call.kind == OpType::REDUCE ? call.inputs : call.outputs)};
     case OpType::BARRIER: // an all-reduce of one number
       return {2 * steps, 0};
+    // Sends and receives at once. Those of the root, which has most, take the longest.
+    case OpType::ALLTOALL:
+      return {std::min<int64_t>(steps, 1), others(call.inputs)};
+    case OpType::GATHER:
+      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.outputs) : total(call.inputs)};
+    case OpType::SCATTER:
+      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.inputs) : total(call.outputs)};
     case OpType::RECV: // the send says when the bytes arrive
       return {};
     default:

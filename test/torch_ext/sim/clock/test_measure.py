@@ -5,6 +5,8 @@ import time
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from torch_ext.sim import _native
 from torch_ext.sim.clock import MODELS, Model, NoModelError, Step
@@ -157,6 +159,35 @@ def test_models_name_the_source_of_each_constant(tmp_path):
     (tmp_path / "mine.json").write_text('{"about": "", "validated": false, "constants": {"link": {"value": 1}}}')
     with pytest.raises(ValueError, match="link without a source"):
         Model.load(str(tmp_path / "mine.json"))
+    for text in ("", "[]", '{"about": ""}', '{"about": "", "validated": false, "constants": {"link": 3}}'):
+        (tmp_path / "mine.json").write_text(text)
+        with pytest.raises(ValueError, match=r"mine\.json is no cost model: "):
+            Model.load(str(tmp_path / "mine.json"))
+
+
+def test_profiler_shows_device_times_of_the_model():
+    with (
+        clock.measure("unit"),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as profiler,
+    ):
+        SIM._sleep(5_000_000)
+        torch.ones(100_000, device="sim").cpu()
+    events = profiler.events() or []
+    on_device = [event for event in events if event.device_type != DeviceType.CPU]
+    times = {event.name: round(event.time_range.elapsed_us(), 3) for event in on_device}
+    assert times == {"aten::fill_": 0.001, "aten::copy_": 400.0}
+
+
+def test_replayed_graphs_launch_no_kernels():
+    x, stream, graph = torch.ones(4, device="sim"), SIM.Stream(), torch.accelerator.Graph()
+    with SIM.stream(stream):
+        graph.capture_begin()
+        x.add_(1)
+        x.add_(1)
+        graph.capture_end()
+    with clock.measure("unit", launch_ns=10) as trace:
+        graph.replay()
+    assert [(work.name, work.start) for work in trace.select("kernel")] == [("aten::add", 0), ("aten::add", 1)]
 
 
 def test_a_second_clock_is_refused():

@@ -17,6 +17,8 @@ PROGRAM = """
         torch.sim._sleep(10**12)
         dist.all_reduce(torch.ones(100, device="sim"))
     assert time.perf_counter() == began[0], "the host runs ahead"
+    time.sleep(0.25)
+    assert time.perf_counter() == began[0] + 0.25
     torch.sim.synchronize()
     passed = time.perf_counter() - began[0], time.monotonic_ns() - began[1]
     assert abs(passed[0] - 2000) < 1 and passed[1] == 2 * (10**12 + 1 + 400), passed

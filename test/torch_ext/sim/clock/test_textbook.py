@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from test.torch_ext.sim import ranks
+from torch_ext.sim.clock import Step
 
 SIM = torch.get_device_module("sim")
 P = 4  # ranks, or stages of a pipeline
@@ -34,6 +35,43 @@ def test_ring_all_reduce_sends_each_part_twice_to_the_next_rank(rank, world_size
         dist.all_reduce(x)
     assert trace.time == trace.sent("all_reduce") == 2 * (P - 1) * x.nbytes // P
     assert trace.exposed("all_reduce") == trace.time
+
+
+@ranks.world_of(P)
+def test_critical_path_names_the_rank_that_is_late(rank, world_size):
+    x = torch.ones(100, device="sim")
+    with SIM.clock.measure("unit") as trace:
+        SIM._sleep(1000 if rank == 2 else 10)
+        dist.all_reduce(x)
+    late = [Step("sleep", 1000)] if rank == 2 else [Step("sleep", 10), Step("rank 2", 990)]
+    assert trace.critical_path() == [*late, Step("all_reduce", 600)]
+    assert trace.select("all_reduce")[0].peer == 2
+
+
+@ranks.world_of(P)
+def test_every_collective_moves_the_bytes_of_its_algorithm(rank, world_size):
+    def ones(parts=1):
+        return torch.ones(100 * parts, device="sim")
+
+    def lists():
+        return [ones() for _ in range(P)]
+
+    is_root = rank == 1
+    calls = {
+        "all_reduce": (lambda: dist.all_reduce(ones()), 600, 600),
+        "all_gather": (lambda: dist.all_gather(lists(), ones()), 1200, 1200),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(ones(), ones(P)), 1200, 1200),
+        "all_to_all": (lambda: dist.all_to_all(lists(), lists()), 1200, 1200),
+        "broadcast": (lambda: dist.broadcast(ones(), 1), 400, 400),
+        "reduce": (lambda: dist.reduce(ones(), 1), 400, 400),
+        "gather": (lambda: dist.gather(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
+        "scatter": (lambda: dist.scatter(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
+    }
+    for name, (call, time, moved) in calls.items():
+        with SIM.clock.measure("unit") as trace:
+            call()
+        (work,) = trace.select("collective")
+        assert (work.name, work.end - work.start, work.bytes) == (name, time, moved)
 
 
 def train_forward(layers, compute_ns, is_prefetched):
