@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import multiprocessing.context
 import multiprocessing.process
@@ -64,7 +65,8 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     clock: Any = None
     timeline: dict[str, Any] | None = None
     try:
-        clock = _begin_virtual_time(program)
+        if program.clock:
+            clock = importlib.import_module("torch_ext.sim.clock").Program(program.clock)
         run_main(program)
     except BaseException as raised:
         error = raised
@@ -123,15 +125,6 @@ def _prepare(program: Program) -> Any:
         return None
     races.start()
     return races
-
-
-def _begin_virtual_time(program: Program) -> Any:
-    """Begin the program's virtual time if it asks for it, after the import of the device has begun a check."""
-    if not program.clock:
-        return None
-    from torch_ext.sim import clock
-
-    return clock.Program(program.clock)
 
 
 def _with_races(races: Any, mode: str, error: BaseException | None) -> BaseException | None:

@@ -83,9 +83,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
-    found.program = Program(
-        words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races, found.clock or ""
-    )
+    words = words[0], found.module, tuple(words[1:])
+    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock)
     return found
 
 
@@ -100,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     size = "memory of each simulated device, such as 2GiB"
     add("--memory", type=typed(machine_memory.bytes_of), metavar="SIZE", help=size)
     add("--races", choices=("error", "report", "off"), help="fail for races between streams, or report them (off)")
-    clock = "run in virtual time by this model (unit, h100-sxm, a100-sxm, cpu, or a JSON file); end with its figures"
-    add("--clock", metavar="MODEL", help=clock)
+    clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
+    add("--clock", default="", metavar="MODEL", help=clock)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -147,8 +146,11 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.program.cuda_as_sim:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
-    with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
-        events = tempfile.mkdtemp(prefix="torch_ext_") if options.program.clock else ""
+    with (
+        zygote_for(options.program.simulated, path, before) as zygote,
+        contextlib.closing(_Store(zygote)) as store,
+        tempfile.TemporaryDirectory(prefix="torch_ext_") as events,
+    ):
         program = options.program = replace(options.program, path=path, events=events)
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,6 @@ _HEADER = ("rank", "time", "step", "exposed communication", "idle", "critical pa
 def events_of(folder: str, rank: int) -> Path:
     """Return the file for the events of a rank."""
     return Path(folder) / str(rank)
-
-
-def merge(folder: str, ranks: int, path: Path) -> None:
-    """Write one trace with the events of all ranks."""
-    with path.open("w", encoding="utf-8") as whole:
-        whole.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
-        for rank in range(ranks):
-            with events_of(folder, rank).open(encoding="utf-8") as events:
-                whole.writelines(line.rstrip("\n") + ",\n" for line in events)
-        whole.write('{"ph": "M", "name": "end", "pid": 0}\n]}\n')
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
@@ -58,10 +48,12 @@ def _shown(time_ns: float) -> str:
 
 
 def finish(summaries: Sequence[Mapping[str, Any]], folder: str) -> str:
-    """Merge the ranks' events into ``TRACE`` and remove their folder; return what to print."""
+    """Write one trace with the ranks' events, which are below ``folder``; return what to print."""
     path = Path(TRACE)
+    events = [events_of(folder, rank).read_text(encoding="utf-8").splitlines() for rank in range(len(summaries))]
+    whole = '{"traceEvents": [\n' + ",\n".join(chain.from_iterable(events)) + "\n]}\n"
     try:
-        merge(folder, len(summaries), path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        path.write_text(whole, encoding="utf-8")
+    except OSError as error:
+        return f"{table(summaries)}\nno trace: it cannot be written to the working directory: {error}"
     return f"{table(summaries)}\ntrace of all ranks, for https://ui.perfetto.dev: {path.absolute()}"

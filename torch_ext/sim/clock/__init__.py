@@ -21,43 +21,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_ext.sim import _native
 from torch_ext.sim.clock import _host_time
 from torch_ext.sim.clock._models import MODELS, Model, NoModelError, count_flops
-from torch_ext.sim.clock._program import Steps, summary, write_events
+from torch_ext.sim.clock._program import summary, write_events
 from torch_ext.sim.clock._trace import Step, Trace, Work
 
-__all__ = [
-    "MODELS",
-    "VARIABLE",
-    "Model",
-    "NoModelError",
-    "Program",
-    "Step",
-    "Trace",
-    "Work",
-    "measure",
-    "now_ns",
-    "requested",
-    "run_body",
-    "start",
-    "stop",
-]
+__all__ = ["MODELS", "Model", "NoModelError", "Step", "Trace", "Work", "measure", "now_ns", "start", "stop"]
 
-VARIABLE = "TORCH_EXT_CLOCK"
 POLL_NS = 1000  # by definition: a loop of queries advances by it
+now_ns = _native.clock_ns  # the host's virtual time in nanoseconds
 
 _running: Model | None = None
 
 
-def start(model: str = "unit", *, launch_ns: float = 0, traced: bool = True) -> None:
+def start(model: str = "unit", *, launch_ns: float = 0) -> None:
     """Turn virtual time on, from 0. Waits for the devices first.
 
     Args:
         model: one of ``MODELS``, or the path of a JSON file like theirs.
         launch_ns: host time of each launch. Python takes no other.
-        traced: keep the works for a :class:`Trace`.
 
     Raises:
         ValueError: there is no such model.
@@ -65,88 +50,67 @@ def start(model: str = "unit", *, launch_ns: float = 0, traced: bool = True) -> 
     """
     global _running
     loaded = Model.load(model)
-    settings = {"launch": float(launch_ns), "poll": float(POLL_NS)}
-    _native.start_clock(loaded.rates() | settings, count_flops if loaded.counts_flops() else None, traced)
+    rates = loaded.rates() | {"launch": float(launch_ns), "poll": float(POLL_NS)}
+    is_roofline = any(name.startswith("flops.") for name in rates)
+    _native.start_clock(rates, count_flops if is_roofline else None)
     _running = loaded
 
 
-def stop(*, wait: bool = True) -> None:
-    """Turn virtual time off; does nothing if it is off. All that was launched is over then.
-
-    Args:
-        wait: for the devices first, so that the trace has the times of all works.
-    """
+def stop() -> None:
+    """Turn virtual time off; does nothing if it is off. All that was launched is over then."""
     global _running
-    _native.stop_clock(wait)
+    _native.stop_clock()
     _running = None
-
-
-def now_ns() -> int:
-    """Return the host's virtual time in nanoseconds."""
-    return _native.clock_ns()
 
 
 @contextlib.contextmanager
 def measure(model: str | None = None, *, launch_ns: float = 0) -> Iterator[Trace]:
     """Run the body of a ``with`` statement in virtual time; the trace is complete after it. The body ends when the
     devices are idle. On several ranks, all begin together.
-
-    Within another measure, or after :func:`start`, the trace is of the body alone, by the model that is on.
+    Within virtual time the model stays, and the trace is of the body alone.
 
     Raises:
-        NoModelError: at the end, if the model lacks a constant that the body needed.
-        ValueError: there is no such model, or the program runs under another.
+        NoModelError: at the end, if the model lacks a rate that the body needed.
+        ValueError: there is no such model, or another is on.
     """
     outer = _running
     if outer is not None and model not in (None, outer.name):
         raise ValueError(f"Got model={model!r}, but virtual time runs under {outer.name!r}: leave out the model.")
     if outer is None:
         start(model or "unit", launch_ns=launch_ns)
-    current = outer or _running
     trace = Trace(begin=now_ns(), first=_native.clock_traced())
     try:
         yield trace
-        _complete(trace)
-    except BaseException:
-        trace.end = now_ns()
-        trace.works = _works(trace.first)
-        raise
+        _finish(trace)
     finally:
-        unknown = _native.clock_unknown()
+        trace.works = [Work(*work) for work in _native.clock_trace(trace.first)]
         if outer is None:
-            stop(wait=False)
-    if unknown and current is not None:
-        raise NoModelError(current.name, unknown)
+            stop()
 
 
-def _complete(trace: Trace) -> None:
+def _finish(trace: Trace) -> None:
+    """End a trace when the devices are idle."""
     for index in range(_native.device_count()):
         torch.accelerator.synchronize(index)
     trace.end = now_ns()
-    trace.works = _works(trace.first)
-
-
-def _works(first: int) -> list[Work]:
-    return [Work(*work) for work in _native.clock_trace(first)]
-
-
-def requested() -> str:
-    """Return the model in ``TORCH_EXT_CLOCK``; empty if the variable is unset."""
-    return os.environ.get(VARIABLE, "")
+    unknown = _native.clock_unknown()
+    if unknown and _running is not None:
+        raise NoModelError(_running.name, unknown)
 
 
 @contextlib.contextmanager
 def run_body() -> Iterator[None]:
     """Run the body of a rank's test in virtual time if ``TORCH_EXT_CLOCK`` names a model. The host's clocks read it."""
-    if not requested() or _running is not None:
+    model = os.environ.get("TORCH_EXT_CLOCK")
+    if not model or _running is not None:
         yield
         return
-    start(requested(), traced=False)
+    start(model)
     try:
         with _host_time.replaced(now_ns, _native.clock_host_sleeps):
             yield
     finally:
-        stop(wait=False)
+        stop()
 
 
 class Program:
@@ -154,28 +118,15 @@ class Program:
 
     def __init__(self, model: str) -> None:
         """Begin, as :func:`start` does."""
-        start(model)
-        self._steps = Steps()
-        self._steps.watch()
         self._stack = contextlib.ExitStack()
+        self._trace = self._stack.enter_context(measure(model))
         self._stack.enter_context(_host_time.replaced(now_ns, _native.clock_host_sleeps))
+        self._model = Model.load(model)
+        self._steps: list[int] = []  # how many works there were when an optimizer had stepped
+        register_optimizer_step_post_hook(lambda *_: self._steps.append(_native.clock_traced()))
 
     def end(self, rank: int, events: Path) -> dict[str, Any]:
-        """Wait for the devices, write the rank's events to the file ``events``, and return a summary in plain types.
-
-        Raises:
-            NoModelError: the model lacks a constant that the program needed.
-        """
-        model = _running
+        """Write the rank's events to the file ``events``, and return a summary in plain types. Raises as measure."""
         self._stack.close()
-        trace = Trace()
-        try:
-            _complete(trace)
-        finally:
-            unknown = _native.clock_unknown()
-            stop(wait=False)
-        if unknown and model is not None:
-            raise NoModelError(model.name, unknown)
-        write_events(trace, rank, events)
-        about = {} if model is None else {"model": model.name, "validated": model.validated}
-        return about | summary(trace, self._steps)
+        write_events(self._trace, rank, events)
+        return {"model": self._model.name, "validated": self._model.validated} | summary(self._trace, self._steps)

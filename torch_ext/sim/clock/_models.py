@@ -69,10 +69,6 @@ class Model:
         """Return the constants' values by name."""
         return {name: float(each["value"]) for name, each in self.constants.items()}
 
-    def counts_flops(self) -> bool:
-        """Whether kernels take longer for more operations."""
-        return any(name.startswith("flops.") for name in self.constants)
-
 
 def count_flops(kernel: str, reads: list[list[int]], writes: list[list[int]]) -> int:
     """Return the operations of a kernel of these shapes by torch's formula, or 0 if torch has none.

@@ -1,54 +1,35 @@
-"""Virtual time of a whole program, or of a test's body, as ``--clock`` asks for."""
+"""What ``run --clock`` reports of a rank's virtual time."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from torch_ext.sim import _native
-from torch_ext.sim.clock._trace import Trace, Work
+from torch_ext.sim.clock._trace import Trace
 
 _SHOWN_STEPS = 4  # of the critical path
 _NANOSECONDS_PER_MICROSECOND = 1e3
-COMMUNICATION = ("collective", "transfer")
 
 
-class Steps:
-    """Notes where a program's optimizers step, to divide its time into steps."""
-
-    def __init__(self) -> None:
-        self._works: list[int] = []  # before each optimizer's step was over
-
-    def watch(self) -> None:
-        """Note the steps from now on."""
-        register_optimizer_step_post_hook(lambda *_: self._works.append(_native.clock_traced()))
-
-    def length_ns(self, trace: Trace) -> int | None:
-        """Return the time between the last two steps of the optimizer that stepped most; None without two."""
-        ends = [max((work.end for work in trace.works[:number]), default=0) for number in self._works]
-        return ends[-1] - ends[-2] if len(ends) > 1 else None
-
-
-def summary(trace: Trace, steps: Steps) -> dict[str, Any]:
-    """Return what ``run --clock`` shows of a rank, in plain types: times in nanoseconds."""
+def summary(trace: Trace, steps: Sequence[int]) -> dict[str, Any]:
+    """Return what ``run --clock`` shows of a rank, in plain types: times in nanoseconds.
+    ``steps`` has the number of works before each step of an optimizer was over.
+    """
+    ends = [max((work.end for work in trace.works[:number]), default=0) for number in steps[-2:]]
+    communication = sorted({work.name for work in trace.works if work.kind in ("collective", "transfer")})
     streams = sorted({(work.device, work.stream) for work in trace.works if work.stream >= 0})
-    idle = {f"stream {stream}": trace.idle_on(device, stream) for device, stream in streams}
-    path: dict[str, int] = {}
+    path = Counter[str]()
     for step in trace.critical_path():
-        path[step.name] = path.get(step.name, 0) + step.time
-    exposed = {
-        name: trace.exposed(name) for name in sorted({work.name for work in trace.works if work.kind in COMMUNICATION})
-    }
-    longest = sorted(path.items(), key=lambda each: -each[1])[:_SHOWN_STEPS]
+        path[step.name] += step.time
     return {
         "time": trace.time,
-        "step": steps.length_ns(trace),
-        "exposed": exposed,
-        "idle": idle,
-        "critical_path": dict(longest),
+        "step": ends[1] - ends[0] if len(ends) > 1 else None,
+        "exposed": {name: trace.exposed(name) for name in communication},
+        "idle": {f"stream {stream}": trace.idle((device, stream)) for device, stream in streams},
+        "critical_path": dict(path.most_common(_SHOWN_STEPS)),
     }
 
 
@@ -61,26 +42,11 @@ def write_events(trace: Trace, rank: int, path: Path) -> None:
             file.write(json.dumps(event | {"pid": rank}) + "\n")
 
         write(ph="M", name="process_name", args={"name": f"rank {rank}"})
-        for work in trace.works:
-            if work.start < 0:
-                continue
+        for work in (each for each in trace.works if each.start >= 0):
             if work.lane not in lanes:
                 lanes[work.lane] = len(lanes)
                 write(ph="M", name="thread_name", tid=lanes[work.lane], args={"name": work.lane})
-            write(
-                ph="X",
-                name=work.name,
-                cat=work.kind,
-                tid=lanes[work.lane],
-                ts=work.start / _NANOSECONDS_PER_MICROSECOND,
-                dur=(work.end - work.start) / _NANOSECONDS_PER_MICROSECOND,
-                args=_details(work),
-            )
-
-
-def _details(work: Work) -> dict[str, Any]:
-    if work.kind == "host":
-        return {}
-    peer = {"peer": work.peer} if work.kind == "transfer" else {"last rank": work.peer} if work.peer >= 0 else {}
-    waited = {"waited ns": work.start - work.ready} if work.start > work.ready else {}
-    return {"bytes": work.bytes, **peer, **waited}
+            times = {"ts": work.start / _NANOSECONDS_PER_MICROSECOND}
+            times["dur"] = (work.end - work.start) / _NANOSECONDS_PER_MICROSECOND
+            details = {"bytes": work.bytes, "peer": work.peer, "waited ns": work.start - work.ready}
+            write(ph="X", name=work.name, cat=work.kind, tid=lanes[work.lane], **times, args=details)

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-Interval = tuple[int, int]
-
 
 class Work(NamedTuple):
     """Something that took time."""
@@ -20,7 +18,6 @@ class Work(NamedTuple):
     device: int  # -1: the host
     stream: int  # -1: the lane of its group
     group: str
-    sequence: int
     peer: int  # of a transfer; of a collective, the rank that was ready last; otherwise -1
     bytes: int  # that a collective sends from this rank, that a copy moves, that a kernel reads and writes
     ready: int  # when its stream and the host would have let it start
@@ -63,24 +60,20 @@ class Trace:
 
     def busy(self, name: str) -> int:
         """Return the time in which a work of this name or kind runs."""
-        return _length(_union(self.select(name)))
+        return _length(self.select(name))
 
     def overlap(self, one: str, other: str) -> int:
         """Return the time in which works of both names or kinds run."""
-        return _length(_meet(_union(self.select(one)), _union(self.select(other))))
+        return self.busy(one) + self.busy(other) - _length(self.select(one) + self.select(other))
 
     def exposed(self, name: str) -> int:
         """Return the time in which a work of this name or kind runs, and no kernel does."""
         return self.busy(name) - self.overlap(name, "kernel")
 
-    def idle(self, stream: torch.Stream) -> int:
-        """Return the time in which nothing runs on ``stream``."""
-        return self.idle_on(stream.device_index, stream.stream_id)
-
-    def idle_on(self, device: int, stream: int) -> int:
-        """Return the time in which nothing runs on the stream with this id."""
-        where = (device, stream)
-        return self.time - _length(_union(work for work in self.works if (work.device, work.stream) == where))
+    def idle(self, stream: torch.Stream | tuple[int, int]) -> int:
+        """Return the time in which nothing runs on ``stream``, which a pair names by its device and id."""
+        where = (stream.device_index, stream.stream_id) if isinstance(stream, torch.Stream) else stream
+        return self.time - _length(work for work in self.works if (work.device, work.stream) == where)
 
     def sent(self, name: str) -> int:
         """Return the bytes of the works of this name or kind: of collectives, those that leave this rank."""
@@ -91,12 +84,13 @@ class Trace:
         :attr:`time`. If one of the steps takes less, the whole may.
         """
         steps: list[Step] = []
-        at, number = self.end, self._last()
+        ends = [(work.end, number) for number, work in enumerate(self.works) if work.kind != "host"]
+        at, number = self.end, max(ends)[1] if ends else None
         while number is not None:
             work = self.works[number]
             self._add(steps, "host", at - work.end)
             self._add(steps, work.name, work.end - work.start)
-            at, number = work.start, self._before(work)
+            at, number = work.start, work.after - self.first if work.after >= self.first else None
             if work.start > work.ready:
                 held_up = self._ahead(work)
                 if held_up is None:
@@ -109,16 +103,8 @@ class Trace:
 
     def digest(self) -> str:
         """Return a hash of everything that ran and when."""
-        # Not by group and sequence: names of groups may be drawn, and numbers count from before the trace.
-        rows = (repr((*work[:4], *work[6:])) for work in self.works)
+        rows = (repr((*work[:4], *work[5:])) for work in self.works)  # names of groups may be drawn
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-    def _last(self) -> int | None:
-        ends = [(work.end, number) for number, work in enumerate(self.works) if work.kind != "host"]
-        return max(ends)[1] if ends else None
-
-    def _before(self, work: Work) -> int | None:
-        return work.after - self.first if work.after >= self.first else None
 
     def _ahead(self, work: Work) -> int | None:
         """Return the work that ``work``, which was ready, has waited for on the lane of its group or at its engine."""
@@ -136,29 +122,10 @@ class Trace:
             steps.append(Step(name, time))
 
 
-def _union(works: Iterable[Work]) -> list[Interval]:
-    """Return the times in which any of ``works`` runs, in order and disjoint."""
-    merged: list[Interval] = []
+def _length(works: Iterable[Work]) -> int:
+    """Return the time in which any of ``works`` runs."""
+    length = until = 0
     for start, end in sorted((work.start, work.end) for work in works if work.start >= 0):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _meet(some: list[Interval], others: list[Interval]) -> list[Interval]:
-    met, i, j = [], 0, 0
-    while i < len(some) and j < len(others):
-        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
-        if start < end:
-            met.append((start, end))
-        if some[i][1] < others[j][1]:
-            i += 1
-        else:
-            j += 1
-    return met
-
-
-def _length(intervals: Iterable[Interval]) -> int:
-    return sum(end - start for start, end in intervals)
+        length += max(0, end - max(start, until))
+        until = max(until, end)
+    return length

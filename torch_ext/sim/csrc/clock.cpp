@@ -22,18 +22,18 @@ constexpr int64_t kStretch = int64_t{1} << 47;
 using Model = std::map<std::string, double>;
 
 struct State {
-  std::mutex mutex; // guards all
+  std::recursive_mutex mutex; // guards all
   Model model;
   py::object* count_flops = nullptr; // count_flops(name, reads, writes) -> int; null: no kernel has any
   std::unordered_map<std::string, double> flops;
   std::map<std::pair<int, bool>, Stamp> engines; // by device and direction: the last copy
   int64_t epoch = kEpoch;
-  bool is_traced = false;
   std::vector<Work> trace;
   std::set<std::string> unknown; // names that the model lacks and that were asked for
 };
 
 State& state = *new State(); // never freed: threads may outlive static objects
+using Lock = std::lock_guard<std::recursive_mutex>;
 
 // Nanoseconds; a latency that the model lacks is none.
 double latency(const std::string& name) {
@@ -55,22 +55,7 @@ double time_of(double amount, const std::string& rate) {
 }
 
 uint64_t bytes_of(const Access& access) {
-  uint64_t elements = 1;
-  for (const auto size : access.sizes) {
-    elements *= static_cast<uint64_t>(size);
-  }
-  return elements * c10::elementSize(access.type);
-}
-
-std::string key_of(std::string_view name, c10::ArrayRef<Access> accesses) {
-  std::string key(name);
-  for (const auto& access : accesses) {
-    key += access.write ? '>' : '<';
-    for (const auto size : access.sizes) {
-      key += std::to_string(size) + ',';
-    }
-  }
-  return key;
+  return static_cast<uint64_t>(c10::multiply_integers(access.sizes)) * c10::elementSize(access.type);
 }
 
 // Call it without the lock, since it may wait for the GIL.
@@ -78,9 +63,12 @@ double flops_of(std::string_view name, c10::ArrayRef<Access> accesses) {
   if (state.count_flops == nullptr) {
     return 0;
   }
-  const auto key = key_of(name, accesses);
+  std::string key(name);
+  for (const auto& access : accesses) {
+    key += c10::str(access.write ? '>' : '<', access.sizes);
+  }
   {
-    std::lock_guard<std::mutex> lock(state.mutex);
+    const Lock lock(state.mutex);
     if (const auto known = state.flops.find(key); known != state.flops.end()) {
       return known->second;
     }
@@ -98,26 +86,8 @@ double flops_of(std::string_view name, c10::ArrayRef<Access> accesses) {
       error.discard_as_unraisable("the flops of a kernel");
     }
   }
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   return state.flops[key] = counted;
-}
-
-void pass_on_host(int64_t nanoseconds) {
-  auto now = host_stamp();
-  now.at += nanoseconds;
-  move_host(now);
-}
-
-void launch_on_host() {
-  pass_on_host(std::llround(latency("launch")));
-}
-
-int64_t add(Work work) {
-  if (!state.is_traced) {
-    return -1;
-  }
-  state.trace.push_back(std::move(work));
-  return static_cast<int64_t>(state.trace.size()) - 1;
 }
 
 // The way of a copy, by the name of its rate in the model; null for a kernel.
@@ -134,18 +104,6 @@ const char* way_of(std::string_view name, c10::Stream stream, c10::ArrayRef<Acce
   return nullptr;
 }
 
-void wait_on_host(Stamp until) {
-  const Stamp now = host_stamp();
-  if (until.at > now.at) {
-    Work wait{"host", "wait"};
-    wait.ready = wait.start = now.at;
-    wait.end = until.at;
-    wait.after = until.by;
-    add(std::move(wait));
-    move_host(until);
-  }
-}
-
 Work run(Work work, c10::Stream stream, int64_t lasts, Stamp* engine = nullptr) {
   const Stamp ready = std::max(end_of(stream), host_stamp());
   const Stamp free = engine == nullptr ? ready : std::max(ready, *engine);
@@ -155,7 +113,7 @@ Work run(Work work, c10::Stream stream, int64_t lasts, Stamp* engine = nullptr) 
   work.start = free.at;
   work.end = free.at + lasts;
   work.after = free.by;
-  const Stamp end{work.end, add(work)};
+  const Stamp end{work.end, trace(work)};
   extend(stream, end);
   if (engine != nullptr) {
     *engine = end;
@@ -173,9 +131,9 @@ Span kernel(
     std::string_view name, c10::Stream stream, c10::ArrayRef<Access> accesses, bool host_reads, bool is_launched) {
   const char* way = way_of(name, stream, accesses, host_reads);
   const double flops = way == nullptr ? flops_of(name, accesses) : 0;
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   if (is_launched) {
-    launch_on_host();
+    host_sleeps(std::llround(latency("launch")));
   }
   uint64_t bytes = 0;
   std::string rate; // of operations, for the type of the first operand
@@ -201,39 +159,40 @@ Span kernel(
     work = run(std::move(work), stream, lasts, has_engine ? &engine : nullptr);
   }
   if (host_reads) {
-    wait_on_host(end_of(stream));
+    host_waits(end_of(stream));
   }
   return {work.start, work.end};
 }
 
 void sleep(c10::Stream stream, int64_t nanoseconds) {
-  std::lock_guard<std::mutex> lock(state.mutex);
-  launch_on_host();
+  const Lock lock(state.mutex);
+  host_sleeps(std::llround(latency("launch")));
   run({"kernel", "sleep"}, stream, nanoseconds);
 }
 
 Stamp launch(c10::Stream stream, bool is_launched) {
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   if (is_launched) {
-    launch_on_host();
+    host_sleeps(std::llround(latency("launch")));
   }
   return std::max(end_of(stream), host_stamp());
 }
 
 int64_t duration(Traffic traffic) {
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   const double latencies =
       traffic.steps == 0 ? 0 : latency("collective") + static_cast<double>(traffic.steps) * latency("message");
   return std::llround(latencies + time_of(static_cast<double>(traffic.sent), "link"));
 }
 
 int64_t trace(Work work) {
-  std::lock_guard<std::mutex> lock(state.mutex);
-  return add(std::move(work));
+  const Lock lock(state.mutex);
+  state.trace.push_back(std::move(work));
+  return static_cast<int64_t>(state.trace.size()) - 1;
 }
 
 void trace(int64_t number, Span span) {
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   if (number >= 0 && static_cast<size_t>(number) < state.trace.size()) {
     auto& work = state.trace[static_cast<size_t>(number)];
     work.start = span.start;
@@ -243,64 +202,59 @@ void trace(int64_t number, Span span) {
 }
 
 void host_waits(Stamp until) {
-  std::lock_guard<std::mutex> lock(state.mutex);
-  wait_on_host(until);
-}
-
-void poll() {
-  std::lock_guard<std::mutex> lock(state.mutex);
-  pass_on_host(std::llround(latency("poll")));
+  const Lock lock(state.mutex);
+  if (const auto now = host_stamp(); until.at > now.at) {
+    Work wait{"host", "wait"};
+    wait.ready = wait.start = now.at;
+    wait.end = until.at;
+    wait.after = until.by;
+    trace(std::move(wait));
+    move_host(until);
+  }
 }
 
 void host_sleeps(int64_t nanoseconds) {
-  std::lock_guard<std::mutex> lock(state.mutex);
-  pass_on_host(nanoseconds);
+  const Lock lock(state.mutex);
+  auto now = host_stamp();
+  now.at += nanoseconds;
+  move_host(now);
+}
+
+void poll() {
+  const Lock lock(state.mutex);
+  host_sleeps(std::llround(latency("poll")));
 }
 
 namespace {
 
-// Waits for everything, so that nothing that was launched under one clock ends under the other.
-void settle_devices() {
+void start(Model model, py::object count_flops) {
+  TORCH_CHECK(!is_virtual(), "Virtual time is on already.");
+  // Nothing that was launched before may end in virtual time.
   for (c10::DeviceIndex device = 0; is_initialized() && device < device_count(); ++device) {
     synchronize_device(device);
   }
-}
-
-void start(Model model, py::object count_flops, bool is_traced) {
-  TORCH_CHECK(!is_virtual(), "Virtual time is on already.");
-  settle_devices();
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   delete std::exchange(state.count_flops, count_flops.is_none() ? nullptr : new py::object(std::move(count_flops)));
   state.model = std::move(model);
   state.flops.clear();
   state.engines.clear();
   state.unknown.clear();
   state.trace.clear();
-  state.is_traced = is_traced;
   state.epoch += kStretch;
   begin_virtual_time(state.epoch);
 }
 
-void stop(bool settle) {
-  if (is_virtual()) {
-    if (settle) {
-      settle_devices();
-    }
-    end_virtual_time();
-  }
-}
-
 // The works from number `first` on. Their times count from the start of this stretch.
 py::list works(size_t first) {
-  std::lock_guard<std::mutex> lock(state.mutex);
+  const Lock lock(state.mutex);
   py::list list;
   for (size_t i = first; i < state.trace.size(); ++i) {
     const auto& work = state.trace[i];
     const auto since = [](int64_t moment) { return moment == 0 ? -1 : moment - state.epoch; };
     list.append(
         py::make_tuple(
-            work.kind, work.name, work.device, work.stream, work.group, work.sequence, work.peer, work.bytes,
-            since(work.ready), since(work.start), since(work.end), work.after));
+            work.kind, work.name, work.device, work.stream, work.group, work.peer, work.bytes, since(work.ready),
+            since(work.start), since(work.end), work.after));
   }
   return list;
 }
@@ -310,17 +264,17 @@ py::list works(size_t first) {
 
 void bind_clock(pybind11::module_& m) {
   m.def("start_clock", &clock::start);
-  m.def("stop_clock", &clock::stop);
+  m.def("stop_clock", &end_virtual_time);
   m.def("is_clock_on", &is_virtual);
   m.def("clock_ns", [] { return host_stamp().at - clock::epoch(); });
   m.def("clock_host_sleeps", &clock::host_sleeps);
   m.def("clock_trace", &clock::works);
   m.def("clock_traced", [] {
-    std::lock_guard<std::mutex> lock(clock::state.mutex);
+    const clock::Lock lock(clock::state.mutex);
     return clock::state.trace.size();
   });
   m.def("clock_unknown", [] {
-    std::lock_guard<std::mutex> lock(clock::state.mutex);
+    const clock::Lock lock(clock::state.mutex);
     return std::exchange(clock::state.unknown, {});
   });
 }

@@ -49,7 +49,7 @@ namespace clock {
 struct Span {
   int64_t start = 0; // 0: not known
   int64_t end = 0;
-  int last = -1; // the rank that others waited for
+  int last = -1; // the rank that was ready last
 };
 
 // What a collective or transfer moves over this rank's link: `sent` bytes, in `steps` messages one after another.
@@ -64,7 +64,6 @@ struct Work {
   int device = -1;
   int64_t stream = -1; // that it runs on; -1: the lane of its group
   std::string group{};
-  uint64_t sequence = 0;
   int peer = -1; // of a transfer; of a collective, the rank that was ready last
   uint64_t bytes = 0;
   int64_t ready = 0; // without waiting for others' ranks or for engines
@@ -73,8 +72,7 @@ struct Work {
   int64_t after = -1; // the work whose end made it ready
 };
 
-// The start of this stretch of virtual time. Ranks exchange moments counted from it.
-int64_t epoch();
+int64_t epoch(); // of this stretch of virtual time; ranks exchange moments counted from it
 
 // A kernel or copy that has run on `stream`. is_launched: the host pays for a launch.
 Span kernel(
@@ -87,18 +85,13 @@ void sleep(c10::Stream stream, int64_t nanoseconds);
 Stamp launch(c10::Stream stream, bool is_launched);
 int64_t duration(Traffic traffic);
 
-// Adds work to the trace, or gives its times to earlier work. Returns its number; -1 without a trace.
+// Adds work to the trace and returns its number, or gives its times to earlier work.
 int64_t trace(Work work);
 void trace(int64_t number, Span span);
 
-// Moves the host's time to `until`, if that is later.
 void host_waits(Stamp until);
-
-// The host has asked in vain.
-void poll();
-
-// The host sleeps, in virtual time only.
 void host_sleeps(int64_t nanoseconds);
+void poll(); // the answer to the host was "not yet"
 
 } // namespace clock
 } // namespace torch_ext::sim

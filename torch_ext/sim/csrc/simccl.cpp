@@ -371,7 +371,6 @@ class Launcher : public c10d::Backend {
     work.device = stream.device_index();
     work.stream = operation.asynchronous ? -1 : stream.id();
     work.group = getGroupUid();
-    work.sequence = sequence_ + (is_transfer ? 0 : 1);
     work.peer = is_transfer ? operation.calls.front().root : -1;
     work.bytes = bytes;
     work.ready = ready.at;

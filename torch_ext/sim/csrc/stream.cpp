@@ -402,7 +402,9 @@ void begin_virtual_time(int64_t moment) {
 }
 
 void end_virtual_time() {
-  virtual_time = false;
+  if (!virtual_time.exchange(false)) {
+    return;
+  }
   clock_stopped_at = 0;
   for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
     for (auto& track : table_of(device).tracks) {

@@ -99,7 +99,6 @@ class Running final : public Elsewhere {
   void finish() override { finish(kNoTimeout); }
   int64_t over_at() const override { return over_at_; }
   int64_t number() const override { return traced_; }
-  const char* name() const { return name_; }
   bool failed() const override { return why() != nullptr; }
 
   // Waits for the operation. Raises if it failed; fails it after `timeout`. kNoTimeout stands for the limit of its

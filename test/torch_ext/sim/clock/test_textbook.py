@@ -22,9 +22,8 @@ P = 4  # ranks, or stages of a pipeline
 def free_links(folder):
     """Return a model whose transfers and collectives take no time."""
     path = folder / "free.json"
-    path.write_text(
-        json.dumps({"about": "", "validated": False, "constants": {"link": {"value": 1e30, "source": "definition"}}})
-    )
+    link = {"value": 1e30, "source": "definition"}
+    path.write_text(json.dumps({"about": "", "validated": False, "constants": {"link": link}}))
     return str(path)
 
 
