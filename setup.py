@@ -30,6 +30,7 @@ setup(
     package_data={
         "torch_ext.sim": ["csrc/*", "csrc/races/*", "csrc/transport/*", "built/*/*"],
         "torch_ext.sim.races": ["*.json"],
+        "torch_ext.sim.clock": ["models/*.json"],
         "torch_ext": ["py.typed"],
         "torch_ext.upstream": ["*.json"],
     },

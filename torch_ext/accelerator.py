@@ -159,6 +159,14 @@ def race_check(test: str, report: Callable[[str], None]) -> AbstractContextManag
     return nullcontext() if races is None else races.check_body(test, report)
 
 
+def virtual_time() -> AbstractContextManager[None]:
+    """Return a context that runs the body of a test in virtual time, if the device has it and ``TORCH_EXT_CLOCK`` names
+    a model: see ``torch.sim.clock``.
+    """
+    clock = sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.clock")
+    return nullcontext() if clock is None else clock.run_body()
+
+
 def race_check_of_threads(report: Callable[[str], None]) -> RaceCheckOfThreads | None:
     """Begin a race check of ranks that are threads of this process; None if the device does not support it. See
     ``torch.sim.races.ThreadsCheck``.

@@ -25,7 +25,7 @@ WORKER = "TORCH_EXT_SIM_WORKER"  # set for the processes that a worker starts, w
 
 def hide() -> None:
     """Remove the variables from the environment; a rank gets their values from its ``Program``."""
-    for name in (_SIM, "TORCH_EXT_RACES", "TORCH_EXT_SIM_STRICT"):
+    for name in (_SIM, "TORCH_EXT_RACES", "TORCH_EXT_CLOCK", "TORCH_EXT_SIM_STRICT"):
         os.environ.pop(name, None)
 
 

@@ -30,6 +30,8 @@ class Program:
     simulated: bool = True  # run on the simulated accelerator
     cuda_as_sim: bool = False  # register the accelerator as CUDA's device
     races: str = "off"  # the check for races: `error`, `report` or `off`
+    clock: str = ""  # the model of virtual time, if any
+    events: str = ""  # the folder for the ranks' events in virtual time
 
 
 def run_main(program: Program) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import multiprocessing.context
 import multiprocessing.process
@@ -35,8 +36,10 @@ from typing import Any
 
 from torch_ext.program.autoload import WORKER
 from torch_ext.program.main_module import Program, finalize, run_main
+from torch_ext.program.timeline import events_of
 from torch_ext.world import operations, wording
 from torch_ext.world import rank as world_rank
+from torch_ext.world._os import monotonic
 from torch_ext.world.channel import Channel, ChannelClosedError
 from torch_ext.world.child import end_fork, exit_code_of
 from torch_ext.world.protocol import RankStatus, Receipt
@@ -59,18 +62,27 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     _become_main_process()
     races = _prepare(program)
     error: BaseException | None = None
+    clock: Any = None
+    timeline: dict[str, Any] | None = None
     try:
+        if program.clock:
+            clock = importlib.import_module("torch_ext.sim.clock").Program(program.clock)
         run_main(program)
     except BaseException as raised:
         error = raised
     if os.getpid() != pid:
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
+    if clock is not None and not exit_code_of(error):
+        try:
+            timeline = clock.end(own.rank, events_of(program.events, own.rank))
+        except Exception as raised:
+            error = raised
     code = exit_code_of(error)
-    facts = Facts(code, _groups_made(), _uses_of_device())
+    facts = Facts(code, _groups_made(), _uses_of_device(), timeline)
     if error is None or not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
-            own.submit(Receipt(RankStatus.PASSED, time.monotonic(), facts=facts))
+            own.submit(Receipt(RankStatus.PASSED, monotonic(), facts=facts))
         finalize(LISTENER)
         sys.exit(0)
     _print_error(error)
@@ -186,6 +198,7 @@ class Facts:
     exit_code: int  # of the program
     groups: int  # number of process groups that the rank made
     uses: int  # number of uses of a simulated device, see :func:`_uses_of_device`
+    timeline: dict[str, Any] | None = None  # of virtual time, see :mod:`torch_ext.program.timeline`
 
 
 def _groups_made() -> int:

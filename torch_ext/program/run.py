@@ -11,13 +11,14 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, rank
+from torch_ext.program import autoload, rank, timeline
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
@@ -74,6 +75,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         (found.cuda_as_sim, "--cuda-as-sim"),
         *((getattr(found, name) is not None, f"--{name}") for name in _OF_SIM),
         (found.races not in (None, "off"), "--races"),
+        (bool(found.clock), "--clock"),
         (found.strict, "--strict"),
     ):
         if given and not on_sim:
@@ -83,7 +85,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not found.module and not os.path.exists(words[0]):
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
-    found.program = Program(words[0], found.module, tuple(words[1:]), (), on_sim, found.cuda_as_sim, races)
+    words = words[0], found.module, tuple(words[1:])
+    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock)
     return found
 
 
@@ -102,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", type=typed(schedule_of), metavar="WHEN", help=when)
     seed = "the same as --schedule random:N"
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
+    clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
+    add("--clock", default="", metavar="MODEL", help=clock)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -147,8 +152,12 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
     if options.program.cuda_as_sim:
         before[personality.VARIABLE] = personality.AS_CUDA
     _set_environment(options)
-    with zygote_for(options.program.simulated, path, before) as zygote, contextlib.closing(_Store(zygote)) as store:
-        program = replace(options.program, path=path)
+    with (
+        zygote_for(options.program.simulated, path, before) as zygote,
+        contextlib.closing(_Store(zygote)) as store,
+        tempfile.TemporaryDirectory(prefix="torch_ext_") as events,
+    ):
+        program = options.program = replace(options.program, path=path, events=events)
         variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
         world = start_world(
             zygote,
@@ -236,6 +245,9 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
             f"{ranks_phrase(silent)} ended by os._exit(0) or similar, which counts as success; races and unused "
             "devices were not checked there"
         )
+    timelines = [each.timeline for each in facts if each is not None and each.timeline is not None]
+    if options.program.clock and len(timelines) == len(facts):
+        print(f"\n{timeline.finish(timelines, options.program.events)}", flush=True)
     code = _judge_usage(options, facts, store)
     if hangs:
         wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")

@@ -163,6 +163,8 @@ class RunOptions:
     schedule: str = _typed("", Row(("--schedule",), _HOW, "when streams that may not have waited see results on the "
         "simulated device: early (default), late, random or random:SEED", "WHEN", schedule_of,
         variable="TORCH_EXT_SCHEDULE"))
+    clock: str = _typed("", Row(("--clock",), _HOW, "run ranks on the simulated device in virtual time, by this model: "
+        "unit, h100-sxm, ..., or a JSON file", "MODEL", variable="TORCH_EXT_CLOCK"))
     memory_bytes: int | None = _typed(None, Row(("--memory",), _HOW, "memory of each simulated device, such as "
         "2GiB", "SIZE", bytes_of, variable="TORCH_EXT_SIM_MEMORY"))
     start_method: str = _typed("fork", Row(("--start-method",), _HOW, "how ranks start (default: fork)", "METHOD",

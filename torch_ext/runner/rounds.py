@@ -88,6 +88,7 @@ class Rounds:
         if request.upstream is not None:
             device = "sim" if self._options.cuda_as_sim else chosen.device
             conditions = {"device": device, "cuda_as_sim": str(self._options.cuda_as_sim).lower()}
+            conditions["clock"] = self._options.clock or "off"
             paths = [file.path for file in request.files]
             self._judge = request.upstream.judge(paths, self._options.differences, conditions)
         notes, expected_s = [chosen.note] if chosen.note else [], chosen.history.expected_s

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_ext.sim import _amp as amp
-from torch_ext.sim import _devices, _native, races
+from torch_ext.sim import _devices, _native, clock, races
 from torch_ext.sim import _generators as random
 from torch_ext.sim import _memory as memory
 from torch_ext.sim import _streams as streams
@@ -20,7 +20,7 @@ from torch_ext.sim._absent import refuse
 AcceleratorError = torch.AcceleratorError
 OutOfMemoryError = torch.OutOfMemoryError
 has_half = True
-__all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "has_half", "memory", "races", "random", "streams"]
+__all__ = ["AcceleratorError", "OutOfMemoryError", "amp", "clock", "has_half", "memory", "races", "random", "streams"]
 # Public functions and classes of the parts that torch lacks, or names with an underscore: see below.
 _HELPERS = {"Properties", "checked_index", "exchange_device", "generator_of", "index_of", "sleep"}
 for _part in (_devices, random, memory, streams):

@@ -133,4 +133,5 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 
 def sleep(cycles: int) -> None:
     """Keep the current stream busy for ``cycles`` nanoseconds. Returns at once, as on a GPU of one gigahertz."""
+    torch.accelerator.current_stream()  # a use of the device, before which torch's synchronize() does nothing
     _native.sleep(int(cycles) * _NANOSECONDS_PER_CYCLE)

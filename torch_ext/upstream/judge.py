@@ -5,7 +5,8 @@ Runs in the supervisor, which does not import torch.
 Each entry of ``differences.json``, or of a file of the user's own, has:
 
 ``test``    the address of a test as reports give it, from the file's name on; ``*`` stands for any text
-``when``    conditions that must hold, each optional: ``device``, ``cuda_as_sim``, ``torch`` (``"2.13"``: that release)
+``when``    conditions that must hold, each optional: ``device``, ``cuda_as_sim``, ``torch`` (``"2.13"``: that release),
+            ``clock`` (``"off"``: not in virtual time)
 ``do``      ``"fail"``: the test runs and is expected to fail; ``"skip"``: it does not run, because it would hang or die
 ``reason``  why, in one sentence
 ``link``    an issue or a page; may be empty
@@ -28,7 +29,7 @@ from torch_ext.upstream.reasons import Releases, advise, explain
 BUILT_IN = Path(__file__).with_name("differences.json")
 
 _KEYS = {"test", "when", "do", "reason", "link"}
-_CONDITIONS = {"device", "cuda_as_sim", "torch"}
+_CONDITIONS = {"device", "cuda_as_sim", "torch", "clock"}
 
 
 @dataclass(frozen=True)

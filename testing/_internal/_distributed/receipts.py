@@ -116,7 +116,7 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     rank = world_rank.this_rank()
     forget_body()
     try:
-        with race_check():
+        with race_check(), accelerator.virtual_time():
             return _receipt_of_call(rank, run, *args, **kwargs)
     except Exception as error:  # raised by the check
         if rank.submitted:

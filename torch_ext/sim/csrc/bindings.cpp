@@ -167,6 +167,7 @@ PYBIND11_MODULE(_native, m) {
   bind_flight_record(m);
   bind_graphs(m);
   bind_observer_log(m);
+  bind_clock(m);
   races::bind_races(m);
 }
 

@@ -668,7 +668,7 @@ bool BlockPool::release_oversize(bool is_small, Fit fit) {
 void BlockPool::release_cached() {
   stats_.num_sync_all_streams += 1;
   for (auto& each : std::exchange(in_use_, {})) {
-    sleep_until(each.until);
+    sleep_until({each.until});
     if (each.is_held_up() || is_captured(each.block->segment->mempool)) {
       in_use_.push_back(std::move(each)); // an operation still writes to it
     } else {

@@ -8,6 +8,7 @@
 #include "block_pool.h"
 #include "blocks.h"
 #include "checks.h"
+#include "clock.h"
 #include "device.h"
 #include "generator.h"
 #include "kernel_observer.h"
@@ -378,6 +379,9 @@ void run_step(const GraphStep& step, Slots& slots, c10::Stream stream) {
   {
     const auto observed = c10::make_scope_exit([was = std::exchange(is_unobserved, true)] { is_unobserved = was; });
     step.run(slots);
+  }
+  if (is_virtual() && !is_unobserved) {
+    clock::kernel(step.name, stream, accesses, /*host_reads=*/false, /*is_launched=*/false);
   }
   notify([&](Observer& to) { to.kernel(step.name, stream, accesses); });
 }

@@ -2,6 +2,7 @@
 
 #include "alias.h"
 #include "checks.h"
+#include "clock.h"
 #include "graph.h"
 #include "kernel_observer.h"
 #include "profiler.h"
@@ -37,7 +38,10 @@ std::optional<Access> access_to(const at::Tensor& tensor, bool write) {
       write};
 }
 
-Kernel::Kernel(std::string_view name) : name_(name), watched_(observer() != nullptr || Recording::current != nullptr) {}
+Kernel::Kernel(std::string_view name)
+    : name_(name),
+      is_timed_(is_virtual() && !is_unobserved),
+      watched_(is_timed_ || observer() != nullptr || Recording::current != nullptr) {}
 
 Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
   if (!tensor.defined()) {
@@ -70,7 +74,7 @@ c10::DeviceIndex Kernel::launch() {
       report_host_block(name_);
     }
     const auto stream = current_stream(device_->index());
-    host_reads_ ? synchronize(stream) : catch_up(stream);
+    host_reads_ ? synchronize(stream, /*takes_time=*/!is_timed_) : catch_up(stream);
     if (auto* recording = Recording::current) {
       recording->begins(accesses());
     } else if (is_capturing() && capture_of(stream) != nullptr) {
@@ -129,14 +133,19 @@ Kernel::~Kernel() {
   }
   scope_.reset();
   const auto stream = current_stream(device_->index());
+  auto* recording = Recording::current;
+  clock::Span span{profiled_since_, 0};
+  if (is_timed_ && touches_memory_ && recording == nullptr) {
+    span = clock::kernel(name_, stream, accesses(), host_reads_);
+  }
   if (profiled_since_ != 0) {
-    record_device_work(
-        {std::string(name_), device_->index(), stream.id(), profiled_since_, stream_clock(), current_correlation()});
+    const int64_t end = span.end != 0 ? span.end : stream_clock();
+    record_device_work({std::string(name_), device_->index(), stream.id(), span.start, end, current_correlation()});
   }
   if (!watched_ || !touches_memory_) {
     return;
   }
-  if (auto* recording = Recording::current) {
+  if (recording != nullptr) {
     recording->used(name_, accesses());
   } else {
     notify([&](Observer& to) {

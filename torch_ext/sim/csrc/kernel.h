@@ -106,7 +106,8 @@ class Kernel {
   bool is_settled_ = false; // the device was named
   bool host_reads_ = false;
   bool touches_memory_ = true;
-  bool watched_;
+  const bool is_timed_; // in virtual time
+  const bool watched_;
   Allocations allocations_ = Allocations::kMayBeResults;
   int64_t profiled_since_ = 0;       // on the clock of streams; 0: no profiler
   std::optional<KernelScope> scope_; // since its launch

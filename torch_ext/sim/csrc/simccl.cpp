@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
+#include "clock.h"
 #include "device.h"
 #include "graph.h"
 #include "host_tensors.h"
@@ -86,6 +87,57 @@ class ProfilerEvent {
   at::RecordFunction event_;
 };
 
+// What a call moves over this rank's link, in NCCL's rings or as sends and receives.
+clock::Traffic traffic_of(const Call& call, int size, int rank) {
+  const auto peers = static_cast<uint64_t>(size - 1);
+  const auto steps = static_cast<int64_t>(peers);
+  const auto total = [](const Tensors& tensors) {
+    return std::accumulate(tensors.begin(), tensors.end(), uint64_t{0}, [](uint64_t sum, const at::Tensor& each) {
+      return sum + each.nbytes();
+    });
+  };
+  const auto others = [&](const Tensors& tensors) {
+    return total(tensors) - tensors.at(static_cast<size_t>(rank)).nbytes();
+  };
+  const uint64_t parts = static_cast<uint64_t>(size);
+  switch (call.kind) {
+    case OpType::ALLREDUCE: // reduce-scatter, then all-gather, of parts that are rounded up
+      return {2 * steps, 2 * peers * ((total(call.inputs) + parts - 1) / parts)};
+    case OpType::ALLGATHER:
+      return {steps, others(call.outputs)};
+    case OpType::REDUCE_SCATTER:
+      return {steps, others(call.inputs)};
+    case OpType::BROADCAST: // a chain through which the bytes stream
+    case OpType::REDUCE:
+      return {steps, peers == 0 ? 0 : total(call.kind == OpType::REDUCE ? call.inputs : call.outputs)};
+    case OpType::BARRIER: // an all-reduce of one number
+      return {2 * steps, 0};
+    // Sends and receives at once. Those of the root, which has most, take the longest.
+    case OpType::ALLTOALL:
+      return {std::min<int64_t>(steps, 1), others(call.inputs)};
+    case OpType::GATHER:
+      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.outputs) : total(call.inputs)};
+    case OpType::SCATTER:
+      return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.inputs) : total(call.outputs)};
+    case OpType::RECV: // the send says when the bytes arrive
+      return {};
+    default:
+      return {1, total(call.inputs)};
+  }
+}
+
+// The name of an operation without its variants: `all_gather` also for `_all_gather_base`.
+std::string trace_name(const Operation& operation) {
+  static const std::map<OpType, const char*> names{
+      {OpType::ALLREDUCE, "all_reduce"},
+      {OpType::ALLGATHER, "all_gather"},
+      {OpType::REDUCE_SCATTER, "reduce_scatter"},
+      {OpType::ALLTOALL, "all_to_all"},
+      {OpType::GATHER, "gather"}};
+  const auto known = operation.calls.empty() ? names.end() : names.find(operation.calls.front().kind);
+  return known == names.end() ? operation.name : known->second;
+}
+
 // A backend without its operations. One thread at a time drives it; `abort` may be called from any.
 class Launcher : public c10d::Backend {
  public:
@@ -130,6 +182,7 @@ class Launcher : public c10d::Backend {
     Tensors held;
     std::vector<Moment> moments;
     c10::DeviceIndex device = current_device();
+    const int64_t traced = coalesced_.empty() ? -1 : coalesced_.front()->running()->number();
     for (const auto& work : std::exchange(coalesced_, {})) {
       const auto& parts = work->running()->transfers();
       transfers.insert(transfers.end(), parts.begin(), parts.end());
@@ -144,7 +197,8 @@ class Launcher : public c10d::Backend {
     if (!moments.empty()) {
       notify([&](Observer& to) { end = to.joined(moments); });
     }
-    const auto running = running_of(c10d::OpType::COALESCED, "coalesced", std::move(transfers), std::move(held));
+    const auto running =
+        running_of(c10d::OpType::COALESCED, "coalesced", std::move(transfers), std::move(held), traced);
     keep_for_abort(running);
     // Without outputs, as NCCL's, which would keep them after `wait`.
     return c10::make_intrusive<SimWork>(running, /*outputs=*/Tensors(), device, std::move(end), blocking_wait_);
@@ -202,6 +256,7 @@ class Launcher : public c10d::Backend {
     }
     catch_up(current_stream(device)); // the inputs must be complete
     report_beginning(operation, device);
+    const int64_t traced = is_virtual() ? time(operation, current_stream(device)) : -1;
     WithoutGil without;
     const bool is_collective = !c10d::isP2POp(operation.kind);
     const ProfilerEvent event(operation);
@@ -227,7 +282,7 @@ class Launcher : public c10d::Backend {
     }
     Tensors held = operation.inputs;
     held.insert(held.end(), operation.outputs.begin(), operation.outputs.end());
-    const auto running = running_of(operation.kind, operation.name, std::move(transfers), std::move(held));
+    const auto running = running_of(operation.kind, operation.name, std::move(transfers), std::move(held), traced);
     running->report_to(onCompletionHook_, std::move(record), is_timed_);
     auto work = c10::make_intrusive<SimWork>(
         running, operation.outputs, device, report_launch(operation, device), blocks_host(operation.kind));
@@ -237,6 +292,9 @@ class Launcher : public c10d::Backend {
     } else if (!operation.asynchronous) {
       running->let_go();
       running->finish();
+      if (is_virtual()) {
+        extend(current_stream(device), {running->over_at(), running->number()});
+      }
     }
     return work;
   }
@@ -290,8 +348,34 @@ class Launcher : public c10d::Backend {
   }
 
   RunningPtr running_of(
-      c10d::OpType kind, const char* name, std::vector<TransferPtr> transfers = {}, Tensors held = {}) const {
-    return std::make_shared<Running>(kind, name, rank_, sequence_, std::move(transfers), std::move(held));
+      c10d::OpType kind, const char* name, std::vector<TransferPtr> transfers = {}, Tensors held = {},
+      int64_t traced = -1) const {
+    return std::make_shared<Running>(kind, name, rank_, sequence_, std::move(transfers), std::move(held), traced);
+  }
+  // In virtual time: launches the operation on `stream`, and tells its calls when they are ready and how long they
+  // last. Returns its number in the trace; the parts of a coalesced operation share one.
+  int64_t time(Operation& operation, c10::Stream stream) {
+    const bool is_part = coalescing_ && !coalesced_.empty();
+    const Stamp ready = clock::launch(stream, /*is_launched=*/!is_part);
+    uint64_t bytes = 0;
+    for (auto& call : operation.calls) {
+      const auto traffic = traffic_of(call, size_, rank_);
+      call.timing = {ready.at - clock::epoch(), clock::duration(traffic)};
+      bytes += traffic.sent;
+    }
+    if (is_part) {
+      return coalesced_.front()->running()->number();
+    }
+    const bool is_transfer = c10d::isP2POp(operation.kind);
+    clock::Work work{is_transfer ? "transfer" : "collective", trace_name(operation)};
+    work.device = stream.device_index();
+    work.stream = operation.asynchronous ? -1 : stream.id();
+    work.group = getGroupUid();
+    work.peer = is_transfer ? operation.calls.front().root : -1;
+    work.bytes = bytes;
+    work.ready = ready.at;
+    work.after = ready.by;
+    return clock::trace(std::move(work));
   }
   bool blocks_host(c10d::OpType kind) const { return blocking_wait_ || kind == c10d::OpType::BARRIER; }
 

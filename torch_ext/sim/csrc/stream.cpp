@@ -5,6 +5,7 @@
 
 #include "allocator.h"
 #include "bindings.h"
+#include "clock.h"
 #include "device.h"
 #include "graph.h"
 #include "kernel_observer.h"
@@ -14,13 +15,43 @@
 namespace torch_ext::sim {
 namespace {
 
-std::atomic<int64_t> clock_stopped_at{0}; // 0: the clock runs
+std::atomic<int64_t> clock_stopped_at{0}; // 0: the clock runs; in virtual time, the host's time
+std::atomic<int64_t> host_waited_for{-1}; // the work whose end the host's time follows
+
+Stamp stamp_of(const Elsewhere& one) {
+  return {one.over_at(), one.number()};
+}
+
+// Whether `moment` is over. Outside of virtual time all its moments are.
+bool is_past(int64_t moment) {
+  return moment <= stream_clock() || (moment >= kEpoch && !is_virtual());
+}
+
+void wait_for_end(Elsewhere& one) {
+  try {
+    one.finish();
+  } catch (...) { // the next kernel on a stream that waits for it raises
+    return;
+  }
+}
+
+// In virtual time, an answer "not yet" takes time, so that a loop of queries ends.
+bool answer(bool done) {
+  if (!done && is_virtual()) {
+    clock::poll();
+  }
+  return done;
+}
 
 bool are_over(const Elsewheres& all) {
   if (all.empty()) {
     return true;
   }
   WithoutGil without;
+  if (is_virtual()) { // the answer depends on when they end, not on whether they have done so
+    std::ranges::for_each(all, [](const auto& one) { wait_for_end(*one); });
+    return std::ranges::all_of(all, [](const auto& one) { return is_past(one->over_at()); });
+  }
   return std::ranges::all_of(all, [](const auto& one) { return one->advance(); });
 }
 
@@ -28,6 +59,14 @@ bool are_over(const Elsewheres& all) {
 class Track {
  public:
   std::atomic<int64_t> busy_until{0};
+  std::atomic<int64_t> number{-1}; // of the work that ends then, in the trace of virtual time
+
+  void extend(Stamp end) {
+    if (end > Stamp{busy_until, number}) {
+      busy_until = end.at;
+      number = end.by;
+    }
+  }
 
   bool is_waiting() const { return count_.load(std::memory_order_acquire) > 0; }
 
@@ -41,6 +80,9 @@ class Track {
 
   void wait_for(const Elsewheres& more) {
     for (const auto& one : more) {
+      if (is_virtual() && one->over_at() != 0) {
+        extend(stamp_of(*one));
+      }
       if (one->over_at() == 0 || one->failed()) {
         std::lock_guard<std::mutex> lock(mutex_);
         if (std::ranges::count(elsewhere_, one) == 0) {
@@ -54,7 +96,12 @@ class Track {
   // Call without the GIL.
   void catch_up() {
     while (const auto first = oldest()) {
-      const auto forgotten = c10::make_scope_exit([&] { forget(first); });
+      const auto forgotten = c10::make_scope_exit([&] {
+        forget(first);
+        if (is_virtual()) {
+          extend(stamp_of(*first));
+        }
+      });
       first->finish();
     }
   }
@@ -101,12 +148,12 @@ thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 thread_local const Event* end_of_operation = nullptr;
 
 // The time when `event`, which is over, was reached.
-int64_t ended_at(const Event& event) {
-  int64_t moment = event.done_at;
+Stamp stamp_of(const Event& event) {
+  Stamp end{event.done_at, event.number};
   for (const auto& one : event.elsewhere) {
-    moment = std::max(moment, one->over_at());
+    end = std::max(end, stamp_of(*one));
   }
-  return moment;
+  return end;
 }
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
@@ -191,7 +238,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         "Both events must be recorded on one device before calculating elapsed time, but ",
         "one was recorded on " SIM_NAME ":", static_cast<int>(start->device), " and the other on " SIM_NAME ":",
         static_cast<int>(end->device), ".");
-    return static_cast<double>(ended_at(*end) - ended_at(*start)) / kNanosecondsPerMillisecond;
+    return static_cast<double>(stamp_of(*end).at - stamp_of(*start).at) / kNanosecondsPerMillisecond;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     device_allocator()->recordStream(data, stream);
@@ -220,7 +267,7 @@ class ReducerTimer final : public c10d::Timer {
     }
     synchronize(from->second);
     synchronize(to->second);
-    const int64_t passed = ended_at(to->second) - ended_at(from->second);
+    const int64_t passed = stamp_of(to->second).at - stamp_of(from->second).at;
     return passed < 0 ? std::nullopt : std::optional(passed); // recorded in different iterations
   }
 
@@ -287,17 +334,19 @@ void catch_up(c10::Stream stream) {
 bool is_idle(c10::Stream stream) {
   check_host_wait(stream);
   auto& track = track_of(stream);
-  const bool idle = track.busy_until <= stream_clock() && are_over(track.waits_for());
+  const bool idle = answer(is_past(track.busy_until) && are_over(track.waits_for()));
   if (idle) {
     notify([&](Observer& to) { to.host_knows(stream); });
   }
   return idle;
 }
 
-void synchronize(c10::Stream stream) {
+void synchronize(c10::Stream stream, bool takes_time) {
   check_host_wait(stream);
   catch_up(stream);
-  sleep_until(track_of(stream).busy_until);
+  if (takes_time) {
+    sleep_until(end_of(stream));
+  }
   notify([&](Observer& to) { to.host_knows(stream); });
   trace([&](const auto& to) { to.trace_gpu_stream_synchronization(kSim, address_of(handle_of(stream))); });
 }
@@ -318,8 +367,51 @@ int64_t stream_clock() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
-void sleep_until(int64_t moment) {
-  std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(moment)));
+void sleep_until(Stamp moment) {
+  if (is_virtual()) {
+    clock::host_waits(moment);
+  } else if (!is_past(moment.at)) {
+    std::this_thread::sleep_until(std::chrono::steady_clock::time_point(std::chrono::nanoseconds(moment.at)));
+  }
+}
+
+void extend(c10::Stream stream, Stamp end) {
+  track_of(stream).extend(end);
+}
+
+Stamp end_of(c10::Stream stream) {
+  const auto& track = track_of(stream);
+  return {track.busy_until, track.number};
+}
+
+Stamp host_stamp() {
+  return {clock_stopped_at, host_waited_for};
+}
+
+void move_host(Stamp to) {
+  if (to.at > clock_stopped_at) {
+    clock_stopped_at = to.at;
+    host_waited_for = to.by;
+  }
+}
+
+void begin_virtual_time(int64_t moment) {
+  clock_stopped_at = moment;
+  host_waited_for = -1;
+  virtual_time = true;
+}
+
+void end_virtual_time() {
+  if (!virtual_time.exchange(false)) {
+    return;
+  }
+  clock_stopped_at = 0;
+  for (c10::DeviceIndex device = 0; device < device_count(); ++device) {
+    for (auto& track : table_of(device).tracks) {
+      track.busy_until = 0;
+      track.number = -1;
+    }
+  }
 }
 
 void stop_stream_clock(int64_t moment) {
@@ -331,10 +423,10 @@ void synchronize_device(c10::DeviceIndex device) {
   if (settle_others != nullptr) {
     settle_others();
   }
-  int64_t until = 0;
+  Stamp until;
   for (c10::StreamId id = 0; id < kStreamCount; ++id) {
     catch_up(stream_of(device, id));
-    until = std::max(until, table_of(device).tracks[static_cast<size_t>(id)].busy_until.load());
+    until = std::max(until, end_of(stream_of(device, id)));
   }
   sleep_until(until);
   notify([&](Observer& to) { to.host_knows(device); });
@@ -348,6 +440,10 @@ void sleep(int64_t nanoseconds) {
     return;
   }
   catch_up(stream);
+  if (is_virtual()) {
+    clock::sleep(stream, nanoseconds);
+    return;
+  }
   auto& until = track_of(stream).busy_until;
   int64_t seen = until.load();
   while (!until.compare_exchange_weak(seen, std::max(seen, stream_clock()) + nanoseconds)) {
@@ -363,6 +459,9 @@ Event record(c10::Stream stream) {
   }
   auto& track = track_of(stream);
   Event event{std::max(track.busy_until.load(), stream_clock()), track.waits_for(), {}, stream.device_index()};
+  if (is_virtual()) {
+    event.number = std::max(end_of(stream), host_stamp()).by;
+  }
   notify([&](Observer& to) { event.moment = to.recorded(stream); });
   return event;
 }
@@ -375,8 +474,12 @@ void wait(c10::Stream stream, const Event& event) {
     }
   }
   auto& track = track_of(stream);
-  int64_t seen = track.busy_until;
-  while (seen < event.done_at && !track.busy_until.compare_exchange_weak(seen, event.done_at)) {
+  if (is_virtual()) {
+    track.extend({event.done_at, event.number});
+  } else if (!is_past(event.done_at)) {
+    int64_t seen = track.busy_until;
+    while (seen < event.done_at && !track.busy_until.compare_exchange_weak(seen, event.done_at)) {
+    }
   }
   track.wait_for(event.elsewhere);
   notify(event.moment, [&](Observer& to) { to.stream_waits(stream, event.moment); });
@@ -384,7 +487,7 @@ void wait(c10::Stream stream, const Event& event) {
 
 bool is_done(const Event& event) {
   check_host_wait(event);
-  const bool done = event.done_at <= stream_clock() && are_over(event.elsewhere);
+  const bool done = answer(is_past(event.done_at) && are_over(event.elsewhere));
   if (done) {
     notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
   }
@@ -397,7 +500,7 @@ void synchronize(const Event& event) {
     WithoutGil without;
     one->finish();
   }
-  sleep_until(event.done_at);
+  sleep_until(is_virtual() ? stamp_of(event) : Stamp{event.done_at});
   notify(event.moment, [&](Observer& to) { to.host_knows(event.moment); });
 }
 

@@ -20,6 +20,7 @@
 //     id = kStreamCount                      the lane of an operation: see AtEnd
 #pragma once
 
+#include "clock.h"
 #include "device.h"
 #include "kernel_observer.h"
 #include "std.h"
@@ -62,6 +63,9 @@ class Elsewhere {
   // The end of the work, in nanoseconds on the steady clock; 0: not yet.
   virtual int64_t over_at() const = 0;
 
+  // The number of the work in the trace of virtual time.
+  virtual int64_t number() const = 0;
+
   // Whether the work is known to have failed.
   virtual bool failed() const = 0;
 };
@@ -70,7 +74,8 @@ using Elsewheres = std::vector<std::shared_ptr<Elsewhere>>;
 // Blocks until all work that the stream waits for is over, and forgets it. Raises if any of it failed.
 void catch_up(c10::Stream stream);
 
-void synchronize(c10::Stream stream); // and until it is no longer busy
+// And until it is no longer busy. Virtual time passes if `takes_time`; a kernel that the host reads takes its own.
+void synchronize(c10::Stream stream, bool takes_time = true);
 void synchronize_device(c10::DeviceIndex device);
 
 // The time, on the clock of streams, until which `stream` counts as busy, and what it waits for then. Orders nothing
@@ -78,10 +83,19 @@ void synchronize_device(c10::DeviceIndex device);
 int64_t busy_until(c10::Stream stream);
 Elsewheres pending_of(c10::Stream stream);
 int64_t stream_clock(); // nanoseconds, steady
-void sleep_until(int64_t moment);
+void sleep_until(Stamp moment);
 
 // Makes the clock stand still at `moment`; 0 lets it run. For tests, which so decide when work is over.
 void stop_stream_clock(int64_t moment);
+
+// Of virtual time (clock.h): the end of what a stream has been given, without what it waits for elsewhere, and the
+// host's time. The first two make the stream or the host later, never earlier.
+void extend(c10::Stream stream, Stamp end);
+void move_host(Stamp to);
+Stamp end_of(c10::Stream stream);
+Stamp host_stamp();
+void begin_virtual_time(int64_t moment);
+void end_virtual_time();
 
 // Finishes work besides kernels in a wait for a whole device. Set once.
 extern void (*settle_others)();
@@ -95,6 +109,7 @@ struct Event {
   Moment moment{};        // for the observer
   c10::DeviceIndex device = -1;
   std::shared_ptr<struct CapturePoint> point{}; // of an event that a capture recorded
+  int64_t number = -1;                          // of the work that ends at `done_at`, in the trace of virtual time
 };
 
 Event record(c10::Stream stream);

@@ -6,6 +6,7 @@
 
 #include "allocator.h"
 #include "bindings.h"
+#include "clock.h"
 #include "device.h"
 #include "graph.h"
 #include "kernel_observer.h"
@@ -101,12 +102,13 @@ void bind_flight_record(pybind11::module_& m) {
 
 Running::Running(
     c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
-    std::vector<at::Tensor> held)
+    std::vector<at::Tensor> held, int64_t traced)
     : kind_(kind),
       name_(name),
       rank_(rank),
       sequence_(sequence),
       transfers_(std::move(transfers)),
+      traced_(traced),
       device_(held.empty() ? c10::DeviceIndex(-1) : held.front().device().index()),
       held_(std::move(held)) {}
 
@@ -121,6 +123,19 @@ std::exception_ptr Running::why() const {
   return why_;
 }
 
+// The time of all transfers, which run one after another or side by side. A failed one lasts no time.
+clock::Span Running::span() const {
+  clock::Span all{std::numeric_limits<int64_t>::max(), started_};
+  for (const auto& transfer : transfers_) {
+    const auto one = transfer->span();
+    if (one.start != 0) {
+      all = {std::min(all.start, one.start), std::max(all.end, one.end), one.last};
+    }
+  }
+  all.start = std::min(all.start, all.end);
+  return all;
+}
+
 void Running::end(const std::exception_ptr& why) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -128,7 +143,14 @@ void Running::end(const std::exception_ptr& why) {
       return;
     }
     why_ = why;
-    over_at_ = stream_clock();
+    if (is_timed_by_model_) {
+      const auto times = span();
+      started_ = times.start;
+      clock::trace(traced_, times);
+      over_at_ = times.end;
+    } else {
+      over_at_ = stream_clock();
+    }
   }
   report_to_profiler();
   if (record_ != nullptr) {
@@ -136,7 +158,7 @@ void Running::end(const std::exception_ptr& why) {
   }
   if (hook_) {
     using TimePoint = std::chrono::steady_clock::time_point;
-    const std::chrono::nanoseconds began(started_), ended(over_at_.load());
+    const std::chrono::nanoseconds began(started_.load()), ended(over_at_.load());
     try {
       hook_(std::make_shared<c10d::WorkInfo>(kind_, sequence_, TimePoint(began), TimePoint(ended), ended - began));
     } catch (...) {
@@ -263,7 +285,7 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
     WithoutGil without;
     if (blocks_host_ || timeout != kNoTimeout) {
       running_->finish(timeout);
-      notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+      host_learns();
     } else if (running_->advance()) {
       running_->finish(kNoTimeout); // raises if the operation has failed
     }
@@ -278,6 +300,9 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
 }
 
 bool SimWork::isCompleted() {
+  if (is_virtual()) {
+    return is_done(end_);
+  }
   if (running_->is_over()) {
     return true;
   }
@@ -287,6 +312,14 @@ bool SimWork::isCompleted() {
     notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
   }
   return over;
+}
+
+// The host has waited for the operation.
+void SimWork::host_learns() {
+  if (is_virtual()) {
+    sleep_until({running_->over_at(), running_->number()});
+  }
+  notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
 }
 
 bool SimWork::isSuccess() const {
@@ -304,7 +337,7 @@ FuturePtr SimWork::getFuture() {
   // Do this before locking, because it may call the completion hook.
   if (outputs_.empty()) {
     settle(*running_); // without a tensor there is no stream that could wait for it
-    notify(end_.moment, [this](Observer& to) { to.host_knows(end_.moment); });
+    host_learns();
   } else {
     running_->advance();
   }

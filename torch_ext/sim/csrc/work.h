@@ -32,6 +32,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "clock.h"
 #include "profiler.h"
 #include "std.h"
 #include "stream.h"
@@ -81,10 +82,11 @@ using CompletionHook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
 // An operation under way. Any thread may call it; call functions that block without the GIL.
 class Running final : public Elsewhere {
  public:
-  // name: for messages. held: device tensors; see Note [What an operation holds].
+  // name: for messages. held: device tensors; see Note [What an operation holds]. traced: its number in the trace of
+  // virtual time.
   Running(
       c10d::OpType kind, const char* name, int rank, uint64_t sequence, std::vector<TransferPtr> transfers,
-      std::vector<at::Tensor> held);
+      std::vector<at::Tensor> held, int64_t traced = -1);
 
   // Call it before other threads know the operation. The hook is called once, on success or failure.
   void report_to(CompletionHook hook, ProgressPtr record, bool timed);
@@ -96,6 +98,7 @@ class Running final : public Elsewhere {
   bool advance() override;
   void finish() override { finish(kNoTimeout); }
   int64_t over_at() const override { return over_at_; }
+  int64_t number() const override { return traced_; }
   bool failed() const override { return why() != nullptr; }
 
   // Waits for the operation. Raises if it failed; fails it after `timeout`. kNoTimeout stands for the limit of its
@@ -127,6 +130,7 @@ class Running final : public Elsewhere {
 
  private:
   void end(const std::exception_ptr& why);
+  clock::Span span() const;
   void report_to_profiler() const;
 
   const c10d::OpType kind_;
@@ -134,8 +138,10 @@ class Running final : public Elsewhere {
   const int rank_;
   const uint64_t sequence_;
   const std::vector<TransferPtr> transfers_;
-  const int64_t started_ = stream_clock();
-  const c10::DeviceIndex device_; // -1 without tensors
+  const bool is_timed_by_model_ = is_virtual();
+  const int64_t traced_;
+  std::atomic<int64_t> started_{stream_clock()}; // in virtual time the launch, then the start
+  const c10::DeviceIndex device_;                // -1 without tensors
   const int64_t launched_by_ = current_correlation();
   CompletionHook hook_;
   ProgressPtr record_;
@@ -191,6 +197,7 @@ class SimWork : public c10d::Work {
 
  private:
   FuturePtr make_future();
+  void host_learns();
 
   const RunningPtr running_;
   const std::vector<at::Tensor> outputs_;

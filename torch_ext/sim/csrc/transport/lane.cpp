@@ -25,6 +25,7 @@
 //
 //   claim: 0 free -> 1 + rank: being reduced -> kReduced | 1 + rank
 
+#include "../clock.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fingerprint.h"
@@ -230,6 +231,7 @@ void Lane::publish(const Call& call, uint64_t number) {
   Slot& slot = group_->own().slot(number);
   slot.inputs = block;
   slot.counts = block + sizeof(uint64_t) * places.size();
+  slot.timing = call.timing;
   slot.fingerprint = fingerprint_of(call, counts);
   for (auto& claim : slot.claims) {
     claim.store(0, std::memory_order_relaxed);
@@ -327,7 +329,24 @@ Wait Lane::gather(Pending& front, bool look) {
     std::rethrow_exception(group_->failure(message));
   }
   front.checked = true;
+  if (front.call.timing.ready >= 0) {
+    time(front);
+  }
   return {};
+}
+
+void Lane::time(Pending& front) {
+  Timing all;
+  int last = group_->rank;
+  for (int peer = 0; peer < group_->size(); ++peer) {
+    const Timing& timing = group_->memory(peer).slot(front.number).timing;
+    last = timing.ready > all.ready ? peer : last;
+    all = {std::max(all.ready, timing.ready), std::max(all.lasts, timing.lasts)};
+  }
+  const int64_t ready = clock::epoch() + all.ready;
+  const int64_t start = std::max(ready, free_at_);
+  free_at_ = start + all.lasts;
+  front.times = {start, free_at_, static_cast<int>(group_->global_ranks[static_cast<size_t>(last)])};
 }
 
 } // namespace torch_ext::sim

@@ -13,6 +13,7 @@
 // A letter is kept until the receiver has gone past it, because its `next` continues the list.
 #include "shared_memory.h"
 
+#include "../clock.h"
 #include "../std.h"
 #include "fingerprint.h"
 #include "segment.h"
@@ -23,6 +24,8 @@ namespace torch_ext::sim {
 Mailbox::Mailbox(std::shared_ptr<SharedGroup> group)
     : group_(std::move(group)),
       last_sent_(static_cast<size_t>(group_->size())),
+      send_ends_(last_sent_.size()),
+      receive_ends_(last_sent_.size()),
       cursor_(last_sent_.size()),
       unread_(last_sent_.size()) {}
 
@@ -42,6 +45,13 @@ TransferPtr Mailbox::send(Call call) {
   const uint64_t bytes = tensor.nbytes();
   const uint64_t place = group_->allocate(sizeof(Letter) + bytes);
   copy_bytes(group_->own().heap(place + sizeof(Letter), bytes), tensor.const_data_ptr(), bytes);
+  clock::Span times{};
+  if (call.timing.ready >= 0) {
+    auto& end = send_ends_[static_cast<size_t>(to)];
+    times.start = std::max(clock::epoch() + call.timing.ready, end);
+    times.end = end = times.start + call.timing.lasts;
+    call.timing.ready = times.start - clock::epoch();
+  }
   new (&letter(group_->rank, place)) Letter{.envelope = envelope_of(call)};
   auto& last = last_sent_[static_cast<size_t>(to)];
   auto& link = last == 0 ? group_->own().first_letter(to) : letter(group_->rank, last).next;
@@ -50,6 +60,7 @@ TransferPtr Mailbox::send(Call call) {
   ring(group_->header(to).doorbell);
   sent_.push_back(place);
   auto made = std::make_shared<Pending>(group_, shared_from_this(), std::move(call), 0);
+  made->times = times;
   made->end();
   return made;
 }
@@ -97,6 +108,13 @@ void Mailbox::open(Pending& to, uint64_t place) {
   if (why == nullptr) {
     const auto* data = group_->memory(from).heap(place + sizeof(Letter), tensor.nbytes());
     copy_bytes(tensor.mutable_data_ptr(), data, tensor.nbytes());
+  }
+  if (to.call.timing.ready >= 0) {
+    const Timing sent = letter(from, place).envelope.timing;
+    auto& end = receive_ends_[static_cast<size_t>(from)];
+    to.times.start = clock::epoch() + std::max(to.call.timing.ready, sent.ready);
+    to.times.end = end =
+        std::max({to.times.start, clock::epoch() + std::max(sent.ready, int64_t{0}) + sent.lasts, end});
   }
   letter(from, place).state.fetch_or(kLetterRead, std::memory_order_release); // the heap may have moved
   to.end(why);

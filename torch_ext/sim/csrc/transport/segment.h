@@ -10,12 +10,12 @@
 //   ...               size * 8                         where the first letter to each rank lies in the heap, or 0
 //   rounded to 4096   grows                            the heap (Arena): data of collectives, and letters (Letter)
 //
-//   Slot (1024)                                        Letter (256), in the heap
+//   Slot (1024)                                        Letter (320), in the heap
 //   +-----------------------------+ 0                  +-----------------------------+ 0
 //   | number, written last        |                    | next: the letter after it   |
 //   | inputs, counts: in the heap |                    | state: by the reader        |
 //   | claims[kPieces]: by peers   |                    | envelope                    |
-//   | fingerprint                 |                    | then the data               |
+//   | timing, fingerprint         |                    | then the data               |
 //   +-----------------------------+                    +-----------------------------+
 //
 // A rank publishes a collective by writing its slot, then `Slot::number`. A rank that then finds all others published
@@ -49,7 +49,7 @@ constexpr uint64_t kSlots = 256;    // as many collectives of a group can be und
 constexpr uint32_t kPieces = 64;    // as many parts of an all-reduce are shared out between ranks
 constexpr size_t kSiteBytes = 200;  // file and line of a call, cut off in front, with a closing 0
 constexpr size_t kNameBytes = 40;
-constexpr uint64_t kLayoutVersion = 3;
+constexpr uint64_t kLayoutVersion = 4;
 
 enum class GroupState : uint8_t { kNew = 0, kReady, kRefused, kLeft, kAborted };
 
@@ -59,6 +59,13 @@ struct Header {
   std::atomic<uint32_t> doorbell; // by peers: grows with each letter to this rank, which sleeps on it
   std::atomic<uint32_t> reduced;  // by peers: grows with each piece of an all-reduce; all sleep on it
   std::atomic<uint64_t> finished; // number of the last collective whose data this rank no longer needs
+};
+
+// Virtual time of a call on one rank (clock.h), counted from its start: the moment at which the call is ready, -1
+// without virtual time, and how long it lasts as far as this rank goes.
+struct Timing {
+  int64_t ready = -1;
+  int64_t lasts = 0;
 };
 
 // The parts of a call that must agree between ranks, and those that messages show.
@@ -75,8 +82,9 @@ struct Fingerprint {
 
 struct Slot {
   std::atomic<uint64_t> number;
-  uint64_t inputs;                       // in the heap: a uint64_t for each input, the offset of its data
-  uint64_t counts;                       // in the heap: numbers of elements, an int64_t each
+  uint64_t inputs; // in the heap: a uint64_t for each input, the offset of its data
+  uint64_t counts; // in the heap: numbers of elements, an int64_t each
+  Timing timing;
   std::atomic<uint32_t> claims[kPieces]; // by peers, in the slot of the group's rank 0: see Note [Who reduces]
   Fingerprint fingerprint;
 };
@@ -96,6 +104,7 @@ struct Turn {
 // A sender's call, for the receiver.
 struct Envelope {
   int64_t elements;
+  Timing timing; // `ready`: the start of the send
   Turn turn;
   int8_t type;
   char site[kSiteBytes];

@@ -67,12 +67,15 @@ class Pending final : public Transfer {
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override;
 
+  clock::Span span() const override { return times; }
+
   bool over() const { return over_; }
   void end(const std::exception_ptr& why = nullptr);
 
   Call call;
   const uint64_t number; // of the collective, or of the letter
   bool checked = false;  // all ranks take part and agree
+  clock::Span times{};   // in virtual time, once it is over
 
  private:
   const std::shared_ptr<SharedGroup> group_;
@@ -105,9 +108,12 @@ class Lane final : public Queue, public std::enable_shared_from_this<Lane> {
   Wait step(Pending& front, bool look);
   // Returns the event to wait for while peers are missing; raises if one is gone, or ranks disagree.
   Wait gather(Pending& front, bool look);
+  // Gives a collective that all ranks have published its place in virtual time.
+  void time(Pending& front);
 
   const std::shared_ptr<SharedGroup> group_;
   uint64_t started_ = 0;
+  int64_t free_at_ = 0;                          // in virtual time
   std::deque<std::shared_ptr<Pending>> pending_; // not over, or over behind one that is not
   std::deque<Published> published_;              // peers may still read their memory
 };
@@ -129,6 +135,8 @@ class Mailbox final : public Queue, public std::enable_shared_from_this<Mailbox>
 
   const std::shared_ptr<SharedGroup> group_;
   std::vector<uint64_t> last_sent_;          // by receiver: the end of its list
+  std::vector<int64_t> send_ends_;           // by receiver, in virtual time
+  std::vector<int64_t> receive_ends_;        // by sender
   std::deque<uint64_t> sent_;                // letters not known to be free
   std::vector<uint64_t> cursor_;             // by sender
   std::vector<std::deque<uint64_t>> unread_; // letters by sender, in its heap

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "../clock.h"
 #include "../host_tensors.h"
 #include "../std.h"
 #include "fold.h"
@@ -46,6 +47,7 @@ struct Call {
   bool batched = false;        // a transfer that starts together with others
   std::string blocking_site{}; // of a receive: the send that `turn.blocking` names
   std::chrono::milliseconds timeout{c10d::kUnsetTimeout};
+  Timing timing{};
 
   // "all_reduce at train.py:12"
   std::string what() const { return c10::str(name, site.empty() ? "" : " at ", site); }
@@ -69,6 +71,10 @@ class Transfer {
 
   // Fails the transfer with `why` for all waiters, unless it is over.
   virtual void abort(const std::exception_ptr& why) = 0;
+
+  // When a transfer that is over has run in virtual time. Without a start where that is not known: it failed, no peer
+  // has virtual time, or it went through gloo.
+  virtual clock::Span span() const { return {}; }
 };
 
 using TransferPtr = std::shared_ptr<Transfer>;
@@ -81,6 +87,7 @@ class Stepped final : public Transfer {
   bool advance() override { return inner_->advance(); }
   void finish(std::chrono::milliseconds timeout) override;
   void abort(const std::exception_ptr& why) override { inner_->abort(why); }
+  clock::Span span() const override { return inner_->span(); }
 
  private:
   const TransferPtr inner_;

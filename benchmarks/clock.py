@@ -1,0 +1,90 @@
+"""Measures the cost of virtual time.
+
+    python benchmarks/clock.py                      # on over off
+    python benchmarks/clock.py --before CHECKOUT    # off over another checkout of this repository
+
+Each figure alternates between the two sides in one run and takes the median of the rounds' ratios, so that a busy
+machine slows both alike. The body is a training step of a two-layer transformer. Targets: on 1.15, off 1.01.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # works in an uninstalled clone, after PYTHONPATH
+
+import torch_ext.sim  # noqa: F401 - registers the device
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 25
+STEPS = 3
+STEPS_OF_A_PROCESS = 40
+
+
+def training_step() -> Callable[[], None]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to("sim")
+    optimizer = torch.optim.AdamW(net.parameters())
+    x = torch.randn(8, 64, 128).to("sim")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds(body: Callable[[], None], steps: int) -> float:
+    body()
+    start = time.perf_counter()
+    for _ in range(steps):
+        body()
+    return (time.perf_counter() - start) / steps
+
+
+def seconds_on(body: Callable[[], None], model: str) -> float:
+    from torch_ext.sim import clock  # another checkout may lack it
+
+    with clock.measure(model):
+        return seconds(body, STEPS)
+
+
+def show(name: str, rounds: list[tuple[float, float]], target: float) -> None:
+    without, with_it = (statistics.median(side) * 1e3 for side in zip(*rounds, strict=True))
+    ratio = statistics.median(b / a for a, b in rounds)
+    print(f"{name:>24}: {without:6.2f} ms, {with_it:6.2f} ms, ratio {ratio:.3f} (target {target})")
+
+
+def compare_with(checkout: str) -> None:
+    def of(root: str) -> float:
+        command = [sys.executable, __file__, "--seconds"]
+        environment = {**os.environ, "PYTHONPATH": root}
+        return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+    of(checkout), of(str(ROOT))  # build both
+    show("off, before and now", [(of(checkout), of(str(ROOT))) for _ in range(ROUNDS)], 1.01)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1:] == ["--seconds"]:
+        step = training_step()
+        print(statistics.median(seconds(step, 1) for _ in range(STEPS_OF_A_PROCESS)))
+    elif sys.argv[1:2] == ["--before"]:
+        compare_with(sys.argv[2])
+    else:
+        print(f"torch {torch.__version__}, median of {ROUNDS} rounds, one thread")
+        step = training_step()
+        for model in ("unit", "h100-sxm"):
+            show(f"off and on, {model}", [(seconds(step, STEPS), seconds_on(step, model)) for _ in range(ROUNDS)], 1.15)

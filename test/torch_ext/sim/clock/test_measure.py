@@ -1,0 +1,178 @@
+"""Virtual time in one process: what it moves, what it leaves alone, and the questions of a trace."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from torch_ext.sim import _native
+from torch_ext.sim.clock import MODELS, Model, NoModelError, Step
+
+SIM = torch.get_device_module("sim")
+clock = SIM.clock
+
+
+def timed_event(stream=None):
+    event = SIM.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def test_elapsed_time_is_that_of_the_model():
+    with clock.measure("unit"):
+        before = timed_event()
+        SIM._sleep(2_000_000)
+        torch.ones(3, device="sim")
+        after = timed_event()
+        assert not after.query()
+        after.synchronize()
+        assert after.query()
+        assert before.elapsed_time(after) == 2.000001
+
+
+def test_a_sleep_of_a_day_passes_at_once():
+    began = time.monotonic()
+    with clock.measure("unit") as trace:
+        SIM._sleep(86_400 * 10**9)
+    assert trace.time == 86_400 * 10**9
+    assert time.monotonic() - began < 3600
+
+
+def test_queries_in_a_loop_reach_the_end():
+    with clock.measure("unit") as trace:
+        SIM._sleep(10_500)
+        event = timed_event()
+        asked = 1
+        while not event.query():
+            asked += 1
+    assert (asked, trace.time) == (12, 11_000)
+
+
+def test_host_pays_for_launches_and_waits_for_reads():
+    x = torch.ones(1, device="sim")
+    with clock.measure("unit", launch_ns=10) as trace:
+        for _ in range(3):
+            x.add_(1)
+        assert clock.now_ns() == 30
+        assert x.item() == 4  # a copy of four bytes, launched at 40
+        assert clock.now_ns() == 44
+    assert [work.start for work in trace.select("kernel")] == [10, 20, 30]
+
+
+def test_streams_run_side_by_side_and_copies_share_an_engine():
+    one, two = SIM.Stream(), SIM.Stream()
+    host, device = torch.ones(100, pin_memory=True), torch.ones(100, device="sim")
+    with clock.measure("unit") as trace:
+        for stream in (one, two):
+            with SIM.stream(stream):
+                SIM._sleep(300)
+                device.copy_(host, non_blocking=True)
+    assert trace.time == 300 + 2 * 400
+    assert trace.busy("kernel") == 300
+    assert (trace.idle(one), trace.idle(two)) == (400, 400)
+    assert trace.critical_path() == [Step("sleep", 300), Step("aten::copy_", 800)]
+
+
+def test_critical_path_follows_events_and_adds_up():
+    side = SIM.Stream()
+    with clock.measure("unit", launch_ns=5) as trace:
+        with SIM.stream(side):
+            SIM._sleep(1000)
+        SIM._sleep(200)
+        SIM.current_stream().wait_stream(side)
+        SIM._sleep(30)
+        SIM.synchronize()
+        SIM._sleep(7)
+    assert trace.critical_path() == [Step("host", 5), Step("sleep", 1030), Step("host", 5), Step("sleep", 7)]
+    assert sum(step.time for step in trace.critical_path()) == trace.time
+
+
+def test_values_and_the_clock_outside_are_untouched():
+    before = timed_event()
+    with clock.measure("unit"):
+        assert before.query()
+        inside = timed_event()
+        SIM._sleep(10**15)
+    assert not _native.is_clock_on()
+    assert inside.query()
+    SIM.current_stream().wait_event(inside)
+    inside.synchronize()
+    SIM.synchronize()
+    assert torch.ones(2, device="sim").sum().item() == 2
+
+
+def test_an_error_in_the_body_ends_virtual_time():
+    with pytest.raises(KeyError), clock.measure("unit") as trace:
+        SIM._sleep(100)
+        raise KeyError
+    assert not _native.is_clock_on()
+    assert len(trace.select("kernel")) == 1
+
+
+def test_roofline_takes_the_longer_of_bytes_and_operations(tmp_path):
+    constants = {"memory": 4, "flops.Float": 8, "kernel": 3}
+    sourced = {name: {"value": value, "source": "definition"} for name, value in constants.items()}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"about": "", "validated": False, "constants": sourced}))
+    a, b = torch.ones(16, 32, device="sim"), torch.ones(32, 64, device="sim")
+    with clock.measure(str(path)) as trace:
+        a @ b
+        a.add_(1)
+    matmul, add = (work.end - work.start for work in trace.works if work.kind == "kernel")
+    assert matmul == 3 + 2 * 16 * 32 * 64 // 8
+    assert add == 3 + 2 * a.nbytes // 4
+    with pytest.raises(NoModelError, match=r"no model: mine has no flops\.Double\. "), clock.measure(str(path)):
+        a.double() @ b.double()
+
+
+def test_models_name_the_source_of_each_constant(tmp_path):
+    for name in MODELS:
+        for constant in Model.load(name).constants.values():
+            assert constant["source"] == "definition" or (constant["source"].startswith("http") and constant["quote"])
+    with pytest.raises(ValueError, match=r"Got the model 'h200', expected one of .*unit or the path of a JSON file\."):
+        Model.load("h200")
+    (tmp_path / "mine.json").write_text('{"about": "", "validated": false, "constants": {"link": {"value": 1}}}')
+    with pytest.raises(ValueError, match="link without a source"):
+        Model.load(str(tmp_path / "mine.json"))
+    for text in ("", "[]", '{"about": ""}', '{"about": "", "validated": false, "constants": {"link": 3}}'):
+        (tmp_path / "mine.json").write_text(text)
+        with pytest.raises(ValueError, match=r"mine\.json is no cost model: "):
+            Model.load(str(tmp_path / "mine.json"))
+
+
+def test_profiler_shows_device_times_of_the_model():
+    with (
+        clock.measure("unit"),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]) as profiler,
+    ):
+        SIM._sleep(5_000_000)
+        torch.ones(100_000, device="sim").cpu()
+    events = profiler.events() or []
+    on_device = [event for event in events if event.device_type != DeviceType.CPU]
+    times = {event.name: round(event.time_range.elapsed_us(), 3) for event in on_device}
+    assert times == {"aten::fill_": 0.001, "aten::copy_": 400.0}
+
+
+def test_replayed_graphs_launch_no_kernels():
+    x, stream, graph = torch.ones(4, device="sim"), SIM.Stream(), torch.accelerator.Graph()
+    with SIM.stream(stream):
+        graph.capture_begin()
+        x.add_(1)
+        x.add_(1)
+        graph.capture_end()
+    with clock.measure("unit", launch_ns=10) as trace:
+        graph.replay()
+    assert [(work.name, work.start) for work in trace.select("kernel")] == [("aten::add", 0), ("aten::add", 1)]
+
+
+def test_a_second_clock_is_refused():
+    with clock.measure("unit") as outer:
+        with clock.measure() as inner:
+            SIM._sleep(5)
+        with pytest.raises(ValueError, match="runs under 'unit'"), clock.measure("h100-sxm"):
+            pass
+        SIM._sleep(7)
+    assert (inner.time, outer.time, len(inner.works)) == (5, 12, 2)

@@ -1,0 +1,212 @@
+"""Times and volumes that one can work out by hand, to the nanosecond and the byte. In the model ``unit`` a byte takes a
+nanosecond; ``_sleep`` stands for computing.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from test.torch_ext.sim import ranks
+from torch_ext.sim.clock import Step
+
+SIM = torch.get_device_module("sim")
+P = 4  # ranks, or stages of a pipeline
+
+
+def free_links(folder):
+    """Return a model whose transfers and collectives take no time."""
+    path = folder / "free.json"
+    link = {"value": 1e30, "source": "definition"}
+    path.write_text(json.dumps({"about": "", "validated": False, "constants": {"link": link}}))
+    return str(path)
+
+
+@ranks.world_of(P)
+def test_ring_all_reduce_sends_each_part_twice_to_the_next_rank(rank, world_size):
+    x = torch.ones(1000, device="sim")
+    with SIM.clock.measure("unit") as trace:
+        dist.all_reduce(x)
+    assert trace.time == trace.sent("all_reduce") == 2 * (P - 1) * x.nbytes // P
+    assert trace.exposed("all_reduce") == trace.time
+
+
+@ranks.world_of(P)
+def test_critical_path_names_the_rank_that_is_late(rank, world_size):
+    x = torch.ones(100, device="sim")
+    with SIM.clock.measure("unit") as trace:
+        SIM._sleep(1000 if rank == 2 else 10)
+        dist.all_reduce(x)
+    late = [Step("sleep", 1000)] if rank == 2 else [Step("sleep", 10), Step("rank 2", 990)]
+    assert trace.critical_path() == [*late, Step("all_reduce", 600)]
+    assert trace.select("all_reduce")[0].peer == 2
+
+
+@ranks.world_of(P)
+def test_every_collective_moves_the_bytes_of_its_algorithm(rank, world_size):
+    def ones(parts=1):
+        return torch.ones(100 * parts, device="sim")
+
+    def lists():
+        return [ones() for _ in range(P)]
+
+    is_root = rank == 1
+    calls = {
+        "all_reduce": (lambda: dist.all_reduce(ones()), 600, 600),
+        "all_gather": (lambda: dist.all_gather(lists(), ones()), 1200, 1200),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(ones(), ones(P)), 1200, 1200),
+        "all_to_all": (lambda: dist.all_to_all(lists(), lists()), 1200, 1200),
+        "broadcast": (lambda: dist.broadcast(ones(), 1), 400, 400),
+        "reduce": (lambda: dist.reduce(ones(), 1), 400, 400),
+        "gather": (lambda: dist.gather(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
+        "scatter": (lambda: dist.scatter(ones(), lists() if is_root else None, 1), 1200, 1200 if is_root else 400),
+    }
+    for name, (call, time, moved) in calls.items():
+        with SIM.clock.measure("unit") as trace:
+            call()
+        (work,) = trace.select("collective")
+        assert (work.name, work.end - work.start, work.bytes) == (name, time, moved)
+
+
+def train_forward(layers, compute_ns, is_prefetched):
+    """Gather the weights of each layer and compute with them; prefetched: gather the next layer's meanwhile."""
+    shards = [torch.ones(25, device="sim") for _ in range(layers)]
+    wholes = [torch.empty(25 * dist.get_world_size(), device="sim") for _ in range(layers)]
+    works = {}
+
+    def gather(layer):
+        works[layer] = dist.all_gather_into_tensor(wholes[layer], shards[layer], async_op=True)
+
+    with SIM.clock.measure("unit") as trace:
+        gather(0)
+        for layer in range(layers):
+            works.pop(layer).wait()
+            if is_prefetched and layer + 1 < layers:
+                gather(layer + 1)
+            SIM._sleep(compute_ns)
+            if not is_prefetched and layer + 1 < layers:
+                gather(layer + 1)
+    return trace
+
+
+@ranks.world_of(P)
+def test_prefetch_hides_all_gathers_behind_the_layers_before(rank, world_size):
+    layers, gather_ns = 5, (P - 1) * 100
+    for compute_ns in (1000, 300, 120):
+        alone = train_forward(layers, compute_ns, is_prefetched=False)
+        assert (alone.time, alone.exposed("all_gather")) == (layers * (compute_ns + gather_ns), layers * gather_ns)
+        ahead = train_forward(layers, compute_ns, is_prefetched=True)
+        exposed = gather_ns + (layers - 1) * max(0, gather_ns - compute_ns)
+        assert (ahead.time, ahead.exposed("all_gather")) == (layers * compute_ns + exposed, exposed)
+        assert ahead.overlap("all_gather", "kernel") == layers * gather_ns - exposed
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        SIM._sleep(100_000)
+        return super().forward(x)
+
+
+def model_of(layers, width):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(width, width, bias=False, device="sim") for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+@ranks.world_of(P)
+def test_fsdp_moves_the_volume_of_zero_3(rank, world_size):
+    layers, width = 3, 64
+    model, x = model_of(layers, width), torch.ones(2, width, device="sim", requires_grad=True)
+    with SIM.clock.measure("unit") as trace:
+        model(x).sum().backward()
+    weights = layers * width * width * 4
+    assert trace.sent("all_gather") == 2 * weights * (P - 1) // P
+    assert trace.sent("reduce_scatter") == weights * (P - 1) // P
+    assert trace.sent("collective") == 3 * weights * (P - 1) // P
+
+
+@ranks.world_of(P)
+def test_gradient_accumulation_reduces_once(rank, world_size):
+    layers, width, batches = 2, 32, 4
+    model, x = model_of(layers, width), torch.ones(2, width, device="sim")
+    assert isinstance(model, FSDPModule)
+    with SIM.clock.measure("unit") as trace:
+        for batch in range(batches):
+            model.set_requires_gradient_sync(batch == batches - 1)
+            model(x).sum().backward()
+    weights = layers * width * width * 4
+    assert trace.sent("reduce_scatter") == weights * (P - 1) // P
+    assert len(trace.select("reduce_scatter")) == layers
+
+
+@ranks.world_of(P)
+def test_fsdp_exposes_the_first_all_gather_alone(rank, world_size):
+    layers, width = 4, 64
+    model, x = model_of(layers, width), torch.ones(2, width, device="sim")
+    with SIM.clock.measure("unit") as trace:
+        model(x)
+    gather_ns = width * width * 4 * (P - 1) // P
+    # Under the first all-gather runs one kernel, the copy of the second layer's shard.
+    assert trace.exposed("all_gather") == gather_ns - 1
+    assert trace.overlap("all_gather", "kernel") == (layers - 1) * gather_ns + 1
+
+
+def run_pipeline(rank, order, forward_ns, backward_ns):
+    """Run the steps of ``order``, pairs of "F" or "B" and a batch, of stage ``rank``."""
+    x = torch.ones(1, device="sim")
+    for what, _ in order:
+        source, to = (rank - 1, rank + 1) if what == "F" else (rank + 1, rank - 1)
+        if 0 <= source < P:
+            dist.irecv(x, source).wait()
+        SIM._sleep(forward_ns if what == "F" else backward_ns)
+        if 0 <= to < P:
+            dist.isend(x, to)
+
+
+def gpipe(_rank, batches):
+    return [("F", batch) for batch in range(batches)] + [("B", batch) for batch in range(batches)]
+
+
+def one_forward_one_backward(rank, batches):
+    warm = min(P - 1 - rank, batches)
+    order = [("F", batch) for batch in range(warm)]
+    for batch in range(batches - warm):
+        order += [("F", warm + batch), ("B", batch)]
+    return order + [("B", batch) for batch in range(batches - warm, batches)]
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward])
+@ranks.world_of(P)
+def test_bubble_of_a_pipeline(rank, world_size, schedule):
+    batches, forward_ns, backward_ns = 8, 100, 200
+    with tempfile.TemporaryDirectory() as folder, SIM.clock.measure(free_links(Path(folder))) as trace:
+        run_pipeline(rank, schedule(rank, batches), forward_ns, backward_ns)
+        dist.barrier(device_ids=[rank])
+    work = batches * (forward_ns + backward_ns)
+    assert trace.busy("kernel") == work
+    assert trace.idle(SIM.default_stream()) / work == (P - 1) / batches
+
+
+@ranks.world_of(1)
+def test_offload_is_as_slow_as_the_slower_of_copies_and_computing(rank, world_size):
+    layers, floats = 5, 250
+    host = [torch.ones(floats, pin_memory=True) for _ in range(layers)]
+    device = [torch.empty(floats, device="sim") for _ in range(layers)]
+    copies = SIM.Stream()
+    for compute_ns in (400, 1000, 2500):
+        with SIM.clock.measure("unit") as trace:
+            for layer in range(layers):
+                with SIM.stream(copies):
+                    device[layer].copy_(host[layer], non_blocking=True)
+                SIM.current_stream().wait_stream(copies)
+                SIM._sleep(compute_ns)
+        copy_ns = floats * 4
+        assert trace.time == copy_ns + (layers - 1) * max(copy_ns, compute_ns) + compute_ns
+        assert trace.exposed("copy") == copy_ns + (layers - 1) * max(0, copy_ns - compute_ns)

@@ -1,0 +1,132 @@
+"""Virtual time: what a program's kernels, copies and collectives would take, by a model. ``torch.sim.clock``.
+
+    with torch.sim.clock.measure(model="unit") as trace:
+        train_step()
+    trace.exposed("all_gather")  # nanoseconds in which an all-gather runs and no kernel does
+
+Values, order and races stay as they are; only time is computed. So equal programs give equal numbers, whatever the
+load of the machine. Note [Virtual time] in csrc/clock.h says what takes time and what waits for what; ``MODELS`` are
+the cost models, and docs/time.md says what they leave out.
+
+``TORCH_EXT_CLOCK`` (``--clock``) names the model for a whole program, whose ``time.perf_counter`` then reads its
+virtual time: see :mod:`torch_ext.sim.clock._host_time`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torch_ext.sim import _native
+from torch_ext.sim.clock import _host_time
+from torch_ext.sim.clock._models import MODELS, Model, NoModelError, count_flops
+from torch_ext.sim.clock._program import summary, write_events
+from torch_ext.sim.clock._trace import Step, Trace, Work
+
+__all__ = ["MODELS", "Model", "NoModelError", "Step", "Trace", "Work", "measure", "now_ns", "start", "stop"]
+
+POLL_NS = 1000  # by definition: a loop of queries advances by it
+now_ns = _native.clock_ns  # the host's virtual time in nanoseconds
+
+_running: Model | None = None
+
+
+def start(model: str = "unit", *, launch_ns: float = 0) -> None:
+    """Turn virtual time on, from 0. Waits for the devices first.
+
+    Args:
+        model: one of ``MODELS``, or the path of a JSON file like theirs.
+        launch_ns: host time of each launch. Python takes no other.
+
+    Raises:
+        ValueError: there is no such model.
+        RuntimeError: virtual time is on already.
+    """
+    global _running
+    loaded = Model.load(model)
+    rates = loaded.rates() | {"launch": float(launch_ns), "poll": float(POLL_NS)}
+    is_roofline = any(name.startswith("flops.") for name in rates)
+    _native.start_clock(rates, count_flops if is_roofline else None)
+    _running = loaded
+
+
+def stop() -> None:
+    """Turn virtual time off; does nothing if it is off. All that was launched is over then."""
+    global _running
+    _native.stop_clock()
+    _running = None
+
+
+@contextlib.contextmanager
+def measure(model: str | None = None, *, launch_ns: float = 0) -> Iterator[Trace]:
+    """Run the body of a ``with`` statement in virtual time; the trace is complete after it. The body ends when the
+    devices are idle. On several ranks, all begin together.
+    Within virtual time the model stays, and the trace is of the body alone.
+
+    Raises:
+        NoModelError: at the end, if the model lacks a rate that the body needed.
+        ValueError: there is no such model, or another is on.
+    """
+    outer = _running
+    if outer is not None and model not in (None, outer.name):
+        raise ValueError(f"Got model={model!r}, but virtual time runs under {outer.name!r}: leave out the model.")
+    if outer is None:
+        start(model or "unit", launch_ns=launch_ns)
+    trace = Trace(begin=now_ns(), first=_native.clock_traced())
+    try:
+        yield trace
+        _finish(trace)
+    finally:
+        trace.works = [Work(*work) for work in _native.clock_trace(trace.first)]
+        if outer is None:
+            stop()
+
+
+def _finish(trace: Trace) -> None:
+    """End a trace when the devices are idle."""
+    for index in range(_native.device_count()):
+        torch.accelerator.synchronize(index)
+    trace.end = now_ns()
+    unknown = _native.clock_unknown()
+    if unknown and _running is not None:
+        raise NoModelError(_running.name, unknown)
+
+
+@contextlib.contextmanager
+def run_body() -> Iterator[None]:
+    """Run the body of a rank's test in virtual time if ``TORCH_EXT_CLOCK`` names a model. The host's clocks read it."""
+    model = os.environ.get("TORCH_EXT_CLOCK")
+    if not model or _running is not None:
+        yield
+        return
+    start(model)
+    try:
+        with _host_time.replaced(now_ns, _native.clock_host_sleeps):
+            yield
+    finally:
+        stop()
+
+
+class Program:
+    """The virtual time of a whole program, from here to :meth:`end`."""
+
+    def __init__(self, model: str) -> None:
+        """Begin, as :func:`start` does."""
+        self._stack = contextlib.ExitStack()
+        self._trace = self._stack.enter_context(measure(model))
+        self._stack.enter_context(_host_time.replaced(now_ns, _native.clock_host_sleeps))
+        self._model = Model.load(model)
+        self._steps: list[int] = []  # how many works there were when an optimizer had stepped
+        register_optimizer_step_post_hook(lambda *_: self._steps.append(_native.clock_traced()))
+
+    def end(self, rank: int, events: Path) -> dict[str, Any]:
+        """Write the rank's events to the file ``events``, and return a summary in plain types. Raises as measure."""
+        self._stack.close()
+        write_events(self._trace, rank, events)
+        return {"model": self._model.name, "validated": self._model.validated} | summary(self._trace, self._steps)
