@@ -77,7 +77,7 @@ def observe(program: Callable[[], Any], arguments: Any, device: str, *, is_backw
     inputs = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
     devices = [each.device.type for each in inputs]
     torch.manual_seed(0)
-    before, found = torch.get_rng_state(), Observed()
+    found = Observed()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -85,7 +85,9 @@ def observe(program: Callable[[], Any], arguments: Any, device: str, *, is_backw
     except Exception as error:
         found.error = error
         return found
-    found.drew = not torch.equal(before, torch.get_rng_state())
+    # Wrappers of the database seed again, which is no draw.
+    seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+    found.drew = not torch.equal(seeded, torch.get_rng_state())
     seen = None if is_backward else [*inputs]
     for each in found.results:
         if isinstance(each, torch.Tensor):

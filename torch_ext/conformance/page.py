@@ -80,7 +80,9 @@ def _disagreements(found: Found) -> dict[str, tuple[str, str]]:
         for finding, result in results:
             if finding.status not in (Status.AGREES, Status.ROUNDS, Status.REFUSED):
                 is_known = result.status is Result.XFAIL
-                first = (result.reason if is_known else finding.text).partition("\n")[0]
+                first = (result.reason.removeprefix("known difference: ") if is_known else finding.text).partition(
+                    "\n"
+                )[0]
                 listed[result.test.id] = "known" if is_known else finding.status.value, first
     return listed
 
@@ -101,7 +103,7 @@ def _changes(found: Found, before: str) -> str:
 def _list(tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
     """Return a tier's section: what is not counted and why, each file's numbers, each case that does not agree."""
     parts = [f"## {tier}\n"]
-    if refused := Counter(finding.text.partition(":")[0] for finding, _ in results if finding.status is Status.REFUSED):
+    if refused := Counter(_reason(finding) for finding, _ in results if finding.status is Status.REFUSED):
         reasons = ", ".join(f"{_cell(why)} ({number:,})" for why, number in refused.most_common())
         parts.append(f"Not counted: {reasons}.\n")
     if tier == "distributed":
@@ -118,6 +120,10 @@ def _list(tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
         lines = [f"| `{test}` | {how} | {_cell(why)} |" for test, (how, why) in in_order]
         parts.append("\n".join(["| case | how | why |", "| --- | --- | --- |", *lines]) + "\n")
     return "\n".join(parts)
+
+
+def _reason(finding: Finding) -> str:
+    return re.sub(r"^sample \d+: ", "", finding.text).partition(":")[0]
 
 
 def _row(name: str, of: Mapping[str, int]) -> str:

@@ -57,6 +57,8 @@ def test_elements_of_a_random_result_are_not_compared_and_its_type_is():
 def test_a_device_that_draws_the_hosts_random_numbers_differs():
     rand = seen(torch.rand_like, X)
     assert compare(rand, rand, "sim") == (Status.DIFFERS, "draws from the host's random numbers")
+    seeds = seen(lambda x: (torch.manual_seed(3), x + 1)[1], X)
+    assert compare(seeds, seeds, "sim") == (Status.AGREES, "")
 
 
 def test_names_of_devices_in_errors_are_the_same_text():
