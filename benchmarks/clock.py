@@ -3,8 +3,9 @@
     python benchmarks/clock.py                      # on over off
     python benchmarks/clock.py --before CHECKOUT    # off over another checkout of this repository
 
-Each figure alternates between the two sides in one run and takes the median of the rounds' ratios, so that a busy
-machine slows both alike, of processor time. The body is a training step of a two-layer transformer. Targets: on 1.15, off 1.01.
+Each figure is of processor time, alternates between the two sides in one run and takes the median of the rounds'
+ratios, so that a busy machine slows both alike. The body is a training step of a two-layer transformer. Targets: on
+1.15, off 1.01.
 """
 
 from __future__ import annotations
