@@ -15,10 +15,6 @@ from torch_ext.unbuilt import demote_unbuilt
 if TYPE_CHECKING:
     from torch_ext.runner.steps import Judge, Upstream
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # No process has started yet, and a traceback through imports is no help.
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
-
 # Command -> the module whose `main` parses its arguments (empty: this one), and its line in --help.
 COMMANDS = {
     "test": ("", "runs distributed tests: also without this word"),
@@ -58,6 +54,9 @@ def main() -> int:
 
     ``build`` returns 0, or 1 if the simulator cannot be built or loaded.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # No process has started yet, and a traceback through imports is no help.
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     demote_unbuilt()
     command, *rest = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
@@ -90,7 +89,7 @@ def _misspelt(word: str) -> str:
         return ""
     from difflib import get_close_matches  # on use: a list of cached names must be fast
 
-    return "".join(get_close_matches(word, COMMANDS, 1, 0.8))
+    return "".join(get_close_matches(word, COMMANDS, 1, 0.6))
 
 
 def upstream() -> Upstream:

@@ -224,7 +224,8 @@ def _upstream_places(given: Mapping[str, Any], upstream: Sequence[str]) -> dict[
     folders = []
     for path in map(Path, upstream):
         if not path.is_dir() and (path.suffix != ".py" or "." in path.stem or not path.is_file()):
-            raise SetupError(f"got --upstream {path}, which is not a Python module; give test files or folders")
+            what = "is not a Python module" if path.exists() else "does not exist"
+            raise SetupError(f"got --upstream {path}, which {what}; give test files or folders")
         folders.append((path if path.is_dir() else path.parent).resolve())
     return {**places, "root": Path(os.path.commonpath(folders))}
 

@@ -225,7 +225,8 @@ def _build(target: Path, compiler: _Compiler, *, verbose: bool) -> None:
         if verbose:
             print(f"torch_ext: {what}", file=sys.stderr, flush=True)
 
-    say(f"building the simulated accelerator with {compiler.version} (a minute or so, once for each torch)")
+    what = "the simulated accelerator" + " as cuda" * is_cuda()
+    say(f"building {what} with {compiler.version} (a minute or more, once for each torch)")
     folder = target.with_name(f".building-{target.name}")
     # Leftovers of killed builds: we hold the lock, so no build is using them.
     for leftover in set(target.parent.glob(".building-*")) - {folder}:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,15 @@ LAYOUT = {
 INPUT, RPC = LAYOUT
 DICT, TUPLE, ONE = (f"{INPUT}::{name.replace('.', '::')}" for name in LAYOUT[INPUT])
 CALL = f"{RPC}::TestRpc::test_call"
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """The command handles the signals that end it; the process of these tests goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

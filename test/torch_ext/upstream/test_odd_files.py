@@ -31,7 +31,7 @@ def upstream():
     "case",
     [
         ("", "argument --upstream: got an empty value, as from an unset variable"),
-        ("nowhere.py", "nowhere.py, which is not a Python module; give test files or folders"),
+        ("nowhere.py", "nowhere.py, which does not exist; give test files or folders"),
         ("README.md", "README.md, which is not a Python module"),
         ("/dev/null", "/dev/null, which is not a Python module"),
         ("test_a.b.py", "test_a.b.py, which is not a Python module"),

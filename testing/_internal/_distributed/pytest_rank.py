@@ -104,14 +104,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """In a rank, check the body for races. An error of the check becomes that of the body."""
-    with receipts.race_check():
-        try:
-            return (yield)
-        except BaseException as error:
-            blamed = accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
-            if blamed is error:
-                raise
-            raise blamed
+    is_over = False
+    try:
+        with receipts.race_check():
+            try:
+                yield
+            except BaseException as error:
+                blamed = accelerator.blame_races(error, is_skip=isinstance(error, pytest.skip.Exception))
+                if blamed is error:
+                    raise
+                raise blamed
+            is_over = True
+    except Exception as error:
+        # The check's own frames say nothing; its text names the user's lines.
+        raise error.with_traceback(None if is_over else error.__traceback__)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -215,6 +221,8 @@ def _refuse_if_unsafe(what: str, threads: set[int]) -> None:
 
 def tear_down(following: int | None) -> bytes:
     """Tear down the wider fixtures that the item ``following`` does not share; all if it is None."""
+    if _held.item is None:  # interrupted before it had one
+        return _taken()
     parent = None if following is None else session.items[following].parent
     _report_failure("teardown", lambda: _held.item.session._setupstate.teardown_exact(parent))
     return _taken()
