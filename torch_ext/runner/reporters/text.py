@@ -194,7 +194,7 @@ class TextReporter:
         self._block("Warnings:", _grouped(text for result in results for text in result.warnings))
         for title, status in (("Flaky:", Status.FLAKY), ("Failed:", Status.FAILED)):
             named = [f"  {result.test.id}" for result in results if result.status.counted is status]
-            if len(named) > 1:  # the report of one is just above
+            if len(results) > 1:  # the report of a single test is just above
                 self._block(title, named, _STYLES[status])
         if interrupted:
             self._out.line(("Interrupted.", "bold yellow"))
