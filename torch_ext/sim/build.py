@@ -95,9 +95,10 @@ def ensure_built(*, verbose: bool = False) -> Path:
         MissingCompilerError: a build is needed and there is no C++ compiler.
         BuildError: the compiler failed, or the cache folder cannot be written, or other users can write to it.
     """
-    if _in_wheel().exists():
-        return _in_wheel()
-    family = cache_root() / "sim" / _family_key()
+    key = _family_key()
+    if (bundled := _in_wheel(key)).exists():
+        return bundled
+    family = cache_root() / "sim" / key
     _check_trusted(family)
     compiler = _find_compiler()
     if compiler is None:
@@ -113,10 +114,11 @@ def ensure_built(*, verbose: bool = False) -> Path:
 
 def finished_builds() -> list[Path]:
     """Return the finished builds for this torch, these sources and any compiler; none where there is no folder."""
-    if _in_wheel().exists():
-        return [_in_wheel()]
+    key = _family_key()
+    if (bundled := _in_wheel(key)).exists():
+        return [bundled]
     with contextlib.suppress(BuildError):
-        return sorted((cache_root() / "sim" / _family_key()).glob(f"*/{_LIBRARY}"))
+        return sorted((cache_root() / "sim" / key).glob(f"*/{_LIBRARY}"))
     return []
 
 
@@ -126,9 +128,9 @@ def compiler_found() -> str:
     return f"{found.version} at {found.path}" if found is not None else ""
 
 
-def _in_wheel() -> Path:
-    """Return the place of the library that a wheel brings for this torch and Python; see ``.ci/wheel``."""
-    return _SOURCES.parent / "built" / _family_key() / _LIBRARY
+def _in_wheel(key: str) -> Path:
+    """Return the place of the library that a wheel brings for a family's key; see ``.ci/wheel``."""
+    return _SOURCES.parent / "built" / key / _LIBRARY
 
 
 def _check_trusted(path: Path) -> Path:
