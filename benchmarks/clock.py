@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformer import training_step
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # works in an uninstalled clone, after PYTHONPATH
 
@@ -29,21 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 25
 STEPS = 3
 STEPS_OF_A_PROCESS = 20
-
-
-def training_step() -> Callable[[], None]:
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to("sim")
-    optimizer = torch.optim.AdamW(net.parameters())
-    x = torch.randn(8, 64, 128).to("sim")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-
-    return step
 
 
 def seconds(body: Callable[[], None], steps: int) -> float:
