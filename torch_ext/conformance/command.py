@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torch_ext import accelerator
-from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.conformance.kept import Kept, fingerprint
 from torch_ext.results import Died, Remark, RunEnded, SetupError, TestName, TestResult, Tick
 from torch_ext.results import Status as Result
@@ -176,7 +176,7 @@ class Run:
         if finding.status in (Status.AGREES, Status.ROUNDS, Status.DIFFERS) and not known:
             result = self._differences.judged(result)
         if result.status is Result.FAILED:
-            self._out.line((f"{finding.status.value.upper()} {test.id}", "failed"), f"  {_first_line(finding.text)}")
+            self._out.line((f"{finding.status.value.upper()} {test.id}", "failed"), f"  {first_line(finding.text)}")
         self.found[tier].append((finding, result))
         self._report(result)
 
@@ -230,7 +230,3 @@ def describe(found: Sequence[tuple[Finding, TestResult]]) -> str:
     shown = ", ".join(f"{number} {name}" for name, number in all_numbers.items() if number or name in always)
     took_s = sum(finding.duration_s for finding, _ in found)
     return f"{share:.2f} % agree ({shown}; {took_s:.0f} s of cases)"
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]

@@ -35,7 +35,7 @@ _DONE = "every test has a result"
 
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
-    """Return the checkout's revision, or the time of its version file."""
+    """Return the checkout and its revision, empty without git."""
     shown = subprocess.run(["git", "-C", options.checkout, "rev-parse", "HEAD"], capture_output=True, check=False)
     return options.checkout, shown.stdout
 

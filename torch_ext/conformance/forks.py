@@ -4,8 +4,8 @@ Note [Cases in forks]
 ~~~~~~~~~~~~~~~~~~~~~
 This process imports torch, the device and the lists of cases, and runs nothing, which makes forking it safe. A fork
 runs the cases of one group in order and writes a line before and after each. If the fork ends inside a case, that case
-has crashed or hung, and a new fork goes on with the rest. A case that disagrees runs again in a fork of its own, and
-only that result counts, so that no case fails by what an earlier one has left behind.
+has crashed or hung, and a new fork goes on with the rest. A case that disagrees runs again, alone in a fork, and only
+that result counts, so that no case fails by what an earlier one has left behind.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class Finding:
 
 
 Body = Callable[[str, str], tuple[Status, str]]
+
+
+def first_line(text: str) -> str:
+    """Return the line of an error or a finding that names it."""
+    return text.strip().partition("\n")[0]
 
 
 @dataclass
@@ -170,7 +175,7 @@ def _start(group: str, cases: deque[str], is_alone: bool, body: Body, limit_s: f
             faulthandler.dump_traceback_later(limit_s, exit=True)
             try:
                 status, text = body(group, case)
-            except Exception:  # of the database, or of ours
+            except Exception:  # of torch's database, or of the comparison
                 status, text = Status.DIFFERS, f"the case cannot run: {traceback.format_exc()[-_KEPT:]}"
             faulthandler.cancel_dump_traceback_later()
             line = json.dumps([status.value, text[:_KEPT], round(time.monotonic() - began_s, 4)])

@@ -17,7 +17,7 @@ import torch
 
 from torch_ext.accelerator import HOST
 from torch_ext.compat.testing import neg_view, tree_leaves, tree_map
-from torch_ext.conformance.forks import Status
+from torch_ext.conformance.forks import Status, first_line
 
 # A message names devices in some of these ways; the rest of it should not depend on the device.
 _DEVICES = r"(?i)\b(?:{}|cpu|privateuse1|sparse(?:csr)?(?:cpu|privateuse1)|cuda)(?::\d+)?\b"
@@ -179,8 +179,8 @@ def _compare_elements(host: torch.Tensor, device: torch.Tensor) -> tuple[Status,
 def _compare_errors(host: BaseException | None, device: BaseException | None, name: str) -> tuple[Status, str]:
     if host is None or device is None:
         (who, error) = ("the host", host) if device is None else ("the device", device)
-        return Status.DIFFERS, f"only {who} raises {type(error).__name__}: {_first_line(error)}"
-    got, expected = (_plain(_first_line(each), name) for each in (device, host))
+        return Status.DIFFERS, f"only {who} raises {type(error).__name__}: {first_line(str(error))}"
+    got, expected = (_plain(first_line(str(each)), name) for each in (device, host))
     if type(host) is not type(device):
         if isinstance(device, type(host)):  # what catches the host's error catches the device's
             return Status.AGREES, ""
@@ -188,7 +188,3 @@ def _compare_errors(host: BaseException | None, device: BaseException | None, na
     if got == expected:
         return Status.AGREES, ""
     return Status.DIFFERS, f"raises {got}; the host {expected}"
-
-
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().partition("\n")[0]

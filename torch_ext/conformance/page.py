@@ -16,7 +16,7 @@ import torch
 
 from torch_ext import cache
 from torch_ext.conformance.command import numbers
-from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.results import Status as Result
 from torch_ext.results import TestResult
 
@@ -80,10 +80,8 @@ def _disagreements(found: Found) -> dict[str, tuple[str, str]]:
         for finding, result in results:
             if finding.status not in (Status.AGREES, Status.ROUNDS, Status.REFUSED):
                 is_known = result.status is Result.XFAIL
-                first = (result.reason.removeprefix("known difference: ") if is_known else finding.text).partition(
-                    "\n"
-                )[0]
-                listed[result.test.id] = "known" if is_known else finding.status.value, first
+                why = result.reason.removeprefix("known difference: ") if is_known else finding.text
+                listed[result.test.id] = "known" if is_known else finding.status.value, first_line(why)
     return listed
 
 

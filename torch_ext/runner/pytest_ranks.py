@@ -9,7 +9,6 @@ import importlib
 import os
 import pickle
 import shutil
-import socket
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -54,7 +53,7 @@ def ranks_of(item: pytest.Item) -> int:
 
 
 def _limit_s(item: pytest.Item) -> float:
-    """Return the time limit of ``item`` in seconds; infinite for one without ranks that has none of its own."""
+    """Return the time limit of ``item`` in seconds; infinite without ranks, unless its mark has one."""
     ranks, warm = item.get_closest_marker("ranks"), item.get_closest_marker("forked_warm")
     own = next((mark.kwargs["timeout"] for mark in (ranks, warm) if mark and "timeout" in mark.kwargs), None)
     usual = settings.TIMEOUT_DEFAULT if ranks else float("inf")
@@ -112,7 +111,7 @@ class Forks:
     # The parts of an item's life
 
     def _reports(self, item: Any) -> list[Any]:
-        """Return the reports of the phases. The last one is that of the teardown, None if no rank made one."""
+        """Return the reports of the phases. The last report is the teardown's, None if no rank made one."""
         try:
             if self._why:
                 raise ValueError(f"pytest's process cannot be forked, after importing the tests: {self._why}")
@@ -152,18 +151,18 @@ class Forks:
         limits = Limits(_limit_s(item), hang_s=settings.hang_after_s(), grace_s=1.0 if number > 1 else _TEARDOWN_S)
         show = settings.show_output() or item.config.getoption("capture", "fd") == "no"
         folder = tempfile.mkdtemp(dir=files.folder())
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        tasks = []
-        for rank in range(number):
+
+        def task(rank: int, port: int) -> RankTask:
             variables = launcher_variables(rank, number, port) if size else {}
             own = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC")}
-            tasks.append(RankTask(self._side.run, (self._side.Place(rank, number, folder),), environment=own))
+            return RankTask(self._side.run, (self._side.Place(rank, number, folder),), environment=own)
+
         try:
-            with start_world(holder, tasks, show=show, test=item.nodeid) as world:
-                outcomes = world.wait(limits)
-                took_s = world.took_s
+            with self._side.reserved_port() as port:
+                tasks = [task(rank, port) for rank in range(number)]
+                with start_world(holder, tasks, show=show, test=item.nodeid) as world:
+                    outcomes = world.wait(limits)
+                    took_s = world.took_s
             written = [list(_written(os.path.join(folder, str(rank)))) for rank in range(number)]
         finally:
             shutil.rmtree(folder, ignore_errors=True)

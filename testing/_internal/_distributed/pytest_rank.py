@@ -31,6 +31,7 @@ from _pytest.scope import Scope
 
 from torch_ext import accelerator
 from torch_ext.testing._internal._distributed import receipts
+from torch_ext.testing._internal._distributed.helpers import reserved_port as reserved_port  # for pytest_ranks
 from torch_ext.world import _os, settings
 from torch_ext.world import rank as world_rank
 from torch_ext.world.child import reason_not_to_fork
@@ -103,7 +104,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """In a rank, check the body for races. An error of the check becomes that of the body."""
+    """In a rank, check the body for races. The body fails with an error of the check."""
     is_over = False
     try:
         with receipts.race_check():
@@ -159,7 +160,7 @@ def _become_holder(config: pytest.Config) -> None:
     workers = [each for each in manager.get_plugins() if hasattr(each, "sendevent")]
     for plugin in filter(None, [*map(manager.get_plugin, _ABSENT), *workers]):
         manager.unregister(plugin)
-    if capturing := manager.get_plugin("capturemanager"):  # files of its own: those of pytest's process are shared
+    if capturing := manager.get_plugin("capturemanager"):  # other files, since those of pytest's process are shared
         _kept.append(capturing._global_capturing)
         capturing._global_capturing = None
         capturing.start_global_capturing()

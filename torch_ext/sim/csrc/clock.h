@@ -6,16 +6,14 @@
 //
 //   kernel, copy, sleep   The host pays for the launch. The work starts when its stream is free and it is launched, a
 //                         copy also waits for the copy engine of its direction, and lasts as the model says.
-//   collective            It is ready where it was launched: at the end of its stream's work. It starts when it is
-//   ready
-//                         on all ranks and the one before it in its group is over, and ends on all ranks at once. Ranks
-//                         exchange the moments with their data (Slot::ready). Its stream waits if it is no `async_op`.
+//   collective            It is ready at the end of its stream's work. It starts when it is ready on all ranks and the
+//                         one before it in its group is over, and ends on all ranks at once. Ranks exchange the moments
+//                         with their data (Slot::timing). Its stream waits if it is no `async_op`.
 //   send, receive         A send starts when the sends before it to that rank are over, and waits for nobody: NCCL
 //                         buffers it. A receive is over when it was launched and the bytes have arrived.
-//   host                  A wait moves its time to the end of what it waits for, a sleep by its length. A query answers
-//   by the moment of that
-//                         end, so it first waits, on the machine's clock, until the end is known; the answer "not yet"
-//                         costs a poll. Nothing else takes time.
+//   host                  A wait moves its time to the end of what it waits for, a sleep by its length. A query first
+//                         waits, on the machine's clock, until that end is known, and answers by its moment; the answer
+//                         "not yet" costs a poll. Nothing else takes time.
 //
 // Every process has one host time, so ranks that are threads share it. Groups of other backends move no time.
 //
