@@ -40,6 +40,8 @@ _GRACE_S, _SIGNAL_S = 3.0, 10.0
 # A wait counts as endless if it does not end by itself within _ENDLESS_S seconds. If hangs are only reported, a shorter
 # limit applies to torch's operations, which raise at their own limit.
 _ENDLESS_S, _RAISES_LATER_S = 240.0, 5.0
+# Parts of torch's errors in a program that asks a build without CUDA for it.
+_NO_CUDA = ("have NCCL built in", "compiled with CUDA enabled", "Found no NVIDIA driver")
 # Time limit of a query to the store in seconds, and its listen backlog.
 _STORE_S, _BACKLOG = 2.0, 1024
 # A shell's exit code for a process that was killed by signal N is this plus N.
@@ -236,6 +238,9 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
     verdict = judge(outcomes)
     if verdict.judgement is not Judgement.PASSED:
         _print_report("FAILED", options, WorldReport(tuple(outcomes), verdict, took_s))
+        asked = any(words in outcome.reason for outcome in outcomes for words in _NO_CUDA)
+        if asked and options.program.simulated and not options.program.cuda_as_sim:
+            wording.announce("the program asks for CUDA by name: with --cuda-as-sim, that is the simulated device")
         return _exit_code(outcomes, facts, verdict)
     for outcome in outcomes:
         for command in outcome.left_behind:

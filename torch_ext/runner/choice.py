@@ -86,7 +86,7 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
     options = request.options
     broken = {one.file.name: one for one in collected if one.error}
     known = [test for one in collected if not one.error for test in one.tests]
-    selected, suspects = select_tests(request.selection, known, broken)
+    selected, suspects, unmatched = select_tests(request.selection, known, broken)
     fitting = [test for test in selected if request.fits(test)]
     failures = [import_failure(file, broken[file].error, broken[file].left) for file in suspects]
     empty = [one.file.name for one in collected if not one.tests and not one.error]
@@ -106,7 +106,7 @@ def choose(request: Request, collected: Sequence[Collected]) -> Chosen:
     device = next((one.device for one in collected if one.device), options.device)
     plan = make_plan(request.files, tests, needs, lambda test: history.expected_s(test) or 1.0)
     cached = sum(one.cached for one in collected)
-    return Chosen(request, history, plan, failures, needs, note, warnings, device, cached)
+    return Chosen(request, history, plan, failures, needs, note, unmatched + warnings, device, cached)
 
 
 def _without_tests(selection: Selection, empty: Sequence[str]) -> list[str]:

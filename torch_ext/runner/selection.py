@@ -147,9 +147,10 @@ def select_files(
 
 def select_tests(
     selection: Selection, tests: Sequence[TestName], broken: Iterable[str] = ()
-) -> tuple[list[TestName], list[str]]:
-    """Return the selected ones of ``tests``, and the ``broken`` files, which failed to import, that could hold some.
-    Raises SelectionError if a pattern matches no test, and no broken file explains it.
+) -> tuple[list[TestName], list[str], list[str]]:
+    """Return the selected ones of ``tests``, the ``broken`` files, which failed to import, that could hold some, and a
+    warning for each bare name that only they could hold. Raises SelectionError if a pattern matches no test, and no
+    broken file explains it.
     """
     broken = [file for file in selection.files if file in set(broken)]
     targets = (*selection.include, *selection.exclude)
@@ -163,7 +164,13 @@ def select_tests(
     missed = [target for target in selection.include if target.anchored or target not in matched]
     suspects = [file for file in broken if not selection.include or any(file in target.files for target in missed)]
     chosen = [test for test in tests if not selection.include or _any_matches(selection.include, test)]
-    return [test for test in chosen if not _any_matches(selection.exclude, test)], suspects
+    warnings = [
+        f"{_unmatched(target, selection.files, tests)}; maybe one in {', '.join(sorted(target.files & set(broken)))}, "
+        "which cannot be imported"
+        for target in targets
+        if target.names and not target.anchored and target not in matched
+    ]
+    return [test for test in chosen if not _any_matches(selection.exclude, test)], suspects, warnings
 
 
 def _any_matches(targets: Iterable[PatternTarget], test: TestName) -> bool:

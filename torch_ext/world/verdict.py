@@ -349,7 +349,8 @@ def _by_rank(outcomes: Sequence[Outcome], verdict: Verdict) -> list[str]:
 def _endings(outcomes: Sequence[Outcome], verdict: Verdict, took_s: float) -> str:
     lines = [f"What each rank did in {took_s:.1f} s:"]
     for outcome in outcomes:
-        role = "  <- first" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
+        word = "too early" if outcome.ending is Ending.PASSED else "first"
+        role = f"  <- {word}" if outcome.rank in verdict.culprits[:1] and len(outcomes) > 1 else ""
         because = "  (because of that)" if outcome.rank in verdict.victims and outcome.ending is Ending.FAILED else ""
         lines.append(f"  {outcome.label} {outcome.describe()}{role}{because}")
         lines += [f"    {left_behind(each)}" for each in outcome.left_behind]

@@ -7,6 +7,7 @@ import sys
 import uuid
 
 import pytest
+import torch
 
 from test.torch_ext.interpreter import CHECKOUT
 from test.torch_ext.program.commands import EXAMPLE, MARK, alive_with, run, start, with_entry_point
@@ -156,6 +157,14 @@ def test_groups_that_are_made_anew_do_not_meet_those_before_them(tmp_path):
     """
     ended = run("-n 3 --cuda-as-sim", program, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there: the program runs on it")
+@pytest.mark.parametrize("line", ["torch.distributed.init_process_group('nccl')", "torch.ones(1, device='cuda')"])
+def test_a_program_that_asks_for_cuda_is_told_of_the_option(line, tmp_path):
+    ended = run("-n 1", f"import torch\n{line}", folder=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("with --cuda-as-sim, that is the simulated device\n"), ended.stderr
 
 
 @pytest.mark.parametrize("options", ["--device cpu", "--cuda-as-sim"])

@@ -196,6 +196,14 @@ def test_a_broken_file_fails_a_run_that_asks_for_it(broken, arguments, code):
     assert bool(broken.executor.plans) == (code == 0)
 
 
+def test_a_name_that_only_a_broken_file_may_hold_is_named_with_its_neighbours(broken):
+    done = broken("TestRpc", "TestImput", INPUT)
+    said = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert [line.split(" matches")[0] for line in said] == ["warning: 'TestRpc'", "warning: 'TestImput'"]
+    assert "; nearest: TestInput, " in said[1] and said[1].endswith(f"; maybe one in {RPC}, which cannot be imported")
+    assert broken("TestInput").err == "", "another file holds it"
+
+
 def test_requested_files_without_tests_are_reported(cli):
     cli.executor.fake_collector.layout = {**LAYOUT, RPC: []}
     for patterns in ((), ("distributed",), (RPC, INPUT)):
@@ -222,7 +230,7 @@ def interrupt():
 def test_interrupt_prints_the_results_so_far(cli):
     cli.executor.interrupt_at = ONE
     done = cli()
-    assert done.code == 130 and "Interrupted.\nNot run: 2 tests" in done.out
+    assert done.code == 130 and f"Interrupted in {ONE}.\nNot run: 2 tests" in done.out
     assert done.out.splitlines()[-1] == "2 passed, 0 failed, 0 skipped"
     cli.executor.fake_collector.on_collect = interrupt
     assert cli().code == 130

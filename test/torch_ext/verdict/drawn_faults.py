@@ -176,7 +176,7 @@ def judge_report(program, report, source):
     named = ranks_in_first_line(report)
     if program.guilty not in named or (len(named) > 1 and not program.symmetric):
         return f"it names {sorted(named)}"
-    first = re.search(r"^  rank (\d+) .*<- first$", report, re.MULTILINE)
+    first = re.search(r"^  rank (\d+) .*<- (?:first|too early)$", report, re.MULTILINE)
     if first is None or int(first[1]) not in named:
         return "another rank is marked as the first"
     lines = [source[int(number) - 1] for number in re.findall(r"test_suite\.py:(\d+)", line)]

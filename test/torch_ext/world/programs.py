@@ -37,7 +37,7 @@ def _wrong_in(expected, status, text):
     wanted = re.fullmatch(rf"({WORDS}|hangs)(?: by ([\d, ]+))?(?:: (.+))?", expected)
     assert wanted, f"no way to end: {expected}"
     ranks = {int(rank) for rank in re.findall(r"\d+", wanted[2] or "")}
-    first = re.search(r"^  rank (\d+) .*<- first$", text, re.MULTILINE)
+    first = re.search(r"^  rank (\d+) .*<- (?:first|too early)$", text, re.MULTILINE)
     if status != wanted[1].replace("hangs", "failed"):
         return f"it {status}"
     if wanted[1] == "hangs" and not reports_hang(text):

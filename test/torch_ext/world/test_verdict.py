@@ -221,6 +221,7 @@ def test_report_shows_every_ending_first_death_and_consequences():
     assert lines[3] == f"  rank 0 raised {PEER_GONE}  (because of that)"
     assert lines[4] == "  rank 1 was killed by SIGSEGV  <- first"
     assert lines[5] == "  rank 2 was stopped while its test was running"
+    assert text_of([waited(PEER_GONE), LEFT], 1.0).endswith("\n  rank 1 passed  <- too early")
     text = text_of([failed(0, PEER_GONE), failed(1, "KeyError: 'x'")], 1.0)
     assert "Traceback of rank 1:" in text and "Traceback of rank 0:" not in text, "a consequence needs no traceback"
     text = text_of([failed(0, "IndexError: 'y'", time_s=2.0), failed(1, "KeyError: 'x'")], 1.0)

@@ -197,7 +197,8 @@ class TextReporter:
             if len(results) > 1:  # the report of a single test is just above
                 self._block(title, named, _STYLES[status])
         if interrupted:
-            self._out.line(("Interrupted.", "bold yellow"))
+            running = ", ".join(name.id for name, _ in self._tally.running.values())
+            self._out.line((f"Interrupted{' in ' if running else ''}{running}.", "bold yellow"))
         if not results:
             self._out.line(("Nothing ran.", "bold yellow"))
         if missing := self._tally.missing():
