@@ -12,6 +12,7 @@ from torch_ext.sim.clock._trace import Trace
 
 _SHOWN_STEPS = 4  # of the critical path
 _NANOSECONDS_PER_MICROSECOND = 1e3
+_LANES = 1000  # numbers of a rank in a trace, for its lanes; more than it has
 
 
 def summary(trace: Trace, steps: Sequence[int]) -> dict[str, Any]:
@@ -35,16 +36,17 @@ def summary(trace: Trace, steps: Sequence[int]) -> dict[str, Any]:
 
 def write_events(trace: Trace, rank: int, path: Path) -> None:
     """Write the works of a rank as events of Chrome's trace format, which Perfetto reads: one JSON object a line."""
+    first = 1 + rank * _LANES  # Perfetto takes thread 0 for the idle one, and a thread's number for unique in all ranks
     lanes: dict[str, int] = {}
     with path.open("w", encoding="utf-8") as file:
 
         def write(**event: Any) -> None:
-            file.write(json.dumps(event | {"pid": rank}) + "\n")
+            file.write(json.dumps(event | {"pid": first}) + "\n")
 
         write(ph="M", name="process_name", args={"name": f"rank {rank}"})
         for work in (each for each in trace.works if each.start >= 0):
             if work.lane not in lanes:
-                lanes[work.lane] = len(lanes)
+                lanes[work.lane] = first + len(lanes)
                 write(ph="M", name="thread_name", tid=lanes[work.lane], args={"name": work.lane})
             times = {"ts": work.start / _NANOSECONDS_PER_MICROSECOND}
             times["dur"] = (work.end - work.start) / _NANOSECONDS_PER_MICROSECOND

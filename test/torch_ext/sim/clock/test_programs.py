@@ -72,8 +72,10 @@ def test_a_program_ends_with_a_table_and_a_trace_of_all_ranks(tmp_path):
     events = json.loads((tmp_path / "torch_ext_trace.json").read_text())["traceEvents"]
     reduces = [event for event in events if event["name"] == "all_reduce"]
     assert [(each["pid"], each["ts"], each["dur"]) for each in reduces] == [
-        (rank, ts, 0.4) for rank in range(2) for ts in (10**9 + 0.001, 2 * 10**9 + 0.402)
+        (1 + 1000 * rank, ts, 0.4) for rank in range(2) for ts in (10**9 + 0.001, 2 * 10**9 + 0.402)
     ]
+    lanes = [event["tid"] for event in events if event["name"] == "thread_name"]
+    assert len(set(lanes)) == len(lanes) and 0 not in lanes, "Perfetto would show two lanes as one"
 
 
 def test_what_the_model_does_not_know_fails_the_program(tmp_path):
