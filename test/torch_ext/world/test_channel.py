@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from torch_ext.world import channel
 from torch_ext.world.channel import Channel, ChannelBrokenError, ChannelClosedError, channel_pair, close_all
-from torch_ext.world.protocol import Signal
+from torch_ext.world.protocol import Phase, Signal
 
 
 @contextlib.contextmanager
@@ -133,6 +133,25 @@ def test_junk_is_refused_after_earlier_messages_without_a_wait(messages, junk):
 class Foreign:
     def __reduce__(self):
         return os.mkdir, ("made by a message",)
+
+
+class _AsGetattr:
+    """Pickles as Python 3.11.0 to 3.11.3 pickles a member of an Enum."""
+
+    def __init__(self, owner, name):
+        self.call = getattr, (owner, name)
+
+    def __reduce_ex__(self, protocol):
+        return self.call
+
+
+def test_a_member_of_an_enum_arrives_from_every_python(pair):
+    one, other = pair
+    one.send(_AsGetattr(Phase, "RUNNING"))
+    assert other.receive()[0] is Phase.RUNNING
+    one.send(_AsGetattr(Signal, "__init__"))
+    with pytest.raises(ChannelBrokenError, match=r"getattr of .*Signal.* is not allowed in a message"):
+        other.receive()
 
 
 @pytest.mark.parametrize("message", [Foreign(), OrderedDict(), socket.AF_UNIX, pytest.raises])
