@@ -19,6 +19,7 @@ import os
 import pickle
 import select
 import selectors
+import signal
 import socket
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +50,7 @@ _STANDARD = {
     "datetime": ("timedelta",),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # Python 3.13
-    "signal": ("Signals",),
+    "signal": ("Signals", *signal.Signals.__members__),  # Python 3.10 to 3.11.3 pickles a signal by its own name
 }
 
 # A test may replace pickle.dumps.
