@@ -37,7 +37,7 @@ from typing import Any
 from torch_ext.program.autoload import WORKER
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.program.timeline import events_of
-from torch_ext.world import operations, wording
+from torch_ext.world import debugger, operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.channel import Channel, ChannelClosedError
@@ -70,6 +70,8 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
         run_main(program)
     except BaseException as raised:
         error = raised
+        if exit_code_of(error):
+            debugger.examine(error)
     if os.getpid() != pid:
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)

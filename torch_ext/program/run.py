@@ -72,6 +72,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("no program: name a script, or a module after -m")
+    if found.pdb is not None and (why := settings.why_no_terminal()):
+        parser.error(why)
+    if found.pdb is not None and found.pdb >= found.ranks:
+        parser.error(f"--pdb {found.pdb}: the ranks are 0 to {found.ranks - 1}")
     on_sim = found.device == SIM
     for given, flag in (
         (found.cuda_as_sim, "--cuda-as-sim"),
@@ -109,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
     add("--clock", default="", metavar="MODEL", help=clock)
+    add(
+        "--pdb",
+        type=typed(count(0)),
+        metavar="RANK",
+        help="debug this rank at the terminal: at breakpoint() and failures",
+    )
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -201,6 +211,8 @@ def _set_environment(options: argparse.Namespace) -> None:
         machine_memory.share()  # before any process starts, so that all share one page
         given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
         os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
+    if options.pdb is not None:
+        os.environ["TORCH_EXT_PDB"] = str(options.pdb)
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 

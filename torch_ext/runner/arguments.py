@@ -127,7 +127,11 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
         given = {field: value for field, (value, _) in settings.items()}
         places = _places(given) if file is None else _of_file(file, shown, typed)
         options = RunOptions(**{**given, **places, "command": _command()})
-        for flag, is_set in (("--show-output", options.show_output), ("--upstream", options.upstream)):
+        debugs = options.pdb is not None
+        if debugs:
+            _refuse_without_terminal()
+        here = {"--show-output": options.show_output, "--upstream": options.upstream, "--pdb": debugs}
+        for flag, is_set in here.items():
             if options.cluster and is_set:
                 raise SetupError(f"{flag} works on this machine alone; leave --cluster out")
     except SetupError as error:
@@ -136,6 +140,13 @@ def parse(argv: Sequence[str], file: Path | None = None) -> RunOptions:
         _show(options, settings)
         raise SystemExit(0)
     return options
+
+
+def _refuse_without_terminal() -> None:
+    from torch_ext.world.settings import why_no_terminal  # on use: a list of cached names must not load the world
+
+    if why := why_no_terminal():
+        raise SetupError(why)
 
 
 def _settings(parser: _Parser) -> dict[str, tuple[Any, str]]:

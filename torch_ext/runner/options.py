@@ -113,6 +113,7 @@ class Row:
         return self.flags[-1].lstrip("-")
 
 
+_NO_LIMIT_S = 1e7
 _WHICH, _HOW, _SHOWN, _MORE = "which tests", "how they run", "reports", "more"
 _FILE = "FILE"
 
@@ -175,6 +176,8 @@ class RunOptions:
         "accelerator's devices, or four for each core)", "N", count(1)))
     cluster: str = _typed("", Row(("--cluster",), _HOW, "run on the Ray cluster at ADDRESS, or on local:N, a cluster "
         "of N on this machine", "ADDRESS", _cluster, alone=False))
+    pdb: int | None = _typed(None, Row(("--pdb",), _HOW, "debug this rank at the terminal: at breakpoint() and where "
+        "it fails; no limit ends meanwhile", "RANK", count(0), variable="TORCH_EXT_PDB"))
     failfast: bool = _typed(False, Row(("-f", "--failfast"), _HOW, "stop after the first failure"))
     reruns: int = _typed(0, Row(("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it "
         "passes then, it is flaky, not passed", "N", count(0)))
@@ -204,6 +207,8 @@ class RunOptions:
         """Whether classes run concurrently: by default not with ``show_output``, since its lines name no class, nor
         with ``upstream``, whose files expect to run one after another.
         """
+        if self.pdb is not None:
+            return False
         if self.jobs is None:
             return not self.show_output and (not self.upstream or self.slots is not None)
         return self.jobs != 1
@@ -225,6 +230,8 @@ class RunOptions:
             value = getattr(self, row.field)
             if row.variable and value != getattr(RunOptions, row.field):
                 environment[row.variable] = "1" if value is True else str(value)
+        if self.pdb is not None and not self.timeout_s:
+            environment["TORCH_EXT_TIMEOUT"] = str(_NO_LIMIT_S)
         if self.upstream and not self.races:  # we do not fix races of upstream's own tests
             environment["TORCH_EXT_RACES"] = "off"
         if self.cuda_as_sim:

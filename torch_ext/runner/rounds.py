@@ -66,7 +66,7 @@ class Reporters:
             self._at_end.append(partial(annotate, root=os.path.relpath(options.root), out=out))
         text = TextReporter(self.tally, options, out, notes)
         watch = ProgressLines(self.tally, expected_s, out, often=options.verbosity >= 0)
-        self._all: list[Reporter] = [self.tally, watch, InOrder(plan, text), *files]
+        self._all: list[Reporter] = [self.tally, *[watch] * (options.pdb is None), InOrder(plan, text), *files]
 
     def __call__(self, event: Event) -> None:
         for reporter in self._all:

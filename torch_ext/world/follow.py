@@ -50,7 +50,7 @@ from torch_ext.world.protocol import (
 )
 from torch_ext.world.settings import Limits, ProcessDeadline
 from torch_ext.world.tree import ZygoteClient
-from torch_ext.world.watch import PARENT_HALF, Act, Measures, Watch, silence_text
+from torch_ext.world.watch import PARENT_HALF, Act, Measures, Step, Watch, silence_text
 
 # Seconds for an answer; extra seconds for a rank that waits for a core, sampled once a second.
 _ANSWER_S, _EXTRA_S = 1.0, 10.0
@@ -273,9 +273,7 @@ class World(contextlib.AbstractContextManager["World"]):
         stacks: dict[int, str] = {}
         try:
             while not watch.done:
-                if monotonic() >= watch.deadline_s:
-                    self._catch_up()
-                for step in watch.advance(monotonic()):
+                for step in self._advance(watch):
                     if step.act is Act.REPORT_HANG:
                         on_hang(self._hung_outcomes(watch, step.ranks))
                     elif step.act is Act.REPORT_SILENCE:
@@ -287,6 +285,15 @@ class World(contextlib.AbstractContextManager["World"]):
         finally:
             self._listeners.remove(watch)
         return [self._complete(outcome, stacks) for outcome in watch.outcomes()]
+
+    def _advance(self, watch: Watch) -> list[Step]:
+        if Phase.PROMPTING in self._phases.values():  # see Note [The terminal]
+            self.pump()
+            watch.hold(monotonic())
+            return []
+        if monotonic() >= watch.deadline_s:
+            self._catch_up()
+        return watch.advance(monotonic())
 
     def _catch_up(self) -> None:
         """Drain pending messages: this process may have been descheduled past a deadline that the ranks met."""

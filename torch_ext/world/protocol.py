@@ -260,6 +260,7 @@ class Phase(Enum):
     """A stage of a rank, sent when the rank reaches it."""
 
     RUNNING = "has loaded the modules of its task, and runs it"
+    PROMPTING = "the user's debugger waits for a command"
     SETTLING = "the body is over; its threads and exit functions are finishing"
     EXITING = "the harness ends the process; if it ends with code 0 and did not say this, other code has ended it"
 

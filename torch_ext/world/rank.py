@@ -28,7 +28,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from torch_ext.world import _os, exits, operations, threads, wording
+from torch_ext.world import _os, debugger, exits, operations, threads, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import UnfinishedWork, UnfinishedWorkError
@@ -256,6 +256,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         function, args, kwargs = pickle.loads(order.task)
         threads.prepare()
         threads.belong_to(order.address)
+        debugger.prepare(order.rank, rank.try_send)
         rank.try_send(Phase.RUNNING)
         function(*args, *connections, **kwargs)
     except SystemExit as left:
@@ -264,6 +265,7 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     except BaseException as error:
         if not rank.submitted:
+            debugger.examine(error)
             rank.submit(failure(error))
         raise
     if not rank.submitted:

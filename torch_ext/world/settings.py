@@ -80,6 +80,25 @@ def hang_after_s() -> float:
     return float(value) if value else _HANG_AFTER_S
 
 
+# The terminal of this process and of all that it starts.
+TERMINAL = "/dev/tty"
+
+
+def why_no_terminal() -> str:
+    """Return why ``--pdb`` cannot prompt, as a sentence; empty if it can."""
+    try:
+        os.close(os.open(TERMINAL, os.O_RDWR))
+    except OSError as error:
+        return f"--pdb needs a terminal: {TERMINAL} cannot be opened ({error.strerror})"
+    return ""
+
+
+def debugged_rank() -> int | None:
+    """Return the rank that the user debugs, by ``--pdb``; None if there is none."""
+    value = os.environ.get("TORCH_EXT_PDB", "")
+    return int(value) if value.isdigit() else None
+
+
 def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the prefixes of variables that libraries read when they load: ``known`` ones and the user's."""
     value = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")

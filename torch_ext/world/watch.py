@@ -232,6 +232,11 @@ class Watch:
         """Record that ``rank`` is ending through the harness's own code."""
         self._left.add(rank)
 
+    def hold(self, now_s: float) -> None:
+        """Record that a rank has prompted the user until now: it gets the grace of a failure anew."""
+        self._deadline_s = max(self._deadline_s, now_s + self.limits.grace_s)
+        self.hangs.forget()
+
     def ended(self, rank: int, exit_code: int, time_s: float) -> None:
         """Record that the process of ``rank`` has ended."""
         self._ended.setdefault(rank, (exit_code, time_s))

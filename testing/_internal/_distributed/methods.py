@@ -25,7 +25,7 @@ from torch_ext import accelerator
 from torch_ext.compat._unittest import name_of_sub_test, run_test_method
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.testing._internal.common_utils import TestCase
-from torch_ext.world import provider, wording
+from torch_ext.world import debugger, provider, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
 from torch_ext.world.outcome import may_be_expected
@@ -158,6 +158,8 @@ class _Result(unittest.TestResult):
             self._skipped.append(failed)
             return
         self._failed.append(failed)
+        if not expectable:
+            debugger.examine(error)
         if name and world_rank.current() is not None:
             # The rank goes on, and may hang in a collective that its peers do not call: only this shows the failure.
             with contextlib.suppress(Exception):  # the test may have closed it
