@@ -31,7 +31,8 @@ class Program:
     cuda_as_sim: bool = False  # register the accelerator as CUDA's device
     races: str = "off"  # the check for races: `error`, `report` or `off`
     clock: str = ""  # the model of virtual time, if any
-    events: str = ""  # the folder for the ranks' events in virtual time
+    events: str = ""  # the folder for the ranks' events in virtual time, and the hashes of their replicas
+    check_replicas: bool = False  # whether to write these hashes
 
 
 def run_main(program: Program) -> None:

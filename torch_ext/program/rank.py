@@ -36,7 +36,7 @@ from typing import Any
 
 from torch_ext.program.autoload import WORKER
 from torch_ext.program.main_module import Program, finalize, run_main
-from torch_ext.program.timeline import events_of
+from torch_ext.program.timeline import events_of, replicas_of
 from torch_ext.world import debugger, operations, wording
 from torch_ext.world import rank as world_rank
 from torch_ext.world._os import monotonic
@@ -65,8 +65,7 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     clock: Any = None
     timeline: dict[str, Any] | None = None
     try:
-        if program.clock:
-            clock = importlib.import_module("torch_ext.sim.clock").Program(program.clock)
+        clock = _start_records(program, own.rank)
         run_main(program)
     except BaseException as raised:
         error = raised
@@ -97,6 +96,15 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
         atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)
+
+
+def _start_records(program: Program, rank: int) -> Any:
+    """Start to record virtual time and replicas, as the user asks; return the clock, or None."""
+    if program.check_replicas:
+        importlib.import_module("torch_ext.program.replicas").Recorder(replicas_of(program.events, rank))
+    if not program.clock:
+        return None
+    return importlib.import_module("torch_ext.sim.clock").Program(program.clock)
 
 
 def _become_main_process() -> None:

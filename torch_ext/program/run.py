@@ -18,10 +18,11 @@ from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, rank, timeline
+from torch_ext.program import autoload, rank, replicas, timeline
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
+from torch_ext.program.timeline import replicas_of
 from torch_ext.runner.interrupts import Interrupts
 from torch_ext.runner.options import count, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
@@ -92,7 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{words[0]}: no such file; give a module's name after -m")
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
     words = words[0], found.module, tuple(words[1:])
-    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock)
+    found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock, "", found.check_replicas)
     return found
 
 
@@ -113,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
     add("--clock", default="", metavar="MODEL", help=clock)
+    same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"
+    add("--check-replicas", action="store_true", help=same)
     add(
         "--pdb",
         type=typed(count(0)),
@@ -178,8 +181,14 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
             name="rank",
             test=options.program.target,
         )
-        with world:
-            return _wait(world, options, store, interrupts)
+        try:
+            with world:
+                code = _wait(world, options, store, interrupts)
+        finally:
+            differ = options.check_replicas and replicas.compare(replicas_of(events, r) for r in range(options.ranks))
+            if differ:
+                wording.announce(f"error: {differ}")
+        return code or int(bool(differ))
 
 
 class _Store:

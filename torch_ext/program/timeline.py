@@ -16,6 +16,11 @@ def events_of(folder: str, rank: int) -> Path:
     return Path(folder) / str(rank)
 
 
+def replicas_of(folder: str, rank: int) -> Path:
+    """Return the file for the hashes of a rank's replicas."""
+    return Path(folder) / f"replicas_{rank}"
+
+
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of the ranks' summaries, which torch_ext.sim.clock makes: a row for each rank.
 
