@@ -8,17 +8,15 @@ without a record is compared with its expectation, which cites torch's source or
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
 import functools
 import gc
 import hashlib
 import importlib.util
 import inspect
 import json
-import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +72,8 @@ class Program:
     @property
     def code(self) -> str:
         """A key of the function without its expectation; a record of other code does not count."""
-        tree = ast.parse(textwrap.dedent(inspect.getsource(self.run))).body[0]
-        vars(tree)["decorator_list"] = []
-        return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+        text = inspect.getsource(self.run)
+        return hashlib.sha256(text[text.index("\ndef ") :].encode()).hexdigest()[:12]
 
 
 _programs: dict[str, Program] = {}
@@ -127,10 +124,9 @@ def load(folder: Path) -> dict[str, Program]:
     _programs.clear()
     for path in sorted(folder.glob("[a-z]*.py")):
         spec = importlib.util.spec_from_file_location(f"torch_ext_parity.{path.stem}", path)
-        if spec is None or spec.loader is None:
-            raise AssertionError(f"{path} has no loader")
-        sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # inspect looks there for the source
-        spec.loader.exec_module(module)
+        if spec and spec.loader:
+            sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # inspect looks there for sources
+            spec.loader.exec_module(module)
     if not _programs:
         raise SetupError(f"--programs {folder}: no program there; this project's are in its checkout, not in a wheel")
     return dict(_programs)
@@ -143,15 +139,15 @@ class Record:
     made: Mapping[str, str]
     observed: Mapping[str, Mapping[str, Any]]  # by program: the key of its code, and by case
 
+    @property
+    def digest(self) -> str:
+        """A key of the record, which shows that it has been changed by hand."""
+        return hashlib.sha256(json.dumps([self.made, self.observed], sort_keys=True).encode()).hexdigest()
+
     def of(self, name: str, program: Program) -> Mapping[str, Any]:
         """Return a program's observations by case; none if its code is another now."""
         found = self.observed.get(name, {})
         return {case: found[case] for case in program.cases if case in found and found["code"] == program.code}
-
-    @property
-    def digest(self) -> str:
-        """A key of the whole record, which shows that it has been changed by hand."""
-        return hashlib.sha256(json.dumps([self.made, self.observed], sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> Record:
@@ -159,12 +155,10 @@ def read(folder: Path) -> Record:
     path = folder / _RECORD
     if not path.exists():
         return Record({}, {})
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         digest, *parts = json.loads(path.read_text(encoding="utf-8"))
         if digest == (record := Record(*parts)).digest:
             return record
-    except (ValueError, TypeError):
-        pass
     raise SetupError(f"{path} is not as --record wrote it: restore it, or record anew")
 
 
@@ -223,8 +217,6 @@ class Body:
         if accelerator.device_count() < program.devices:
             return Status.REFUSED, f"needs {program.devices} devices: {accelerator.device_count()} here"
         gc.collect()
-        for setting in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            os.environ.pop(setting, None)
         if accelerator.is_accelerator():
             self.device.empty_cache()
             self.device.reset_peak_memory_stats()
@@ -234,15 +226,15 @@ class Body:
     def _machine(self) -> tuple[Status, str]:
         if accelerator.is_simulated():
             return Status.REFUSED, "it is simulated"
-        name = self.device.get_device_name() if accelerator.is_accelerator() else self.device.type
+        device = self.device.get_device_name() if accelerator.is_accelerator() else self.device.type
         driver = str(collect_env.get_nvidia_driver_version(collect_env.run))
-        return Status.AGREES, json.dumps({"device": name, "driver": driver, "torch": torch.__version__})
+        return Status.AGREES, json.dumps({"device": device, "driver": driver, "torch": torch.__version__})
 
     def __call__(self, group: str, case: str) -> tuple[Status, str]:
         status, text = self.observe(group, case)
         program = self.programs[group]
         recorded = self.record.of(group, program)
-        expected = recorded[case] if case in recorded else neutral(program.cases[case][1])
+        expected = recorded.get(case, neutral(program.cases[case][1]))
         if status is Status.REFUSED or agrees(json.loads(text), expected):
             return status, text if status is Status.REFUSED else ""
         source = "recorded" if case in recorded else f"by {program.cites}"
