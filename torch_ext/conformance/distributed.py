@@ -57,7 +57,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
     for first in range(0, len(left), _AT_ONCE):
         names = left[first : first + _AT_ONCE]
         paths = [str(tests / name) for name in names]
-        arguments = ["--upstream", *paths, *as_cuda, "--timeout", str(options.timeout)]
+        arguments = ["--upstream", *paths, *as_cuda, "--timeout", str(options.timeout), "-j", str(options.slots)]
         for each in suites.run(arguments, os.environ):
             yield _counted(dataclasses.replace(each, group=_name(each.group, names)))
         yield from (Finding(name, _DONE, Status.AGREES) for name in names)
