@@ -36,8 +36,8 @@ _HOST_RANKS, _MAX_RANKS = 4, 8
 
 # Packages that register a device on import. Torch's own backend autoload is an entry-point group (``torch.backends``)
 # without device types, so this table lists them.
-_SIMULATED = "sim"
-_PROVIDERS = {_SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
+SIMULATED = "sim"
+_PROVIDERS = {SIMULATED: "torch_ext.sim", "npu": "torch_npu", "hpu": "habana_frameworks.torch"}
 
 # Device type -> the variable that restricts the visible devices of a process.
 _VISIBLE = {
@@ -65,6 +65,12 @@ def device_type() -> str:
     return _chosen
 
 
+def assume(device: str) -> None:
+    """Make ``device`` the type of this process without a look at the machine, which could keep it from forking."""
+    global _chosen
+    _chosen = device
+
+
 def _choose() -> str:
     requested = os.environ.get(DEVICE_VARIABLE)
     if not requested:
@@ -89,7 +95,7 @@ def _detect() -> str:
     if found is not None:
         return found.type
     try:
-        importlib.import_module(_PROVIDERS[_SIMULATED])
+        importlib.import_module(_PROVIDERS[SIMULATED])
     except (ImportError, OSError, RuntimeError) as error:
         print(
             f"torch_ext: no accelerator here, and no simulated one either; tests run on plain {HOST}: "
@@ -99,7 +105,7 @@ def _detect() -> str:
             flush=True,
         )
         return HOST
-    return _SIMULATED
+    return SIMULATED
 
 
 def is_accelerator() -> bool:
@@ -163,7 +169,7 @@ def virtual_time() -> AbstractContextManager[None]:
     """Return a context that runs the body of a test in virtual time, if the device has it and ``TORCH_EXT_CLOCK`` names
     a model: see ``torch.sim.clock``.
     """
-    clock = sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.clock")
+    clock = sys.modules.get(f"{_PROVIDERS[SIMULATED]}.clock")
     return nullcontext() if clock is None else clock.run_body()
 
 
@@ -182,7 +188,7 @@ def blame_races(error: BaseException, *, is_skip: bool) -> BaseException:
 
 
 def _races() -> ModuleType | None:
-    return sys.modules.get(f"{_PROVIDERS[_SIMULATED]}.races")
+    return sys.modules.get(f"{_PROVIDERS[SIMULATED]}.races")
 
 
 def _of_device(name: str) -> Callable[..., None] | None:

@@ -15,9 +15,8 @@ from torch_ext import accelerator
 from torch_ext.conformance import suites
 from torch_ext.conformance.forks import Finding, Status
 from torch_ext.testing._internal.distributed.backend_conformance import (
-    CAPABILITIES,
     FEATURES,
-    Capabilities,
+    capabilities_of,
     identifier,
 )
 
@@ -52,7 +51,7 @@ one_test_for_each_feature(TestBackend)
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
     """Return what findings depend on: the backend and what is known of it."""
-    return _backend(options), repr(dataclasses.asdict(CAPABILITIES.get(_backend(options), Capabilities())))
+    return _backend(options), repr(capabilities_of(_backend(options), options.device))
 
 
 def groups(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -67,7 +66,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
             continue
         base = "OfThreads" if backend == _THREADED else "OfProcesses"
         names = {f"TestBackend::test_{identifier(feature)}": feature for feature in features}
-        capabilities = CAPABILITIES.get(backend, Capabilities())
+        capabilities = capabilities_of(backend, options.device)
         known = {**capabilities.lacks, **capabilities.avoids}
         with tempfile.TemporaryDirectory(prefix="torch_ext-c10d-") as folder:
             file = Path(folder, "test_c10d.py")

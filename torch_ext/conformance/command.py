@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from torch_ext import accelerator
+from torch_ext.conformance import parity
 from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.conformance.kept import Kept, fingerprint
 from torch_ext.results import Died, Remark, RunEnded, SetupError, TestName, TestResult, Tick
@@ -33,7 +34,7 @@ from torch_ext.runner.reporters.text import ProgressLines, Writer
 from torch_ext.runner.schedule import cores, make_plan
 from torch_ext.upstream.judge import Differences, read
 
-TIERS = ("ops", "c10d", "distributed")
+TIERS = ("ops", "c10d", "distributed", "parity")
 DIFFERENCES = Path(__file__).with_name("differences.json")
 # A finding's status, as the result of a test.
 _RESULTS = {
@@ -59,6 +60,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--samples", type=typed(count(0)), default=8, metavar="N", help="samples of each operator and way; 0: all (8)")
     add("--backend", metavar="NAME", default="", help="c10d backend, such as gloo, threaded (default: the device's)")
     add("--checkout", metavar="PATH", default="", help="PyTorch checkout, for the tier distributed")
+    add("--programs", metavar="PATH", default="", help="folder with programs, for the tier parity (this checkout's)")
+    add("--record", action="store_true", help="record what the programs of the tier parity observe on a real device")
     add("--timeout", type=typed(seconds), default=120.0, metavar="S", help="seconds after which a case hangs (120)")
     add("--fresh", action="store_true", help="run again what an earlier run has found")
     add("--differences", action="append", default=[], metavar="FILE", help="more known differences, such as yours")
@@ -66,10 +69,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--junit", default="", metavar="FILE", help="write JUnit XML")
     add("--page", default="", metavar="FILE", help="write the page; its changes are those since FILE was written last")
     found = parser.parse_args(arguments)
-    default = [tier for tier in TIERS if tier != "distributed" or found.checkout]
+    has = {"distributed": found.checkout, "parity": found.programs or parity.PROGRAMS.is_dir()}
+    default = ["parity"] if found.record else [tier for tier in TIERS if has.get(tier, True)]
     found.tier = [*dict.fromkeys(found.tier or default)]
     if "distributed" in found.tier and not (found.checkout and Path(found.checkout, "test/distributed").is_dir()):
         parser.error(f"--checkout {found.checkout}: no test/distributed there; the tier distributed needs a checkout")
+    if found.record and (found.tier != ["parity"] or found.pattern != "*" or not found.device):
+        parser.error("--record is for the tier parity alone, for all its programs, and for a --device")
     return found
 
 
@@ -82,7 +88,11 @@ def main(arguments: Sequence[str]) -> int:
         os.environ[accelerator.DEVICE_VARIABLE] = options.device
     interrupts = Interrupts(once=True)
     try:
+        if options.tier == ["parity"] and options.record:
+            accelerator.assume(options.device)  # each program finds out in a fork of its own
         options.device = accelerator.device_type()
+        if options.record:
+            parity.record(options)
         run = Run(options)
         try:
             for tier in run.found:
@@ -105,7 +115,8 @@ class Run:
         self.interrupted = False
         self._out = Writer(sys.stderr if options.json == "-" else sys.stdout)
         entries = [entry for path in (DIFFERENCES, *map(Path, options.differences)) for entry in read(path)]
-        self._differences = Differences(entries, {"torch": metadata.version("torch"), "device": options.device})
+        device = accelerator.SIMULATED if accelerator.is_simulated() else options.device  # whatever its name
+        self._differences = Differences(entries, {"torch": metadata.version("torch"), "device": device})
         self._modules = {tier: importlib.import_module(f"torch_ext.conformance.{tier}") for tier in options.tier}
         planned = {tier: self._plan(module) for tier, module in self._modules.items()}
         self._planned = {tier: groups for tier, groups in planned.items() if groups}

@@ -1,7 +1,8 @@
 """The tier ``distributed``: the files below ``test/distributed`` of a PyTorch checkout, unmodified, where CUDA and NCCL
 mean the simulated accelerator if that is the device. Known differences are those of ``torch_ext/upstream``.
 
-Only a test that needs one of ``PHYSICAL`` is not counted. Any other skip is a disagreement.
+Only a test that needs one of ``PHYSICAL``, or a name that the installed torch lacks, is not counted. Any other skip is
+a disagreement.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from torch_ext import accelerator
 from torch_ext.conformance import suites
 from torch_ext.conformance.forks import Finding, Status
+from torch_ext.upstream.reasons import ANOTHER_RELEASE
 
 # What no simulated device has -> the reasons of skips that name it.
 PHYSICAL = {
@@ -55,7 +57,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
     for first in range(0, len(left), _AT_ONCE):
         names = left[first : first + _AT_ONCE]
         paths = [str(tests / name) for name in names]
-        arguments = ["--upstream", *paths, *as_cuda, "--timeout", str(options.timeout)]
+        arguments = ["--upstream", *paths, *as_cuda, "--timeout", str(options.timeout), "-j", str(options.slots)]
         for each in suites.run(arguments, os.environ):
             yield _counted(dataclasses.replace(each, group=_name(each.group, names)))
         yield from (Finding(name, _DONE, Status.AGREES) for name in names)
@@ -68,6 +70,8 @@ def _name(shown: str, names: Sequence[str]) -> str:
 def _counted(found: Finding) -> Finding:
     if found.status is not Status.REFUSED:
         return found
+    if found.text.startswith(ANOTHER_RELEASE):
+        return found  # of the checkout's age, not of the device
     if needs := next((what for what, pattern in PHYSICAL.items() if pattern.search(found.text)), ""):
         return dataclasses.replace(found, text=f"needs {needs}: {found.text}")
     return dataclasses.replace(found, status=Status.DIFFERS, known=found.text)

@@ -19,6 +19,8 @@ import torch
 from torch_ext import accelerator, cache
 from torch_ext.conformance.forks import Finding, Status
 
+# How many keys a tier's findings on a device are kept for.
+_MOST_KEYS = 8
 # Modules of this room that make no findings.
 _ONLY_REPORT = ("command.py", "page.py", "kept.py")
 
@@ -53,6 +55,10 @@ class Kept:
             if self._path is not None:
                 cache.make(self._path.parent)
                 self._path.touch()
+                found = self._path.parent.glob(f"{tier}-{device}-*.jsonl")
+                files = sorted(found, key=lambda path: path.stat().st_mtime)
+                for path in files[:-_MOST_KEYS]:
+                    path.unlink(missing_ok=True)
                 if fresh:
                     self._path.unlink()
         except OSError:  # a cache that cannot be written

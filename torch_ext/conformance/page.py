@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from torch_ext import cache
+from torch_ext.conformance import parity
 from torch_ext.conformance.command import numbers
 from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.results import Status as Result
@@ -27,8 +28,7 @@ _CASE = re.compile(r"^\| `(?P<test>.+?)` \| (?P<how>[a-z ]+) \|", re.MULTILINE)
 _HEAD = """\
 # Conformance
 
-Whether the device does what the host's kernels do, and what a c10d backend must. Behaviour recorded on a real GPU is
-not compared yet.
+Whether the device does what the host's kernels do, what a c10d backend must, and what programs observe of a real GPU.
 Written by `python -m torch_ext conformance --page docs/conformance.md`, in the nightly run; do not edit.
 [your_device.md](your_device.md) says how to make the same table for another device.
 """
@@ -48,7 +48,7 @@ def text(options: argparse.Namespace, found: Found, before: str = "") -> str:
     where = f"torch {torch.__version__}, Python {platform.python_version()}, device `{options.device}`, {today}"
     parts = [_HEAD, _changes(found, before), f"## Numbers\n\n{where}.\n\n{table(options, found)}", _meanings()]
     for tier, results in found.items():
-        parts.append(_list(tier, results))
+        parts.append(_list(tier, options, results))
     return "\n".join(part for part in parts if part)
 
 
@@ -98,12 +98,14 @@ def _changes(found: Found, before: str) -> str:
     return "## Changes since the last page\n\n" + ("\n".join(lines) or "None.") + "\n"
 
 
-def _list(tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
+def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Finding, TestResult]]) -> str:
     """Return a tier's section: what is not counted and why, each file's numbers, each case that does not agree."""
     parts = [f"## {tier}\n"]
     if refused := Counter(_reason(finding) for finding, _ in results if finding.status is Status.REFUSED):
         reasons = ", ".join(f"{_cell(why)} ({number:,})" for why, number in refused.most_common())
         parts.append(f"Not counted: {reasons}.\n")
+    if tier == "parity":
+        parts.append(parity.note(options))
     if tier == "distributed":
         files: dict[str, list[tuple[Finding, TestResult]]] = {}
         for finding, result in results:

@@ -73,9 +73,9 @@ def set_per_process_memory_fraction(fraction: float, device: Device = None) -> N
         ValueError: it is not between 0 and 1.
     """
     if not isinstance(fraction, float):
-        raise TypeError(f"Expected a float for the fraction, got {type(fraction).__name__}.")
+        raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
-        raise ValueError(f"Expected a fraction from 0 to 1, got {fraction}.")
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
     _native.set_memory_fraction(index_of(device), fraction)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
+ANOTHER_RELEASE = "needs another release of torch"
+
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _NAMES_CUDA = f"the test asks for CUDA or NCCL by name: {_HINT}"
 _TRITON = "needs Triton, which has no compiler for this device"
@@ -211,7 +213,7 @@ class Releases:
             return f"needs a build of torch with {name}, which this one does not have"
         is_name = error.startswith(("ImportError", "AttributeError", "ModuleNotFoundError"))
         if is_name and path is not None and _outside_a_checkout(path):
-            return f"needs another release of torch: {self._installed} has no {name}"
+            return f"{ANOTHER_RELEASE}: {self._installed} has no {name}"
         if not self._newer:
             return ""
         major, minor = _release(self._checkout)

@@ -1,6 +1,7 @@
 """The command: a tier, its known differences, what is kept between runs, the reports and the page."""
 
 import json
+import os
 import re
 from xml.etree import ElementTree
 
@@ -10,6 +11,7 @@ from test.torch_ext.interpreter import python
 from torch_ext.conformance import page
 from torch_ext.conformance.command import parse
 from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.kept import Kept
 from torch_ext.results import Status as Result
 from torch_ext.results import TestName, TestResult
 
@@ -58,6 +60,16 @@ def test_reports_have_every_case_and_a_second_run_runs_none(conformance, tmp_pat
     code, text = conformance("--device", "cpu", *OPS, "-k", "neg")  # the last line was cut, as by a kill
     assert code == 1 and "1 crashed" in text and len(kept.read_text().splitlines()) == len(lines) + 1 - 1
     assert conformance("--device", "cpu", *OPS, "-k", "neg", "--fresh")[0] == 0
+
+
+def test_findings_are_kept_for_the_last_keys_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in range(12):
+        Kept("ops", "cpu", f"{number:02}").add(Finding("g", "c", Status.AGREES))
+        for path in tmp_path.rglob(f"*-{number:02}.jsonl"):
+            os.utime(path, (number, number))
+    left = sorted(path.stem for path in tmp_path.rglob("ops-cpu-*.jsonl"))
+    assert left == [f"ops-cpu-{number:02}" for number in range(4, 12)] and list(Kept("ops", "cpu", "11"))
 
 
 def test_a_known_difference_that_agrees_is_an_error(conformance, tmp_path):

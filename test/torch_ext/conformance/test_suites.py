@@ -51,6 +51,7 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
     folder.mkdir(parents=True)
     (folder / "test_x.py").write_text(CHECKOUT_FILE)
     (folder.parent / "test_broken.py").write_text("import no_such_module\n")
+    (folder.parent / "test_old.py").write_text('# Owner(s): ["o"]\nfrom torch.distributed import no_such_name\n')
     how = ("--device", "cpu", "--tier", "distributed", "--checkout", str(tmp_path / "checkout"))
     code, text, page = conformance(tmp_path, *how)
     assert code == 1, text
@@ -62,10 +63,11 @@ def test_each_test_of_a_checkout_is_a_case_and_only_physical_features_do_not_cou
         "test_broken.py::import": "differs",
     }.items():
         assert f"| `distributed::{case}` | {ended}" in lines, lines
-    assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "Not counted: needs a Triton kernel (1)." in lines
+    assert "| `deep/test_x.py` | 1 | 1 | 1 | 1 | 1 |" in lines and "needs a Triton kernel (1)" in lines
+    assert "needs another release of torch (1)" in lines and "test_old.py::" not in lines
     numbers = re.search(r"distributed on cpu: .*", text)[0]
     assert numbers in conformance(tmp_path, *how)[1]  # kept; another run would take another time
-    assert "1 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
+    assert "2 not comparable" in text and "test_fine`" not in lines and "test_kernel`" not in lines
 
 
 def test_a_tier_without_its_checkout_is_a_usage_error(tmp_path):

@@ -31,7 +31,7 @@ _OF_THE_PACKAGE = {
     "runner": "world results cache compat.untested_torch machine_memory personality",
     "upstream": "accelerator world results compat personality unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory personality sim runner.interrupts runner.options",
-    "conformance": "accelerator cache compat results runner testing upstream.judge world",
+    "conformance": "accelerator cache compat results runner testing upstream.judge upstream.reasons world",
     "__main__": "conformance runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
     "FEATURES",
     "BackendConformance",
     "Capabilities",
+    "capabilities_of",
     "identifier",
     "one_test_for_each_feature",
 ]
@@ -174,6 +175,18 @@ CAPABILITIES = {
         },
     ),
 }  # fmt: skip
+# Device tensors of a group of gloo take its simulated half, which is simccl.
+CAPABILITIES["gloo on sim"] = replace(
+    CAPABILITIES["gloo"],
+    lacks={"sequence numbers": "torch shows those of the host's half"},
+    avoids={**CAPABILITIES["gloo"].avoids, **CAPABILITIES["simccl"].avoids},
+)
+
+
+def capabilities_of(backend: str, device: str) -> Capabilities:
+    """Return what is known of ``backend`` with tensors of ``device``, or all."""
+    default = CAPABILITIES.get(backend, Capabilities())
+    return CAPABILITIES.get(f"{backend} on {device}", default)
 
 
 class BackendConformance:
@@ -193,9 +206,9 @@ class BackendConformance:
     @classmethod
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        known = CAPABILITIES.get(vars(cls).get("backend_name", ""))
-        if known is not None and "capabilities" not in vars(cls):
-            cls.capabilities = known
+        if "backend_name" in vars(cls) and "capabilities" not in vars(cls):
+            device = getattr(cls, "device_type", "")
+            cls.capabilities = capabilities_of(cls.backend_name, device)
 
     rank: int
     world_size: int

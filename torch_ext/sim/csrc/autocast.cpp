@@ -18,7 +18,7 @@ at::Tensor refuse_binary_cross_entropy(
     int64_t /*reduction*/) {
   TORCH_CHECK(
       false,
-      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. Use "
+      "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\nUse "
       "binary_cross_entropy_with_logits or BCEWithLogitsLoss, which include the sigmoid and are safe.");
 }
 

@@ -174,7 +174,7 @@ c10::DeviceIndex common_device(
   bool has_tensor = false;
   const auto refuse = [&](c10::Device other, size_t position) {
     const auto& argument = schema.arguments()[position].name();
-    refuse_devices(*common, other, c10::str("argument ", argument, " of ", facts.name));
+    refuse_devices(*common, other, argument, facts.name);
   };
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto& value = arguments[i];
@@ -244,12 +244,12 @@ bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments
   return moves || reads_number || (!fills && (masks > 0 || (writes && arguments[kValues].toTensor().is_cpu())));
 }
 
-void refuse_devices(c10::Device first, c10::Device second, const std::string& what) {
+void refuse_devices(c10::Device common, c10::Device other, std::string_view argument, std::string_view name) {
   C10_THROW_ERROR(
       Error,
       c10::str(
-          "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ", second,
-          "! (when checking ", what, ")"));
+          "Expected all tensors to be on the same device, but got ", argument, " is on ", other,
+          ", different from other tensors on ", common, " (when checking argument in method ", name, ")"));
 }
 
 void refuse_sparse(const c10::OperatorHandle& op) {

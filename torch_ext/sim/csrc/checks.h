@@ -121,7 +121,8 @@ c10::DeviceIndex common_device(
 bool host_waits(const OperatorFacts& facts, c10::ArrayRef<c10::IValue> arguments);
 
 // Raises RuntimeError. what: the checked arguments, for the message.
-[[noreturn]] void refuse_devices(c10::Device first, c10::Device second, const std::string& what);
+[[noreturn]] void refuse_devices(
+    c10::Device common, c10::Device other, std::string_view argument, std::string_view name);
 
 // Raises NotImplementedError: `op` has no kernel for tensors of a sparse layout.
 [[noreturn]] void refuse_sparse(const c10::OperatorHandle& op);

@@ -150,7 +150,7 @@ c10::DeviceIndex checked_index(c10::DeviceIndex index) {
   throw c10::AcceleratorError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, kInvalidDevice,
       c10::str(
-          SIM_TITLE " error: invalid device ordinal: got " SIM_NAME ":", static_cast<int>(index),
+          SIM_TITLE " error: invalid device ordinal\nGot " SIM_NAME ":", static_cast<int>(index),
           ", expected one of the ", count, " devices " SIM_NAME ":0 to " SIM_NAME ":", count - 1, ". ",
           hidden > 0 ? c10::str("The program hid ", hidden, " by setting ", kVisible, ".")
                      : c10::str("Set ", kCountVariable, " before the first use to have more.")));

@@ -85,7 +85,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     account(kernel, facts, arguments);
   }
   AliasSet aliases;
-  int64_t largest = 1;
+  int64_t largest = -1; // without a tensor
   const size_t first = stack->size() - count;
   for (size_t i = 0; i < count; ++i) {
     auto& value = (*stack)[first + i];
@@ -100,7 +100,7 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (facts.generator >= 0) {
     auto& generator = (*stack)[first + facts.generator];
-    generator = host_generator(generator.toOptional<at::Generator>(), device, static_cast<uint64_t>(largest));
+    generator = host_generator(generator.toOptional<at::Generator>(), device, static_cast<uint64_t>(std::abs(largest)));
   }
   kernel.allocates(allocations_of(facts, arguments)).launch();
   {

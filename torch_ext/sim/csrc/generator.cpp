@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kOffsetStep = 4;
 constexpr uint64_t kThreads = 256;            // of a block
 constexpr uint64_t kBlocks = 2048 / kThreads; // that run at a time, on the device's one multiprocessor (table.py)
-constexpr int64_t kStateBytes = 16;
+constexpr int64_t kSeedBytes = 8, kStateBytes = 16;
 static_assert(kStateBytes == 2 * sizeof(uint64_t), "the state is the seed followed by the offset");
 
 } // namespace
@@ -44,10 +44,11 @@ void GeneratorImpl::set_state(const c10::TensorImpl& state) {
       state.device_type() == c10::DeviceType::CPU && state.dtype() == caffe2::TypeMeta::Make<uint8_t>(),
       "RNG state must be a torch.ByteTensor on the host.");
   TORCH_CHECK(
-      state.numel() == kStateBytes && state.is_contiguous(), "RNG state of a " SIM_NAME " device has ", kStateBytes,
-      " bytes (seed and offset), but got ", state.numel(), ".");
+      (state.numel() == kStateBytes || state.numel() == kSeedBytes) && state.is_contiguous(),
+      "RNG state is wrong size: expected ", kStateBytes, " bytes (seed and offset) or ", kSeedBytes,
+      " (the seed), but got ", state.numel(), ".");
   std::array<uint64_t, 2> parts{};
-  std::memcpy(parts.data(), state.data(), kStateBytes);
+  std::memcpy(parts.data(), state.data(), state.numel());
   set_current_seed(parts[0]);
   set_offset(parts[1]);
 }
@@ -80,6 +81,9 @@ c10::GeneratorImpl* GeneratorImpl::clone_impl() const {
 
 uint64_t GeneratorImpl::draw(uint64_t count) {
   const uint64_t seed = mix(mix(state_->seed) ^ state_->offset);
+  if (count == 0) {
+    return seed; // nothing is launched
+  }
   const uint64_t blocks = std::min(kBlocks, (count + kThreads - 1) / kThreads);
   state_->offset += ((count - 1) / (kThreads * blocks * kOffsetStep) + 1) * kOffsetStep;
   return seed;
@@ -104,6 +108,9 @@ const at::Generator& default_generator(c10::DeviceIndex device) {
 at::Generator host_generator(const std::optional<at::Generator>& given, c10::DeviceIndex device, uint64_t count) {
   const bool own = given.has_value() && given->defined();
   at::Generator source = own ? *given : default_generator(device);
+  TORCH_CHECK(
+      source.device().type() == kSim, "Expected a '" SIM_NAME "' device type for generator but found '",
+      source.device().type(), "'");
   TORCH_CHECK(
       source.device() == c10::Device(kSim, device), "Expected a '" SIM_NAME ":", static_cast<int>(device),
       "' generator device but found '", source.device(), "'.");

@@ -49,7 +49,7 @@ Kernel& Kernel::use(const at::Tensor& tensor, bool write) {
   }
   if (!is_settled_) {
     if (device_.has_value() && tensor.device() != *device_) {
-      refuse_devices(*device_, tensor.device(), c10::str("arguments of ", name_));
+      refuse_devices(*device_, tensor.device(), "an argument", name_);
     }
     device_ = tensor.device();
   }

@@ -156,7 +156,7 @@ namespace py = pybind11;
 using namespace pybind11::literals;
 
 py::dict segment_of(c10::DeviceIndex device, const SegmentFacts& facts, Frames& frames) {
-  constexpr std::array<const char*, 3> kStates{"active_allocated", "active_awaiting_free", "inactive"};
+  constexpr std::array<const char*, 3> kStates{"active_allocated", "active_pending_free", "inactive"};
   size_t allocated = 0, active = 0, requested = 0;
   py::list blocks;
   for (const auto& block : facts.blocks) {

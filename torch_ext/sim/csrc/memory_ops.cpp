@@ -137,7 +137,7 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   if (source.device() != self.device()) {
-    refuse_devices(self.device(), source.device(), "argument source of aten::set_");
+    refuse_devices(self.device(), source.device(), "source", "aten::set_");
   }
   return set_strided(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }

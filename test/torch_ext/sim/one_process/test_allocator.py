@@ -109,7 +109,7 @@ class _Ours:
         for call in self.calls:
             self.call(call)
             value = _crc(_numbers(), value)
-        states = {"active_allocated": (1, 1), "active_awaiting_free": (0, 1), "inactive": (0, 0)}
+        states = {"active_allocated": (1, 1), "active_pending_free": (0, 1), "inactive": (0, 0)}
         blocks = [
             (block["size"], *states[block["state"]], segment["segment_type"] == "large")
             for segment in _segments()

@@ -63,7 +63,7 @@ def test_a_block_that_a_stream_still_uses_awaits_its_end():
         tensor.record_stream(busy)
     try:
         del tensor
-        assert _block_at(address)["state"] == "active_awaiting_free"
+        assert _block_at(address)["state"] == "active_pending_free"
     finally:
         busy.synchronize()
 
