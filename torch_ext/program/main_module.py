@@ -32,6 +32,7 @@ class Program:
     races: str = "off"  # the check for races: `error`, `report` or `off`
     clock: str = ""  # the model of virtual time, if any
     events: str = ""  # the folder for the ranks' events in virtual time
+    assumed: tuple[str, ...] | None = None  # values that a dry run gives to reads; None: no dry run
 
 
 def run_main(program: Program) -> None:

@@ -35,6 +35,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch_ext.program.autoload import WORKER
+from torch_ext.program.dry import snapshot_of
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.program.timeline import events_of
 from torch_ext.world import operations, wording
@@ -63,8 +64,12 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     races = _prepare(program)
     error: BaseException | None = None
     clock: Any = None
+    dry: Any = None
     timeline: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
     try:
+        if program.assumed is not None:
+            dry = importlib.import_module("torch_ext.sim.dry").Program(program.assumed)
         if program.clock:
             clock = importlib.import_module("torch_ext.sim.clock").Program(program.clock)
         run_main(program)
@@ -78,8 +83,10 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
             timeline = clock.end(own.rank, events_of(program.events, own.rank))
         except Exception as raised:
             error = raised
+    if dry is not None and not exit_code_of(error):
+        memory = dry.end(snapshot_of(variables["RANK"]))
     code = exit_code_of(error)
-    facts = Facts(code, _groups_made(), _uses_of_device(), timeline)
+    facts = Facts(code, _groups_made(), _uses_of_device(), timeline, memory)
     if error is None or not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
             own.submit(Receipt(RankStatus.PASSED, monotonic(), facts=facts))
@@ -199,6 +206,7 @@ class Facts:
     groups: int  # number of process groups that the rank made
     uses: int  # number of uses of a simulated device, see :func:`_uses_of_device`
     timeline: dict[str, Any] | None = None  # of virtual time, see :mod:`torch_ext.program.timeline`
+    memory: dict[str, Any] | None = None  # of a dry run, see :mod:`torch_ext.program.dry`
 
 
 def _groups_made() -> int:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, rank, timeline
+from torch_ext.program import autoload, dry, rank, timeline
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     found = parser.parse_args(arguments)
+    found.chosen = _chosen_ranks(parser, found)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("no program: name a script, or a module after -m")
@@ -77,6 +78,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         (found.races not in (None, "off"), "--races"),
         (bool(found.clock), "--clock"),
         (found.strict, "--strict"),
+        (found.dry, "--dry"),
     ):
         if given and not on_sim:
             parser.error(f"{flag} is for the simulated accelerator, but --device is {found.device}")
@@ -87,14 +89,43 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
     words = words[0], found.module, tuple(words[1:])
     found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock)
+    if found.dry:
+        found.program = replace(found.program, assumed=tuple(found.assume))
     return found
+
+
+def _chosen_ranks(parser: argparse.ArgumentParser, found: argparse.Namespace) -> tuple[int, ...]:
+    """Return the numbers of the ranks to run, and set ``ranks`` to how many they are."""
+    text = found.ranks
+    try:
+        if found.dry:
+            chosen = tuple(dict.fromkeys(int(each) for each in (text or "0").split(",")))
+        else:
+            chosen = tuple(range(count(1)(text or "4")))
+    except ValueError as error:
+        parser.error(f"-n/--ranks {text}: {error}")
+    for is_given, flag in ((found.world is not None, "--world"), (bool(found.assume), "--assume")):
+        if is_given and not found.dry:
+            parser.error(f"{flag} is for a dry run: add --dry")
+    if found.dry:
+        if found.world is None:
+            parser.error("--dry needs --world N, the number of ranks of the job")
+        if found.world > dry.PER_HOST and found.world % dry.PER_HOST:
+            parser.error(f"--world {found.world}: expected a multiple of {dry.PER_HOST}, the ranks of a host")
+        if not all(0 <= each < found.world for each in chosen):
+            parser.error(f"--ranks {text}: expected numbers from 0 to {found.world - 1}")
+        if found.races not in (None, "off"):
+            parser.error("--races is not for a dry run, which computes nothing")
+    found.ranks = len(chosen)
+    return chosen
 
 
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
-    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="number of ranks (4)")
+    ranks = "number of ranks (4); with --dry, the ranks to run, such as 0,7 (0)"
+    add("-n", "--ranks", metavar="N", help=ranks)
     where = f"the ranks' device ({SIM}); each rank has one"
     add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
     add("--cuda-as-sim", action="store_true", help="CUDA and NCCL mean the simulated accelerator")
@@ -107,6 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
     add("--clock", default="", metavar="MODEL", help=clock)
+    dry = "of a job of --world ranks, run a few alone; compute nothing, and report the memory that they need"
+    add("--dry", action="store_true", help=dry)
+    add("--world", type=typed(count(1)), metavar="N", help="number of ranks of the job of a dry run")
+    value = "in a dry run, the value that the host reads at lines with WORD, or at FILE:LINE, or everywhere"
+    add("--assume", action="append", default=[], metavar="WORD=VALUE", help=value)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -158,7 +194,9 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         tempfile.TemporaryDirectory(prefix="torch_ext_") as events,
     ):
         program = options.program = replace(options.program, path=path, events=events)
-        variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
+        size = options.world or options.ranks
+        hosts = dry.hosts(size) if options.dry else 1
+        variables = [launcher_variables(number, size, store.port, hosts) for number in options.chosen]
         world = start_world(
             zygote,
             [RankTask(rank.run, (program, each)) for each in variables],
@@ -195,8 +233,10 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
         os.environ[personality.VARIABLE] = personality.AS_CUDA if options.program.cuda_as_sim else autoload.ON
-        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
+        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(dry.PER_HOST if options.dry else options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
+        if options.dry:
+            os.environ["TORCH_EXT_SIM_MEMORY"] = str(dry.UNBOUNDED)
         given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
         os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
@@ -247,8 +287,11 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
         )
     timelines = [each.timeline for each in facts if each is not None and each.timeline is not None]
     if options.program.clock and len(timelines) == len(facts):
-        print(f"\n{timeline.finish(timelines, options.program.events)}", flush=True)
-    code = _judge_usage(options, facts, store)
+        print(f"\n{timeline.finish(timelines, options.program.events, options.chosen)}", flush=True)
+    if options.dry:
+        code = dry.finish([each.memory if each else None for each in facts], options.chosen, options.world, options.memory)
+    else:
+        code = _judge_usage(options, facts, store)
     if hangs:
         wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
     return code or int(bool(hangs))
