@@ -197,10 +197,11 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         size = options.world or options.ranks
         hosts = dry.hosts(size) if options.dry else 1
         variables = [launcher_variables(number, size, store.port, hosts) for number in options.chosen]
+        shown = _LIVE[options.output]
         world = start_world(
             zygote,
             [RankTask(rank.run, (program, each)) for each in variables],
-            show=_LIVE[options.output],
+            show=replace(shown, numbers=options.chosen) if isinstance(shown, Live) else shown,
             name="rank",
             test=options.program.target,
         )
@@ -317,6 +318,8 @@ def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
 
 
 def _print_report(title: str, options: argparse.Namespace, report: WorldReport) -> None:
+    outcomes = tuple(replace(outcome, rank=options.chosen[outcome.rank]) for outcome in report.outcomes)
+    report = replace(report, outcomes=outcomes, verdict=judge(outcomes))
     name = f"-m {options.program.target}" if options.program.is_module else options.program.target
     print(f"\n{title} {name}  {report.took_s:.2f} s\n{render(report)}", file=sys.stderr, flush=True)
 

@@ -86,6 +86,10 @@ void run_dry(const c10::OperatorHandle& op, const OperatorFacts& facts, Stack* s
     stack->emplace_back(assumed(facts.name).value_or(1) != 0);
     return;
   }
+  if (returns.empty()) { // it fills its arguments
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    return;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "A dry run cannot run ", toString(op.operator_name()),
       ": torch has no shape function for it. Register one (torch.library.register_fake).");
@@ -133,6 +137,9 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (facts.generator >= 0) {
     auto& generator = (*stack)[first + facts.generator];
     generator = host_generator(generator.toOptional<at::Generator>(), device, static_cast<uint64_t>(largest));
+    if (is_dry()) { // it has advanced; shape functions take none
+      generator = c10::IValue();
+    }
   }
   const auto allocations = allocations_of(facts, arguments);
   kernel.allocates(allocations).launch();

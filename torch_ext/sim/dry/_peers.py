@@ -6,36 +6,39 @@ group: a gather copies this rank's tensor, all else leaves its tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from torch_ext.sim import _other_backends
 from torch_ext.sim._imports import when_imported
-from torch_ext.sim._patches import wrap
 
 
 def install() -> None:
     """Make groups and collectives work without peers."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the fake backend
-
-    @wrap(c10d.BackendConfig, "__init__")
-    def __init__(original: Callable[..., None], self: Any, backend: Any) -> None:
-        original(self, backend)
-        backends = self.device_backend_map
-        for device, name in backends.items():
-            if name == dist.Backend.GLOO:
-                backends[device] = dist.Backend(dist.Backend.FAKE)
-
-    setattr(_other_backends, "is_gloo", lambda _group: False)  # noqa: B010 - mypy refuses to assign a function
+    setattr(FakeProcessGroup, "_set_sequence_number_for_group", _nothing)  # noqa: B010 - it has no numbers
+    setattr(c10d, "ProcessGroupGloo", _NobodysGloo)  # noqa: B010 - mypy refuses to assign a type
+    setattr(_other_backends, "is_gloo", lambda _group: False)  # noqa: B010
     setattr(c10d, "_store_based_barrier", _nothing)  # noqa: B010
     for function in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list, recv_object_list):
         setattr(c10d, function.__name__, function)
         setattr(dist, function.__name__, function)
     when_imported("torch.nn.parallel.distributed", _trust_parameters)
+
+
+class _IsFake(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, FakeProcessGroup)
+
+    def __call__(cls, _store: object, rank: int, size: int, **_options: Any) -> Any:
+        return FakeProcessGroup._create_internal(rank, size)
+
+
+class _NobodysGloo(metaclass=_IsFake):
+    """Makes a fake group in the place of one of gloo."""
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
