@@ -13,6 +13,15 @@ UNBOUNDED = 1 << 42  # bytes of a device without --memory
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
+def assumption(text: str) -> str:
+    """Return ``text``, a number with or without ``WORD=`` before it. Raises ValueError."""
+    try:
+        float(text.rpartition("=")[2])
+    except ValueError:
+        raise ValueError("expected VALUE, WORD=VALUE or FILE:LINE=VALUE with a number") from None
+    return text
+
+
 def hosts(world: int) -> int:
     """Return the number of hosts of a job."""
     return -(-world // PER_HOST)
@@ -23,10 +32,8 @@ def snapshot_of(rank: str) -> Path:
     return Path(f"torch_ext_memory_{rank}.pickle").absolute()
 
 
-def finish(
-    reports: Sequence[Mapping[str, Any] | None], ranks: Sequence[int], world: int, limit: int | None
-) -> int:
-    """Print the ranks' reports, which torch_ext.sim.dry makes. Return 1 if one of them needs more than ``limit`` bytes."""
+def finish(reports: Sequence[Mapping[str, Any] | None], ranks: Sequence[int], world: int, limit: int | None) -> int:
+    """Print the ranks' reports, which torch_ext.sim.dry makes. Return 1 if one needs more than ``limit`` bytes."""
     code = 0
     for rank, report in zip(ranks, reports, strict=True):
         if report is not None:
@@ -49,11 +56,13 @@ def text(report: Mapping[str, Any], rank: int, world: int, limit: int | None) ->
       snapshot for https://docs.pytorch.org/memory_viz: m.pickle
       does not fit in 3.00 GiB by 1.00 GiB at train.py:40
     """
-    steps = f"{report['steps']} step{'s' * (report['steps'] != 1)} of an optimizer"
+    when = f"after {report['steps']} step{'s' * (report['steps'] != 1)} of an optimizer"
+    if "time_us" in report:
+        when += f", at {report['time_us'] / 1e3:.3f} ms of virtual time"
     kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in report["kinds"].items())
     lines = [
         f"rank {rank} of {world}: at most {size(report['allocated'])} allocated, {size(report['reserved'])} reserved",
-        f"  reached at {_shown(report['at'])}, after {steps}",
+        f"  reached at {_shown(report['at'])}, {when}",
         f"  by kind: {kinds}",
         "  by line:",
     ]
@@ -61,7 +70,9 @@ def text(report: Mapping[str, Any], rank: int, world: int, limit: int | None) ->
         lines.append(f"    {size(nbytes):>11} in {blocks} block{'s' * (blocks != 1)}  {kind}  {_shown(place)}")
     lines.append(f"  snapshot for https://docs.pytorch.org/memory_viz: {report['snapshot']}")
     if "beyond" in report:
-        lines.append(f"  does not fit in {size(limit or 0)} by {size(report['beyond'])} at {_shown(report['beyond_at'])}")
+        lines.append(
+            f"  does not fit in {size(limit or 0)} by {size(report['beyond'])} at {_shown(report['beyond_at'])}"
+        )
     elif limit is not None:
         lines.append(f"  fits in {size(limit)}")
     return "\n".join(lines)

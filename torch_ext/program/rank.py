@@ -63,30 +63,22 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     _become_main_process()
     races = _prepare(program)
     error: BaseException | None = None
-    clock: Any = None
-    dry: Any = None
-    timeline: dict[str, Any] | None = None
-    memory: dict[str, Any] | None = None
+    measures = _Measures(program)
     try:
-        if program.assumed is not None:
-            dry = importlib.import_module("torch_ext.sim.dry").Program(program.assumed)
-        if program.clock:
-            clock = importlib.import_module("torch_ext.sim.clock").Program(program.clock)
+        measures.start()
         run_main(program)
     except BaseException as raised:
         error = raised
     if os.getpid() != pid:
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
-    if clock is not None and not exit_code_of(error):
+    if not exit_code_of(error):
         try:
-            timeline = clock.end(own.rank, events_of(program.events, own.rank))
+            measures.end(own.rank, variables["RANK"])
         except Exception as raised:
             error = raised
-    if dry is not None and not exit_code_of(error):
-        memory = dry.end(snapshot_of(variables["RANK"]))
     code = exit_code_of(error)
-    facts = Facts(code, _groups_made(), _uses_of_device(), timeline, memory)
+    facts = Facts(code, _groups_made(), _uses_of_device(), measures.timeline, measures.memory)
     if error is None or not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
             own.submit(Receipt(RankStatus.PASSED, monotonic(), facts=facts))
@@ -102,6 +94,31 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
         atexit._run_exitfuncs()
     finalize(LISTENER)
     sys.exit(code)
+
+
+class _Measures:
+    """The virtual time and the dry run of a rank, if its program asks for them."""
+
+    timeline: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    _clock: Any = None
+    _dry: Any = None
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def start(self) -> None:
+        if self._program.assumed is not None:
+            self._dry = importlib.import_module("torch_ext.sim.dry").Program(self._program.assumed)
+        if self._program.clock:
+            self._clock = importlib.import_module("torch_ext.sim.clock").Program(self._program.clock)
+
+    def end(self, place: int, rank: str) -> None:
+        """Write the rank's files. ``place``: among the ranks that run, which a dry run may choose."""
+        if self._clock is not None:
+            self.timeline = self._clock.end(int(rank), events_of(self._program.events, place))
+        if self._dry is not None:
+            self.memory = self._dry.end(snapshot_of(rank), is_timed=self._clock is not None)
 
 
 def _become_main_process() -> None:

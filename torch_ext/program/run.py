@@ -138,11 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
     add("--clock", default="", metavar="MODEL", help=clock)
-    dry = "of a job of --world ranks, run a few alone; compute nothing, and report the memory that they need"
-    add("--dry", action="store_true", help=dry)
+    alone = "of a job of --world ranks, run a few alone; compute nothing, and report the memory that they need"
+    add("--dry", action="store_true", help=alone)
     add("--world", type=typed(count(1)), metavar="N", help="number of ranks of the job of a dry run")
     value = "in a dry run, the value that the host reads at lines with WORD, or at FILE:LINE, or everywhere"
-    add("--assume", action="append", default=[], metavar="WORD=VALUE", help=value)
+    add("--assume", type=typed(dry.assumption), action="append", default=[], metavar="WORD=VALUE", help=value)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -290,7 +290,9 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
     if options.program.clock and len(timelines) == len(facts):
         print(f"\n{timeline.finish(timelines, options.program.events, options.chosen)}", flush=True)
     if options.dry:
-        code = dry.finish([each.memory if each else None for each in facts], options.chosen, options.world, options.memory)
+        code = dry.finish(
+            [each.memory if each else None for each in facts], options.chosen, options.world, options.memory
+        )
     else:
         code = _judge_usage(options, facts, store)
     if hangs:

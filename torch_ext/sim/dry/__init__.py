@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,6 @@ class Program:
 
         Args:
             assumptions: values of reads, see :class:`Assumption`.
-
-        Raises:
-            ValueError: one of them is none.
         """
         reads = Reads([Assumption.parse(text) for text in assumptions])
         importlib.import_module("torch._meta_registrations")  # shape functions written in Python
@@ -44,11 +42,13 @@ class Program:
         memory._record_memory_history()
         self._watch = Watch()
 
-    def end(self, snapshot: Path) -> dict[str, Any]:
-        """Write a snapshot for torch's memory visualizer, and return the peaks in plain types: see :class:`Watch`."""
+    def end(self, snapshot: Path, *, is_timed: bool = False) -> dict[str, Any]:
+        """Write a snapshot for torch's memory visualizer, and return the peaks in plain types: see
+        :meth:`Watch.report`. ``is_timed``: the run has virtual time.
+        """
         for index in range(_native.device_count()):
             torch.accelerator.synchronize(index)
         taken = memory._snapshot()
-        report = self._watch.report(taken)
-        memory._dump_snapshot(str(snapshot))
+        report = self._watch.report(taken, is_timed=is_timed)
+        snapshot.write_bytes(pickle.dumps(taken))
         return report | {"snapshot": str(snapshot)}

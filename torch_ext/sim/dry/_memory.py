@@ -1,16 +1,19 @@
 """What held the memory of a rank at its peak, by kind and by line.
 
 The allocator's history says when each block lived, and which lines asked for it. Optimizers say which blocks are
-parameters, gradients and states: from the moment of a step on, and backwards to the block's allocation. Whatever is left
-goes by the file that asked for it.
+parameters, gradients and states: from the moment of a step on, and backwards to the block's allocation. All others go
+by the file that asked for them.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,6 +41,15 @@ _OF_FILES = (
 _TORCH = OURS[0]
 
 
+@dataclass
+class _Block:
+    begin: int  # numbers of events
+    size: int
+    frames: list[dict[str, Any]]
+    end: float = math.inf
+    kind: str = ""
+
+
 class Watch:
     """Follows a program from here on."""
 
@@ -63,69 +75,66 @@ class Watch:
         for device, events in _events().items():
             self._steps[device].append(events)
 
-    def report(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+    def report(self, snapshot: dict[str, Any], *, is_timed: bool) -> dict[str, Any]:
         """Return the peak of the device that held most, in plain types: bytes, and where they come from.
 
-        ``beyond``: bytes past the device's memory, and ``beyond_at`` where it was passed first; absent if it sufficed.
+        ``time_us``: of the peak, if events have virtual times. ``beyond``: bytes past the device's memory, and
+        ``beyond_at``, where it was passed first; absent if it sufficed.
         """
         found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-        found = [each for each in found if isinstance(each, torch.nn.Parameter)]
-        self._mark(pair for each in found for pair in ((each, "parameters"), (each.grad, "gradients")) if pair[0] is not None)
-        peaks = {index: memory.memory_stats(index) for index in range(_native.device_count())}
-        device = max(peaks, key=lambda index: peaks[index].get("reserved_bytes.all.peak", 0))
-        peak, lines, moment = self._replay(device, snapshot["device_traces"][device])
-        reserved = peaks[device].get("reserved_bytes.all.peak", 0)
+        parameters = [each for each in found if isinstance(each, torch.nn.Parameter)]
+        self._mark(_with_gradients(parameters))
+        reserved = {index: _reserved(index) for index in range(_native.device_count())}
+        device = max(reserved, key=lambda index: reserved[index])
+        events = [each for each in snapshot["device_traces"][device] if each["action"] != "free_completed"]
+        blocks = self._blocks(device, events)
+        held = _held(events, blocks)
+        peak = max(held, default=0)
+        at = held.index(peak) if held else 0
+        lines: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        for block in blocks.values():
+            if block.begin <= at < block.end:
+                line = lines[self._place(device, block.begin, block.frames), block.kind or _kind(block.frames)]
+                line[:] = line[0] + block.size, line[1] + 1
         kinds = Counter[str]()
         for (_, kind), (nbytes, _) in lines.items():
             kinds[kind] += nbytes
-        most = sorted(lines.items(), key=lambda each: -each[1][0])[:_MOST_LINES]
         report = {
-            "device": device,
             "allocated": peak,
-            "reserved": reserved,
+            "reserved": reserved[device],
+            "at": self._place(device, at, events[at]["frames"]) if events else "unknown",
+            "steps": sum(step <= at for step in self._steps[device]),
             "kinds": dict(kinds.most_common()),
-            "lines": [(place, kind, *held) for (place, kind), held in most],
+            "lines": [(*key, *line) for key, line in sorted(lines.items(), key=lambda each: -each[1][0])[:_MOST_LINES]],
         }
-        return report | moment | ({"beyond": reserved - _native.memory_limit(device)} if "beyond_at" in moment else {})
+        if is_timed and events:
+            report["time_us"] = events[at]["time_us"]
+        beyond = next((number for number, event in enumerate(events) if event["action"] == "oom"), None)
+        if beyond is not None:
+            report["beyond"] = reserved[device] - _native.memory_limit(device)
+            report["beyond_at"] = self._place(device, beyond, events[beyond]["frames"])
+        return report
 
-    def _replay(
-        self, device: int, trace: list[dict[str, Any]]
-    ) -> tuple[int, dict[tuple[str, str], tuple[int, int]], dict[str, Any]]:
-        """Return the peak of allocated bytes; bytes and blocks by place and kind; and the moment, in plain types."""
-        events = [event for event in trace if event["action"] != "free_completed"]
-        marks = [(at[device], kinds) for at, kinds in self._marks]
-        ends: dict[int, int] = {}  # by number of an allocation
-        kinds: dict[int, str] = {}
-        live: dict[int, int] = {}
-        held = peak = peak_at = 0
-        moment: dict[str, Any] = {}
-        for number in range(len(events) + 1):
-            while marks and marks[0][0] <= number:
-                kinds.update((live[address], kind) for address, kind in marks.pop(0)[1].items() if address in live)
-            if number == len(events):
-                break
-            event = events[number]
+    def _blocks(self, device: int, events: Sequence[dict[str, Any]]) -> dict[int, _Block]:
+        """Return the blocks of a device, by the number of the event that begins each."""
+        marks = deque((at[device], kinds) for at, kinds in self._marks)
+        blocks: dict[int, _Block] = {}
+        live: dict[int, _Block] = {}  # by address
+
+        def mark(until: int) -> None:
+            while marks and marks[0][0] <= until:
+                for address, kind in marks.popleft()[1].items():
+                    if address in live:
+                        live[address].kind = kind
+
+        for number, event in enumerate(events):
+            mark(number)
             if event["action"] == "alloc":
-                live[event["addr"]] = number
-                held += event["size"]
-                if held > peak:
-                    peak, peak_at = held, number
-            elif event["action"] == "oom":
-                moment.setdefault("beyond_at", self._place(device, number, event["frames"]))
+                blocks[number] = live[event["addr"]] = _Block(number, event["size"], event["frames"])
             elif event["addr"] in live:
-                ends[live.pop(event["addr"])] = number
-                held -= event["size"]
-        lines: dict[tuple[str, str], tuple[int, int]] = {}
-        for number, event in enumerate(events[: peak_at + 1] if peak else ()):
-            if event["action"] == "alloc" and ends.get(number, len(events)) > peak_at:
-                key = self._place(device, number, event["frames"]), kinds.get(number) or _kind(event["frames"])
-                nbytes, blocks = lines.get(key, (0, 0))
-                lines[key] = nbytes + event["size"], blocks + 1
-        if peak:
-            moment["at"] = self._place(device, peak_at, events[peak_at]["frames"])
-            moment["time_us"] = events[peak_at]["time_us"]
-        moment["steps"] = sum(step <= peak_at for step in self._steps[device])
-        return peak, lines, moment
+                live.pop(event["addr"]).end = number
+        mark(len(events))
+        return blocks
 
     def _place(self, device: int, number: int, frames: list[dict[str, Any]]) -> str:
         """Return the line of the program that an event comes from; the call of backward for autograd's threads."""
@@ -136,12 +145,29 @@ class Watch:
         return earlier[-1] if earlier else "unknown"
 
 
+def _held(events: Sequence[dict[str, Any]], blocks: dict[int, _Block]) -> list[int]:
+    """Return the bytes that are allocated after each event."""
+    changes = [0] * len(events)
+    for block in blocks.values():
+        changes[block.begin] += block.size
+        if block.end < len(events):
+            changes[int(block.end)] -= block.size
+    return list(accumulate(changes))
+
+
+def _reserved(index: int) -> int:
+    return int(memory.memory_stats(index).get("reserved_bytes.all.peak", 0))
+
+
 def _events() -> dict[int, int]:
     return {index: _native.memory_events(index) for index in range(_native.device_count())}
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, str]]:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return _with_gradients([each for group in optimizer.param_groups for each in group["params"]])
+
+
+def _with_gradients(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
     gradients = [(each.grad, "gradients") for each in parameters if each.grad is not None]
     return [*((each, "parameters") for each in parameters), *gradients]
 
@@ -160,6 +186,7 @@ def _address(tensor: torch.Tensor) -> int:
 def _kind(frames: list[dict[str, Any]]) -> str:
     if not frames:
         return "backward"  # of autograd's threads: gradients on their way, and temporaries
-    inner = next((each["filename"] for each in frames if not each["filename"].endswith(("/_ops.py", "/storage.py"))), "")
-    path = inner.removeprefix(_TORCH)
-    return next((kind for part, kind in _OF_FILES if path.startswith(part)), "activations") if path != inner else "activations"
+    files = (each["filename"] for each in frames)
+    inner = next((each for each in files if not each.endswith(("/_ops.py", "/storage.py"))), "")
+    fitting = (kind for part, kind in _OF_FILES if inner.startswith(_TORCH + part))
+    return next(fitting, "activations")

@@ -74,17 +74,17 @@ def scatter_object_list(
 ) -> None:
     """Give this rank its object, which only the source knows."""
     if not scatter_object_input_list:
-        _refuse("scatter_object_list")
+        raise _unknown("scatter_object_list")
     scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
 
 def recv_object_list(*_args: Any, **_kwargs: Any) -> None:
     """Refuse: the sender does not exist."""
-    _refuse("recv_object_list")
+    raise _unknown("recv_object_list")
 
 
-def _refuse(name: str) -> Any:
-    raise NotImplementedError(
-        f"dry run: {name} needs an object of another rank, which does not exist. Pass the object to this rank otherwise; "
+def _unknown(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"dry run: {name} needs an object of another rank, which does not exist. Give it to this rank otherwise; "
         "for a pipeline stage, give PipelineStage its input_args and output_args."
     )

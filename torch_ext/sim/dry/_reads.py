@@ -14,7 +14,7 @@ import torch
 
 OURS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", "<")  # where files are not the program's
 
-# Reads of torch itself: the end of a file, a word of the line, and the value. None: the host's tensor is right as it is.
+# Reads of torch itself: the end of a file, text of the line, and the value. None: the host's tensor is right already.
 _OF_TORCH: tuple[tuple[str, str, float | None], ...] = (
     ("/nn/parallel/distributed.py", "", None),  # ranks agree on the buckets of DDP
     ("/distributed/tensor/_random.py", "rng_state == ", 1),  # rank 0 has the same seed
@@ -34,16 +34,13 @@ class Assumption:
 
     @classmethod
     def parse(cls, text: str) -> Assumption:
-        """Parse ``WHERE=VALUE`` or ``VALUE``. Raises ValueError.
+        """Parse ``WHERE=VALUE`` or ``VALUE``.
 
         >>> Assumption.parse("loss=1.5"), Assumption.parse("train.py:41=0").where
         (Assumption(where='loss', value=1.5), 'train.py:41')
         """
         where, _, value = text.rpartition("=")
-        try:
-            return cls(where.strip(), float(value))
-        except ValueError:
-            raise ValueError(f"Got {text!r}, expected VALUE, WORD=VALUE or FILE:LINE=VALUE with a number.") from None
+        return cls(where.strip(), float(value))
 
     def covers(self, place: str, line: str) -> bool:
         """Whether it is for a read at ``place``, as ``/path/train.py:41``, where the program has ``line``."""
@@ -73,7 +70,7 @@ class Reads:
 
     assumptions: Sequence[Assumption]
 
-    def __call__(self, kernel: str, is_size: bool) -> float | None | str:
+    def __call__(self, kernel: str, is_size: bool) -> float | str | None:
         """Return the value, None to leave the host's tensor as it is, or the message of an error."""
         frame = sys._getframe().f_back
         place, line = place_in_program(frame)
@@ -95,6 +92,6 @@ class Reads:
         named = re.search(r"(\w+)\.(?:item|cpu|tolist|numpy|to)\(", line)
         where = named[1] if named else "/".join(place.rsplit("/", 1)[-1:]) or "WORD"
         return (
-            f"dry run: {shown}: the host reads a value of the device ({kernel}), which a dry run does not compute. Give "
-            f"it: --assume {where}=VALUE, or do not read it."
+            f"dry run: {shown}: the host reads a value of the device ({kernel}), which a dry run does not compute. "
+            f"Give it: --assume {where}=VALUE, or do not read it."
         )
