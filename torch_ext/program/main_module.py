@@ -33,6 +33,7 @@ class Program:
     clock: str = ""  # the model of virtual time, if any
     events: str = ""  # the folder for the ranks' events in virtual time, and the hashes of their replicas
     check_replicas: bool = False  # whether to write these hashes
+    assumed: tuple[str, ...] | None = None  # values that a dry run gives to reads; None: no dry run
 
 
 def run_main(program: Program) -> None:

@@ -35,6 +35,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch_ext.program.autoload import WORKER
+from torch_ext.program.dry import snapshot_of
 from torch_ext.program.main_module import Program, finalize, run_main
 from torch_ext.program.timeline import events_of, replicas_of
 from torch_ext.world import debugger, operations, wording
@@ -62,10 +63,9 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     _become_main_process()
     races = _prepare(program)
     error: BaseException | None = None
-    clock: Any = None
-    timeline: dict[str, Any] | None = None
+    measures = _Measures(program)
     try:
-        clock = _start_records(program, own.rank)
+        measures.start(own.rank)
         run_main(program)
     except BaseException as raised:
         error = raised
@@ -74,13 +74,13 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     if os.getpid() != pid:
         end_fork(error)  # a child that the program has forked
     error = _with_races(races, program.races, error)
-    if clock is not None and not exit_code_of(error):
+    if not exit_code_of(error):
         try:
-            timeline = clock.end(own.rank, events_of(program.events, own.rank))
+            measures.end(own.rank, variables["RANK"])
         except Exception as raised:
             error = raised
     code = exit_code_of(error)
-    facts = Facts(code, _groups_made(), _uses_of_device(), timeline)
+    facts = Facts(code, _groups_made(), _uses_of_device(), measures.timeline, measures.memory)
     if error is None or not code:
         with contextlib.suppress(OSError):  # the program has closed our descriptors, as a daemon does
             own.submit(Receipt(RankStatus.PASSED, monotonic(), facts=facts))
@@ -98,13 +98,32 @@ def run(program: Program, variables: Mapping[str, str]) -> None:
     sys.exit(code)
 
 
-def _start_records(program: Program, rank: int) -> Any:
-    """Start to record virtual time and replicas, as the user asks; return the clock, or None."""
-    if program.check_replicas:
-        importlib.import_module("torch_ext.program.replicas").Recorder(replicas_of(program.events, rank))
-    if not program.clock:
-        return None
-    return importlib.import_module("torch_ext.sim.clock").Program(program.clock)
+class _Measures:
+    """The virtual time, the hashes of replicas and the dry run of a rank, if its program asks for them."""
+
+    timeline: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
+    _clock: Any = None
+    _dry: Any = None
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def start(self, place: int) -> None:
+        """Start to write. ``place``: among the ranks that run, which a dry run may choose."""
+        if self._program.check_replicas:
+            importlib.import_module("torch_ext.program.replicas").Recorder(replicas_of(self._program.events, place))
+        if self._program.assumed is not None:
+            self._dry = importlib.import_module("torch_ext.sim.dry").Program(self._program.assumed)
+        if self._program.clock:
+            self._clock = importlib.import_module("torch_ext.sim.clock").Program(self._program.clock)
+
+    def end(self, place: int, rank: str) -> None:
+        """Write the rest of the rank's files; ``place`` as in :meth:`start`."""
+        if self._clock is not None:
+            self.timeline = self._clock.end(int(rank), events_of(self._program.events, place))
+        if self._dry is not None:
+            self.memory = self._dry.end(snapshot_of(rank), is_timed=self._clock is not None)
 
 
 def _become_main_process() -> None:
@@ -209,6 +228,7 @@ class Facts:
     groups: int  # number of process groups that the rank made
     uses: int  # number of uses of a simulated device, see :func:`_uses_of_device`
     timeline: dict[str, Any] | None = None  # of virtual time, see :mod:`torch_ext.program.timeline`
+    memory: dict[str, Any] | None = None  # of a dry run, see :mod:`torch_ext.program.dry`
 
 
 def _groups_made() -> int:

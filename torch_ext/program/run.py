@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from torch_ext import machine_memory, personality
 from torch_ext.personality import SIM
-from torch_ext.program import autoload, rank, replicas, timeline
+from torch_ext.program import autoload, dry, rank, replicas, timeline
 from torch_ext.program.main_module import Program
 from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
@@ -70,13 +70,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser()
     found = parser.parse_args(arguments)
+    found.chosen = _chosen_ranks(parser, found)
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("no program: name a script, or a module after -m")
     if found.pdb is not None and (why := settings.why_no_terminal()):
         parser.error(why)
-    if found.pdb is not None and found.pdb >= found.ranks:
-        parser.error(f"--pdb {found.pdb}: the ranks are 0 to {found.ranks - 1}")
+    if found.pdb is not None and found.pdb not in found.chosen:
+        parser.error(f"--pdb {found.pdb}: expected one of {ranks_phrase(found.chosen)}")
     on_sim = found.device == SIM
     for given, flag in (
         (found.cuda_as_sim, "--cuda-as-sim"),
@@ -84,6 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         (found.races not in (None, "off"), "--races"),
         (bool(found.clock), "--clock"),
         (found.strict, "--strict"),
+        (found.dry, "--dry"),
     ):
         if given and not on_sim:
             parser.error(f"{flag} is for the simulated accelerator, but --device is {found.device}")
@@ -94,14 +96,33 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     races = found.races or os.environ.get("TORCH_EXT_RACES") or "off"
     words = words[0], found.module, tuple(words[1:])
     found.program = Program(*words, (), on_sim, found.cuda_as_sim, races, found.clock, "", found.check_replicas)
+    if found.dry:
+        found.program = replace(found.program, assumed=tuple(found.assume))
     return found
+
+
+def _chosen_ranks(parser: argparse.ArgumentParser, found: argparse.Namespace) -> tuple[int, ...]:
+    """Return the numbers of the ranks to run, and set ``ranks`` to how many they are."""
+    text = found.ranks
+    try:
+        if found.dry:
+            chosen = tuple(dict.fromkeys(int(each) for each in (text or "0").split(",")))
+        else:
+            chosen = tuple(range(count(1)(text or "4")))
+    except ValueError as error:
+        parser.error(f"-n/--ranks {text}: {error}")
+    if problem := dry.problem(found, chosen):
+        parser.error(problem)
+    found.ranks = len(chosen)
+    return chosen
 
 
 def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [options] SCRIPT|-m MODULE [ARGS]"
     parser = argparse.ArgumentParser("torch_ext run", description=_DESCRIPTION, allow_abbrev=False, usage=usage)
     add = parser.add_argument
-    add("-n", "--ranks", type=typed(count(1)), default=4, metavar="N", help="number of ranks (4)")
+    ranks = "number of ranks (4); with --dry, the ranks to run, such as 0,7 (0)"
+    add("-n", "--ranks", metavar="N", help=ranks)
     where = f"the ranks' device ({SIM}); each rank has one"
     add("--device", choices=(SIM, "cpu", "cuda"), default=SIM, help=where)
     add("--cuda-as-sim", action="store_true", help="CUDA and NCCL mean the simulated accelerator")
@@ -122,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RANK",
         help="debug this rank at the terminal: at breakpoint() and failures",
     )
+    alone = "of a job of --world ranks, run a few alone; compute nothing, and report the memory that they need"
+    add("--dry", action="store_true", help=alone)
+    add("--world", type=typed(count(1)), metavar="N", help="number of ranks of the job of a dry run")
+    value = "in a dry run, the value that the host reads at lines with WORD, or at FILE:LINE, or everywhere"
+    add("--assume", type=typed(dry.assumption), action="append", default=[], metavar="WORD=VALUE", help=value)
     add("--timeout", type=typed(seconds), metavar="S", help="end the program after S seconds")
     hang = "report a proven hang and go on, or also end the program (report)"
     add("--hang", choices=("report", "end"), default="report", help=hang)
@@ -173,11 +199,14 @@ def _run(options: argparse.Namespace, interrupts: Interrupts) -> int:
         tempfile.TemporaryDirectory(prefix="torch_ext_") as events,
     ):
         program = options.program = replace(options.program, path=path, events=events)
-        variables = [launcher_variables(number, options.ranks, store.port) for number in range(options.ranks)]
+        size = options.world or options.ranks
+        hosts = dry.hosts(size) if options.dry else 1
+        variables = [launcher_variables(number, size, store.port, hosts) for number in options.chosen]
+        shown = _LIVE[options.output]
         world = start_world(
             zygote,
             [RankTask(rank.run, (program, each)) for each in variables],
-            show=_LIVE[options.output],
+            show=replace(shown, numbers=options.chosen) if isinstance(shown, Live) else shown,
             name="rank",
             test=options.program.target,
         )
@@ -216,12 +245,14 @@ def _set_environment(options: argparse.Namespace) -> None:
     """Set the variables of all ranks, and of the processes that they start, in this process."""
     if options.program.simulated:
         os.environ[personality.VARIABLE] = personality.AS_CUDA if options.program.cuda_as_sim else autoload.ON
-        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(options.ranks))
+        os.environ.setdefault("TORCH_EXT_SIM_DEVICES", str(dry.PER_HOST if options.dry else options.ranks))
         machine_memory.share()  # before any process starts, so that all share one page
+        if options.dry:
+            os.environ["TORCH_EXT_SIM_MEMORY"] = str(dry.UNBOUNDED)
         given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
         os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
     if options.pdb is not None:
-        os.environ["TORCH_EXT_PDB"] = str(options.pdb)
+        os.environ["TORCH_EXT_PDB"] = str(options.chosen.index(options.pdb))
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value
         os.environ.setdefault("TORCH_EXT_THREADS", os.environ["OMP_NUM_THREADS"])
 
@@ -259,9 +290,7 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
     verdict = judge(outcomes)
     if verdict.judgement is not Judgement.PASSED:
         _print_report("FAILED", options, WorldReport(tuple(outcomes), verdict, took_s))
-        asked = any(words in outcome.reason for outcome in outcomes for words in _NO_CUDA)
-        if asked and options.program.simulated and not options.program.cuda_as_sim:
-            wording.announce("the program asks for CUDA by name: with --cuda-as-sim, that is the simulated device")
+        _advise(options.program, outcomes)
         return _exit_code(outcomes, facts, verdict)
     for outcome in outcomes:
         for command in outcome.left_behind:
@@ -273,11 +302,23 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
         )
     timelines = [each.timeline for each in facts if each is not None and each.timeline is not None]
     if options.program.clock and len(timelines) == len(facts):
-        print(f"\n{timeline.finish(timelines, options.program.events)}", flush=True)
-    code = _judge_usage(options, facts, store)
+        print(f"\n{timeline.finish(timelines, options.program.events, options.chosen)}", flush=True)
+    if options.dry:
+        code = dry.finish(
+            [each.memory if each else None for each in facts], options.chosen, options.world, options.memory
+        )
+    else:
+        code = _judge_usage(options, facts, store)
     if hangs:
         wording.announce(f"error: the program ended by itself, but had hung after {hangs[0]:.0f} s: see above")
     return code or int(bool(hangs))
+
+
+def _advise(program: Program, outcomes: Sequence[Outcome]) -> None:
+    """Name the option that gives CUDA to a program that asks for it."""
+    asked = any(words in outcome.reason for outcome in outcomes for words in _NO_CUDA)
+    if asked and program.simulated and not program.cuda_as_sim:
+        wording.announce("the program asks for CUDA by name: with --cuda-as-sim, that is the simulated device")
 
 
 def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
@@ -300,6 +341,8 @@ def _as_program(outcomes: Sequence[Outcome], output: str) -> list[Outcome]:
 
 
 def _print_report(title: str, options: argparse.Namespace, report: WorldReport) -> None:
+    outcomes = tuple(replace(outcome, rank=options.chosen[outcome.rank]) for outcome in report.outcomes)
+    report = replace(report, outcomes=outcomes, verdict=judge(outcomes))
     name = f"-m {options.program.target}" if options.program.is_module else options.program.target
     print(f"\n{title} {name}  {report.took_s:.2f} s\n{render(report)}", file=sys.stderr, flush=True)
 

@@ -21,8 +21,9 @@ def replicas_of(folder: str, rank: int) -> Path:
     return Path(folder) / f"replicas_{rank}"
 
 
-def table(summaries: Sequence[Mapping[str, Any]]) -> str:
+def table(summaries: Sequence[Mapping[str, Any]], ranks: Sequence[int] = ()) -> str:
     """Return the table of the ranks' summaries, which torch_ext.sim.clock makes: a row for each rank.
+    ``ranks`` are their numbers; 0 and on by default.
 
     >>> print(table([{"model": "unit", "validated": False, "time": 1500, "step": None, "exposed": {"all_gather": 300},
     ...               "idle": {"stream 0": 750}, "critical_path": {"aten::mm": 1200, "all_gather": 300}}]))
@@ -31,7 +32,7 @@ def table(summaries: Sequence[Mapping[str, Any]]) -> str:
     0     1.50 us  -     all_gather 300 ns      stream 0 50%  aten::mm 80%, all_gather 20%
     """
     rows = [_HEADER]
-    for rank, each in enumerate(summaries):
+    for rank, each in zip(ranks or range(len(summaries)), summaries, strict=True):
         shares = {
             key: ", ".join(f"{name} {time / max(each['time'], 1):.0%}" for name, time in each[key].items()) or "-"
             for key in ("idle", "critical_path")
@@ -52,7 +53,7 @@ def _shown(time_ns: float) -> str:
     return f"{time_ns:.0f} ns"
 
 
-def finish(summaries: Sequence[Mapping[str, Any]], folder: str) -> str:
+def finish(summaries: Sequence[Mapping[str, Any]], folder: str, ranks: Sequence[int] = ()) -> str:
     """Write one trace with the ranks' events, which are below ``folder``; return what to print."""
     path = Path(TRACE)
     events = [events_of(folder, rank).read_text(encoding="utf-8").splitlines() for rank in range(len(summaries))]
@@ -60,5 +61,5 @@ def finish(summaries: Sequence[Mapping[str, Any]], folder: str) -> str:
     try:
         path.write_text(whole, encoding="utf-8")
     except OSError as error:
-        return f"{table(summaries)}\nno trace: it cannot be written to the working directory: {error}"
-    return f"{table(summaries)}\ntrace of all ranks, for https://ui.perfetto.dev: {path.absolute()}"
+        return f"{table(summaries, ranks)}\nno trace: it cannot be written to the working directory: {error}"
+    return f"{table(summaries, ranks)}\ntrace of all ranks, for https://ui.perfetto.dev: {path.absolute()}"

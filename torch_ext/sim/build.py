@@ -49,7 +49,7 @@ _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-W
 _WIDE = frozenset(
     {"autocast", "bindings", "finalization", "graph", "host_tensors", "observer_log", "profiler"}
     | {"races/report", "rpc_agent", "simccl", "work"}
-    | {f"transport/{name}" for name in ("choice", "fingerprint", "gloo", "lane", "mailbox", "shared_memory")}
+    | {f"transport/{name}" for name in ("choice", "dry", "fingerprint", "gloo", "lane", "mailbox", "shared_memory")}
     | {"transport/transport"}
 )
 _LEVELS = {"wide": "-O1", "narrow": "-O2"}

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Protocol
@@ -42,6 +42,7 @@ class Live:
     ranks: Collection[int] | None = None
     prefix: str | None = "[rank {}] "
     verbatim: bool = False
+    numbers: Sequence[int] = ()  # of the ranks, if they are not 0 and on
 
 
 class Capture:
@@ -50,7 +51,7 @@ class Capture:
     def __init__(self, rank: int, file: IO[bytes], live: int | None, how: Live = Live()) -> None:
         self.live = live
         self._how = how
-        self._prefix = (how.prefix or "").format(rank)
+        self._prefix = (how.prefix or "").format(how.numbers[rank] if how.numbers else rank)
         self._file = file
         self._read_to = 0
         self._line = b""

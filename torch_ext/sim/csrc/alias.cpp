@@ -3,12 +3,19 @@
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"
+#include "dry.h"
 #include "std.h"
 
 namespace torch_ext::sim {
 namespace {
 
 const c10::Device kHost(c10::DeviceType::CPU);
+const c10::Device kMeta(c10::DeviceType::Meta);
+
+// Of the tensors that a host kernel gets: see Note [Dry runs].
+c10::DispatchKey host_key() {
+  return is_dry() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+}
 
 void release_storage(void* context) {
   c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(context));
@@ -37,6 +44,9 @@ c10::Storage make_storage(c10::DataPtr&& data, size_t nbytes, c10::Allocator* al
 }
 
 c10::Storage alias_storage(const c10::Storage& storage) {
+  if (is_dry()) {
+    return make_storage({nullptr, kMeta}, storage.nbytes(), c10::GetAllocator(c10::DeviceType::Meta));
+  }
   return make_storage(borrow(storage, kHost), storage.nbytes(), alias_allocator());
 }
 
@@ -57,6 +67,9 @@ at::Tensor make_tensor(const c10::Storage& storage, c10::DispatchKey key, const 
 c10::Storage adopt_storage(const c10::Storage& host, bool sole_owner, c10::DeviceIndex device) {
   const c10::Device owner(kSim, device);
   const size_t nbytes = host.nbytes();
+  if (is_dry()) {
+    return make_storage(allocate_on(device, nbytes, owner), nbytes, device_allocator());
+  }
   count_result(host.data());
   if (!sole_owner) {
     return make_storage(borrow(host, owner), nbytes, device_allocator());
@@ -80,7 +93,7 @@ c10::Storage unowned_storage(const c10::Storage& storage) {
 
 at::Tensor on_host(const at::Tensor& tensor) {
   const bool on_device = tensor.defined() && tensor.device().type() == kSim;
-  return on_device ? make_tensor(alias_storage(tensor.storage()), c10::DispatchKey::CPU, tensor) : tensor;
+  return on_device ? make_tensor(alias_storage(tensor.storage()), host_key(), tensor) : tensor;
 }
 
 at::Tensor adopt(at::Tensor&& host, c10::DeviceIndex device) {
@@ -110,7 +123,7 @@ at::Tensor AliasSet::alias(const at::Tensor& tensor) {
       return pair.host;
     }
   }
-  tensors_.push_back({tensor, make_tensor(host_storage(tensor.storage()), c10::DispatchKey::CPU, tensor)});
+  tensors_.push_back({tensor, make_tensor(host_storage(tensor.storage()), host_key(), tensor)});
   return tensors_.back().host;
 }
 
@@ -119,7 +132,12 @@ void AliasSet::publish(c10::DeviceIndex device) {
     auto* host = pair.host.unsafeGetStorageImpl();
     auto* real = pair.device.unsafeGetStorageImpl();
     const auto* data = host->_mutable_data_ptr_no_checks().get();
-    if (data != real->_mutable_data_ptr_no_checks().get() || host->nbytes() != real->nbytes()) {
+    if (is_dry()) {
+      if (host->nbytes() != real->nbytes()) {
+        real->set_data_ptr_noswap(allocate_on(device, host->nbytes(), c10::Device(kSim, device)));
+        real->set_nbytes(host->nbytes());
+      }
+    } else if (data != real->_mutable_data_ptr_no_checks().get() || host->nbytes() != real->nbytes()) {
       const size_t nbytes = host->nbytes();
       c10::DataPtr grown = host->set_data_ptr(c10::DataPtr(nullptr, kHost));
       grown.unsafe_set_device(c10::Device(kSim, device));
@@ -146,7 +164,7 @@ void AliasSet::publish(c10::DeviceIndex device) {
 }
 
 at::Tensor AliasSet::result(at::Tensor&& host, c10::DeviceIndex device) {
-  if (!host.defined() || host.device() != kHost) {
+  if (!host.defined() || host.device() != (is_dry() ? kMeta : kHost)) {
     return std::move(host);
   }
   for (const auto& pair : tensors_) {

@@ -19,7 +19,8 @@ at::Tensor unowned_host_alias(const at::Tensor& tensor);
 // The bytes of a device storage as another one, which keeps them mapped as that of `unowned_host_alias` does.
 c10::Storage unowned_storage(const c10::Storage& storage);
 
-// `tensor` itself when it lives on the host; otherwise an alias, for kernels that only read or write its elements.
+// `tensor` itself when it lives on the host; otherwise an alias, for kernels that only read or write its elements. In a
+// dry run the alias has no memory: see Note [Dry runs] in dry.h.
 at::Tensor on_host(const at::Tensor& tensor);
 
 // Returns a device tensor over the memory of `host`: moves the memory if nothing else holds it, else shares it.

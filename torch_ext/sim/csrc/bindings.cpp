@@ -168,6 +168,7 @@ PYBIND11_MODULE(_native, m) {
   bind_graphs(m);
   bind_observer_log(m);
   bind_clock(m);
+  bind_dry(m);
   races::bind_races(m);
 }
 

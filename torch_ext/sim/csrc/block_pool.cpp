@@ -3,6 +3,7 @@
 #include "allocator.h"
 #include "blocks.h"
 #include "device.h"
+#include "dry.h"
 #include "kernel_observer.h"
 #include "memory_history.h"
 #include "std.h"
@@ -115,6 +116,14 @@ Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, boo
     Block* block = take_idle(is_small, fit);
     if (block == nullptr) {
       block = take_fresh(is_small, fit, whose);
+    }
+    if (block == nullptr && is_dry()) {
+      lock.unlock(); // the note needs the GIL
+      if (is_recording_memory()) {
+        note_memory({MemoryEvent::Kind::kOutOfMemory, device_, nullptr, nbytes, 0, 0, amounts().left(), nullptr});
+      }
+      lock.lock();
+      block = take_beyond(is_small, fit);
     }
     if (block == nullptr) {
       break;
@@ -381,6 +390,14 @@ Block* BlockPool::new_segment(bool is_small, Fit fit, Short& whose) {
   segments_[block->segment->serial] = block->segment;
   count(stats_.segment, stats_.reserved_bytes, stats_.oversize_segments, is_small, size, 1);
   stats_.num_device_alloc += 1;
+  return block;
+}
+
+Block* BlockPool::take_beyond(bool is_small, Fit fit) {
+  auto whose = Short::kDevice;
+  const size_t limit = limit_.exchange(totals().reserved + 2 * segment_size(fit.size));
+  Block* block = new_segment(is_small, fit, whose);
+  limit_ = limit;
   return block;
 }
 

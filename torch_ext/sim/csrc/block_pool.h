@@ -163,6 +163,7 @@ class BlockPool {
   Block* take_dangerous(bool is_small, Fit fit, Observer& watching);
   Block* take_fresh(bool is_small, Fit fit, Short& whose); // nullptr past the allowed amount
   Block* new_segment(bool is_small, Fit fit, Short& whose);
+  Block* take_beyond(bool is_small, Fit fit); // in a dry run: past the limit
   Block* expand(bool is_small, Fit fit, Short& whose);
   Block* find_room(bool is_small, Fit fit);
   Block* map(Block* block, size_t size);

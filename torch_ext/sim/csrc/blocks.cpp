@@ -1,6 +1,7 @@
 #include "blocks.h"
 
 #include "device.h"
+#include "dry.h"
 #include "machine_memory.h"
 #include "std.h"
 
@@ -73,11 +74,12 @@ Block* map_segment(
   static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   const size_t table = size / kRoundBytes * sizeof(std::atomic<Block*>);
   const size_t mapped = round_to(size, kPlaceBytes) + round_to(table, page);
-  char* start = map_places(mapped, is_expandable ? MAP_NORESERVE : 0); // or the host counts addresses as memory
+  char* start =
+      map_places(mapped, is_expandable || is_dry() ? MAP_NORESERVE : 0); // or the host counts addresses as memory
   if (start == nullptr) {
     return nullptr;
   }
-  if (is_small) {
+  if (is_small || is_dry()) {
     madvise(start, mapped, MADV_NOHUGEPAGE); // a first small tensor must not take 2 MiB of the machine
   }
   auto* segment =
@@ -132,7 +134,7 @@ void merge_with_next(Block* block) {
 }
 
 bool back(Block* block, size_t size) {
-  if (size > block->backed) {
+  if (size > block->backed && !is_dry()) {
     if (!take_from_machine(size - block->backed)) {
       return false;
     }

@@ -4,6 +4,7 @@
 #include "allocator.h"
 #include "checks.h"
 #include "device.h"
+#include "dry.h"
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
@@ -64,6 +65,38 @@ Allocations allocations_of(const OperatorFacts& facts, c10::ArrayRef<c10::IValue
   return Allocations::kScratch;
 }
 
+bool is_mask(const c10::IValue& index) {
+  return index.isTensor() && index.toTensor().defined() &&
+      (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte);
+}
+
+// Whether the sizes of the results depend on values.
+bool has_unknown_sizes(const c10::OperatorHandle& op, const OperatorFacts& facts, c10::ArrayRef<c10::IValue> args) {
+  constexpr size_t kIndices = 1;
+  return facts.is_indexing
+      ? facts.makes_results && std::ranges::any_of(args[kIndices].toListRef(), &is_mask)
+      : op.hasTag(at::Tag::dynamic_output_shape);
+}
+
+// In place of a host kernel, whose arguments are tensors of the meta device: see Note [Dry runs].
+void run_dry(const c10::OperatorHandle& op, const OperatorFacts& facts, Stack* stack) {
+  const auto& returns = op.schema().returns();
+  if (facts.host_reads && returns.size() == 1 && returns.front().type() == c10::BoolType::get()) {
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    stack->emplace_back(assumed(facts.name).value_or(1) != 0);
+    return;
+  }
+  if (returns.empty()) { // it fills its arguments
+    torch::jit::drop(*stack, op.schema().arguments().size());
+    return;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta), "A dry run cannot run ", toString(op.operator_name()),
+      ": torch has no shape function for it. Register one (torch.library.register_fake).");
+  at::AutoDispatchBelowADInplaceOrView below;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), stack);
+}
+
 void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& facts = facts_of(op);
   const auto& schema = op.schema();
@@ -78,6 +111,9 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   kernel.on(device);
   if (host_waits(facts, arguments)) {
     kernel.host_reads();
+    if (is_dry() && has_unknown_sizes(op, facts, arguments)) {
+      assumed(facts.name, /*is_size=*/true); // raises
+    }
   }
   if (facts.is_view) {
     kernel.touches_nothing();
@@ -92,18 +128,29 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     refuse_if_sparse(op, value);
     replace_tensors(value, [&](at::Tensor&& tensor) {
       largest = on_sim(tensor) ? std::max(largest, tensor.numel()) : largest;
-      return on_sim(tensor) ? aliases.alias(tensor) : std::move(tensor);
+      return on_sim(tensor) || (is_dry() && tensor.defined() && tensor.dim() > 0) ? aliases.alias(tensor) : std::move(tensor);
     });
     if (value.isDevice() && value.toDevice().type() == kSim) {
-      value = c10::Device(c10::DeviceType::CPU);
+      value = c10::Device(is_dry() ? c10::DeviceType::Meta : c10::DeviceType::CPU);
     }
   }
   if (facts.generator >= 0) {
     auto& generator = (*stack)[first + facts.generator];
     generator = host_generator(generator.toOptional<at::Generator>(), device, static_cast<uint64_t>(std::abs(largest)));
+    if (is_dry()) { // it has advanced; shape functions take none
+      generator = c10::IValue();
+    }
   }
-  kernel.allocates(allocations_of(facts, arguments)).launch();
-  {
+  const auto allocations = allocations_of(facts, arguments);
+  kernel.allocates(allocations).launch();
+  at::Tensor converted; // its memory, in a dry run
+  if (is_dry() && allocations == Allocations::kCounted) {
+    const auto nbytes = arguments.front().toTensor().numel() * arguments.back().toTensor().element_size();
+    converted = at::empty({nbytes}, at::TensorOptions(at::kByte).device(c10::Device(kSim, device)));
+  }
+  if (is_dry()) {
+    run_dry(op, facts, stack);
+  } else {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   }

@@ -35,6 +35,7 @@
 #include "allocator.h"
 #include "checks.h"
 #include "device.h"
+#include "dry.h"
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
@@ -566,9 +567,14 @@ AttentionResult attention(
   Kernel kernel("aten::_scaled_dot_product_fused_attention_overrideable");
   kernel.reads(query).reads(key).reads(value).reads(bias).writes(output).writes(logsumexp).writes(seed);
   const auto device = kernel.allocates(Allocations::kScratch).launch();
+  int64_t drawn = 0;
   if (dropout > 0) {
-    const auto drawn =
-        static_cast<int64_t>(host_generator(std::nullopt, device, logsumexp.numel() * key.size(2)).current_seed());
+    const auto count = logsumexp.numel() * key.size(2);
+    drawn = static_cast<int64_t>(host_generator(std::nullopt, device, count).current_seed());
+  }
+  if (is_dry()) {
+    // The kernel has only results, which exist.
+  } else if (dropout > 0) {
     on_host(seed).fill_(drawn);
     const AttentionFormula formula(query, key, value, bias, dropout, is_causal, scale, drawn);
     on_host(output).copy_(formula.output());
@@ -604,6 +610,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
   kernel.reads(grad_output).reads(query).reads(key).reads(value).reads(bias).reads(output).reads(logsumexp);
   kernel.reads(philox_seed).writes(grad_query).writes(grad_key).writes(grad_value).writes(grad_bias);
   kernel.allocates(Allocations::kScratch).launch();
+  if (is_dry()) {
+    return {grad_query, grad_key, grad_value, grad_bias};
+  }
   at::Tensor host_query, host_key, host_value;
   if (dropout > 0 || grad_bias.defined()) {
     const auto seed = on_host(philox_seed).item<int64_t>();

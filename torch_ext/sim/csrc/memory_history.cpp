@@ -6,9 +6,11 @@
 #include "bindings.h"
 #include "block_pool.h"
 #include "blocks.h"
+#include "clock.h"
 #include "device.h"
 #include "machine_memory.h"
 #include "std.h"
+#include "stream.h"
 
 namespace torch_ext::sim {
 
@@ -281,7 +283,7 @@ bool is_recording_memory() noexcept {
 }
 
 void note_memory(MemoryEvent event) {
-  event.time_us = c10::getTime() / 1000;
+  event.time_us = (is_virtual() ? host_stamp().at - clock::epoch() : c10::getTime()) / 1000;
   event.stack = with_stacks ? current_call_stack() : nullptr;
   CallStack dropped;
   MemoryEvent oldest{};
@@ -330,6 +332,10 @@ void bind_memory_history(py::module_& m) {
   m.def("start_memory_history", &start);
   m.def("stop_memory_history", &stop);
   m.def("memory_snapshot", &snapshot);
+  m.def("memory_events", [](c10::DeviceIndex device) {
+    std::lock_guard<std::mutex> lock(history.mutex);
+    return std::ranges::count(history.events, device, &MemoryEvent::device);
+  });
 }
 
 } // namespace torch_ext::sim

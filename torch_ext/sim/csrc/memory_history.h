@@ -51,7 +51,7 @@ struct MemoryEvent {
   const void* data; // kOutOfMemory: null
   size_t size;      // bytes, as charged; kOutOfMemory: as requested
   int64_t stream;
-  int64_t time_us; // since 1970
+  int64_t time_us; // since 1970, or of virtual time
   size_t free;     // bytes of the device; kOutOfMemory only
   CallStack stack;
 };

@@ -9,6 +9,7 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
@@ -19,6 +20,7 @@
 #include "bindings.h"
 #include "checks.h"
 #include "device.h"
+#include "dry.h"
 #include "generator.h"
 #include "graph.h"
 #include "kernel.h"
@@ -148,6 +150,14 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_strided(self, none, 0, {0}, {});
 }
 
+void write_values(const at::Tensor& from, const at::Tensor& to) {
+  if (is_dry()) {
+    from.expand_as(to); // refuses sizes as the copy does
+  } else {
+    on_host(to).copy_(on_host(from));
+  }
+}
+
 // Note [Copies between host and device]
 // Copies order like CUDA's, which move one run of bytes at a time (copy_kernel_cuda):
 //
@@ -164,7 +174,7 @@ void copy_on(c10::DeviceIndex device, const at::Tensor& self, const at::Tensor& 
     const auto &from = values->front().toTensor(), &to = values->back().toTensor();
     Kernel kernel("aten::copy_");
     kernel.on(device).reads(from).writes(to).launch();
-    on_host(to).copy_(on_host(from));
+    write_values(from, to);
   });
 }
 
@@ -196,13 +206,13 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& destination, bool 
     Kernel transfer("aten::copy_");
     transfer.on(device).reads(source).writes(spread ? at::Tensor() : destination).host_reads().launch();
     if (!spread) {
-      on_host(destination).copy_(source);
+      write_values(source, destination);
     }
   }
   if (spread) {
     Kernel kernel("aten::copy_");
     kernel.on(device).writes(destination).launch();
-    on_host(destination).copy_(source);
+    write_values(source, destination);
   }
 }
 
@@ -212,7 +222,11 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& destination, bool no
     // The host reads the values, which the stream must have produced by then.
     Kernel kernel("aten::copy_");
     kernel.on(device).reads(self).writes(destination).host_reads().launch();
-    destination.copy_(on_host(self));
+    if (!is_dry()) {
+      destination.copy_(on_host(self));
+    } else if (const auto value = assumed("aten::copy_")) {
+      destination.fill_(*value);
+    }
   } else if (destination.is_contiguous() || is_one_run(self, destination)) {
     copy_on(device, self, destination);
   } else {
@@ -248,6 +262,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destin
 c10::Scalar local_scalar_dense(const at::Tensor& self) {
   Kernel kernel("aten::_local_scalar_dense");
   kernel.reads(self).host_reads().launch();
+  if (is_dry()) {
+    return at::scalar_tensor(assumed("aten::_local_scalar_dense").value_or(0), at::dtype(self.scalar_type())).item();
+  }
   return at::_local_scalar_dense(on_host(self));
 }
 
@@ -333,7 +350,9 @@ void resize_bytes(c10::StorageImpl& storage, size_t nbytes) {
     run_kernels(device.index(), 0, &nothing, [device, kept, from = storage.data(), to = fresh.mutable_get()](Stack*) {
       Kernel kernel("aten::resize_");
       kernel.on(device.index()).reads(from, kept).writes(to, kept).launch();
-      std::memcpy(to, from, kept);
+      if (!is_dry()) {
+        std::memcpy(to, from, kept);
+      }
     });
   }
   storage.set_data_ptr_noswap(nbytes < storage.nbytes() ? note_shrinking(std::move(fresh)) : std::move(fresh));

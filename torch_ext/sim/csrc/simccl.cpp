@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "clock.h"
 #include "device.h"
+#include "dry.h"
 #include "graph.h"
 #include "host_tensors.h"
 #include "kernel.h"
@@ -119,8 +120,8 @@ clock::Traffic traffic_of(const Call& call, int size, int rank) {
       return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.outputs) : total(call.inputs)};
     case OpType::SCATTER:
       return {std::min<int64_t>(steps, 1), call.root == rank ? others(call.inputs) : total(call.outputs)};
-    case OpType::RECV: // the send says when the bytes arrive
-      return {};
+    case OpType::RECV: // the send says when the bytes arrive; in a dry run it begins with the receive
+      return is_dry() ? clock::Traffic{1, total(call.outputs)} : clock::Traffic{};
     default:
       return {1, total(call.inputs)};
   }
@@ -381,6 +382,9 @@ class Launcher : public c10d::Backend {
 
   // Passes a call to the transport. Strided tensors of a list are copied: the inputs now, the outputs at the end.
   TransferPtr start(Call call) {
+    if (is_dry()) {
+      return transport_->start(std::move(call));
+    }
     at::AutoDispatchBelowADInplaceOrView below; // see Stepped::finish
     for (auto& input : call.inputs) {
       input = input.is_contiguous() ? input : input.contiguous().view({-1}); // `reshape` may make a view

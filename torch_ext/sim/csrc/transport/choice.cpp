@@ -23,6 +23,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include "../dry.h"
 #include "../std.h"
 #include "../without_gil.h"
 #include "fold.h"
@@ -225,6 +226,9 @@ pybind11::object* gloo_factory = nullptr;
 std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
     std::chrono::milliseconds timeout, bool any_device) {
+  if (is_dry()) {
+    return make_dry_transport(std::make_shared<Group>(rank, global_ranks, timeout, any_device));
+  }
   WithoutGil without;
   const auto kind = setting("TORCH_EXT_SIM_TRANSPORT");
   TORCH_CHECK_VALUE(

@@ -223,6 +223,9 @@ std::shared_ptr<Transport> make_transport(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, const std::vector<int64_t>& global_ranks,
     std::chrono::milliseconds timeout, bool any_device);
 
+// The transport of a group whose other ranks do not exist: see dry.cpp.
+std::shared_ptr<Transport> make_dry_transport(std::shared_ptr<Group> group);
+
 // Replaces the group's description in the flight recorder's entries of a transport's gloo.
 constexpr const char* kTransportDescription = "simccl/transport";
 
