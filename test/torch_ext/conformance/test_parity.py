@@ -122,5 +122,5 @@ def test_the_simulated_device_differs_only_where_it_is_known_to():
     ran = python(*how)
     assert ran.returncode == 0 and " 0 differ, 0 crashed" in ran.stdout, ran.stdout + ran.stderr
     fault = python(*how, "-k", "allocator.allocated*", PYTORCH_ALLOC_CONF="roundup_power2_divisions:4")
-    assert fault.returncode == 1 and "allocator.allocated_bytes_of_a_request::2097152" not in fault.stdout
+    assert fault.returncode == 1 and "allocator.allocated_bytes_of_a_request::2097152 " not in fault.stdout
     assert "allocated_bytes_of_a_request::1048577  observes 1310720; by c10/cuda/CUDACaching" in fault.stdout
