@@ -1,8 +1,8 @@
 """The tier ``distributed``: the files below ``test/distributed`` of a PyTorch checkout, unmodified, where CUDA and NCCL
 mean the simulated accelerator if that is the device. Known differences are those of ``torch_ext/upstream``.
 
-Only a test that needs one of ``PHYSICAL``, or a name that the installed torch lacks, is not counted. Any other skip is
-a disagreement.
+Only a test that needs one of ``PHYSICAL``, or a name that the installed torch lacks, or that fails on the host in the
+same words, is not counted. Any other skip is a disagreement.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_ext import accelerator
+from torch_ext.accelerator import HOST
 from torch_ext.conformance import suites
-from torch_ext.conformance.forks import Finding, Status
+from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.upstream.reasons import ANOTHER_RELEASE
 
 # What no simulated device has -> the reasons of skips that name it.
@@ -50,17 +51,38 @@ def groups(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
-    """Run the files of ``groups``."""
-    tests = Path(options.checkout, "test", "distributed")
+    """Run the files of ``groups``, and what differs also on the host."""
     left = [name for name, cases in groups.items() if cases]
     as_cuda = ["--cuda-as-sim"] if accelerator.is_simulated() else ["--device", options.device]
     for first in range(0, len(left), _AT_ONCE):
         names = left[first : first + _AT_ONCE]
-        paths = [str(tests / name) for name in names]
-        arguments = ["--upstream", *paths, *as_cuda, "--timeout", str(options.timeout), "-j", str(options.slots)]
-        for each in suites.run(arguments, os.environ):
-            yield _counted(dataclasses.replace(each, group=_name(each.group, names)))
+        differ = dict[tuple[str, str], Finding]()
+        for each in map(_counted, _run(names, as_cuda, options)):
+            if each.status is Status.DIFFERS and not each.known and options.device != HOST:
+                differ[each.group, each.case] = each
+            else:
+                yield each
+        yield from _beside_the_host(differ, options)
         yield from (Finding(name, _DONE, Status.AGREES) for name in names)
+
+
+def _run(names: Sequence[str], how: Sequence[str], options: argparse.Namespace) -> Iterator[Finding]:
+    paths = [str(Path(options.checkout, "test", "distributed", name)) for name in names]
+    arguments = ["--upstream", *paths, *how, "--timeout", str(options.timeout), "-j", str(options.slots)]
+    for each in suites.run(arguments, os.environ):
+        yield dataclasses.replace(each, group=_name(each.group, names))
+
+
+def _beside_the_host(differ: dict[tuple[str, str], Finding], options: argparse.Namespace) -> Iterator[Finding]:
+    """Yield the findings of ``differ``; one that fails on the host in the same words is not of the device."""
+    if names := sorted({group for group, _ in differ}):
+        chosen = [word for _, case in differ if case != "import" for word in ("-k", case.replace("::", "."))]
+        for each in _run(names, ["--device", HOST, *chosen], options):
+            found = differ.get((each.group, each.case))
+            if found and each.status is Status.DIFFERS and first_line(each.text) == first_line(found.text):
+                text = f"fails on the host, too: {found.text}"
+                differ[each.group, each.case] = dataclasses.replace(found, status=Status.REFUSED, text=text)
+    yield from differ.values()
 
 
 def _name(shown: str, names: Sequence[str]) -> str:

@@ -110,7 +110,7 @@ def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Findin
         files: dict[str, list[tuple[Finding, TestResult]]] = {}
         for finding, result in results:
             files.setdefault(finding.group, []).append((finding, result))
-        rows = ["| file | passed | failed | crash, hang | known | needs hardware |"]
+        rows = ["| file | passed | failed | crash, hang | known | not counted |"]
         rows += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
         rows += [_row(name, numbers(each)) for name, each in files.items()]
         parts.append("\n".join(rows) + "\n")

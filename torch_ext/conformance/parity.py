@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,8 +170,9 @@ def write(folder: Path, record: Record) -> None:
 
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
-    """Return what findings depend on: the files of programs, and the record."""
-    return tuple(path.read_bytes() for path in sorted(_folder(options).glob("*.[jp]*")))
+    """Return what findings depend on: the files of programs, the record, and the allocator's settings."""
+    settings = [os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    return (*settings, *(path.read_bytes() for path in sorted(_folder(options).glob("*.[jp]*"))))
 
 
 def groups(options: argparse.Namespace) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from test.torch_ext.conformance.test_command import conformance  # noqa: F401 (a fixture)
+from test.torch_ext.interpreter import python
 from torch_ext import accelerator
 from torch_ext.conformance import parity
 from torch_ext.conformance.forks import Status
@@ -114,3 +115,12 @@ def test_each_program_cites_a_source_and_has_cases():
     assert sum(len(each.cases) for each in programs.values()) >= 200
     for name, each in programs.items():
         assert each.cases and ("/" in each.cites or "CUDA" in each.cites or "NCCL" in each.cites), name
+
+
+def test_the_simulated_device_differs_only_where_it_is_known_to():
+    how = ("-m", "torch_ext", "conformance", "--device", "sim", "--tier", "parity")
+    ran = python(*how)
+    assert ran.returncode == 0 and " 0 differ, 0 crashed" in ran.stdout, ran.stdout + ran.stderr
+    fault = python(*how, "-k", "allocator.allocated*", PYTORCH_ALLOC_CONF="roundup_power2_divisions:4")
+    assert fault.returncode == 1 and "allocator.allocated_bytes_of_a_request::2097152 " not in fault.stdout
+    assert "allocated_bytes_of_a_request::1048577  observes 1310720; by c10/cuda/CUDACaching" in fault.stdout
