@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import torch_ext.sim
 from torch_ext.sim import dry
 
 SIM = torch.get_device_module("sim")
