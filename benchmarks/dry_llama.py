@@ -3,8 +3,8 @@
     python -m torch_ext run --dry --world 1024 --memory 80GiB benchmarks/dry_llama.py
 
 HSDP: parameters are sharded over up to 128 ranks and replicated over the others. Each block is checkpointed, computes
-in bfloat16 and reduces in float32. A rank trains on one sequence of 8192 tokens. ``LAYERS`` in the environment: how many
-blocks, of 80.
+in bfloat16 and reduces in float32. A rank trains on one sequence of 8192 tokens. ``LAYERS`` in the environment: how
+many blocks, of 80.
 """
 
 from __future__ import annotations
