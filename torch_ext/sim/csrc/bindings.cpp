@@ -6,6 +6,7 @@
 
 #include "allocator.h"
 #include "device.h"
+#include "dry.h"
 #include "generator.h"
 #include "kernel.h"
 #include "machine_memory.h"
@@ -38,7 +39,7 @@ pybind11::object run_generated(
     }
   }
   kernel.launch();
-  return code(*arguments);
+  return is_dry() ? pybind11::object(pybind11::none()) : code(*arguments);
 }
 
 // --- device memory that processes share: see Note [Shared tensors] in _sharing.py ---

@@ -128,7 +128,9 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     refuse_if_sparse(op, value);
     replace_tensors(value, [&](at::Tensor&& tensor) {
       largest = on_sim(tensor) ? std::max(largest, tensor.numel()) : largest;
-      return on_sim(tensor) || (is_dry() && tensor.defined() && tensor.dim() > 0) ? aliases.alias(tensor) : std::move(tensor);
+      return on_sim(tensor) || (is_dry() && tensor.defined() && tensor.dim() > 0)
+          ? aliases.alias(tensor)
+          : std::move(tensor);
     });
     if (value.isDevice() && value.toDevice().type() == kSim) {
       value = c10::Device(is_dry() ? c10::DeviceType::Meta : c10::DeviceType::CPU);

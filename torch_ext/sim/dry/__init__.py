@@ -7,8 +7,6 @@ what held the memory at its peak.
 
 from __future__ import annotations
 
-import importlib
-import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 
 from torch_ext.sim import _memory as memory
 from torch_ext.sim import _native
-from torch_ext.sim.dry import _peers
+from torch_ext.sim.dry import _peers, _shapes
 from torch_ext.sim.dry._memory import Watch
 from torch_ext.sim.dry._reads import Assumption, Reads
 
@@ -35,8 +33,7 @@ class Program:
             assumptions: values of reads, see :class:`Assumption`.
         """
         reads = Reads([Assumption.parse(text) for text in assumptions])
-        importlib.import_module("torch._meta_registrations")  # shape functions written in Python
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiled code would compute
+        _shapes.prefer_native()
         _native.start_dry(reads)
         _peers.install()
         memory._record_memory_history()

@@ -24,7 +24,7 @@ from torch_ext.sim import _memory as memory
 from torch_ext.sim import _native
 from torch_ext.sim._name import NAME
 from torch_ext.sim._patches import wrap
-from torch_ext.sim.dry._reads import OURS, place_in_program
+from torch_ext.sim.dry._reads import TORCH, is_of_program, place_in_program
 
 _MOST_LINES = 8
 
@@ -38,7 +38,6 @@ _OF_FILES = (
     ("nn/parallel/distributed.py", "collective buffers"),
     ("optim/", "temporaries of the optimizer"),
 )
-_TORCH = OURS[0]
 
 
 @dataclass
@@ -139,7 +138,7 @@ class Watch:
     def _place(self, device: int, number: int, frames: list[dict[str, Any]]) -> str:
         """Return the line of the program that an event comes from; the call of backward for autograd's threads."""
         for frame in frames:
-            if not frame["filename"].startswith(OURS):
+            if is_of_program(frame["filename"]):
                 return f"{frame['filename']}:{frame['line']}"
         earlier = [place for at, place in self._backwards if at[device] <= number and place]
         return earlier[-1] if earlier else "unknown"
@@ -188,5 +187,5 @@ def _kind(frames: list[dict[str, Any]]) -> str:
         return "backward"  # of autograd's threads: gradients on their way, and temporaries
     files = (each["filename"] for each in frames)
     inner = next((each for each in files if not each.endswith(("/_ops.py", "/storage.py"))), "")
-    fitting = (kind for part, kind in _OF_FILES if inner.startswith(_TORCH + part))
+    fitting = (kind for part, kind in _OF_FILES if inner.startswith(TORCH + part))
     return next(fitting, "activations")
