@@ -66,9 +66,11 @@ def device_type() -> str:
 
 
 def assume(device: str) -> None:
-    """Make ``device`` the type of this process without a look at the machine, which could keep it from forking."""
+    """Make ``device`` the type of this process without a look at the machine, which could keep it from forking. Does
+    nothing for a type that a package registers.
+    """
     global _chosen
-    _chosen = device
+    _chosen = None if device in _PROVIDERS else device
 
 
 def _choose() -> str:

@@ -20,7 +20,7 @@ from types import ModuleType
 
 from torch_ext import accelerator
 from torch_ext.conformance import parity
-from torch_ext.conformance.forks import Finding, Status, first_line
+from torch_ext.conformance.forks import DONE, Finding, Status, first_line
 from torch_ext.conformance.kept import Kept, fingerprint
 from torch_ext.results import Died, Remark, RunEnded, SetupError, TestName, TestResult, Tick
 from torch_ext.results import Status as Result
@@ -221,6 +221,8 @@ def numbers(found: Iterable[tuple[Finding, TestResult]]) -> dict[str, int]:
     names = ("cases", "agree", "of these round differently", "known", "differ", "crashed", "hung", "not comparable")
     numbers = dict.fromkeys(names, 0)
     for finding, result in found:
+        if finding.case == DONE:
+            continue
         is_known = result.status is Result.XFAIL
         numbers["cases"] += finding.status is not Status.REFUSED
         numbers["agree"] += finding.status in (Status.AGREES, Status.ROUNDS)

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch_ext import accelerator
 from torch_ext.accelerator import HOST
 from torch_ext.conformance import suites
-from torch_ext.conformance.forks import Finding, Status, first_line
+from torch_ext.conformance.forks import DONE, Finding, Status, first_line
 from torch_ext.upstream.reasons import ANOTHER_RELEASE
 
 # What no simulated device has -> the reasons of skips that name it.
@@ -34,7 +34,6 @@ PHYSICAL = {
 }
 # The files of one start of the runner, and so of what an interrupt loses.
 _AT_ONCE = 8
-_DONE = "every test has a result"
 
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
@@ -47,7 +46,7 @@ def groups(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the files. Which tests they have is known when they have run; until then a file has one case."""
     tests = Path(options.checkout, "test", "distributed")
     found = sorted({*tests.rglob("test_*.py"), *tests.rglob("*_test.py")})
-    return {str(path.relative_to(tests)): [_DONE] for path in found}
+    return {str(path.relative_to(tests)): [DONE] for path in found}
 
 
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
@@ -63,7 +62,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
             else:
                 yield each
         yield from _beside_the_host(differ, options)
-        yield from (Finding(name, _DONE, Status.AGREES) for name in names)
+        yield from (Finding(name, DONE, Status.AGREES) for name in names)
 
 
 def _run(names: Sequence[str], how: Sequence[str], options: argparse.Namespace) -> Iterator[Finding]:

@@ -60,6 +60,8 @@ class Finding:
     known: str = ""  # why it is known to differ, if its tier knows that
 
 
+# The case of a test file that stands for all of it: found when every test has a result. It is none of the tests.
+DONE = "every test has a result"
 Body = Callable[[str, str], tuple[Status, str]]
 
 

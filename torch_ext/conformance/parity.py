@@ -194,7 +194,7 @@ def record(options: argparse.Namespace) -> None:
     run = functools.partial(forks.run, body=body.observe, slots=options.slots, limit_s=options.timeout)
     (machine,) = run({_MACHINE: [_MACHINE]})
     if machine.status is not Status.AGREES:
-        raise SetupError(f"--record needs a real device that works; {options.device}: {machine.text}")
+        raise SetupError(f"--record needs a real device that works; {options.device}: {machine.text.splitlines()[-1]}")
     observed: dict[str, dict[str, Any]] = {}
     for each in run(groups(options)):
         if each.status is Status.AGREES:
