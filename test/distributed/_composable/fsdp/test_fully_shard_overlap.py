@@ -142,9 +142,7 @@ class TestFullyShardOverlap(FSDPTest):
 
 
 class SlowUnit(torch.nn.Module):
-    """Computes for 1,000 ns of virtual time, for which the host waits. Has 400 bytes
-    of parameters.
-    """
+    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
 
     def __init__(self):
         super().__init__()
@@ -164,9 +162,7 @@ class TestFullyShardExposed(FSDPTest):
 
     @skip_if_lt_x_gpu(2, allow_cpu=True)
     def test_prefetching_hides_all_gathers(self):
-        """The host waits for each of five units, whose all-gathers take 200 ns. Without
-        prefetching all are exposed, with it the first one is.
-        """
+        """The host waits for each of five units. All-gathers take 200 ns each."""
         clock = getattr(torch.get_device_module(self.device), "clock", None)
         if clock is None:
             self.skipTest("the device has no virtual time")
@@ -183,7 +179,6 @@ class TestFullyShardExposed(FSDPTest):
             model(x)  # the first forward initializes
             with clock.measure("unit") as trace:
                 model(x)
-            self.assertEqual(trace.sent("all_gather"), 1000)
             # To the hundred: other kernels last 1 ns each.
             self.assertEqual(round(trace.exposed("all_gather"), -2), exposed)
             self.assertEqual(round(trace.time, -2), 5000 + exposed)
