@@ -174,6 +174,45 @@ class TestForwardOverlapWorldSizeTwo(FSDPTest):
             )
 
 
+class SlowUnit(torch.nn.Module):
+    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(100))
+
+    def forward(self, x):
+        device = torch.get_device_module(x.device)
+        device._sleep(1000)
+        device.synchronize()
+        return x * self.weight
+
+
+class TestExposed(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_prefetching_hides_all_gathers(self):
+        """The host waits for each of five units. All-gathers take 200 ns each."""
+        clock = getattr(torch.get_device_module(self.device), "clock", None)
+        if clock is None:
+            self.skipTest("the device has no virtual time")
+        for prefetches, exposed in ((False, 1000), (True, 200)):
+            options = {"device_id": self.device, "forward_prefetch": prefetches}
+            units = (FSDP(SlowUnit(), **options) for _ in range(5))
+            model = FSDP(torch.nn.Sequential(*units), **options)
+            x = torch.ones(100, device=self.device)
+            for _ in range(2):  # the first step records the order of units
+                model(x).sum().backward()
+            with clock.measure("unit") as trace:
+                model(x)
+            # To the hundred: other kernels last 1 ns each.
+            self.assertEqual(round(trace.exposed("all_gather"), -2), exposed)
+            self.assertEqual(round(trace.time, -2), 5000 + exposed)
+
+
 class TestHybridOverlap(FSDPTest):
     @property
     def world_size(self):

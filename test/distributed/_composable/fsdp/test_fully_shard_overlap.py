@@ -141,6 +141,49 @@ class TestFullyShardOverlap(FSDPTest):
         )
 
 
+class SlowUnit(torch.nn.Module):
+    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(100))
+
+    def forward(self, x):
+        device = torch.get_device_module(x.device)
+        device._sleep(1000)
+        device.synchronize()
+        return x * self.weight
+
+
+class TestFullyShardExposed(FSDPTest):
+    @property
+    def world_size(self):
+        return 2
+
+    @skip_if_lt_x_gpu(2, allow_cpu=True)
+    def test_prefetching_hides_all_gathers(self):
+        """The host waits for each of five units. All-gathers take 200 ns each."""
+        clock = getattr(torch.get_device_module(self.device), "clock", None)
+        if clock is None:
+            self.skipTest("the device has no virtual time")
+        for depth, exposed in ((0, 1000), (1, 200), (2, 200)):
+            model = torch.nn.Sequential(*(SlowUnit() for _ in range(5)))
+            model = model.to(self.device)
+            for unit in model:
+                fully_shard(unit, mesh=world_mesh(2))
+            fully_shard(model, mesh=world_mesh(2))
+            for index, unit in enumerate(model):
+                ahead = model[index + 1 : index + 1 + depth]
+                unit.set_modules_to_forward_prefetch(list(ahead))
+            x = torch.ones(100, device=self.device)
+            model(x)  # the first forward initializes
+            with clock.measure("unit") as trace:
+                model(x)
+            # To the hundred: other kernels last 1 ns each.
+            self.assertEqual(round(trace.exposed("all_gather"), -2), exposed)
+            self.assertEqual(round(trace.time, -2), 5000 + exposed)
+
+
 class TestFullyShardStreams(FSDPTest):
     """Steps under the race checker: a wait that is missing fails, whatever
     the timing.

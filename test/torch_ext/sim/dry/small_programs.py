@@ -114,10 +114,8 @@ def run(name):
         SIM.memory.set_memory_limit(1 << 40)
     torch.manual_seed(0)
     globals()[name]()
-    peaks = {
-        "allocated": SIM.max_memory_allocated(), "reserved": SIM.max_memory_reserved(),
-        "random": SIM.get_rng_state().tolist(),
-    }  # fmt: skip
+    peaks = {"allocated": SIM.max_memory_allocated(), "reserved": SIM.max_memory_reserved()}
+    peaks["random"] = SIM.get_rng_state().tolist()
     if dry_run:
         with tempfile.TemporaryDirectory() as folder:
             peaks["report"] = program.end(Path(folder) / "snapshot")
@@ -126,16 +124,8 @@ def run(name):
 
 if __name__ == "__main__":
     for each in sys.argv[2:]:
-        pid = os.fork()
-        if not pid:
-            try:
-                run(each)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                code = 1 if sys.exc_info()[0] else 0
-                if code:
-                    sys.excepthook(*sys.exc_info())
-                os._exit(code)
+        if not (pid := os.fork()):
+            run(each)
+            os._exit(0)
         if os.waitpid(pid, 0)[1]:
             sys.exit(f"{each} failed")
