@@ -1,0 +1,185 @@
+"""``torch_ext mutate``: chooses mutants, runs the tests that reach each, and reports those that no test notices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+from torch_ext import cache
+from torch_ext.mutate import page
+from torch_ext.mutate.runs import Kept, Outcome, Runs, Test, digest
+from torch_ext.mutate.sources import Mutant, changed_lines, find
+from torch_ext.mutate.swap import Code
+from torch_ext.results import INTERRUPTED, OK, USAGE, Needs, SetupError
+from torch_ext.runner.arguments import parse as parse_runner
+from torch_ext.runner.choice import choose, name
+from torch_ext.runner.interrupts import Interrupts
+from torch_ext.runner.names import environment_key
+from torch_ext.runner.options import count, typed
+from torch_ext.runner.schedule import cores
+from torch_ext.runner.steps import select
+
+_HELP = """Options of the test command work too, such as --root, --device and -k: see torch_ext test --help.
+
+  torch_ext mutate mypackage.hooks --tests tests
+  torch_ext mutate mypackage --since origin/main
+  torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
+"""
+# Seconds between two lines of progress where there is no terminal.
+_SHOW_S = 15.0
+
+_T = TypeVar("_T")
+Chosen = dict[str, tuple[Mutant, tuple[Code, ...]]]  # by the mutant's id
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "torch_ext mutate", description=__doc__, epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("targets", nargs="+", metavar="MODULE[:FUNCTION]", help="a module or package; FUNCTION is a name or a glob")
+    add("--tests", nargs="+", default=[], metavar="PATTERN", help="folders, files, classes, tests (default: all)")
+    add("--operators", nargs="+", default=[""], metavar="NAME", help="only operators with one of these in their name")
+    add("--sample", type=typed(count(1)), metavar="N", help="N mutants, half of them by operators of distributed code")
+    add("--seed", type=lambda text: int(text, 0), help="of the sample (default: 8 hex digits of git's HEAD)")
+    add("--since", default="", metavar="REV", help="only functions with lines that differ from REV in git")
+    add("-j", "--jobs", type=typed(count(1)), default=cores(), metavar="N", help="mutants at a time (one a core)")
+    add("--equivalent", default="", metavar="FILE", help="JSON: ids of mutants that no test can notice, with reasons")
+    add("--fresh", action="store_true", help="forget what earlier runs have found")
+    add("--list", action="store_true", help="show the mutants and run none")
+    add("--json", default="", metavar="FILE", help="write the report as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code: 0 after a whole run, whatever survives; 2 for a usage error, an entry
+    of ``--equivalent`` that fits no mutant, or a test that does not start; 130 after an interrupt.
+    """
+    options, rest = _parser().parse_known_args(arguments)
+    interrupts = Interrupts(once=True)
+    try:
+        return Command(options, rest).run()
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    except (SetupError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    finally:
+        interrupts.restore()
+
+
+class Command:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, rest: Sequence[str]) -> None:
+        self._options = options
+        self._runner = parse_runner([*options.tests, *rest])
+        self._targets = [target.partition(":") for target in options.targets]
+        path = [str(self._runner.root.parent), *sys.path]
+        self._sources = {source.name: source for module, *_ in self._targets for source in find(module, path)}
+        self._why = json.loads(Path(options.equivalent).read_text(encoding="utf-8")) if options.equivalent else {}
+        every = {mutant.id for source in self._sources.values() if self._why for mutant in source.mutants()}
+        if stale := [each for each in self._why if each.partition(":")[0] in self._sources and each not in every]:
+            raise SetupError(f"{options.equivalent} names mutants that are none any more: {', '.join(stale)}")
+        if options.seed is None:
+            git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+            options.seed = int(git.stdout[:8] or "0", 16)
+
+    def _generate(self) -> Iterator[Mutant]:
+        for source in self._sources.values():
+            lines = changed_lines(source.path, self._options.since) if self._options.since else None
+            for module, _, function in self._targets:
+                if source.name == module or source.name.startswith(f"{module}."):
+                    yield from source.mutants(function or "*", lines)
+
+    def _chosen(self) -> Chosen:
+        """Return the mutants that compile and differ from each other, or a sample of them."""
+        wanted = self._options.operators
+        fitting = [each for each in self._generate() if any(one in each.operator for one in wanted)]
+        random.Random(self._options.seed).shuffle(fitting)
+        number = self._options.sample or len(fitting)
+        field = [mutant for mutant in fitting if mutant.is_field]
+        chosen: Chosen = {}
+        seen = set[tuple[Code, ...]]()
+        # If one kind has too few, the other fills up.
+        for group, most in ((field, -(-number // 2)), ([*fitting, *field], number)):
+            for mutant in group:
+                if len(chosen) < most and mutant.id not in chosen and (group is field or not mutant.is_field):
+                    codes = self._sources[mutant.module].codes_of(mutant)
+                    if codes and codes not in seen:
+                        seen.add(codes)
+                        chosen[mutant.id] = mutant, codes
+        return chosen
+
+    def run(self) -> int:
+        """Run what is left to run, report, and return the exit code."""
+        if not (chosen := self._chosen()):
+            raise SetupError("there is no mutant: no function fits, or none of its lines")
+        if self._options.list:
+            print("\n".join(f"{mutant.id}  {mutant.operator}\n{mutant.diff}\n" for mutant, _ in chosen.values()))
+            return OK
+        sources, mutants = [*self._sources.values()], [mutant for mutant, _ in chosen.values()]
+        kept = Kept(sources, environment_key(self._runner.device), fresh=self._options.fresh)
+        with closing(Runs(self._runner, sources, self._options.jobs, kept)) as runs:
+            tests = self._tests(runs)
+            kept.remember(tests)
+            new = [test for test in tests if not test.status]
+            for test in _shown(runs.record(new), "reach of tests", len(new)):
+                if test.status not in ("passed", "skipped"):
+                    print(f"warning: {test.name.id} fails without a mutant, and catches none", file=sys.stderr)
+            outcomes = kept.outcomes(mutants, tests)
+            why = ((each, text) for each, text in self._why.items() if each in chosen)
+            outcomes |= {each: Outcome(each, "equivalent", text=text) for each, text in why}
+            self._mutate(runs, tests, chosen, outcomes)
+        report = page.report(mutants, outcomes, tests)
+        print(page.text(report))
+        if self._options.json:
+            report |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
+            cache.write(Path(self._options.json).absolute(), json.dumps(report, indent=1))
+        return OK
+
+    def _tests(self, runs: Runs) -> list[Test]:
+        request = select(self._runner)
+        collected = name(request, lambda: runs)
+        chosen, keys = choose(request, collected), dict[str, str]()
+        for failure in chosen.failures:
+            print(f"warning: {failure.test.id} cannot be imported", file=sys.stderr)
+        for one in collected:
+            paths = sorted({str(one.file.path), *one.imported})
+            keys[one.file.name] = digest([Path(path).read_bytes() for path in paths])
+        pairs = [(batch.file, test) for batch in chosen.plan for test in batch.tests]
+        return [Test(test, file, chosen.needs.get(test, Needs()), keys[file.name]) for file, test in pairs]
+
+    def _mutate(self, runs: Runs, tests: Sequence[Test], chosen: Chosen, outcomes: dict[str, Outcome]) -> None:
+        """Add the outcomes of the mutants that have none."""
+        caught = Counter(outcome.test for outcome in outcomes.values())
+        for test in tests:
+            test.caught = caught[test.name.id]
+            test.ran = len(outcomes) if test.caught else 0
+        left = [pair for each, pair in chosen.items() if each not in outcomes]
+        for outcome in _shown(runs.mutate(left, tests), "mutants", len(left)):
+            outcomes[outcome.id] = outcome
+
+
+def _shown(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
+    """Yield ``results``, and show on stderr how many there are: in a line on a terminal, else in one now and then."""
+    began_s = shown_s = time.monotonic()
+    start, is_terminal = ("\r\x1b[K", True) if sys.stderr.isatty() else ("", False)
+    for done, result in enumerate(results, 1):
+        now_s, left = time.monotonic(), number - done
+        if is_terminal or not left or now_s - shown_s > _SHOW_S:
+            shown_s, about = now_s, f"about {(now_s - began_s) / done * left:.0f} s left"
+            line = f"{start}[{'#' * (20 * done // number):<20}] {done} of {number} {what}, {about}"
+            print(line, end="" if is_terminal and left else "\n", file=sys.stderr, flush=True)
+        yield result
