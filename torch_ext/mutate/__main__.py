@@ -4,5 +4,4 @@ import sys
 
 from torch_ext.mutate.command import main
 
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+raise SystemExit(main(sys.argv[1:]))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
+from statistics import median
+from typing import Any, TypeVar
 
 from torch_ext import cache
-from torch_ext.mutate import page
-from torch_ext.mutate.runs import Kept, Outcome, Runs, Test, digest
+from torch_ext.mutate.runs import Outcome, Runs, Test, digest, open_kept, reaching
 from torch_ext.mutate.sources import Mutant, changed_lines, find
 from torch_ext.mutate.swap import Code
 from torch_ext.results import INTERRUPTED, OK, USAGE, Needs, SetupError
@@ -34,11 +35,20 @@ _HELP = """Options of the test command work too, such as --root, --device and -k
   torch_ext mutate mypackage --since origin/main
   torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
 """
+# Of the normal distribution: 95 % of it lies this many deviations around the middle.
+_Z = 1.959964
+_RESET = re.compile(r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe", re.IGNORECASE)
+# Words of changed lines that say nothing about a subject.
+_COMMON = re.compile(
+    "self|return|false|params?|kwargs|state|group|device|tensors?|modules?|torch|items|values?|forward|backward|range"
+    "|enumerate|isinstance|import|contextlib|nullcontext|index"
+)
+_RESULTS = ("caught", "survived", "unreached", "equivalent")
 # Seconds between two lines of progress where there is no terminal.
 _SHOW_S = 15.0
 
 _T = TypeVar("_T")
-Chosen = dict[str, tuple[Mutant, tuple[Code, ...]]]  # by the mutant's id
+Chosen = dict[tuple[Code, ...], Mutant]  # by the code that makes it
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--since", default="", metavar="REV", help="only functions with lines that differ from REV in git")
     add("-j", "--jobs", type=typed(count(1)), default=cores(), metavar="N", help="mutants at a time (one a core)")
     add("--equivalent", default="", metavar="FILE", help="JSON: ids of mutants that no test can notice, with reasons")
-    add("--fresh", action="store_true", help="forget what earlier runs have found")
     add("--list", action="store_true", help="show the mutants and run none")
     add("--json", default="", metavar="FILE", help="write the report as JSON")
     return parser
@@ -87,7 +96,10 @@ class Command:
         self._runner = parse_runner([*options.tests, *rest])
         self._targets = [target.partition(":") for target in options.targets]
         path = [str(self._runner.root.parent), *sys.path]
-        self._sources = {source.name: source for module, *_ in self._targets for source in find(module, path)}
+        self._sources = {name: source for module, *_ in self._targets for name, source in find(module, path).items()}
+        offset = 0
+        for source in self._sources.values():
+            source.offset, offset = offset, offset + source.lines + 1
         self._why = json.loads(Path(options.equivalent).read_text(encoding="utf-8")) if options.equivalent else {}
         every = {mutant.id for source in self._sources.values() if self._why for mutant in source.mutants()}
         if stale := [each for each in self._why if each.partition(":")[0] in self._sources and each not in every]:
@@ -96,30 +108,23 @@ class Command:
             git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
             options.seed = int(git.stdout[:8] or "0", 16)
 
-    def _generate(self) -> Iterator[Mutant]:
+    def _chosen(self) -> Chosen:
+        """Return the mutants that compile and differ from each other, or a sample of them."""
+        fitting = list[Mutant]()
         for source in self._sources.values():
             lines = changed_lines(source.path, self._options.since) if self._options.since else None
             for module, _, function in self._targets:
-                if source.name == module or source.name.startswith(f"{module}."):
-                    yield from source.mutants(function or "*", lines)
-
-    def _chosen(self) -> Chosen:
-        """Return the mutants that compile and differ from each other, or a sample of them."""
-        wanted = self._options.operators
-        fitting = [each for each in self._generate() if any(one in each.operator for one in wanted)]
+                if f"{source.name}.".startswith(f"{module}."):
+                    fitting += source.mutants(function or "*", lines)
+        fitting = [each for each in fitting if any(one in each.operator for one in self._options.operators)]
         random.Random(self._options.seed).shuffle(fitting)
-        number = self._options.sample or len(fitting)
-        field = [mutant for mutant in fitting if mutant.is_field]
-        chosen: Chosen = {}
-        seen = set[tuple[Code, ...]]()
-        # If one kind has too few, the other fills up.
-        for group, most in ((field, -(-number // 2)), ([*fitting, *field], number)):
+        number, chosen = self._options.sample or len(fitting), Chosen()
+        general, field = ([each for each in fitting if each.is_field is kind] for kind in (False, True))
+        # Where there are too few of one kind, the other fills up.
+        for group, most in ((field, (number + 1) // 2), (general, number), (field, number)):
             for mutant in group:
-                if len(chosen) < most and mutant.id not in chosen and (group is field or not mutant.is_field):
-                    codes = self._sources[mutant.module].codes_of(mutant)
-                    if codes and codes not in seen:
-                        seen.add(codes)
-                        chosen[mutant.id] = mutant, codes
+                if len(chosen) < most and (codes := self._sources[mutant.module].codes_of(mutant)):
+                    chosen.setdefault(codes, mutant)
         return chosen
 
     def run(self) -> int:
@@ -127,26 +132,23 @@ class Command:
         if not (chosen := self._chosen()):
             raise SetupError("there is no mutant: no function fits, or none of its lines")
         if self._options.list:
-            print("\n".join(f"{mutant.id}  {mutant.operator}\n{mutant.diff}\n" for mutant, _ in chosen.values()))
+            print("\n".join(f"{mutant.id}  {mutant.operator}\n{mutant.diff}\n" for mutant in chosen.values()))
             return OK
-        sources, mutants = [*self._sources.values()], [mutant for mutant, _ in chosen.values()]
-        kept = Kept(sources, environment_key(self._runner.device), fresh=self._options.fresh)
-        with closing(Runs(self._runner, sources, self._options.jobs, kept)) as runs:
+        kept, outcomes = open_kept(environment_key(self._runner.device)), dict[str, Outcome]()
+        with closing(kept), closing(Runs(self._runner, [*self._sources.values()], self._options.jobs, kept)) as runs:
             tests = self._tests(runs)
-            kept.remember(tests)
-            new = [test for test in tests if not test.status]
-            for test in _shown(runs.record(new), "reach of tests", len(new)):
+            for test in _counted(runs.record(tests), "reach of tests", len(tests)):
                 if test.status not in ("passed", "skipped"):
                     print(f"warning: {test.name.id} fails without a mutant, and catches none", file=sys.stderr)
-            outcomes = kept.outcomes(mutants, tests)
-            why = ((each, text) for each, text in self._why.items() if each in chosen)
-            outcomes |= {each: Outcome(each, "equivalent", text=text) for each, text in why}
-            self._mutate(runs, tests, chosen, outcomes)
-        report = page.report(mutants, outcomes, tests)
-        print(page.text(report))
+            left = {codes: mutant for codes, mutant in chosen.items() if mutant.id not in self._why}
+            for outcome in _counted(runs.mutate(left, tests), "mutants", len(left)):
+                outcomes[outcome.id] = outcome
+        outcomes |= {each: Outcome(each, "equivalent", text=text) for each, text in self._why.items()}
+        found = report(chosen.values(), outcomes, tests)
+        print(shown(found))
         if self._options.json:
-            report |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
-            cache.write(Path(self._options.json).absolute(), json.dumps(report, indent=1))
+            found |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
+            cache.write(Path(self._options.json).absolute(), json.dumps(found, indent=1))
         return OK
 
     def _tests(self, runs: Runs) -> list[Test]:
@@ -161,18 +163,8 @@ class Command:
         pairs = [(batch.file, test) for batch in chosen.plan for test in batch.tests]
         return [Test(test, file, chosen.needs.get(test, Needs()), keys[file.name]) for file, test in pairs]
 
-    def _mutate(self, runs: Runs, tests: Sequence[Test], chosen: Chosen, outcomes: dict[str, Outcome]) -> None:
-        """Add the outcomes of the mutants that have none."""
-        caught = Counter(outcome.test for outcome in outcomes.values())
-        for test in tests:
-            test.caught = caught[test.name.id]
-            test.ran = len(outcomes) if test.caught else 0
-        left = [pair for each, pair in chosen.items() if each not in outcomes]
-        for outcome in _shown(runs.mutate(left, tests), "mutants", len(left)):
-            outcomes[outcome.id] = outcome
 
-
-def _shown(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
+def _counted(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
     """Yield ``results``, and show on stderr how many there are: in a line on a terminal, else in one now and then."""
     began_s = shown_s = time.monotonic()
     start, is_terminal = ("\r\x1b[K", True) if sys.stderr.isatty() else ("", False)
@@ -183,3 +175,73 @@ def _shown(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
             line = f"{start}[{'#' * (20 * done // number):<20}] {done} of {number} {what}, {about}"
             print(line, end="" if is_terminal and left else "\n", file=sys.stderr, flush=True)
         yield result
+
+
+def interval(noticed: int, number: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share, by Wilson's formula.
+
+    >>> [round(each, 3) for each in interval(48, 73)]
+    [0.543, 0.756]
+    """
+    number = max(number, 1)
+    share, square = noticed / number, _Z * _Z / number
+    middle, spread = share + square / 2, _Z * (share * (1 - share) / number + square / 4 / number) ** 0.5
+    return (middle - spread) / (1 + square), (middle + spread) / (1 + square)
+
+
+def diagnosis(mutant: Mutant, text: str) -> str:
+    """Return whether a failure's ``text`` is about the subject of ``mutant``: it names the function, or something in
+    the changed lines. Otherwise it is a lost connection, or unrelated.
+    """
+    changed = "\n".join(line[1:] for line in mutant.diff.splitlines()[1:] if line[:1] in "+-")
+    found = {mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)}
+    said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in (text, *found) if not _COMMON.fullmatch(each))
+    if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
+        return "named"
+    return "reset connection" if _RESET.search(text) else "unrelated"
+
+
+def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Sequence[Test]) -> dict[str, Any]:
+    """Return the report as data for JSON."""
+    listed, functions = list[dict[str, Any]](), dict[str, tuple[int, int]]()
+    for mutant in mutants:
+        outcome, place = outcomes[mutant.id], f"{mutant.module}:{mutant.function}"
+        one = dict[str, Any](id=mutant.id, operator=mutant.operator, distributed=mutant.is_field, diff=mutant.diff)
+        one |= {"result": outcome.status, "took_s": round(outcome.took_s, 2), "ran": outcome.ran}
+        if outcome.status == "caught":
+            one |= {"test": outcome.test, "says": outcome.text, "diagnosis": diagnosis(mutant, outcome.text)}
+        else:
+            one |= {"why": outcome.text, "reached_by": [test.name.id for test in reaching(mutant, tests)]}
+        if outcome.status != "equivalent":
+            caught, number = functions.get(place, (0, 0))
+            functions[place] = caught + (outcome.status == "caught"), number + 1
+        listed.append(one)
+    found, said = Counter(one["result"] for one in listed), Counter(one.get("diagnosis") for one in listed)
+    number, took_s = len(listed) - found["equivalent"], [one["took_s"] for one in listed if one["ran"]]
+    return {
+        **{name: found[name] for name in _RESULTS}, "distributed": sum(bool(one["distributed"]) for one in listed),
+        "score": found["caught"] / max(number, 1), "interval": interval(found["caught"], number),
+        "diagnoses": {name: said[name] for name in ("named", "unrelated", "reset connection")},
+        "median_s": median(took_s) if took_s else 0.0, "mutants": listed,
+        "functions": dict(sorted(functions.items(), key=lambda one: (one[1][0] - one[1][1], one[0]))),
+    }  # fmt: skip
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    """Return a report for a terminal: survivors, then a line for each function, then the numbers."""
+    parts = []
+    for one in found["mutants"]:
+        if one["result"] in ("survived", "unreached"):
+            by = one["reached_by"]
+            reached = f"{len(by)} tests reach it, such as {by[0]}" if by else "no test reaches it"
+            parts.append(f"SURVIVED {one['id']}  {one['operator']}\n{one['diff']}\n{reached}")
+    counts = found["functions"].items()
+    parts.append("\n".join(f"{caught:>4} of {number:<4} {name}" for name, (caught, number) in counts))
+    results = ", ".join(f"{found[name]} {name}" for name in _RESULTS)
+    said = ", ".join(f"{number} {name}" for name, number in found["diagnoses"].items())
+    parts.append(
+        f"{len(found['mutants'])} mutants, {found['distributed']} by operators of distributed code: {results}\n"
+        f"score {found['score']:.1%}, 95 % interval {' to '.join(f'{each:.1%}' for each in found['interval'])}\n"
+        f"first failures: {said}; median of a mutant {found['median_s']:.1f} s"
+    )
+    return "\n\n".join(parts)

@@ -1,9 +1,6 @@
-"""Operators: the mistakes that mutants make, general ones and those of distributed code.
+"""Operators: the mistakes that mutants make, general ones and those of distributed code. Most are rows of a table.
 
-An operator looks at one node of a function and proposes other texts for parts of it. Libraries such as mutmut and
-cosmic-ray do not fit: their operators rewrite files, which every process would have to import again.
-
-Most operators are rows: the name of a mistake, what it is made with, and the new text.
+Libraries such as mutmut and cosmic-ray do not fit: their operators rewrite files, which processes would import again.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ _SIGNS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
 # Kind of a node, perhaps with that of its `op` -> mistake, the part that changes (empty: all of it), and its new text.
 _ROWS: Mapping[Any, tuple[tuple[str, str, str], ...]] = {
-    **{(ast.Compare, kind): (("boundary", "", f"{{left}} {sign} {{other}}"),) for kind, sign in _BOUNDS.items()},
+    **{(ast.Compare, kind): (("boundary", "", f"{{left}} {sign} {{comparators}}"),) for kind, sign in _BOUNDS.items()},
     **{(ast.BinOp, kind): (("arithmetic", "", f"({{left}} {sign} {{right}})"),) for kind, sign in _SIGNS.items()},
     ast.If: _EITHER, ast.IfExp: _EITHER, ast.While: _TEST, ast.For: (("loop cut", "iter", "[*{iter}][1:]"),),
     ast.Expr: (("statement deleted", "", "pass"),), ast.AugAssign: (("statement deleted", "", "pass"),),
@@ -102,6 +99,11 @@ def is_talk(node: ast.AST) -> bool:
 def is_docstring(node: ast.AST) -> bool:
     """Whether ``node`` is a statement that is a string."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def first_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:
+    """Return the first statement that does something."""
+    return next((each for each in function.body if not is_docstring(each)), function.body[-1])
 
 
 def proposals(node: ast.AST, text: Text) -> Iterator[tuple[str, bool, list[Change]]]:
@@ -162,11 +164,8 @@ def _statements(node: ast.AST, text: Text) -> _Proposed:
         if is_grad or is_empty:
             yield "requires_grad lost" if is_grad else "cache not invalidated", (node, "pass")
     if isinstance(node, ast.FunctionDef):
-        given = [*node.args.posonlyargs, *node.args.args][::-1]
-        pairs = [
-            *zip(given, node.args.defaults[::-1], strict=False),
-            *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
-        ]
+        args, given = node.args, [*node.args.posonlyargs, *node.args.args][::-1]
+        pairs = [*zip(given, args.defaults[::-1], strict=False), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
         for argument, default in pairs:
             if default is not None:
                 yield "argument ignored", _inserted(node, f"{argument.arg} = {text.of(default)}", text)
@@ -174,7 +173,7 @@ def _statements(node: ast.AST, text: Text) -> _Proposed:
 
 def _inserted(node: ast.FunctionDef, statement: str, text: Text) -> Change:
     """Return the change that puts ``statement`` before the others of a function."""
-    first = next((each for each in node.body if not is_docstring(each)), node.body[-1])
+    first = first_of(node)
     start, _ = text.span(first)
     return (start, start), f"{statement}\n{' ' * first.col_offset}"
 
@@ -183,9 +182,8 @@ def _rows(node: ast.AST, text: Text) -> _Proposed:
     operators = getattr(node, "ops", None) or [getattr(node, "op", None)]
     kinds = (type(node), (type(node), type(operators[0]) if len(operators) == 1 else None))
     for mistake, part, new in (row for kind in kinds for row in _ROWS.get(kind, ())):
-        texts = {name: text.of(value) for name, value in ast.iter_fields(node) if isinstance(value, ast.expr)}
-        if isinstance(node, ast.Compare):
-            texts["other"] = text.of(node.comparators[0])
+        parts = {name: value[0] if name == "comparators" else value for name, value in ast.iter_fields(node)}
+        texts = {name: text.of(value) for name, value in parts.items() if isinstance(value, ast.expr)}
         yield mistake, (getattr(node, part) if part else node, new.format(**texts))
 
 

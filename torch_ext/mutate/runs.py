@@ -3,12 +3,10 @@ mutant at a time. Keeps both, so that an interrupted run goes on.
 
 Note [Noticed]
 ~~~~~~~~~~~~~~
-A mutant runs the tests that reach its line, one at a time, to the first failure. The test with the best chance to fail
-in a second comes first, counted over the mutants so far. A test that hangs ends at a limit that follows from its
-duration; hangs that the runner can prove end at once.
-
-A mutant is caught if a test fails with it that passes :data:`SOUND` times without. Those runs happen at the test's
-first catch and are kept; a test that fails one of them is flaky, and catches nothing.
+A mutant runs the tests that reach its line, one at a time, to the first failure; first the test with the best chance to
+fail in a second, counted over the mutants so far. The limit of a test follows from its duration. A mutant is caught if
+a test fails with it that passes :data:`SOUND` times without. Those runs happen at the test's first catch and are kept;
+a test that fails one of them is flaky, and catches nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sqlite3
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +45,7 @@ _LIMIT_S, _TIMES = 10.0, 6.0
 # Characters of a failure that are kept.
 _KEPT = 4000
 _TICK_S = 0.5
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 
@@ -61,14 +61,14 @@ class Test:
     digest: str  # of its file and of what that imports
     duration_s: float = 0.0
     status: str = ""  # of its recorded run; empty: there is none
-    lines: dict[str, frozenset[int]] = field(default_factory=dict)  # that it reaches, by module
+    marks: frozenset[int] = frozenset()  # of the lines that it reaches
     passes: int = 0  # without a mutant
     caught: int = 0
     ran: int = 0
 
     @property
     def passed(self) -> bool:
-        """Whether it has passed each time."""
+        """Whether it always has."""
         return self.status == Status.PASSED.value
 
 
@@ -86,7 +86,7 @@ class Outcome:
 
 def reaching(mutant: Mutant, tests: Iterable[Test]) -> list[Test]:
     """Return the tests that pass and reach the statement of ``mutant``."""
-    return [test for test in tests if test.passed and mutant.line in test.lines.get(mutant.module, ())]
+    return [test for test in tests if test.passed and mutant.mark in test.marks]
 
 
 def digest(*parts: object) -> str:
@@ -94,65 +94,16 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-class Kept:
-    """What is kept for ``sources`` under ``environment``, as JSON Lines; nothing if the cache cannot be used.
-
-    What a test reaches is kept for its content and that of ``sources``; an outcome for its mutant, whose id holds the
-    content of its function, and for the content of the tests that reach it.
-    """
-
-    def __init__(self, sources: Sequence[Source], environment: Mapping[str, str] | None, *, fresh: bool) -> None:
-        place, self._folder = cache.folder(), Path()
-        self._is_used = place is not None and environment is not None and not cache.why_not_trusted(place)
-        versions = digest(environment, SOUND, _LIMIT_S, _TIMES)
-        self._tests = f"tests-{versions}-{digest([source.bytes for source in sources])}.jsonl"
-        self._outcomes = f"outcomes-{versions}.jsonl"
-        if place is not None and self._is_used:
-            self._folder = place / "mutate"
-            for each in self._folder.glob(f"*{versions}*") if fresh else ():
-                each.unlink()
-
-    def _lines(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        path = self._folder / name
-        for line in path.read_text(encoding="utf-8").splitlines() if self._is_used and path.exists() else ():
-            try:
-                key, found = json.loads(line)
-            except ValueError:  # the last line of a run that was killed
-                continue
-            yield key, found
-
-    def _add(self, name: str, key: str, line: Mapping[str, Any]) -> None:
-        if self._is_used:
-            cache.make(self._folder)
-            with open(self._folder / name, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps([key, line]) + "\n")
-
-    def remember(self, tests: Sequence[Test]) -> None:
-        """Give ``tests`` what is kept about them."""
-        by_key = {f"{test.name.id} {test.digest}": test for test in tests}
-        for key, line in self._lines(self._tests):
-            if (test := by_key.get(key)) is not None:
-                test.lines |= {module: frozenset(lines) for module, lines in line.pop("lines").items()}
-                vars(test).update(line)
-
-    def keep_test(self, test: Test, *, lines: bool) -> None:
-        """Keep what is known about ``test``, with its lines if they are new."""
-        line: dict[str, Any] = {name: getattr(test, name) for name in ("status", "duration_s", "passes")}
-        line["lines"] = {module: sorted(each) for module, each in test.lines.items() if each and lines}
-        self._add(self._tests, f"{test.name.id} {test.digest}", line)
-
-    def outcomes(self, mutants: Iterable[Mutant], tests: Sequence[Test]) -> dict[str, Outcome]:
-        """Return the kept outcomes of ``mutants``, by id."""
-        keys = {self._key(mutant, tests) for mutant in mutants}
-        return {line["id"]: Outcome(**line) for key, line in self._lines(self._outcomes) if key in keys}
-
-    def keep_outcome(self, mutant: Mutant, tests: Sequence[Test], outcome: Outcome) -> None:
-        """Keep one more outcome."""
-        self._add(self._outcomes, self._key(mutant, tests), asdict(outcome))
-
-    @staticmethod
-    def _key(mutant: Mutant, tests: Sequence[Test]) -> str:
-        return digest(mutant.id, sorted((test.name.id, test.digest) for test in reaching(mutant, tests)))
+def open_kept(environment: Mapping[str, str] | None) -> sqlite3.Connection:
+    """Open what is kept for ``environment``, JSON by key; it is in memory alone if the cache cannot be used."""
+    place, path = cache.folder(), ":memory:"
+    if place is not None and environment is not None and not cache.why_not_trusted(place):
+        with contextlib.suppress(OSError):
+            cache.make(place / "mutate")
+            path = str(place / "mutate" / f"{digest(environment, SOUND, _LIMIT_S, _TIMES)}.sqlite")
+    kept = sqlite3.connect(path, isolation_level=None, timeout=60.0)
+    kept.execute("create table if not exists kept (key text primary key, line text)")
+    return kept
 
 
 class _Zygotes(RunZygotes):
@@ -185,15 +136,33 @@ class _Swapped:
 
 
 class Runs(RunExecutor):
-    """The runner, for tests with swapped code of ``sources``, ``jobs`` at a time. What it finds goes to ``kept``."""
+    """The runner, for tests with swapped code of ``sources``, ``jobs`` at a time.
 
-    def __init__(self, options: RunOptions, sources: Sequence[Source], jobs: int, kept: Kept) -> None:
+    Keeps what a test reaches for its content and that of ``sources``; and an outcome for its mutant, whose id holds the
+    content of its function, and for the content of the tests that reach it.
+    """
+
+    def __init__(self, options: RunOptions, sources: Sequence[Source], jobs: int, kept: sqlite3.Connection) -> None:
         super().__init__(options)
         self._sources, self._jobs, self._kept = sources, jobs, kept
+        self._content = digest([source.bytes for source in sources])
         self._zygotes = zygotes = _Zygotes(options, self.environment, self.scratch)
         zygotes.modules = tuple(source.name for source in sources)
         # Jobs limit how many tests run, and simulated devices are unlimited.
         self._machine = Machine(self.scratch, self.environment, Devices(0, ""))
+
+    def _get(self, key: str) -> Any:
+        found = self._kept.execute("select line from kept where key = ?", (key,)).fetchone()
+        return json.loads(found[0]) if found else None
+
+    def _add(self, key: str, line: Any) -> None:
+        self._kept.execute("replace into kept values (?, ?)", (key, json.dumps(line)))
+
+    def _key(self, test: Test) -> str:
+        return digest(test.name.id, test.digest, self._content)
+
+    def _keep(self, test: Test) -> None:
+        self._add(self._key(test), [test.status, test.duration_s, test.passes, sorted(test.marks)])
 
     def _run_one(self, test: Test, swap: Swap) -> Task[TestResult]:
         """Task: run ``test`` in processes that have applied ``swap``."""
@@ -209,13 +178,17 @@ class Runs(RunExecutor):
         results = [event for event in events if isinstance(event, TestResult)]
         return next((each for each in results if each.status.counted is Status.FAILED), results[0])
 
-    def _each(self, tasks: Iterable[Task[None]], done: deque[_T]) -> Iterator[_T]:
-        """Run ``tasks``, as many at a time as there are jobs; yield what they add to ``done``."""
-        waiting, loop = iter(tasks), Loop(tick_s=_TICK_S)
+    def _each(self, items: Iterable[_S], work: Callable[[_S], Task[_T]]) -> Iterator[_T]:
+        """Run ``work`` on ``items``, as many at a time as there are jobs; yield the results."""
+        waiting, loop, done = iter(items), Loop(tick_s=_TICK_S), deque[_T]()
+
+        def one(item: _S) -> Task[None]:
+            done.append((yield from work(item)))
+
         with contextlib.closing(loop):
             while True:
-                while len(loop) < self._jobs and (task := next(waiting, None)) is not None:
-                    loop.add(task)
+                while len(loop) < self._jobs and (item := next(waiting, None)) is not None:
+                    loop.add(one(item))
                 while done:
                     yield done.popleft()
                 if not loop:
@@ -223,56 +196,62 @@ class Runs(RunExecutor):
                 loop.turn()
 
     def record(self, tests: Sequence[Test]) -> Iterator[Test]:
-        """Run each of ``tests`` once without a mutant, note its duration, its status and the lines that it reaches, and
-        yield it.
+        """Run each of ``tests`` once without a mutant, unless that is kept; note its duration, its status and the lines
+        that it reaches, and yield it.
         """
-        parts, size, done = list[tuple[str, int, int]](), 0, deque[Test]()
-        for source in self._sources:
-            parts.append((source.name, size, source.lines + 1))
-            size += source.lines + 1
+        size = sum(source.lines + 1 for source in self._sources)
         codes = tuple(code for source in self._sources for code in source.probes())
 
-        def one(test: Test) -> Task[None]:
+        def one(test: Test) -> Task[Test]:
+            if known := self._get(self._key(test)):
+                test.status, test.duration_s, test.passes, reached = known
+                test.marks = frozenset(reached)
+                return test
             marks = Path(self.scratch, f"marks-{id(test)}")
             marks.write_bytes(bytes(size))
-            result = yield from self._run_one(test, Swap(codes, str(marks), tuple(parts)))
+            result = yield from self._run_one(test, Swap(codes, str(marks)))
             found = marks.read_bytes()
             marks.unlink()
             if failed := result.status.counted is Status.FAILED:  # the marks may disturb it, as they do a compiler
                 result = yield from self._run_one(test, Swap(()))
-            for name, at, length in parts:
-                test.lines[name] = frozenset(line for line in range(length) if failed or found[at + line])
+            test.marks = frozenset(line for line in range(size) if failed or found[line])
             test.duration_s, test.status = result.duration_s, result.status.counted.value
             test.passes = int(test.passed)
-            self._kept.keep_test(test, lines=True)
-            done.append(test)
+            self._keep(test)
+            return test
 
-        return self._each(map(one, tests), done)
+        return self._each(tests, one)
 
-    def mutate(self, mutants: Iterable[tuple[Mutant, tuple[Code, ...]]], tests: Sequence[Test]) -> Iterator[Outcome]:
-        """Run the tests that reach each mutant; yield its outcome. See Note [Noticed]."""
-        done = deque[Outcome]()
+    def mutate(self, mutants: Mapping[tuple[Code, ...], Mutant], tests: Sequence[Test]) -> Iterator[Outcome]:
+        """Run the tests that reach each mutant, given by its code; yield its outcome. See Note [Noticed]."""
 
-        def one(mutant: Mutant, codes: tuple[Code, ...]) -> Task[None]:
-            outcome = yield from self._one_mutant(mutant, Swap(codes), reaching(mutant, tests))
-            self._kept.keep_outcome(mutant, tests, outcome)
-            done.append(outcome)
+        def key(mutant: Mutant) -> str:
+            return digest(mutant.id, sorted((test.name.id, test.digest) for test in reaching(mutant, tests)))
 
-        return self._each((one(*pair) for pair in mutants), done)
+        def one(pair: tuple[tuple[Code, ...], Mutant]) -> Task[Outcome]:
+            codes, mutant = pair
+            if known := self._get(key(mutant)):
+                outcome = Outcome(**known)
+            else:
+                outcome = yield from self._one_mutant(mutant.id, Swap(codes), reaching(mutant, tests))
+                self._add(key(mutant), asdict(outcome))  # a test may have proved flaky
+            for test in tests:
+                test.caught += test.name.id == outcome.test
+            return outcome
 
-    def _one_mutant(self, mutant: Mutant, swap: Swap, left: list[Test]) -> Task[Outcome]:
-        outcome = Outcome(mutant.id, "survived" if left else "unreached")
+        return self._each(mutants.items(), one)
+
+    def _one_mutant(self, mutant: str, swap: Swap, left: list[Test]) -> Task[Outcome]:
+        outcome = Outcome(mutant, "survived" if left else "unreached")
         while left:
             test = max(left, key=lambda one: (one.caught + 1) / (one.ran + 8) / max(one.duration_s, 0.05))
             left.remove(test)
             began_s = _os.monotonic()
             result = yield from self._run_one(test, swap)
-            test.ran += 1
-            outcome = replace(outcome, took_s=outcome.took_s + _os.monotonic() - began_s, ran=outcome.ran + 1)
+            test.ran, took_s = test.ran + 1, outcome.took_s + _os.monotonic() - began_s
+            outcome = replace(outcome, took_s=took_s, ran=outcome.ran + 1)
             if result.status.counted is Status.FAILED and (yield from self._is_sound(test)):
-                test.caught += 1
-                text = describe_failure(result)[:_KEPT]
-                return replace(outcome, status="caught", test=test.name.id, text=text)
+                return replace(outcome, status="caught", test=test.name.id, text=describe_failure(result)[:_KEPT])
         return outcome
 
     def _is_sound(self, test: Test) -> Task[bool]:
@@ -282,5 +261,5 @@ class Runs(RunExecutor):
             if result.status.counted is not Status.PASSED:
                 test.status = Status.FLAKY.value
             test.passes += test.passed
-            self._kept.keep_test(test, lines=False)
+            self._keep(test)
         return test.passed

@@ -15,19 +15,18 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType
 
-from torch_ext.mutate.operators import Text, is_docstring, is_talk, proposals
+from torch_ext.mutate.operators import Text, first_of, is_docstring, is_talk, proposals
 from torch_ext.mutate.swap import REACH, Code
 from torch_ext.results import SetupError
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Chain = tuple[_Function, ...]  # functions, each within the one before
 _Edit = tuple[int, int, str]  # start and end in bytes, and the new text
 _Key = tuple[int, str]  # first line and name of a function's code
-_ANNOTATIONS = __future__.annotations.compiler_flag
 _NEWLINE = b"\n"
 # Functions that only speak to a person.
 _TEXTS = ("__repr__", "__str__", "extra_repr")
@@ -42,23 +41,19 @@ class Mutant:
     operator: str
     is_field: bool  # the operator is one of distributed code
     edits: tuple[_Edit, ...]  # in order
-    line: int  # of the statement that a test must reach
+    mark: int  # that a test sets if it reaches the statement
     id: str
     diff: str
     within: tuple[_Key, ...]  # the functions that hold it, the outermost first
 
-    @property
-    def place(self) -> str:
-        """The function's full name."""
-        return f"{self.module}:{self.function}"
-
 
 class Source(Text):
-    """A module's source."""
+    """A module's source. ``offset``: of its lines in the marks of a run."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, path: Path, offset: int = 0) -> None:
         super().__init__(path.read_bytes())
-        self.name, self.path = name, path
+        self.name, self.path, self.offset = name, path, offset
+        self._code = self._compile(self.tree)
 
     def mutants(self, pattern: str = "*", lines: frozenset[int] | None = None) -> Iterator[Mutant]:
         """Yield the mutants of functions whose names fit ``pattern`` and, if given, that hold one of ``lines``. Some of
@@ -70,7 +65,7 @@ class Source(Text):
             if is_wanted and (lines is None or not lines.isdisjoint(own)):
                 yield from {mutant.edits: mutant for mutant in reversed([*self._of(name, chain)])}.values()
 
-    def _of(self, name: str, chain: tuple[_Function, ...]) -> Iterator[Mutant]:
+    def _of(self, name: str, chain: _Chain) -> Iterator[Mutant]:
         base, text = self.span(chain[-1])[0], self.of(chain[-1])
         within = tuple(map(_key, chain))
         for node, statement in _counting(chain[-1]):
@@ -79,8 +74,9 @@ class Source(Text):
                 edits = tuple(sorted((*span, new) for span, new in spans))
                 moved = [(start - base, end - base, new) for start, end, new in edits]
                 digest = hashlib.sha256(repr((text, moved)).encode()).hexdigest()[:8]
+                mark = self.offset + statement.lineno
                 identity, diff = f"{self.name}:{name}:{digest}", self._diff(edits)
-                yield Mutant(self.name, name, operator, is_field, edits, statement.lineno, identity, diff, within)
+                yield Mutant(self.name, name, operator, is_field, edits, mark, identity, diff, within)
 
     def _edited(self, edits: Sequence[_Edit], start: int, end: int) -> bytes:
         """Return the text from ``start`` to ``end`` with ``edits``."""
@@ -96,50 +92,40 @@ class Source(Text):
         return "\n".join([f"@@ {self.path.name}:{self.bytes.count(_NEWLINE, 0, start) + 1}", *lines])
 
     def _compile(self, tree: ast.Module) -> CodeType:
-        flags = _ANNOTATIONS if b"from __future__ import annotations" in self.bytes else 0
+        flags = __future__.annotations.compiler_flag if b"from __future__ import annotations" in self.bytes else 0
         code: CodeType = compile(ast.fix_missing_locations(tree), str(self.path), "exec", flags, dont_inherit=True)
         return code
-
-    @cached_property
-    def _code(self) -> CodeType:
-        return self._compile(self.tree)
-
-    def _top(self, mutant: Mutant) -> ast.Module:
-        """Return the statement of the module that holds ``mutant``, changed, as a module that compiles fast."""
-        statement = next(each for each in self.tree.body if self.span(each)[1] >= mutant.edits[-1][1])
-        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
-        text = self._edited(mutant.edits, self.starts[first - 1], self.span(statement)[1])
-        return ast.parse(_NEWLINE * (first - 1) + text)
 
     def codes_of(self, mutant: Mutant) -> tuple[Code, ...]:
         """Return the codes that make ``mutant``; empty if it does not compile, or means what the source means."""
         old = [_code_at(self._code, key) for key in mutant.within]
+        free = {key: code.co_freevars for key, code in zip(mutant.within, old, strict=True)}
+        # The statement of the module that holds it compiles faster than all.
+        statement = next(each for each in self.tree.body if self.span(each)[1] >= mutant.edits[-1][1])
+        first = min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", ()))])
+        text = self._edited(mutant.edits, self.starts[first - 1], self.span(statement)[1])
         try:
-            tree = self._top(mutant)
-            new = [_code_at(self._compile(tree), key) for key in mutant.within]
-            if any(one.co_freevars != other.co_freevars for one, other in zip(old, new, strict=True)):
-                _mention(tree, {key: code.co_freevars for key, code in zip(mutant.within, old, strict=True)})
-                new = [_code_at(self._compile(tree), key) for key in mutant.within]
+            tree = ast.parse(_NEWLINE * (first - 1) + text)
+            _mention(tree, free)
+            new = {key: _code_at(self._compile(tree), key) for key in mutant.within}
         except (SyntaxError, LookupError):
             return ()
-        fits = all(one.co_freevars == other.co_freevars for one, other in zip(old, new, strict=True))
-        if not fits or _meaning(old[-1]) == _meaning(new[-1]):
+        fits = all(code.co_freevars == free[key] for key, code in new.items())
+        if not fits or _meaning(old[-1]) == _meaning(new[mutant.within[-1]]):
             return ()
-        return tuple(Code(self.name, *key, marshal.dumps(code)) for key, code in zip(mutant.within, new, strict=True))
+        return tuple(Code(self.name, *key, marshal.dumps(code)) for key, code in new.items())
 
     def probes(self) -> tuple[Code, ...]:
         """Return the codes of all functions, with a statement before each of theirs that marks its line as reached."""
         tree = ast.parse(self.bytes)
         keys = [_key(chain[-1]) for _, chain in _functions(tree)]
         for outermost in [chain[0] for _, chain in _functions(tree) if len(chain) == 1]:
-            _add_probes(outermost)
+            _add_probes(outermost, self.offset)
         code = self._compile(tree)
         return tuple(Code(self.name, *key, marshal.dumps(_code_at(code, key))) for key in keys)
 
 
-def _functions(
-    node: ast.AST, prefix: str = "", outer: tuple[_Function, ...] = ()
-) -> Iterator[tuple[str, tuple[_Function, ...]]]:
+def _functions(node: ast.AST, prefix: str = "", outer: _Chain = ()) -> Iterator[tuple[str, _Chain]]:
     """Yield the name of every function below ``node``, and the functions that hold it, itself last."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Function):
@@ -180,26 +166,21 @@ def _mention(tree: ast.Module, free: dict[_Key, tuple[str, ...]]) -> None:
             node.body.insert(int(is_docstring(node.body[0])), ast.copy_location(kept, node.body[0]))
 
 
-def _add_probes(node: ast.AST) -> None:
+def _add_probes(node: ast.AST, offset: int) -> None:
     for child in ast.iter_child_nodes(node):
-        _add_probes(child)
+        _add_probes(child, offset)
     for field in ("body", "orelse", "finalbody"):
-        statements = getattr(node, field, None)
-        if isinstance(statements, list):
-            kept = int(isinstance(node, _Function) and is_docstring(statements[0]))
-            statements[kept:] = [part for each in statements[kept:] for part in (_probe(each), each)]
-
-
-def _probe(statement: ast.stmt) -> ast.stmt:
-    (probe,) = ast.parse(f"{REACH}[{statement.lineno}] = 1").body
-    for node in ast.walk(probe):
-        ast.copy_location(node, statement)
-    return probe
+        if isinstance(statements := getattr(node, field, None), list):
+            kept, probed = int(isinstance(node, _Function) and is_docstring(statements[0])), []
+            for each in statements[kept:]:
+                (probe,) = ast.parse(f"{REACH}[{offset + each.lineno}] = 1").body
+                probed += [ast.fix_missing_locations(ast.copy_location(probe, each)), each]
+            statements[kept:] = probed
 
 
 def _counting(function: _Function) -> Iterator[tuple[ast.AST, ast.stmt]]:
     """Yield each node in which a mistake counts, with its statement; functions within it have their own."""
-    yield function, next((each for each in function.body if not is_docstring(each)), function.body[-1])
+    yield function, first_of(function)
     stack: list[tuple[ast.AST, ast.stmt]] = [(each, each) for each in reversed(function.body)]
     while stack:
         node, statement = stack.pop()
@@ -212,23 +193,24 @@ def _counting(function: _Function) -> Iterator[tuple[ast.AST, ast.stmt]]:
                 stack.append((child, child if isinstance(child, ast.stmt) else statement))
 
 
-def find(target: str, path: Sequence[str]) -> list[Source]:
-    """Return the sources of the module or package ``target``, found below the folders ``path`` as an import would.
-    Raises SetupError if there are none.
+def find(target: str, path: Sequence[str]) -> dict[str, Source]:
+    """Return the sources of the module or package ``target``, found below the folders ``path`` as an import would, by
+    name. Raises SetupError if there are none.
     """
     folders: Sequence[str] | None = [*path]
-    parts, origin = target.split("."), Path()
-    for number in range(len(parts)):
-        name = ".".join(parts[: number + 1])
+    name, origin = "", Path()
+    for part in target.split("."):
+        name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, folders)
         if spec is None or not spec.origin or not spec.origin.endswith(".py"):
             raise SetupError(f"got {target!r}, expected a module with Python source: there is no {name}")
         folders, origin = spec.submodule_search_locations, Path(spec.origin)
-    if origin.name != "__init__.py":
-        return [Source(target, origin)]
-    found = [each for each in sorted(origin.parent.rglob("*.py")) if each.name != "__main__.py"]
-    names = [".".join([target, *each.relative_to(origin.parent).with_suffix("").parts]) for each in found]
-    return [Source(name.removesuffix(".__init__"), each) for name, each in zip(names, found, strict=True)]
+    found = [(target, origin)]
+    if origin.name == "__init__.py":
+        below = [each for each in sorted(origin.parent.rglob("*.py")) if each.name != "__main__.py"]
+        names = (".".join([target, *each.relative_to(origin.parent).with_suffix("").parts]) for each in below)
+        found = [(name.removesuffix(".__init__"), each) for name, each in zip(names, below, strict=True)]
+    return {name: Source(name, each) for name, each in found}
 
 
 def changed_lines(path: Path, revision: str) -> frozenset[int]:

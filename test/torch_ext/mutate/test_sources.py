@@ -170,7 +170,7 @@ def test_marks_show_the_reached_lines_of_every_thread(load, tmp_path):
     module, source = load(text)
     marks = tmp_path / "marks"
     marks.write_bytes(bytes(source.lines + 1))
-    swap.apply(swap.Swap(source.probes(), str(marks), ((MODULE, 0, source.lines + 1),)))
+    swap.apply(swap.Swap(source.probes(), str(marks)))
     reached = lambda: {line for line, mark in enumerate(marks.read_bytes()) if mark}  # noqa: E731
     assert module.f.__doc__ == "Words." and reached() == set()
     module.f(1)
@@ -190,8 +190,8 @@ def test_find_reads_what_an_import_would(tmp_path):
     (tmp_path / "one" / "two").mkdir(parents=True)
     for name in ("one/__init__.py", "one/two/__init__.py", "one/two/three.py", "one/__main__.py"):
         (tmp_path / name).touch()
-    assert [each.name for each in find("one", [str(tmp_path)])] == ["one", "one.two", "one.two.three"]
-    assert [each.name for each in find("one.two.three", [str(tmp_path)])] == ["one.two.three"]
+    assert [*find("one", [str(tmp_path)])] == ["one", "one.two", "one.two.three"]
+    assert [*find("one.two.three", [str(tmp_path)])] == ["one.two.three"]
     with pytest.raises(SetupError, match=r"there is no one\.four"):
         find("one.four", [str(tmp_path)])
     with pytest.raises(SetupError, match="expected a module with Python source"):
