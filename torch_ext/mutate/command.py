@@ -32,21 +32,15 @@ from torch_ext.runner.steps import select
 _HELP = """Options of the test command work too, such as --root, --device and -k: see torch_ext test --help.
 
   torch_ext mutate mypackage.hooks --tests tests
-  torch_ext mutate mypackage --since origin/main
   torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
 """
-# Of the normal distribution: 95 % of it lies this many deviations around the middle.
-_Z = 1.959964
+_Z = 1.959964  # deviations around the middle of the normal distribution that hold 95 % of it
 _RESET = re.compile(r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe", re.IGNORECASE)
-# Words of changed lines that say nothing about a subject.
 _COMMON = re.compile(
-    "self|return|false|params?|kwargs|state|group|device|tensors?|modules?|torch|items|values?|forward|backward|range"
-    "|enumerate|isinstance|import|contextlib|nullcontext|index"
+    "self|return|false|params?|state|group|device|tensors?|modules?|torch|contextlib|nullcontext|index"
 )
 _RESULTS = ("caught", "survived", "unreached", "equivalent")
-# Seconds between two lines of progress where there is no terminal.
-_SHOW_S = 15.0
-
+_SHOW_S = 15.0  # between two lines of progress where there is no terminal
 _T = TypeVar("_T")
 Chosen = dict[tuple[Code, ...], Mutant]  # by the code that makes it
 
@@ -71,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code: 0 after a whole run, whatever survives; 2 for a usage error, an entry
-    of ``--equivalent`` that fits no mutant, or a test that does not start; 130 after an interrupt.
-    """
+    """Return the exit code: 0 after a whole run, whatever survives; 2 for a usage error or a stale entry; else 130."""
     options, rest = _parser().parse_known_args(arguments)
     interrupts = Interrupts(once=True)
     try:
@@ -154,20 +146,20 @@ class Command:
     def _tests(self, runs: Runs) -> list[Test]:
         request = select(self._runner)
         collected = name(request, lambda: runs)
-        chosen, keys = choose(request, collected), dict[str, str]()
+        chosen, texts = choose(request, collected), [source.bytes for source in self._sources.values()]
         for failure in chosen.failures:
             print(f"warning: {failure.test.id} cannot be imported", file=sys.stderr)
-        for one in collected:
-            paths = sorted({str(one.file.path), *one.imported})
-            keys[one.file.name] = digest([Path(path).read_bytes() for path in paths])
-        pairs = [(batch.file, test) for batch in chosen.plan for test in batch.tests]
-        return [Test(test, file, chosen.needs.get(test, Needs()), keys[file.name]) for file, test in pairs]
+        needs, plan = chosen.needs, [(batch.file, test) for batch in chosen.plan for test in batch.tests]
+        paths = {one.file: sorted({str(one.file.path), *one.imported}) for one in collected}
+        keys = {file: digest([Path(path).read_bytes() for path in found]) for file, found in paths.items()}
+        owned = [(file, test, digest(test.id, keys[file])) for file, test in plan]
+        return [Test(test, file, needs.get(test, Needs()), own, digest(own, texts)) for file, test, own in owned]
 
 
 def _counted(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
     """Yield ``results``, and show on stderr how many there are: in a line on a terminal, else in one now and then."""
-    began_s = shown_s = time.monotonic()
-    start, is_terminal = ("\r\x1b[K", True) if sys.stderr.isatty() else ("", False)
+    began_s, is_terminal = time.monotonic(), sys.stderr.isatty()
+    shown_s, start = began_s, "\r\x1b[K" * is_terminal
     for done, result in enumerate(results, 1):
         now_s, left = time.monotonic(), number - done
         if is_terminal or not left or now_s - shown_s > _SHOW_S:
@@ -194,8 +186,10 @@ def diagnosis(mutant: Mutant, text: str) -> str:
     the changed lines. Otherwise it is a lost connection, or unrelated.
     """
     changed = "\n".join(line[1:] for line in mutant.diff.splitlines()[1:] if line[:1] in "+-")
-    found = {mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)}
-    said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in (text, *found) if not _COMMON.fullmatch(each))
+    found = [mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)]
+    found += ["RaceError"] if mutant.operator == "wait dropped" else []
+    texts = (text, *(each for each in found if not _COMMON.fullmatch(each)))
+    said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in texts)
     if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
         return "named"
     return "reset connection" if _RESET.search(text) else "unrelated"

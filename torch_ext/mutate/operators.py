@@ -116,8 +116,7 @@ def proposals(node: ast.AST, text: Text) -> Iterator[tuple[str, bool, list[Chang
                 yield name, is_field, changes
 
 
-# The name of a mistake, and its changes.
-_Proposed = Iterable[tuple[Any, ...]]
+_Proposed = Iterable[tuple[Any, ...]]  # the name of a mistake, and its changes
 
 
 def _calls(node: ast.AST, text: Text) -> _Proposed:

@@ -38,13 +38,9 @@ from torch_ext.world import _os, wording
 from torch_ext.world.protocol import Devices
 from torch_ext.world.tree import RootZygote, ZygoteCopy
 
-# Passes without a mutant that a test needs before what it catches counts.
-SOUND = 5
-# Seconds, and times its own duration, after which a test with a mutant hangs.
-_LIMIT_S, _TIMES = 10.0, 6.0
-# Characters of a failure that are kept.
-_KEPT = 4000
-_TICK_S = 0.5
+SOUND = 5  # passes without a mutant that a test needs before what it catches counts
+_LIMIT_S, _TIMES = 10.0, 6.0  # a test with a mutant hangs after so many seconds and times its duration
+_KEPT = 4000  # characters of a failure
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
@@ -58,7 +54,8 @@ class Test:
     name: TestName
     file: TestFile
     need: Needs
-    digest: str  # of its file and of what that imports
+    digest: str  # of its name, its file and what that imports
+    key: str  # of these and the mutated modules
     duration_s: float = 0.0
     status: str = ""  # of its recorded run; empty: there is none
     marks: frozenset[int] = frozenset()  # of the lines that it reaches
@@ -136,16 +133,11 @@ class _Swapped:
 
 
 class Runs(RunExecutor):
-    """The runner, for tests with swapped code of ``sources``, ``jobs`` at a time.
-
-    Keeps what a test reaches for its content and that of ``sources``; and an outcome for its mutant, whose id holds the
-    content of its function, and for the content of the tests that reach it.
-    """
+    """The runner, for tests with swapped code of ``sources``, ``jobs`` at a time. Results go to ``kept``."""
 
     def __init__(self, options: RunOptions, sources: Sequence[Source], jobs: int, kept: sqlite3.Connection) -> None:
         super().__init__(options)
         self._sources, self._jobs, self._kept = sources, jobs, kept
-        self._content = digest([source.bytes for source in sources])
         self._zygotes = zygotes = _Zygotes(options, self.environment, self.scratch)
         zygotes.modules = tuple(source.name for source in sources)
         # Jobs limit how many tests run, and simulated devices are unlimited.
@@ -158,11 +150,8 @@ class Runs(RunExecutor):
     def _add(self, key: str, line: Any) -> None:
         self._kept.execute("replace into kept values (?, ?)", (key, json.dumps(line)))
 
-    def _key(self, test: Test) -> str:
-        return digest(test.name.id, test.digest, self._content)
-
     def _keep(self, test: Test) -> None:
-        self._add(self._key(test), [test.status, test.duration_s, test.passes, sorted(test.marks)])
+        self._add(test.key, [test.status, test.duration_s, test.passes, sorted(test.marks)])
 
     def _run_one(self, test: Test, swap: Swap) -> Task[TestResult]:
         """Task: run ``test`` in processes that have applied ``swap``."""
@@ -180,7 +169,7 @@ class Runs(RunExecutor):
 
     def _each(self, items: Iterable[_S], work: Callable[[_S], Task[_T]]) -> Iterator[_T]:
         """Run ``work`` on ``items``, as many at a time as there are jobs; yield the results."""
-        waiting, loop, done = iter(items), Loop(tick_s=_TICK_S), deque[_T]()
+        waiting, loop, done = iter(items), Loop(), deque[_T]()
 
         def one(item: _S) -> Task[None]:
             done.append((yield from work(item)))
@@ -203,7 +192,7 @@ class Runs(RunExecutor):
         codes = tuple(code for source in self._sources for code in source.probes())
 
         def one(test: Test) -> Task[Test]:
-            if known := self._get(self._key(test)):
+            if known := self._get(test.key):
                 test.status, test.duration_s, test.passes, reached = known
                 test.marks = frozenset(reached)
                 return test
@@ -226,7 +215,7 @@ class Runs(RunExecutor):
         """Run the tests that reach each mutant, given by its code; yield its outcome. See Note [Noticed]."""
 
         def key(mutant: Mutant) -> str:
-            return digest(mutant.id, sorted((test.name.id, test.digest) for test in reaching(mutant, tests)))
+            return digest(mutant.id, sorted(test.digest for test in reaching(mutant, tests)))
 
         def one(pair: tuple[tuple[Code, ...], Mutant]) -> Task[Outcome]:
             codes, mutant = pair
@@ -248,14 +237,13 @@ class Runs(RunExecutor):
             left.remove(test)
             began_s = _os.monotonic()
             result = yield from self._run_one(test, swap)
-            test.ran, took_s = test.ran + 1, outcome.took_s + _os.monotonic() - began_s
-            outcome = replace(outcome, took_s=took_s, ran=outcome.ran + 1)
+            test.ran += 1
+            outcome = replace(outcome, took_s=outcome.took_s + _os.monotonic() - began_s, ran=outcome.ran + 1)
             if result.status.counted is Status.FAILED and (yield from self._is_sound(test)):
                 return replace(outcome, status="caught", test=test.name.id, text=describe_failure(result)[:_KEPT])
         return outcome
 
     def _is_sound(self, test: Test) -> Task[bool]:
-        """Task: return whether ``test`` passes without a mutant."""
         while test.passed and test.passes < SOUND:
             result = yield from self._run_one(test, Swap(()))
             if result.status.counted is not Status.PASSED:

@@ -28,8 +28,7 @@ _Chain = tuple[_Function, ...]  # functions, each within the one before
 _Edit = tuple[int, int, str]  # start and end in bytes, and the new text
 _Key = tuple[int, str]  # first line and name of a function's code
 _NEWLINE = b"\n"
-# Functions that only speak to a person.
-_TEXTS = ("__repr__", "__str__", "extra_repr")
+_TEXTS = ("__repr__", "__str__", "extra_repr")  # functions that only speak to a person
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Source(Text):
 
     def _of(self, name: str, chain: _Chain) -> Iterator[Mutant]:
         base, text = self.span(chain[-1])[0], self.of(chain[-1])
-        within = tuple(map(_key, chain))
-        for node, statement in _counting(chain[-1]):
+        within, inner = tuple(map(_key, chain)), (pair for each in chain[-1].body for pair in _counting(each, each))
+        for node, statement in ((chain[-1], first_of(chain[-1])), *inner):
             for operator, is_field, changes in proposals(node, self):
                 spans = [(part if isinstance(part, tuple) else self.span(part), new) for part, new in changes]
                 edits = tuple(sorted((*span, new) for span, new in spans))
@@ -79,7 +78,6 @@ class Source(Text):
                 yield Mutant(self.name, name, operator, is_field, edits, mark, identity, diff, within)
 
     def _edited(self, edits: Sequence[_Edit], start: int, end: int) -> bytes:
-        """Return the text from ``start`` to ``end`` with ``edits``."""
         text = self.bytes[start:end]
         for first, last, new in reversed(edits):
             text = text[: first - start] + new.encode() + text[last - start :]
@@ -157,9 +155,7 @@ def _meaning(code: CodeType) -> object:
 
 
 def _mention(tree: ast.Module, free: dict[_Key, tuple[str, ...]]) -> None:
-    """Have functions mention their free variables, so that the changed code fits closures of the old one: a method that
-    no longer calls ``super()`` would have one variable less.
-    """
+    """Have functions mention their free variables, so that changed code without ``super()`` fits the old closure."""
     for node in ast.walk(tree):
         if isinstance(node, _Function) and (names := free.get(_key(node))):
             kept = ast.parse(f"if 0: {', '.join(names)},").body[0]
@@ -178,25 +174,19 @@ def _add_probes(node: ast.AST, offset: int) -> None:
             statements[kept:] = probed
 
 
-def _counting(function: _Function) -> Iterator[tuple[ast.AST, ast.stmt]]:
-    """Yield each node in which a mistake counts, with its statement; functions within it have their own."""
-    yield function, first_of(function)
-    stack: list[tuple[ast.AST, ast.stmt]] = [(each, each) for each in reversed(function.body)]
-    while stack:
-        node, statement = stack.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_docstring(node):
-            continue
-        if isinstance(node, ast.Raise) or not is_talk(node):
-            yield node, statement
-        for child in [] if is_talk(node) else reversed([*ast.iter_child_nodes(node)]):
-            if not (isinstance(node, ast.AnnAssign) and child is node.annotation):
-                stack.append((child, child if isinstance(child, ast.stmt) else statement))
+def _counting(node: ast.AST, statement: ast.stmt) -> Iterator[tuple[ast.AST, ast.stmt]]:
+    """Yield each node in which a mistake counts, with its statement; functions within ``node`` have their own."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or is_docstring(node):
+        return
+    if isinstance(node, ast.Raise) or not is_talk(node):
+        yield node, statement
+    for child in () if is_talk(node) else ast.iter_child_nodes(node):
+        if not (isinstance(node, ast.AnnAssign) and child is node.annotation):
+            yield from _counting(child, child if isinstance(child, ast.stmt) else statement)
 
 
 def find(target: str, path: Sequence[str]) -> dict[str, Source]:
-    """Return the sources of the module or package ``target``, found below the folders ``path`` as an import would, by
-    name. Raises SetupError if there are none.
-    """
+    """Return the sources of the module or package ``target`` below ``path``, by name; SetupError if there are none."""
     folders: Sequence[str] | None = [*path]
     name, origin = "", Path()
     for part in target.split("."):
@@ -205,12 +195,12 @@ def find(target: str, path: Sequence[str]) -> dict[str, Source]:
         if spec is None or not spec.origin or not spec.origin.endswith(".py"):
             raise SetupError(f"got {target!r}, expected a module with Python source: there is no {name}")
         folders, origin = spec.submodule_search_locations, Path(spec.origin)
-    found = [(target, origin)]
+    found = {target: origin}
     if origin.name == "__init__.py":
         below = [each for each in sorted(origin.parent.rglob("*.py")) if each.name != "__main__.py"]
-        names = (".".join([target, *each.relative_to(origin.parent).with_suffix("").parts]) for each in below)
-        found = [(name.removesuffix(".__init__"), each) for name, each in zip(names, below, strict=True)]
-    return {name: Source(name, each) for name, each in found}
+        parts = ((target, *each.relative_to(origin.parent).with_suffix("").parts) for each in below)
+        found = dict(zip((".".join(each).removesuffix(".__init__") for each in parts), below, strict=True))
+    return {name: Source(name, each) for name, each in found.items()}
 
 
 def changed_lines(path: Path, revision: str) -> frozenset[int]:

@@ -34,9 +34,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Swap:
-    """What a zygote's copy changes before it starts a test. ``marks``: a file with a byte for each line of the modules;
-    empty: no lines are marked.
-    """
+    """What a zygote's copy changes. ``marks``: a file with a byte for each line of the modules, if lines are marked."""
 
     codes: tuple[Code, ...]
     marks: str = ""
