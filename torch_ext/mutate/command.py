@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
-    except (SetupError, ValueError, OSError) as error:
+    except (SetupError, SyntaxError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     finally:
