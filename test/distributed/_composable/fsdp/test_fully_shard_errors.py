@@ -116,6 +116,8 @@ class TestFullyShardAfterErrors(FSDPTest):
         model.reset_iter_state()
         for name, param in model.named_parameters():
             self.assertIsInstance(param, DTensor, f"{name} after the reset is sharded")
+            if param.grad is not None:  # of a unit that was done; anyone may read it
+                self.assertFalse(param.grad.to_local().isnan().any(), name)
         model.zero_grad()
 
     @skip_if_lt_x_gpu(4, allow_cpu=True)
