@@ -27,6 +27,7 @@ COMMANDS = {
         "torch_ext.conformance.command",
         "compares a device with the host and upstream's contracts",
     ),
+    "mutate": ("torch_ext.mutate.command", "makes small faults in a package and shows those that no test notices"),
     "export": ("torch_ext.upstream.export.command", "writes tests of this tree as a patch for a PyTorch checkout"),
 }
 _HELP = """\

@@ -32,7 +32,8 @@ _OF_THE_PACKAGE = {
     "upstream": "accelerator world results compat personality unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory personality sim runner.interrupts runner.options",
     "conformance": "accelerator cache compat results runner testing upstream.judge upstream.reasons world",
-    "__main__": "conformance runner program sim unbuilt upstream.judge",
+    "mutate": "cache results runner world",
+    "__main__": "conformance mutate runner program sim unbuilt upstream.judge",
     "testing": "accelerator compat world",
 }
 LAYERS = {

@@ -1,0 +1,241 @@
+"""``torch_ext mutate``: chooses mutants, runs the tests that reach each, and reports those that no test notices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from torch_ext import cache
+from torch_ext.mutate.runs import Outcome, Runs, Test, digest, open_kept, reaching
+from torch_ext.mutate.sources import Mutant, changed_lines, find
+from torch_ext.mutate.swap import Code
+from torch_ext.results import INTERRUPTED, OK, USAGE, Needs, SetupError
+from torch_ext.runner.arguments import parse as parse_runner
+from torch_ext.runner.choice import choose, name
+from torch_ext.runner.interrupts import Interrupts
+from torch_ext.runner.names import environment_key
+from torch_ext.runner.options import count, typed
+from torch_ext.runner.schedule import cores
+from torch_ext.runner.steps import select
+
+_HELP = """Options of the test command work too, such as --root, --device and -k: see torch_ext test --help.
+
+  torch_ext mutate mypackage.hooks --tests tests
+  torch_ext mutate torch.distributed.fsdp._fully_shard:foreach_* --tests distributed/_composable --sample 40
+"""
+_Z = 1.959964  # deviations around the middle of the normal distribution that hold 95 % of it
+_RESET = re.compile(r"connection (was )?(reset|closed|refused)|closed by peer|broken pipe", re.IGNORECASE)
+_COMMON = re.compile(
+    "self|return|false|params?|state|group|device|tensors?|modules?|torch|contextlib|nullcontext|index"
+)
+_RESULTS = ("caught", "survived", "unreached", "equivalent")
+_SHOW_S = 15.0  # between two lines of progress where there is no terminal
+_T = TypeVar("_T")
+Chosen = dict[tuple[Code, ...], Mutant]  # by the code that makes it
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "torch_ext mutate", description=__doc__, epilog=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("targets", nargs="+", metavar="MODULE[:FUNCTION]", help="a module or package; FUNCTION is a name or a glob")
+    add("--tests", nargs="+", default=[], metavar="PATTERN", help="folders, files, classes, tests (default: all)")
+    add("--operators", nargs="+", default=[""], metavar="NAME", help="only operators with one of these in their name")
+    add("--sample", type=typed(count(1)), metavar="N", help="N mutants, half of them by operators of distributed code")
+    add("--seed", type=lambda text: int(text, 0), help="of the sample (default: 8 hex digits of git's HEAD)")
+    add("--since", default="", metavar="REV", help="only functions with lines that differ from REV in git")
+    add("-j", "--jobs", type=typed(count(1)), default=cores(), metavar="N", help="mutants at a time (one a core)")
+    add("--equivalent", default="", metavar="FILE", help="JSON: ids of mutants that no test can notice, with reasons")
+    add("--list", action="store_true", help="show the mutants and run none")
+    add("--json", default="", metavar="FILE", help="write the report as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit code: 0 after a whole run, whatever survives; 2 for a usage error or a stale entry; else 130."""
+    options, rest = _parser().parse_known_args(arguments)
+    interrupts = Interrupts(once=True)
+    try:
+        return Command(options, rest).run()
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    except (SetupError, SyntaxError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    finally:
+        interrupts.restore()
+
+
+class Command:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, rest: Sequence[str]) -> None:
+        self._options = options
+        self._runner = parse_runner([*options.tests, *rest])
+        self._targets = [target.partition(":") for target in options.targets]
+        path = [str(self._runner.root.parent), *sys.path]
+        self._sources = {name: source for module, *_ in self._targets for name, source in find(module, path).items()}
+        offset = 0
+        for source in self._sources.values():
+            source.offset, offset = offset, offset + source.lines + 1
+        self._why = json.loads(Path(options.equivalent).read_text(encoding="utf-8")) if options.equivalent else {}
+        every = {mutant.id for source in self._sources.values() if self._why for mutant in source.mutants()}
+        if stale := [each for each in self._why if each.partition(":")[0] in self._sources and each not in every]:
+            raise SetupError(f"{options.equivalent} names mutants that are none any more: {', '.join(stale)}")
+        if options.seed is None:
+            git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+            options.seed = int(git.stdout[:8] or "0", 16)
+
+    def _chosen(self) -> Chosen:
+        """Return the mutants that compile and differ from each other, or a sample of them."""
+        fitting = list[Mutant]()
+        for source in self._sources.values():
+            lines = changed_lines(source.path, self._options.since) if self._options.since else None
+            for module, _, function in self._targets:
+                if f"{source.name}.".startswith(f"{module}."):
+                    fitting += source.mutants(function or "*", lines)
+        fitting = [each for each in fitting if any(one in each.operator for one in self._options.operators)]
+        random.Random(self._options.seed).shuffle(fitting)
+        number, chosen = self._options.sample or len(fitting), Chosen()
+        general, field = ([each for each in fitting if each.is_field is kind] for kind in (False, True))
+        # Where there are too few of one kind, the other fills up.
+        for group, most in ((field, (number + 1) // 2), (general, number), (field, number)):
+            for mutant in group:
+                if len(chosen) < most and (codes := self._sources[mutant.module].codes_of(mutant)):
+                    chosen.setdefault(codes, mutant)
+        return chosen
+
+    def run(self) -> int:
+        """Run what is left to run, report, and return the exit code."""
+        if not (chosen := self._chosen()):
+            raise SetupError("there is no mutant: no function fits, or none of its lines")
+        if self._options.list:
+            print("\n".join(f"{mutant.id}  {mutant.operator}\n{mutant.diff}\n" for mutant in chosen.values()))
+            return OK
+        kept, outcomes = open_kept(environment_key(self._runner.device)), dict[str, Outcome]()
+        with closing(kept), closing(Runs(self._runner, [*self._sources.values()], self._options.jobs, kept)) as runs:
+            tests = self._tests(runs)
+            for test in _counted(runs.record(tests), "reach of tests", len(tests)):
+                if test.status not in ("passed", "skipped"):
+                    print(f"warning: {test.name.id} fails without a mutant, and catches none", file=sys.stderr)
+            left = {codes: mutant for codes, mutant in chosen.items() if mutant.id not in self._why}
+            for outcome in _counted(runs.mutate(left, tests), "mutants", len(left)):
+                outcomes[outcome.id] = outcome
+        outcomes |= {each: Outcome(each, "equivalent", text=text) for each, text in self._why.items()}
+        found = report(chosen.values(), outcomes, tests)
+        print(shown(found))
+        if self._options.json:
+            found |= {"targets": self._options.targets, "seed": self._options.seed, "tests": len(tests)}
+            cache.write(Path(self._options.json).absolute(), json.dumps(found, indent=1))
+        return OK
+
+    def _tests(self, runs: Runs) -> list[Test]:
+        request = select(self._runner)
+        collected = name(request, lambda: runs)
+        chosen, texts = choose(request, collected), [source.bytes for source in self._sources.values()]
+        for failure in chosen.failures:
+            print(f"warning: {failure.test.id} cannot be imported", file=sys.stderr)
+        needs, plan = chosen.needs, [(batch.file, test) for batch in chosen.plan for test in batch.tests]
+        paths = {one.file: sorted({str(one.file.path), *one.imported}) for one in collected}
+        keys = {file: digest([Path(path).read_bytes() for path in found]) for file, found in paths.items()}
+        owned = [(file, test, digest(test.id, keys[file])) for file, test in plan]
+        return [Test(test, file, needs.get(test, Needs()), own, digest(own, texts)) for file, test, own in owned]
+
+
+def _counted(results: Iterator[_T], what: str, number: int) -> Iterator[_T]:
+    """Yield ``results``, and show on stderr how many there are: in a line on a terminal, else in one now and then."""
+    began_s, is_terminal = time.monotonic(), sys.stderr.isatty()
+    shown_s, start = began_s, "\r\x1b[K" * is_terminal
+    for done, result in enumerate(results, 1):
+        now_s, left = time.monotonic(), number - done
+        if is_terminal or not left or now_s - shown_s > _SHOW_S:
+            shown_s, about = now_s, f"about {(now_s - began_s) / done * left:.0f} s left"
+            line = f"{start}[{'#' * (20 * done // number):<20}] {done} of {number} {what}, {about}"
+            print(line, end="" if is_terminal and left else "\n", file=sys.stderr, flush=True)
+        yield result
+
+
+def interval(noticed: int, number: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share, by Wilson's formula.
+
+    >>> [round(each, 3) for each in interval(48, 73)]
+    [0.543, 0.756]
+    """
+    number = max(number, 1)
+    share, square = noticed / number, _Z * _Z / number
+    middle, spread = share + square / 2, _Z * (share * (1 - share) / number + square / 4 / number) ** 0.5
+    return (middle - spread) / (1 + square), (middle + spread) / (1 + square)
+
+
+def diagnosis(mutant: Mutant, text: str) -> str:
+    """Return whether a failure's ``text`` is about the subject of ``mutant``: it names the function, or something in
+    the changed lines. Otherwise it is a lost connection, or unrelated.
+    """
+    changed = "\n".join(line[1:] for line in mutant.diff.splitlines()[1:] if line[:1] in "+-")
+    found = [mutant.function.rpartition(".")[2], *re.findall(r"[A-Za-z_]{5,}", changed)]
+    found += ["RaceError"] if mutant.operator == "wait dropped" else []
+    texts = (text, *(each for each in found if not _COMMON.fullmatch(each)))
+    said, *names = (re.sub("[^a-z0-9]+", " ", each.lower()) for each in texts)
+    if any(f" {name.strip()}" in f" {said}" for name in names if len(name) > 4):
+        return "named"
+    return "reset connection" if _RESET.search(text) else "unrelated"
+
+
+def report(mutants: Iterable[Mutant], outcomes: Mapping[str, Outcome], tests: Sequence[Test]) -> dict[str, Any]:
+    """Return the report as data for JSON."""
+    listed, functions = list[dict[str, Any]](), dict[str, tuple[int, int]]()
+    for mutant in mutants:
+        outcome, place = outcomes[mutant.id], f"{mutant.module}:{mutant.function}"
+        one = dict[str, Any](id=mutant.id, operator=mutant.operator, distributed=mutant.is_field, diff=mutant.diff)
+        one |= {"result": outcome.status, "took_s": round(outcome.took_s, 2), "ran": outcome.ran}
+        if outcome.status == "caught":
+            one |= {"test": outcome.test, "says": outcome.text, "diagnosis": diagnosis(mutant, outcome.text)}
+        else:
+            one |= {"why": outcome.text, "reached_by": [test.name.id for test in reaching(mutant, tests)]}
+        if outcome.status != "equivalent":
+            caught, number = functions.get(place, (0, 0))
+            functions[place] = caught + (outcome.status == "caught"), number + 1
+        listed.append(one)
+    found, said = Counter(one["result"] for one in listed), Counter(one.get("diagnosis") for one in listed)
+    number, took_s = len(listed) - found["equivalent"], [one["took_s"] for one in listed if one["ran"]]
+    return {
+        **{name: found[name] for name in _RESULTS}, "distributed": sum(bool(one["distributed"]) for one in listed),
+        "score": found["caught"] / max(number, 1), "interval": interval(found["caught"], number),
+        "diagnoses": {name: said[name] for name in ("named", "unrelated", "reset connection")},
+        "median_s": median(took_s) if took_s else 0.0, "mutants": listed,
+        "functions": dict(sorted(functions.items(), key=lambda one: (one[1][0] - one[1][1], one[0]))),
+    }  # fmt: skip
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    """Return a report for a terminal: survivors, then a line for each function, then the numbers."""
+    parts = []
+    for one in found["mutants"]:
+        if one["result"] in ("survived", "unreached"):
+            by = one["reached_by"]
+            reached = f"{len(by)} tests reach it, such as {by[0]}" if by else "no test reaches it"
+            parts.append(f"SURVIVED {one['id']}  {one['operator']}\n{one['diff']}\n{reached}")
+    counts = found["functions"].items()
+    parts.append("\n".join(f"{caught:>4} of {number:<4} {name}" for name, (caught, number) in counts))
+    results = ", ".join(f"{found[name]} {name}" for name in _RESULTS)
+    said = ", ".join(f"{number} {name}" for name, number in found["diagnoses"].items())
+    parts.append(
+        f"{len(found['mutants'])} mutants, {found['distributed']} by operators of distributed code: {results}\n"
+        f"score {found['score']:.1%}, 95 % interval {' to '.join(f'{each:.1%}' for each in found['interval'])}\n"
+        f"first failures: {said}; median of a mutant {found['median_s']:.1f} s"
+    )
+    return "\n\n".join(parts)
