@@ -111,10 +111,16 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   return facts;
 }
 
+// Whether the operator is an optimizer's fused step, which reads its learning rate, a tensor of one element, on the host.
+bool is_fused_step(std::string_view name) {
+  return name.rfind("aten::_fused_", 0) == 0 && name.back() == '_';
+}
+
 // Whether `tensor` may be on the host.
 bool may_stay(const OperatorFacts& facts, const at::Tensor& tensor, size_t position, bool in_list) {
   return tensor.is_cpu() && !facts.written[position] &&
-      (tensor.dim() == 0 || (facts.host_indices && (in_list || !facts.is_indexing)));
+      (tensor.dim() == 0 || (facts.host_indices && (in_list || !facts.is_indexing)) ||
+       (tensor.numel() == 1 && !in_list && is_fused_step(facts.name)));
 }
 
 } // namespace

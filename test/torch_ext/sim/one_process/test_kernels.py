@@ -165,6 +165,24 @@ def test_buffers_on_another_device_are_refused(what, elsewhere):
         program(*moved)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_a_learning_rate_may_stay_on_the_host(shape):
+    """FusedAdamKernel.cu reads it by item(), whatever its shape."""
+    weight, gradient, first, second, step = [make(3)], [torch.ones(3, device="sim")], [make(3)], [make(3)], [make()]
+    rest = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+
+    def update():
+        torch._fused_adam_(weight, gradient, first, second, [], step, lr=torch.full(shape, 0.1), **rest)
+
+    if shape == (2,):
+        with pytest.raises(RuntimeError):
+            update()
+    else:
+        before = weight[0].clone()
+        update()
+        assert not torch.equal(weight[0], before)
+
+
 # --- collectives ---
 
 
