@@ -111,7 +111,7 @@ OperatorFacts work_out(const c10::OperatorHandle& op) {
   return facts;
 }
 
-// Whether the operator is an optimizer's fused step, which reads its learning rate, a tensor of one element, on the host.
+// Whether the operator is an optimizer's fused step, which reads its learning rate, of one element, on the host.
 bool is_fused_step(std::string_view name) {
   return name.rfind("aten::_fused_", 0) == 0 && name.back() == '_';
 }
