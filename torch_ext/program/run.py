@@ -74,6 +74,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     words = found.program[1:] if found.program[:1] == ["--"] else found.program
     if not words:
         parser.error("no program: name a script, or a module after -m")
+    if found.compare and not found.clock:
+        parser.error("--compare is for a run in virtual time: add --clock MODEL")
     if found.pdb is not None and (why := settings.why_no_terminal()):
         parser.error(why)
     if found.pdb is not None and found.pdb not in found.chosen:
@@ -135,6 +137,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=typed(lambda text: schedule_of(f"random:{text}")), dest="schedule", metavar="N", help=seed)
     clock = "run in virtual time by this model (unit, h100-sxm, a100, cpu, or a JSON file); end with its figures"
     add("--clock", default="", metavar="MODEL", help=clock)
+    since = "with --clock: also print what moved since the run that wrote this trace"
+    add("--compare", type=typed(timeline.read), metavar="TRACE", help=since)
     same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"
     add("--check-replicas", action="store_true", help=same)
     add(
@@ -302,7 +306,7 @@ def _wait(world: World, options: argparse.Namespace, store: _Store, interrupts: 
         )
     timelines = [each.timeline for each in facts if each is not None and each.timeline is not None]
     if options.program.clock and len(timelines) == len(facts):
-        print(f"\n{timeline.finish(timelines, options.program.events, options.chosen)}", flush=True)
+        print(f"\n{timeline.finish(timelines, options.program.events, options.chosen, options.compare)}", flush=True)
     if options.dry:
         code = dry.finish(
             [each.memory if each else None for each in facts], options.chosen, options.world, options.memory

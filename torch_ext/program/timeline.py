@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -46,6 +47,38 @@ def table(summaries: Sequence[Mapping[str, Any]], ranks: Sequence[int] = ()) -> 
     return "\n".join([f"virtual time by the model {summaries[0]['model']}{validated}", *lines])
 
 
+def read(text: str) -> dict[str, dict[str, Any]]:
+    """Return the summaries in the trace of an earlier run at the path ``text``, by rank. Raises ValueError."""
+    try:
+        found: dict[str, dict[str, Any]] = json.loads(Path(text).read_bytes())["otherData"]["summaries"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{text} is no trace that run --clock has written: {error!r}") from None
+    return found
+
+
+def moved(before: Mapping[str, Mapping[str, Any]], summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the times that differ between two runs, a line for each, by the ranks' summaries.
+
+    >>> old = {"time": 1000, "step": None, "exposed": {}, "idle": {"stream 0": 0}, "critical_path": {"aten::mm": 1000}}
+    >>> print(moved({"0": old}, {"0": {**old, "time": 1500, "exposed": {"all_gather": 500}}}))
+    rank 0: time 1.00 us -> 1.50 us
+    rank 0: exposed all_gather 0 ns -> 500 ns
+    """
+    lines = []
+    for rank in summaries.keys() & before.keys():
+        old, new = _times(before[rank]), _times(summaries[rank])
+        for name in {**new, **old}:
+            if old.get(name, 0) != new.get(name, 0):
+                lines.append(f"rank {rank}: {name} {_shown(old.get(name, 0))} -> {_shown(new.get(name, 0))}")
+    return "\n".join(sorted(lines, key=lambda line: int(line.split()[1].rstrip(":")))) or "nothing moved"
+
+
+def _times(summary: Mapping[str, Any]) -> dict[str, float]:
+    titles = {"exposed": "exposed", "idle": "idle", "critical_path": "critical path:"}
+    parts = {f"{title} {name}": time for key, title in titles.items() for name, time in summary[key].items()}
+    return {"time": summary["time"], "step": summary["step"] or 0, **parts}
+
+
 def _shown(time_ns: float) -> str:
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if time_ns >= size:
@@ -53,13 +86,25 @@ def _shown(time_ns: float) -> str:
     return f"{time_ns:.0f} ns"
 
 
-def finish(summaries: Sequence[Mapping[str, Any]], folder: str, ranks: Sequence[int] = ()) -> str:
-    """Write one trace with the ranks' events, which are below ``folder``; return what to print."""
+def finish(
+    summaries: Sequence[Mapping[str, Any]],
+    folder: str,
+    ranks: Sequence[int] = (),
+    before: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """Write one trace with the ranks' events, which are below ``folder``; return what to print, with what moved since
+    the run whose summaries are ``before``.
+    """
     path = Path(TRACE)
     events = [events_of(folder, rank).read_text(encoding="utf-8").splitlines() for rank in range(len(summaries))]
-    whole = '{"traceEvents": [\n' + ",\n".join(chain.from_iterable(events)) + "\n]}\n"
+    by_rank = {str(rank): each for rank, each in zip(ranks or range(len(summaries)), summaries, strict=True)}
+    other = json.dumps({"summaries": by_rank})
+    whole = f'{{"otherData": {other}, "traceEvents": [\n' + ",\n".join(chain.from_iterable(events)) + "\n]}\n"
+    printed = [table(summaries, ranks), *([] if before is None else [moved(before, by_rank)])]
     try:
         path.write_text(whole, encoding="utf-8")
     except OSError as error:
-        return f"{table(summaries, ranks)}\nno trace: it cannot be written to the working directory: {error}"
-    return f"{table(summaries, ranks)}\ntrace of all ranks, for https://ui.perfetto.dev: {path.absolute()}"
+        printed.append(f"no trace: it cannot be written to the working directory: {error}")
+    else:
+        printed.append(f"trace of all ranks, for https://ui.perfetto.dev: {path.absolute()}")
+    return "\n".join(printed)

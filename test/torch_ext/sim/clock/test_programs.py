@@ -78,6 +78,19 @@ def test_a_program_ends_with_a_table_and_a_trace_of_all_ranks(tmp_path):
     assert len(set(lanes)) == len(lanes) and 0 not in lanes, "Perfetto would show two lanes as one"
 
 
+def test_a_second_run_says_what_moved(tmp_path):
+    program = "import sys, torch\ntorch.ones(4, device='sim')\ntorch.sim._sleep(int(sys.argv[1]))"
+    assert run("-n 1 --clock unit", program, "1000", folder=tmp_path).returncode == 0
+    slower = ["rank 0: time 1.00 us -> 3.00 us", "rank 0: critical path: sleep 1.00 us -> 3.00 us"]
+    for cycles, said in (("1000", ["nothing moved"]), ("3000", slower)):
+        again = run("-n 1 --clock unit --compare torch_ext_trace.json", program, cycles, folder=tmp_path)
+        assert again.returncode == 0, again.stderr
+        assert again.stdout.strip().splitlines()[3:-1] == said, again.stdout
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    refused = run("-n 1 --clock unit --compare other.json", program, "1", folder=tmp_path)
+    assert refused.returncode == 2 and "other.json is no trace that run --clock has written" in refused.stderr
+
+
 def test_what_the_model_does_not_know_fails_the_program(tmp_path):
     ended = run("-n 2 --clock cpu", PROGRAM.replace("assert abs", "assert True or abs"), "half", folder=tmp_path)
     assert ended.returncode == 1
