@@ -55,7 +55,7 @@ void fill_with_poison(Block& block) {
 void note(MemoryEvent::Kind kind, const Block& block) {
   if (is_recording_memory() && !block.is_scratch) {
     const auto& segment = *block.segment;
-    note_memory({kind, segment.pool->device(), block.start, block.requested, segment.home, 0, 0, nullptr});
+    note_memory({kind, segment.pool->device(), block.start, block.requested, block.size, segment.home, 0, 0, nullptr});
   }
 }
 

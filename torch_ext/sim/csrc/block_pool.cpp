@@ -120,7 +120,7 @@ Block* BlockPool::take(size_t nbytes, c10::Stream stream, MempoolId mempool, boo
     if (block == nullptr && is_dry()) {
       lock.unlock(); // the note needs the GIL
       if (is_recording_memory()) {
-        note_memory({MemoryEvent::Kind::kOutOfMemory, device_, nullptr, nbytes, 0, 0, amounts().left(), nullptr});
+        note_memory({MemoryEvent::Kind::kOutOfMemory, device_, nullptr, nbytes, 0, 0, 0, amounts().left(), nullptr});
       }
       lock.lock();
       block = take_beyond(is_small, fit);

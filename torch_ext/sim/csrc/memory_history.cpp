@@ -189,6 +189,8 @@ void add_event(py::list& trace, const MemoryEvent& event, Frames& frames) {
         "time_us"_a = event.time_us, "frames"_a = frames.add(event.stack));
     if (event.kind == MemoryEvent::Kind::kOutOfMemory) {
       entry["device_free"] = event.free;
+    } else {
+      entry["allocated_size"] = event.charged; // CUDA's has no such key
     }
     trace.append(entry);
   }
@@ -308,7 +310,7 @@ void note_memory(MemoryEvent event) {
 void raise_out_of_memory(BlockPool& pool, size_t nbytes, Short whose) {
   const auto amounts = pool.amounts();
   if (is_recording_memory()) {
-    note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, amounts.left(), nullptr});
+    note_memory({MemoryEvent::Kind::kOutOfMemory, pool.device(), nullptr, nbytes, 0, 0, 0, amounts.left(), nullptr});
   }
   const bool of_device = whose == Short::kDevice;
   const auto held = holders(pool.segments());

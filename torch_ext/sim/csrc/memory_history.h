@@ -49,7 +49,8 @@ struct MemoryEvent {
   Kind kind;
   c10::DeviceIndex device;
   const void* data; // kOutOfMemory: null
-  size_t size;      // bytes, as charged; kOutOfMemory: as requested
+  size_t size;      // bytes, as requested
+  size_t charged;   // bytes of the block; kOutOfMemory: 0
   int64_t stream;
   int64_t time_us; // since 1970, or of virtual time
   size_t free;     // bytes of the device; kOutOfMemory only

@@ -129,7 +129,7 @@ class Watch:
         for number, event in enumerate(events):
             mark(number)
             if event["action"] == "alloc":
-                blocks[number] = live[event["addr"]] = _Block(number, event["size"], event["frames"])
+                blocks[number] = live[event["addr"]] = _Block(number, event["allocated_size"], event["frames"])
             elif event["addr"] in live:
                 live.pop(event["addr"]).end = number
         mark(len(events))
