@@ -17,14 +17,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TextIO
 
-from torch_ext.world.wording import ranks_phrase
+from torch_ext.world.wording import place_here, ranks_phrase
 
 
 class _Record(NamedTuple):
@@ -104,12 +102,11 @@ class Recorder:
         groups = list(_mesh_groups(value)) or [self._groups.get(id(like), ())]
         groups = [ranks for ranks in groups if len(ranks) > 1]
         if groups and (digest := _digest(value)):
-            self._file.writelines(json.dumps([what, ranks, digest, _line()]) + "\n" for ranks in groups)
+            self._file.writelines(json.dumps([what, ranks, digest, place_here()]) + "\n" for ranks in groups)
             self._file.flush()
 
 
 _recorder: Recorder | None = None
-_NOT_THE_USERS = ("/site-packages/", "/torch_ext/", "/lib/python")
 
 
 def replicated(tensor: Any, group: Any = None, name: str = "") -> Any:
@@ -168,17 +165,6 @@ def _operations(recorder: Recorder) -> Any:
             return result
 
     return Operations()
-
-
-def _line() -> str:
-    """Return the innermost line of the user's program on this thread; empty in threads of autograd."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name[:1] != "<" and not any(part in name for part in _NOT_THE_USERS):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def compare(paths: Iterable[Path]) -> str:
