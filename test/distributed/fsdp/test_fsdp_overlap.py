@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
+    SlowUnit,
     ThreeUnits,
     WatchedUnits,
     world_mesh,
@@ -172,20 +173,6 @@ class TestForwardOverlapWorldSizeTwo(FSDPTest):
 0 forward: computed first {relation} 0 backward: gather second
 0 forward: computed second overlaps 0 backward: gather second""",
             )
-
-
-class SlowUnit(torch.nn.Module):
-    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(100))
-
-    def forward(self, x):
-        device = torch.get_device_module(x.device)
-        device._sleep(1000)
-        device.synchronize()
-        return x * self.weight
 
 
 class TestExposed(FSDPTest):

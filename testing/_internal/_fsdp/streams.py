@@ -21,7 +21,7 @@ from torch_ext.testing._internal._fsdp.step_log import (
     ThreeUnits,
 )
 
-__all__ = ["WatchedUnits", "check_races"]
+__all__ = ["SlowUnit", "WatchedUnits", "check_races"]
 
 _MAX_MARKS = 256
 # The names of FSDP's collectives in moments.
@@ -42,6 +42,20 @@ def check_races() -> AbstractContextManager[None]:
     """
     checker = _race_checker()
     return nullcontext() if checker is None else checker.check()
+
+
+class SlowUnit(torch.nn.Module):
+    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device = torch.get_device_module(x.device)
+        device._sleep(1000)
+        device.synchronize()
+        return x * self.weight
 
 
 class WatchedUnits(StepLog):

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch_ext.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch_ext.testing._internal.common_fsdp import (
     FSDPTest,
+    SlowUnit,
     ThreeUnits,
     WatchedUnits,
     check_races,
@@ -139,20 +140,6 @@ class TestFullyShardOverlap(FSDPTest):
 0 forward: gather first comes before 0 forward: computed first
 0 forward: gather second comes before 0 forward: computed second""",
         )
-
-
-class SlowUnit(torch.nn.Module):
-    """Computes for 1,000 ns, for which the host waits. Has 400 bytes of parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(100))
-
-    def forward(self, x):
-        device = torch.get_device_module(x.device)
-        device._sleep(1000)
-        device.synchronize()
-        return x * self.weight
 
 
 class TestFullyShardExposed(FSDPTest):
