@@ -8,7 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-TRACE = "torch_ext_trace.json"  # in the working directory
+from torch_ext.program import page
+from torch_ext.program.page import shown
+
+TRACE, PAGE = "torch_ext_trace.json", "torch_ext_trace.html"  # in the working directory
 _HEADER = ("rank", "time", "step", "exposed communication", "idle", "critical path")
 
 
@@ -38,9 +41,9 @@ def table(summaries: Sequence[Mapping[str, Any]], ranks: Sequence[int] = ()) -> 
             key: ", ".join(f"{name} {time / max(each['time'], 1):.0%}" for name, time in each[key].items()) or "-"
             for key in ("idle", "critical_path")
         }
-        exposed = ", ".join(f"{name} {_shown(time)}" for name, time in each["exposed"].items()) or "-"
-        step = "-" if each["step"] is None else _shown(each["step"])
-        rows.append((str(rank), _shown(each["time"]), step, exposed, shares["idle"], shares["critical_path"]))
+        exposed = ", ".join(f"{name} {shown(time)}" for name, time in each["exposed"].items()) or "-"
+        step = "-" if each["step"] is None else shown(each["step"])
+        rows.append((str(rank), shown(each["time"]), step, exposed, shares["idle"], shares["critical_path"]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     validated = "" if summaries[0]["validated"] else " (not validated)"
@@ -69,7 +72,7 @@ def moved(before: Mapping[str, Mapping[str, Any]], summaries: Mapping[str, Mappi
         old, new = _times(before[rank]), _times(summaries[rank])
         for name in {**new, **old}:
             if old.get(name, 0) != new.get(name, 0):
-                lines.append(f"rank {rank}: {name} {_shown(old.get(name, 0))} -> {_shown(new.get(name, 0))}")
+                lines.append(f"rank {rank}: {name} {shown(old.get(name, 0))} -> {shown(new.get(name, 0))}")
     return "\n".join(sorted(lines, key=lambda line: int(line.split()[1].rstrip(":")))) or "nothing moved"
 
 
@@ -79,32 +82,27 @@ def _times(summary: Mapping[str, Any]) -> dict[str, float]:
     return {"time": summary["time"], "step": summary["step"] or 0, **parts}
 
 
-def _shown(time_ns: float) -> str:
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if time_ns >= size:
-            return f"{time_ns / size:.2f} {unit}"
-    return f"{time_ns:.0f} ns"
-
-
 def finish(
     summaries: Sequence[Mapping[str, Any]],
     folder: str,
     ranks: Sequence[int] = (),
     before: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """Write one trace with the ranks' events, which are below ``folder``; return what to print, with what moved since
-    the run whose summaries are ``before``.
+    """Write one trace with the ranks' events, which are below ``folder``, and a page of one step; return what to print,
+    with what moved since the run whose summaries are ``before``.
     """
-    path = Path(TRACE)
     events = [events_of(folder, rank).read_text(encoding="utf-8").splitlines() for rank in range(len(summaries))]
     by_rank = {str(rank): each for rank, each in zip(ranks or range(len(summaries)), summaries, strict=True)}
     other = json.dumps({"summaries": by_rank})
     whole = f'{{"otherData": {other}, "traceEvents": [\n' + ",\n".join(chain.from_iterable(events)) + "\n]}\n"
     printed = [table(summaries, ranks), *([] if before is None else [moved(before, by_rank)])]
     try:
-        path.write_text(whole, encoding="utf-8")
+        Path(TRACE).write_text(whole, encoding="utf-8")
+        read_events = [[json.loads(line) for line in lines] for lines in events]
+        Path(PAGE).write_text(page.render(by_rank, read_events), encoding="utf-8")
     except OSError as error:
         printed.append(f"no trace: it cannot be written to the working directory: {error}")
     else:
-        printed.append(f"trace of all ranks, for https://ui.perfetto.dev: {path.absolute()}")
+        printed.append(f"one step, as a page: {Path(PAGE).absolute()}")
+        printed.append(f"trace of all ranks, for https://ui.perfetto.dev: {Path(TRACE).absolute()}")
     return "\n".join(printed)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torch_ext.sim import _native
 from torch_ext.sim.clock import _host_time
 from torch_ext.sim.clock._models import MODELS, Model, NoModelError, count_flops
+from torch_ext.sim.clock._modules import Modules
 from torch_ext.sim.clock._program import summary, write_events
 from torch_ext.sim.clock._trace import Step, Trace, Work
 
@@ -122,11 +122,16 @@ class Program:
         self._trace = self._stack.enter_context(measure(model))
         self._stack.enter_context(_host_time.replaced(now_ns, _native.clock_host_sleeps))
         self._model = Model.load(model)
-        self._steps: list[int] = []  # how many works there were when an optimizer had stepped
-        register_optimizer_step_post_hook(lambda *_: self._steps.append(_native.clock_traced()))
+        self._modules = Modules(_native.clock_traced)
 
     def end(self, rank: int, events: Path) -> dict[str, Any]:
         """Write the rank's events to the file ``events``, and return a summary in plain types. Raises as measure."""
         self._stack.close()
+        self._trace.works = [
+            work._replace(module=self._modules.of(number)) if work.kind in ("kernel", "copy") else work
+            for number, work in enumerate(self._trace.works)
+        ]
         write_events(self._trace, rank, events)
-        return {"model": self._model.name, "validated": self._model.validated} | summary(self._trace, self._steps)
+        return {"model": self._model.name, "validated": self._model.validated} | summary(
+            self._trace, self._modules.steps
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +25,11 @@ def summary(trace: Trace, steps: Sequence[int]) -> dict[str, Any]:
     streams = sorted({(work.device, work.stream) for work in trace.works if work.stream >= 0})
     path = Counter[str]()
     for step in trace.critical_path():
-        path[step.name] += step.time
+        path[re.sub(r"\b\d+\b", "*", step.name)] += step.time  # layers.0, layers.1: one row
     return {
         "time": trace.time,
         "step": ends[1] - ends[0] if len(ends) > 1 else None,
+        "last_step": ends if len(ends) > 1 else None,
         "exposed": {name: trace.exposed(name) for name in communication},
         "idle": {f"stream {stream}": trace.idle((device, stream)) for device, stream in streams},
         "critical_path": dict(path.most_common(_SHOWN_STEPS)),
@@ -51,4 +53,5 @@ def write_events(trace: Trace, rank: int, path: Path) -> None:
             times = {"ts": work.start / _NANOSECONDS_PER_MICROSECOND}
             times["dur"] = (work.end - work.start) / _NANOSECONDS_PER_MICROSECOND
             details = {"bytes": work.bytes, "peer": work.peer, "waited ns": work.start - work.ready}
+            details |= {"module": work.module} if work.module else {}
             write(ph="X", name=work.name, cat=work.kind, tid=lanes[work.lane], **times, args=details)

@@ -24,6 +24,7 @@ class Work(NamedTuple):
     start: int
     end: int
     after: int  # number of the work whose end made it ready; -1: the start of the program, or a launch
+    module: str = ""  # of a program, that launched the kernel or copy; or its optimizer
 
     @property
     def lane(self) -> str:
@@ -36,7 +37,7 @@ class Work(NamedTuple):
 class Step(NamedTuple):
     """A part of a critical path."""
 
-    name: str  # of the work; "host": launches; "rank N": a wait for that rank to take part
+    name: str  # of the work or its module; "host": launches; "rank N": a wait for that rank to take part
     time: int
 
 
@@ -89,7 +90,7 @@ class Trace:
         while number is not None:
             work = self.works[number]
             self._add(steps, "host", at - work.end)
-            self._add(steps, work.name, work.end - work.start)
+            self._add(steps, work.module or work.name, work.end - work.start)
             at, number = work.start, work.after - self.first if work.after >= self.first else None
             if work.start > work.ready:
                 held_up = self._ahead(work)
