@@ -28,6 +28,7 @@ COMMANDS = {
         "compares a device with the host and upstream's contracts",
     ),
     "mutate": ("torch_ext.mutate.command", "makes small faults in a package and shows those that no test notices"),
+    "calibrate": ("torch_ext.program.calibrate", "measures a cost model for run --clock on this machine"),
     "export": ("torch_ext.upstream.export.command", "writes tests of this tree as a patch for a PyTorch checkout"),
 }
 _HELP = """\

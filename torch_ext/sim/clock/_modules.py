@@ -67,7 +67,7 @@ class Modules:
         self._mark(self._running[-1] if self._running else "")
         for leaf in tree_leaves(output):
             # The innermost module of several that return a tensor is the first to leave.
-            node = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+            node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
             if node is not None and node.metadata.setdefault(self, name) is name:
                 leaf.register_hook(partial(self._begin_backward, name))
 

@@ -52,6 +52,6 @@ def write_events(trace: Trace, rank: int, path: Path) -> None:
                 write(ph="M", name="thread_name", tid=lanes[work.lane], args={"name": work.lane})
             times = {"ts": work.start / _NANOSECONDS_PER_MICROSECOND}
             times["dur"] = (work.end - work.start) / _NANOSECONDS_PER_MICROSECOND
-            details = {"bytes": work.bytes, "peer": work.peer, "waited ns": work.start - work.ready}
+            details: dict[str, Any] = {"bytes": work.bytes, "peer": work.peer, "waited ns": work.start - work.ready}
             details |= {"module": work.module} if work.module else {}
             write(ph="X", name=work.name, cat=work.kind, tid=lanes[work.lane], **times, args=details)
