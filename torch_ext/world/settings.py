@@ -55,6 +55,11 @@ def show_output() -> bool:
     return os.environ.get("TORCH_EXT_SHOW_OUTPUT") == "1"
 
 
+def checks_leaks() -> bool:
+    """Whether a test fails that leaves something in a rank."""
+    return os.environ.get("TORCH_EXT_CHECK_LEAKS") == "1"
+
+
 def full_teardown() -> bool:
     """Whether every rank destroys its process groups."""
     return os.environ.get("TORCH_EXT_TEARDOWN") == "full"

@@ -246,7 +246,12 @@ def place_of(error: BaseException) -> str:
 def place_here() -> str:
     """Return the user's line that this thread runs, such as ``"test_a.py:31"``; empty if there is none."""
     stack = traceback.walk_stack(sys._getframe(1))
-    found = _place([(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack])
+    return place_of_frames([(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack])
+
+
+def place_of_frames(frames: Sequence[tuple[str, int, str]]) -> str:
+    """Return the user's line in a stack, innermost first, of files, lines and functions; empty if there is none."""
+    found = _place(frames)
     return found[1] if found else ""
 
 

@@ -14,6 +14,7 @@ import torch.distributed as c10d
 
 from torch_ext import accelerator
 from torch_ext.compat._unittest import forget_class_cleanups, run_class_cleanups
+from torch_ext.testing._internal._distributed.leaks import LeakCheck
 from torch_ext.testing._internal._distributed.methods import Failed, body_has_ended, failed_parts, forget_body
 from torch_ext.testing._internal._distributed.skips import skip_reason
 from torch_ext.world import rank as world_rank
@@ -107,7 +108,8 @@ def next_order(orders: Connection) -> Any:
 
 def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     """Call ``run``, which is to run a test method in this rank, and return the receipt for the way it ended. The rank
-    fails if no test method has run to its end, even if ``run`` swallowed the failure. A check for races covers ``run``.
+    fails if no test method has run to its end, even if ``run`` swallowed the failure. Checks for races and leaks cover
+    ``run``.
 
     Raises:
         SystemExit: one whose code means no skip, unless the code is 0 and the test had passed by then.
@@ -115,10 +117,15 @@ def run_test(run: Callable[..., None], *args: Any, **kwargs: Any) -> Receipt:
     """
     rank = world_rank.this_rank()
     forget_body()
+    leaks = LeakCheck() if settings.checks_leaks() else None
     try:
         with race_check(), accelerator.virtual_time():
-            return _receipt_of_call(rank, run, *args, **kwargs)
-    except Exception as error:  # raised by the check
+            receipt = _receipt_of_call(rank, run, *args, **kwargs)
+        if leaks is not None and receipt.status is RankStatus.PASSED and not rank.submitted:
+            end_group()
+            leaks.conclude()
+        return receipt
+    except Exception as error:  # raised by a check
         if rank.submitted:
             raise
         return world_rank.failure(error)

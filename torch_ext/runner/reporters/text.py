@@ -36,7 +36,7 @@ from torch_ext.world.wording import LEFT_BEHIND, printable
 # Options that a command for a rerun repeats.
 _CONDITIONS = {
     "typed_root", "upstream", "cuda_as_sim", "device", "timeout_s", "races", "schedule", "clock", "memory_bytes",
-    "start_method", "cluster",
+    "check_leaks", "start_method", "cluster",
 }  # fmt: skip
 
 
