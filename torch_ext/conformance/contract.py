@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_ext import accelerator
+from torch_ext.accelerator import HOST
 from torch_ext.conformance import suites
 from torch_ext.conformance.distributed import as_cuda, counted
 from torch_ext.conformance.forks import DONE, Finding, Status
@@ -67,7 +68,9 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
         arguments += ["--timeout", str(options.timeout), "-j", str(options.slots)]
         of_file = {file: name for name, file in left.items()}
         for each in suites.run(arguments, {**_CAPABILITY, **os.environ}):
-            yield counted(dataclasses.replace(each, group=of_file.get(Path(each.group).name, each.group)))
+            each = dataclasses.replace(each, group=of_file.get(Path(each.group).name, each.group))
+            of_cuda = each.status is Status.REFUSED and options.device == HOST and "CUDA" in each.text
+            yield dataclasses.replace(each, text=f"needs CUDA: {each.text}") if of_cuda else counted(each)
     yield from (Finding(name, DONE, Status.AGREES) for name in left)
 
 
@@ -78,6 +81,8 @@ def add_classes(namespace: MutableMapping[str, Any], folder: str, module: str, b
     sys.path.insert(0, folder)
     common, contract = importlib.import_module(_COMMON), vars(importlib.import_module(module))
     device = accelerator.device_type()
+    if device == HOST and "CUDA_BACKENDS" in contract:
+        return  # the file is of graphs
     backend = _as_listed(common, backend or accelerator.backend())
     tests = {name: each for name, each in contract.items() if isinstance(each, type) and each.__module__ == module}
     abstract = {name: each for name, each in tests.items() if name.startswith(_ABSTRACT)}

@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -52,42 +51,27 @@ def text(options: argparse.Namespace, found: Found, before: str = "") -> str:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     where = f"torch {torch.__version__}, Python {platform.python_version()}, device `{options.device}`, {today}"
     kept = _kept(before, options.device, found)
-    where += "".join(f"; {tier}: {one.date}" for tier, one in kept.items() if one.date != today)
-    rows = {tier: one.row for tier, one in kept.items()} | {
-        tier: _tier_row(options, tier, found[tier]) for tier in found
-    }
-    numbers = f"## Numbers\n\n{where}.\n\n{table(rows)}"
-    sections = {tier: one.section for tier, one in kept.items()}
-    sections |= {tier: _list(tier, options, results) for tier, results in found.items()}
-    parts = [
-        _HEAD,
-        _changes(found, before),
-        numbers,
-        _meanings(),
-        *(sections[tier] for tier in TIERS if tier in sections),
-    ]
+    where += "".join(f"; {tier}: {date}" for tier, (date, _, _) in kept.items() if date != today)
+    rows = {tier: row for tier, (_, row, _) in kept.items()}
+    sections = {tier: section for tier, (_, _, section) in kept.items()}
+    for tier, results in found.items():
+        rows[tier], sections[tier] = _tier_row(options, tier, results), _list(tier, options, results)
+    parts = [_HEAD, _changes(found, before), f"## Numbers\n\n{where}.\n\n{table(rows)}", _meanings()]
+    parts += [sections[tier] for tier in TIERS if tier in sections]
     return "\n".join(part for part in parts if part)
 
 
-class _Kept(NamedTuple):
-    """What the last page says of a tier that did not run."""
-
-    date: str
-    row: str
-    section: str
-
-
-def _kept(before: str, device: str, found: Found) -> dict[str, _Kept]:
+def _kept(before: str, device: str, found: Found) -> dict[str, tuple[str, str, str]]:
+    """Return the date, the row and the section of each tier of the last page that did not run."""
     facts = _FACTS.search(before)
     if facts is None or facts["device"] != device:
         return {}
-    dates = dict(re.findall(r"; (\w+): ([\d-]+)", facts["others"]))
-    kept = {}
+    dates, kept = dict(re.findall(r"; (\w+): ([\d-]+)", facts["others"])), {}
     for tier in (tier for tier in TIERS if tier not in found):
         row = re.search(rf"^\| {tier} \|.*$", before, re.MULTILINE)
         section = re.search(rf"^## {tier}\n.*?(?=^## |\Z)", before, re.MULTILINE | re.DOTALL)
         if row and section:
-            kept[tier] = _Kept(dates.get(tier, facts["date"]), row[0], section[0].rstrip("\n") + "\n")
+            kept[tier] = dates.get(tier, facts["date"]), row[0], section[0].rstrip("\n") + "\n"
     return kept
 
 

@@ -119,6 +119,7 @@ _MISSING = (
     re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
     re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: '(?P<where>torch(?:\.\w+)+)' object has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: type object '(?P<cls>\w+)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) missing \d+ required positional arguments?: '(?P<name>\w+)'"),

@@ -138,6 +138,8 @@ def own(): pass
         ("TypeError: FSDPTest._test_fsdp_parity() missing 1 required positional argument: 'new'", True),
         ("TypeError: own() missing 2 required positional arguments: 'new' and 'old'", False),
         ("AttributeError: type object 'DTensor' has no attribute 'new'", True),
+        ("AttributeError: 'torch._C._distributed_c10d.Work' object has no attribute 'new'", True),
+        ("AttributeError: 'TestA' object has no attribute 'new'", False),
         ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # one of our own classes
         ("AttributeError: type object 'Own' has no attribute 'new'", False),
     ],
