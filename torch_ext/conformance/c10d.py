@@ -1,5 +1,5 @@
 """The tier ``c10d``: what ``BackendConformance`` asks of a process group's backend, a test for each feature, on three
-ranks.
+ranks; and with ``--checkout`` upstream's contract files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch_ext import accelerator
-from torch_ext.conformance import suites
+from torch_ext.conformance import contract, distributed, suites
 from torch_ext.conformance.forks import Finding, Status
 from torch_ext.testing._internal.distributed.backend_conformance import (
     FEATURES,
@@ -51,18 +51,20 @@ one_test_for_each_feature(TestBackend)
 
 def key(options: argparse.Namespace) -> tuple[object, ...]:
     """Return what findings depend on: the backend and what is known of it."""
-    return _backend(options), repr(capabilities_of(_backend(options), options.device))
+    of_checkout = distributed.key(options) if options.checkout else ()
+    return _backend(options), repr(capabilities_of(_backend(options), options.device)), *of_checkout
 
 
 def groups(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the features, in one group by the backend's name."""
-    return {_backend(options): list(FEATURES)}
+    """Return the features, in one group by the backend's name, and the contract files."""
+    return {_backend(options): list(FEATURES), **contract.groups(options)}
 
 
 def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -> Iterator[Finding]:
-    """Run a test for each of the features in ``groups``."""
+    """Run a test for each of the features in ``groups``, then the contract files."""
+    files = {name: cases for name, cases in groups.items() if name in contract.groups(options)}
     for backend, features in groups.items():
-        if not features:
+        if not features or backend in files:
             continue
         base = "OfThreads" if backend == _THREADED else "OfProcesses"
         names = {f"TestBackend::test_{identifier(feature)}": feature for feature in features}
@@ -79,6 +81,7 @@ def findings(groups: Mapping[str, Sequence[str]], options: argparse.Namespace) -
                 why = known.get(feature, "") if each.status is Status.AGREES else ""
                 status = Status.DIFFERS if why else each.status
                 yield dataclasses.replace(each, group=backend, case=feature, status=status, known=why)
+    yield from contract.findings(files, options)
 
 
 def _backend(options: argparse.Namespace) -> str:

@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("-n", "--slots", type=typed(count(1)), default=cores(), metavar="N", help="groups at a time (the cores)")
     add("--samples", type=typed(count(0)), default=8, metavar="N", help="samples of each operator and way; 0: all (8)")
     add("--backend", metavar="NAME", default="", help="c10d backend, such as gloo, threaded (default: the device's)")
-    add("--checkout", metavar="PATH", default="", help="PyTorch checkout, for the tier distributed")
+    add("--checkout", metavar="PATH", default="", help="PyTorch checkout, for the tiers c10d and distributed")
     add("--programs", metavar="PATH", default="", help="folder with programs, for the tier parity (this checkout's)")
     add("--record", action="store_true", help="record what the programs of the tier parity observe on a real device")
     add("--timeout", type=typed(seconds), default=120.0, metavar="S", help="seconds after which a case hangs (120)")

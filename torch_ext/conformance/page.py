@@ -1,5 +1,5 @@
 """Writes the page of results: a table with a line for each tier, what has changed since the page was written last, and
-each case that does not agree.
+each case that does not agree. Tiers that did not run stay as they were, with their date.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from torch_ext import cache
-from torch_ext.conformance import parity
-from torch_ext.conformance.command import numbers
+from torch_ext.conformance import parity, suites
+from torch_ext.conformance.command import TIERS, numbers
 from torch_ext.conformance.forks import Finding, Status, first_line
 from torch_ext.results import Status as Result
 from torch_ext.results import TestResult
@@ -25,6 +25,10 @@ Found = Mapping[str, Sequence[tuple[Finding, TestResult]]]
 
 # A line of the list of cases that do not agree, as it is written and read again.
 _CASE = re.compile(r"^\| `(?P<test>.+?)` \| (?P<how>[a-z ]+) \|", re.MULTILINE)
+# The line that says when each tier ran.
+_FACTS = re.compile(
+    r"^torch .*, device `(?P<device>\w+)`, (?P<date>[\d-]+)(?P<others>(?:; \w+: [\d-]+)*)\.$", re.MULTILINE
+)
 _HEAD = """\
 # Conformance
 
@@ -46,24 +50,46 @@ def text(options: argparse.Namespace, found: Found, before: str = "") -> str:
     """Return the page; ``before``: the last one, empty if there is none."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     where = f"torch {torch.__version__}, Python {platform.python_version()}, device `{options.device}`, {today}"
-    parts = [_HEAD, _changes(found, before), f"## Numbers\n\n{where}.\n\n{table(options, found)}", _meanings()]
+    kept = _kept(before, options.device, found)
+    where += "".join(f"; {tier}: {date}" for tier, (date, _, _) in kept.items() if date != today)
+    rows = {tier: row for tier, (_, row, _) in kept.items()}
+    sections = {tier: section for tier, (_, _, section) in kept.items()}
     for tier, results in found.items():
-        parts.append(_list(tier, options, results))
+        rows[tier], sections[tier] = _tier_row(options, tier, results), _list(tier, options, results)
+    parts = [_HEAD, _changes(found, before), f"## Numbers\n\n{where}.\n\n{table(rows)}", _meanings()]
+    parts += [sections[tier] for tier in TIERS if tier in sections]
     return "\n".join(part for part in parts if part)
 
 
-def table(options: argparse.Namespace, found: Found) -> str:
-    """Return the table, a line for each tier."""
+def _kept(before: str, device: str, found: Found) -> dict[str, tuple[str, str, str]]:
+    """Return the date, the row and the section of each tier of the last page that did not run."""
+    facts = _FACTS.search(before)
+    if facts is None or facts["device"] != device:
+        return {}
+    dates, kept = dict(re.findall(r"; (\w+): ([\d-]+)", facts["others"])), {}
+    for tier in (tier for tier in TIERS if tier not in found):
+        row = re.search(rf"^\| {tier} \|.*$", before, re.MULTILINE)
+        section = re.search(rf"^## {tier}\n.*?(?=^## |\Z)", before, re.MULTILINE | re.DOTALL)
+        if row and section:
+            kept[tier] = dates.get(tier, facts["date"]), row[0], section[0].rstrip("\n") + "\n"
+    return kept
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """Return the table of the tiers' rows."""
     lines = ["| tier | cases | agree | | known | differ | crash | hang | command |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"]  # fmt: skip
-    for tier, results in found.items():
-        of = numbers(results)
-        share = f"{100 * of['agree'] / max(1, of['cases']):.2f} %"
-        columns = ("cases", "agree", "", "known", "differ", "crashed", "hung")
-        cells = [share if not each else f"{of[each]:,}" for each in columns]
-        command = f"`python -m torch_ext conformance --device {options.device} --tier {tier}`"
-        lines.append(f"| {' | '.join((tier, *cells, command))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *(rows[tier] for tier in TIERS if tier in rows)]) + "\n"
+
+
+def _tier_row(options: argparse.Namespace, tier: str, results: Sequence[tuple[Finding, TestResult]]) -> str:
+    of = numbers(results)
+    share = f"{100 * of['agree'] / max(1, of['cases']):.2f} %"
+    columns = ("cases", "agree", "", "known", "differ", "crashed", "hung")
+    cells = [share if not each else f"{of[each]:,}" for each in columns]
+    more = " --checkout PATH" if options.checkout and tier in suites.OF_CHECKOUT else ""
+    command = f"`python -m torch_ext conformance --device {options.device} --tier {tier}{more}`"
+    return f"| {' | '.join((tier, *cells, command))} |"
 
 
 def _meanings() -> str:
@@ -88,7 +114,7 @@ def _disagreements(found: Found) -> dict[str, tuple[str, str]]:
 def _changes(found: Found, before: str) -> str:
     if not before:
         return ""
-    was = {match["test"]: match["how"] for match in _CASE.finditer(before)}
+    was = {match["test"]: match["how"] for match in _CASE.finditer(before) if match["test"].partition("::")[0] in found}
     now = {test: how for test, (how, _) in _disagreements(found).items()}
     ran = {result.test.id for results in found.values() for _, result in results}
     lines = [f"- `{test}`: {was.get(test, 'agreed')}, now {how}" for test, how in now.items() if was.get(test) != how]
@@ -106,10 +132,11 @@ def _list(tier: str, options: argparse.Namespace, results: Sequence[tuple[Findin
         parts.append(f"Not counted: {reasons}.\n")
     if tier == "parity":
         parts.append(parity.note(options))
-    if tier == "distributed":
-        files: dict[str, list[tuple[Finding, TestResult]]] = {}
-        for finding, result in results:
+    files: dict[str, list[tuple[Finding, TestResult]]] = {}
+    for finding, result in results:
+        if tier in suites.OF_CHECKOUT and finding.group.endswith(".py"):
             files.setdefault(finding.group, []).append((finding, result))
+    if files:
         rows = ["| file | passed | failed | crash, hang | known | not counted |"]
         rows += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
         rows += [_row(name, numbers(each)) for name, each in files.items()]

@@ -13,6 +13,8 @@ from torch_ext.conformance.forks import Finding, Status
 from torch_ext.results import USAGE, SetupError
 from torch_ext.world.outcome import Ending
 
+# The tiers with files of a checkout.
+OF_CHECKOUT = ("c10d", "distributed")
 # How a rank or a process ended, in the runner's words, where that is no failed assertion.
 _DEATHS = {
     **dict.fromkeys((Ending.KILLED.value, Ending.EXITED.value, Ending.SILENT.value), Status.CRASHED),

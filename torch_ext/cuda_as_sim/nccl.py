@@ -39,7 +39,8 @@ class _Metaclass(type):
     ) -> _native.ProcessGroupSimCCL:
         limit = timeout or (options if isinstance(options, timedelta) else getattr(options, "_timeout", None))
         ranks = getattr(options, "global_ranks_in_group", None)
-        return _collectives.own_backend(store, rank, size, limit or _collectives.TIMEOUT_OF_NCCL, ranks)
+        how = {"reconfigurable": getattr(options, "enable_reconfigure", False)}
+        return _collectives.own_backend(store, rank, size, limit or _collectives.TIMEOUT_OF_NCCL, ranks, **how)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _native.ProcessGroupSimCCL)

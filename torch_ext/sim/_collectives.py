@@ -43,7 +43,7 @@ from torch_ext.sim._patches import wrap
 BACKEND = "simccl"
 TIMEOUT_OF_NCCL = timedelta(minutes=10)  # the default of its groups
 # Parts of a group's configuration that give its device tensors to simccl; with CUDA's personality, NCCL means simccl.
-_PAIRS = {f"{NAME}:{BACKEND}", "cuda:nccl"} if IS_CUDA else {f"{NAME}:{BACKEND}"}
+_PAIRS = {f"{NAME}:{BACKEND}", "cuda:nccl", "cuda:nccl2", "cuda:nccl-legacy"} if IS_CUDA else {f"{NAME}:{BACKEND}"}
 _GET_NUMBER, _SET_NUMBER = "_get_sequence_number_for_group", "_set_sequence_number_for_group"
 # Store key that counts how many times a rank has made a group's backend.
 _MADE = "made"
@@ -120,6 +120,15 @@ def _complete_groups() -> None:
 
     wrap(dist.ProcessGroup, "barrier")(_barrier_on_device)
 
+    @wrap(c10d, *(name for name in ("_prepare_shrink_target_group",) if hasattr(c10d, name)))
+    def bind_first(original: Callable[..., Any], group: dist.ProcessGroup | None) -> Any:
+        # Torch looks for the backend of the bound device, and takes the CPU's for a group that is bound to none.
+        found = original(group)
+        shrunk = found["process_group"]
+        if _has_simccl(shrunk) and shrunk.bound_device_id is None:
+            shrunk.bound_device_id = torch.device(NAME, torch.accelerator.current_device_index())
+        return found
+
 
 def _count_objects() -> None:
     @wrap(c10d, *(name for name in ("_object_to_tensor", "_tensor_to_object") if hasattr(c10d, name)))
@@ -165,13 +174,23 @@ def _restart_prefix() -> str:
 
 
 def _make_backend(
-    store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta, any_device: bool = False
+    store: c10d.Store,
+    rank: int,
+    ranks: list[int],
+    timeout: timedelta,
+    *,
+    any_device: bool = False,
+    reconfigurable: bool = False,
 ) -> _native.ProcessGroupSimCCL:
-    """Make the backend of the next group of ``ranks`` that has this name in ``store``.
+    """Make the backend of the next group of ``ranks`` that has this name in ``store``; a ``reconfigurable`` one has no
+    members yet.
 
     A program that destroys its groups and makes them again gets the same names in the same store. Each generation of a
     group has its own prefix, so that no rank reads the keys of the last one.
     """
+    if reconfigurable:  # its ranks need not be there, and those of later members may be the same
+        store = c10d.PrefixStore(f"{BACKEND}/", store)
+        return _native.ProcessGroupSimCCL(store, rank, ranks, timeout, reconfigurable=True)
     # Another group of the same name may have other ranks.
     store = c10d.PrefixStore(f"{BACKEND}/{_restart_prefix()}{ranks}/", store)
     made = store.add(_MADE, 1)
@@ -190,13 +209,20 @@ def _create(options: Any, backend_options: Any) -> _native.ProcessGroupSimCCL:
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
+    reconfigurable = getattr(options, "enable_reconfigure", False)  # from torch 2.15 on
     # Torch passes no ranks where a group is made without torch.distributed's own bookkeeping.
     global_ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return _make_backend(options.store, options.group_rank, global_ranks, timeout)
+    return _make_backend(options.store, options.group_rank, global_ranks, timeout, reconfigurable=reconfigurable)
 
 
 def own_backend(
-    store: c10d.Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None
+    store: c10d.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    ranks: list[int] | None = None,
+    *,
+    reconfigurable: bool = False,
 ) -> _native.ProcessGroupSimCCL:
     """Make this rank's backend; each of the ``size`` ranks of ``store`` calls this.
 
@@ -204,7 +230,7 @@ def own_backend(
     """
     if ranks is None:
         ranks = _gloo_halves.global_ranks(c10d.PrefixStore(f"{BACKEND}/", store), rank, size)
-    return _make_backend(store, rank, list(ranks) or list(range(size)), timeout)
+    return _make_backend(store, rank, list(ranks) or list(range(size)), timeout, reconfigurable=reconfigurable)
 
 
 def _make_gloo_half(store: c10d.Store, rank: int, ranks: list[int], timeout: timedelta) -> _native.ProcessGroupSimCCL:

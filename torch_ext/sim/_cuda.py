@@ -200,6 +200,8 @@ def _add_nccl(process_group: type) -> None:
         backends._ensure_backend_registered("nccl")
         maker = getattr(c10d, "_create_nccl_process_group")  # noqa: B009 - mypy knows no such name
         backends._plugins["NCCL"] = backends._plugins["NCCL"]._replace(creator_fn=maker)
+        for name in ("nccl2", "nccl-legacy"):
+            backends.register_backend(name, maker, extended_api=True, devices=[NAME])
 
 
 def _refuse_foreign_code() -> None:

@@ -109,7 +109,13 @@ class RaceChecker:
 
 class ProcessGroupSimCCL(Backend):
     def __init__(
-        self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta, any_device: bool = False
+        self,
+        store: Store,
+        rank: int,
+        global_ranks: list[int],
+        timeout: timedelta,
+        any_device: bool = False,
+        reconfigurable: bool = False,
     ) -> None: ...
     @property
     def options(self) -> Backend.Options: ...

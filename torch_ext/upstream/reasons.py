@@ -15,6 +15,7 @@ from pathlib import Path
 from torch_ext.results import WITHOUT_TESTS, Problem, Raised, RanksFailed, Status, TestResult
 
 ANOTHER_RELEASE = "needs another release of torch"
+NEWER_RELEASE = "needs torch >="
 
 _HINT = "--cuda-as-sim has CUDA mean the simulated accelerator"
 _NAMES_CUDA = f"the test asks for CUDA or NCCL by name: {_HINT}"
@@ -118,8 +119,10 @@ _MISSING = (
     re.compile(r"ModuleNotFoundError: No module named '(?P<name>torch(?:\.\w+)*)'"),
     re.compile(r"AttributeError: module '(?P<where>torch(?:\.\w+)*)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: '_OpNamespace' '(?P<where>\w+)' object has no attribute '(?P<name>\w+)'"),
+    re.compile(r"AttributeError: '(?P<where>torch(?:\.\w+)+)' object has no attribute '(?P<name>\w+)'"),
     re.compile(r"AttributeError: type object '(?P<cls>\w+)' has no attribute '(?P<name>\w+)'"),
     re.compile(r"TypeError: (?P<where>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'"),
+    re.compile(r"TypeError: (?P<where>[\w.]+)\(\) missing \d+ required positional arguments?: '(?P<name>\w+)'"),
 )
 # Names that a build without CUDA lacks.
 _CUDA_NAMES = re.compile(r"(?:^|_)(?:cuda|cudnn|nccl|nvshmem|ucc|mpi|xccl)(?:_|$)|Cuda|CUDA|NCCL|NVSHMEM|UCC|MPI|XCCL")
@@ -160,6 +163,12 @@ def _class_of_torch(name: str, path: Path | None) -> str:
             module = node.module or ""
             return f"{module}.{name}" if module.partition(".")[0] == "torch" and not _REPLACED.match(module) else ""
     return ""
+
+
+def _defines(path: Path | None, name: str) -> bool:
+    """Whether a file has a function ``name`` of its own."""
+    tree = ast.parse(path.read_bytes() if path is not None else b"")
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.walk(tree))
 
 
 class Releases:
@@ -211,10 +220,10 @@ class Releases:
         name = f"{where}.{parts['name']}" if where else parts["name"]
         if error.startswith(("ImportError", "AttributeError")) and _CUDA_NAMES.search(parts["name"]):
             return f"needs a build of torch with {name}, which this one does not have"
-        is_name = error.startswith(("ImportError", "AttributeError", "ModuleNotFoundError"))
+        is_name = not error.startswith("TypeError") or not _defines(path, where.rpartition(".")[2])
         if is_name and path is not None and _outside_a_checkout(path):
-            return f"{ANOTHER_RELEASE}: {self._installed} has no {name}"
+            return f"{ANOTHER_RELEASE}: {self._installed} has {'another' if '() missing ' in error else 'no'} {name}"
         if not self._newer:
             return ""
         major, minor = _release(self._checkout)
-        return f"needs torch >= {major}.{minor}: {self._installed} has no {name}"
+        return f"{NEWER_RELEASE} {major}.{minor}: {self._installed} has no {name}"

@@ -97,3 +97,17 @@ def test_the_page_shows_changes_first_and_tells_crash_from_difference():
     assert "- `ops::neg::a`: differs, now agrees" in changes and "- `ops::neg::c`: agreed, now differs" in changes
     assert "- `ops::neg::d`: is no longer a case" in changes and "neg::b" not in changes
     assert second.index("Changes") < second.index("Numbers")
+
+
+def test_a_tier_that_did_not_run_stays_on_the_page_with_its_date():
+    options = parse(["--device", "cpu"])
+    ops = page.text(options, {"ops": [found("a", Status.DIFFERS, "x")]})
+    today = re.search(r"device `cpu`, ([\d-]+)\.", ops)[1]
+    ops = ops.replace(today, "2001-02-03")
+    both = page.text(options, {"c10d": [found("b", Status.AGREES)]}, ops)
+    assert f"device `cpu`, {today}; ops: 2001-02-03." in both and "None." in both.partition("## Numbers")[0]
+    assert both.index("| ops | 1 | 0 |") < both.index("| c10d | 1 | 1 |")
+    assert "| `ops::neg::a` | differs | x |" in both
+    again = page.text(options, {"c10d": [found("b", Status.AGREES)]}, both)
+    assert again == both
+    assert "ops" not in page.text(parse(["--device", "meta"]), {"c10d": []}, both).partition("## Numbers")[2]

@@ -94,3 +94,83 @@ def test_a_death_of_a_rank_is_no_failed_assertion(ranks, kind, status):
     result = {"file": "f.py", "class": "C", "method": "m", "status": "failed", "counts_as": "failed", "reason": "",
               "duration_s": 1.0, "problems": [problem]}  # fmt: skip
     assert (finding(result).status, finding(result).text) == (status, "so")
+
+
+COMMON = """
+from dataclasses import dataclass
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+@dataclass(frozen=True)
+class BackendConfig:
+    name: str
+    device_type: str
+    supports_coalescing: bool = False
+    of_file: bool = False
+
+C10D_BACKENDS = (BackendConfig("gloo", "cpu", of_file=True), BackendConfig("nccl2", "cuda"))
+
+class C10dBackendTest:
+    world_size = 2
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+def instantiate_backend_tests(namespace, suite_name, base_class, backends):
+    for backend in backends:
+        name = f"{backend.name.title()}{suite_name}Test"
+        members = {"__module__": namespace["__name__"], "config": backend}
+        namespace[name] = type(name, (base_class, MultiProcessTestCase), members)
+"""
+CONTRACT = """
+import unittest
+import torch.distributed as dist
+from c10d_backend_common import C10D_BACKENDS, C10dBackendTest, instantiate_backend_tests
+
+class AbstractSmallTest(C10dBackendTest):
+    def test_own(self): self.assertTrue(self.config.of_file)
+    def test_coalescing(self): self.assertTrue(self.config.supports_coalescing)
+    def test_skipped(self): self.skipTest("does not support it")
+    def test_of_a_later_release(self): dist.no_such_name()
+
+instantiate_backend_tests(globals(), "Small", AbstractSmallTest, C10D_BACKENDS)
+
+class OfNoBackendTest(unittest.TestCase):
+    def test_alone(self): pass
+"""
+MADE = """
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from c10d_backend_common import C10dBackendTest
+
+class AbstractMadeTest(C10dBackendTest):
+    def test_names(self): self.assertEqual((self.backend_name, self.device_type), BACKEND)
+
+def _make_made_test_class(backend_name, device_type):
+    class MadeTest(AbstractMadeTest, MultiProcessTestCase):
+        pass
+    MadeTest.backend_name, MadeTest.device_type = backend_name, device_type
+    MadeTest.__name__ = MadeTest.__qualname__ = f"{backend_name.capitalize()}MadeTest"
+    return MadeTest
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "own", "coalesces"),
+    [("", "Gloo", "agrees", "differs"), ("fake", "Fake", "differs", "agrees")],
+)
+def test_contract_files_of_a_checkout_run_unmodified_for_a_backend(tmp_path, backend, name, own, coalesces):
+    tests = tmp_path / "checkout" / "test" / "distributed"
+    tests.mkdir(parents=True)
+    (tmp_path / "checkout" / "version.txt").write_text("9.9.0a0\n")
+    (tests / "c10d_backend_common.py").write_text(COMMON)
+    (tests / "test_c10d_small.py").write_text(CONTRACT)
+    (tests / "test_c10d_made.py").write_text(MADE.replace("BACKEND)", f"({backend or 'gloo'!r}, 'cpu'))"))
+    (tests / "test_c10d_common.py").write_text("raise AssertionError('no contract file')\n")
+    how = ("--device", "cpu", "--tier", "c10d", "-k", "test_c10d_*", "--checkout", str(tmp_path / "checkout"))
+    code, text, page = conformance(tmp_path, *how, "--backend", backend, "--json", tmp_path / "found.jsonl")
+    assert code == 1 and "(5 cases, 3 agree, 1 known, 1 differ, 0 crashed, 1 not comparable" in text, text
+    lines = page.read_text()
+    differs = "test_own" if own == "differs" else "test_coalescing"
+    assert f"| `c10d::test_c10d_small.py::{name}SmallTest::{differs}` | differs" in lines, lines
+    assert f"| `c10d::test_c10d_small.py::{name}SmallTest::test_skipped` | known | does not support it |" in lines
+    assert r"needs torch \>= 9.9" in lines and f"{name}MadeTest" not in lines
+    assert (own, coalesces).count("differs") == 1 and "| `test_c10d_small.py` | 2 | 1 | 0 | 1 | 1 |" in lines

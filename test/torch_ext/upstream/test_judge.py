@@ -125,6 +125,7 @@ def test_other_failures_stay_failures(error, tmp_path):
 IMPORTS = """
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_fsdp import FSDPTest
+def own(): pass
 """
 
 
@@ -132,8 +133,13 @@ from torch.testing._internal.common_fsdp import FSDPTest
     ("error", "skipped"),
     [
         ("ImportError: cannot import name 'New' from 'torch.testing._internal.common_utils' (/x.py)", True),
-        ("TypeError: helper() got an unexpected keyword argument 'new'", False),
+        ("TypeError: helper() got an unexpected keyword argument 'new'", True),
+        ("TypeError: FSDPTest.own() got an unexpected keyword argument 'new'", False),
+        ("TypeError: FSDPTest._test_fsdp_parity() missing 1 required positional argument: 'new'", True),
+        ("TypeError: own() missing 2 required positional arguments: 'new' and 'old'", False),
         ("AttributeError: type object 'DTensor' has no attribute 'new'", True),
+        ("AttributeError: 'torch._C._distributed_c10d.Work' object has no attribute 'new'", True),
+        ("AttributeError: 'TestA' object has no attribute 'new'", False),
         ("AttributeError: type object 'FSDPTest' has no attribute 'new'", False),  # one of our own classes
         ("AttributeError: type object 'Own' has no attribute 'new'", False),
     ],

@@ -108,6 +108,7 @@ class Capabilities:
         averages_integers: whether ``AVG`` takes them.
         lacks: features that fail, with the reason.
         avoids: features that are not run, with the reason.
+        contract: fields of upstream's ``BackendConfig`` that the features do not say.
     """
 
     sizes: tuple[int, ...] = (0, 1, 13, 1 << 20)
@@ -121,6 +122,7 @@ class Capabilities:
     averages_integers: bool = True
     lacks: Mapping[str, str] = field(default_factory=dict)
     avoids: Mapping[str, str] = field(default_factory=dict)
+    contract: Mapping[str, Any] = field(default_factory=dict)
 
 
 _NO_TRANSFERS = "there are no transfers"
@@ -141,6 +143,16 @@ CAPABILITIES = {
         avoids={
             "messages by tag": "NCCL has no tags",
             "recv from any rank": "NCCL receives from a given rank only",
+        },
+        contract={
+            "supports_dropped_p2p_work": True,
+            "supports_gather_single": True,
+            "supports_work_result": True,
+            "float8_dtypes": (
+                torch.float8_e4m3fn, torch.float8_e5m2,
+                torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+            ),
+            "premul_sum_dtypes": (torch.float16, torch.float32, torch.float64),
         },
     ),
     "gloo": Capabilities(
@@ -175,6 +187,8 @@ CAPABILITIES = {
         },
     ),
 }  # fmt: skip
+# What serves NCCL's names where the simulated device is CUDA.
+CAPABILITIES["nccl"] = CAPABILITIES["simccl"]
 # Device tensors of a group of gloo take its simulated half, which is simccl.
 CAPABILITIES["gloo on sim"] = replace(
     CAPABILITIES["gloo"],

@@ -79,19 +79,20 @@ Tensors transport_rows(const at::Tensor& tensor, const std::vector<int64_t>& row
   constexpr const char* kName = "all_to_all";
   TORCH_CHECK_VALUE(
       tensor.dim() > 0 && tensor.is_contiguous(),
-      "all_to_all_single cuts dimension 0 of contiguous tensors, but got sizes ", tensor.sizes(), " with strides ",
-      tensor.strides(), ".");
+      "Tensors must be contiguous: all_to_all_single cuts dimension 0, but got sizes ", tensor.sizes(),
+      " with strides ", tensor.strides(), ".");
   const int64_t all = tensor.size(0);
   if (rows.empty()) {
-    TORCH_CHECK_VALUE(
+    TORCH_CHECK(
         all % parts == 0, "Tensor's dim 0 does not divide equally across group size: got ", all, " rows for ", parts,
         " ranks. Say how many rows each rank gets.");
     return transport_parts(tensor, parts, kName);
   }
   const auto sum = std::accumulate(rows.begin(), rows.end(), int64_t{0});
-  TORCH_CHECK_VALUE(
-      static_cast<int64_t>(rows.size()) == parts && sum == all, "Split sizes don't match total dim 0 size: got ",
-      rows.size(), " splits of ", sum, " rows, expected ", parts, " of ", all, ".");
+  TORCH_CHECK(
+      static_cast<int64_t>(rows.size()) == parts && sum == all && std::ranges::min(rows) >= 0,
+      "Split sizes don't match total dim 0 size: got ", rows.size(), " splits of ", sum, " rows, expected ", parts,
+      " of ", all, ".");
   const at::Tensor view = transport_view(tensor, kName);
   const int64_t row = all == 0 ? 0 : view.numel() / all;
   return view.split_with_sizes(c10::fmap(rows, [&](int64_t count) { return count * row; }));

@@ -49,6 +49,13 @@ struct Groups {
 
 Groups& groups = *new Groups(); // never freed: groups may outlive static objects
 
+// Whether "nccl" is what torch calls "nccl2": captures barriers, and gathers lists onto several devices.
+#ifdef C10D_BACKEND_HAS_HOOKS
+constexpr bool kIsNccl2 = true;
+#else
+constexpr bool kIsNccl2 = false;
+#endif
+
 bool is_set(const char* variable) {
   const char* text = std::getenv(variable);
   return text != nullptr && std::string_view(text) == "1";
@@ -151,7 +158,10 @@ class Launcher : public c10d::Backend {
   }
   ~Launcher() override {
     WithoutGil without;
-    transport_->leave(/*broken=*/false);
+    end_watch();
+    if (transport_ != nullptr) {
+      transport_->leave(/*broken=*/false);
+    }
     {
       std::lock_guard<std::mutex> lock(groups.mutex);
       groups.alive.erase(underway_);
@@ -215,15 +225,9 @@ class Launcher : public c10d::Backend {
     }
   }
 
-  // Fails every pending work, and every later operation: their waits raise RuntimeError.
-  void abort() override {
-    WithoutGil without;
-    aborted_ = true;
-    for (const auto& running : underway_->all()) {
-      running->abort();
-    }
-    transport_->leave(/*broken=*/true);
-  }
+  // Fails every pending work, and every later operation: their waits raise RuntimeError. A group that can be
+  // reconfigured goes on after that.
+  void abort() override { abort_for(c10d::ErrorType::COMM_ERROR); }
   // Waits for operations that streams wait for, as NCCL does to finalize a communicator: their data may still come.
   void shutdown() override {
     WithoutGil without;
@@ -233,15 +237,61 @@ class Launcher : public c10d::Backend {
         settle(*running);
       }
     }
-    transport_->leave(/*broken=*/false);
+    if (transport_ != nullptr) {
+      transport_->leave(/*broken=*/false);
+    }
   }
-  c10d::ErrorType getError() override { return aborted_ ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS; }
+  c10d::ErrorType getError() override { return error_; }
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+  // Other groups report a failure where the program waits, and leave their record to _flight_record.py, in place of a
+  // hook of torch's.
+  bool supportsAbortHooks() const override { return supportsReconfigure(); }
+  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
+    WithoutGil without;
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    hooks_[id] = std::move(hook);
+    if (!watch_.joinable()) {
+      watch_ = std::thread([this] { watch(); });
+    }
+  }
+  void unregisterAbortHook(int64_t id) override {
+    WithoutGil without;
+    std::lock_guard<std::mutex> lock(watch_mutex_);
+    hooks_.erase(id);
+  }
+#endif
 
  protected:
+  // The time limit of operations that name none.
+  virtual std::chrono::milliseconds limit() const = 0;
+
+  // Ends what is under way, so that the other ranks notice, and lets go of the transport with its memory.
+  void leave() {
+    fail_all();
+    transport_.reset();
+  }
+  void begin_anew(std::shared_ptr<Transport> transport) {
+    transport_ = std::move(transport);
+    error_ = c10d::ErrorType::SUCCESS;
+    sequence_ = 0;
+    coalescing_ = false;
+    coalesced_.clear();
+  }
+
   WorkPtr launch(Operation operation) {
+    const auto error = error_.load();
     TORCH_CHECK_WITH(
-        DistBackendError, !aborted_ && !shut_down_, "Cannot start ", operation.name,
-        ": this process group of simccl was ", aborted_ ? "aborted" : "destroyed", ". Make a new one.");
+        DistBackendError, error == c10d::ErrorType::SUCCESS && !shut_down_, "Cannot start ", operation.name,
+        ": this process group of simccl ",
+        shut_down_ ? "was destroyed"
+            : error == c10d::ErrorType::TIMEOUT
+            ? "was aborted when an operation timed out"
+            : "was aborted",
+        ". Make a new one.");
+    TORCH_CHECK_WITH(
+        DistBackendError, transport_ != nullptr, "Cannot start ", operation.name,
+        ": this process group of simccl has no members before its first reconfigure().");
     const auto named = device_of(operation);
     const auto device = named.value_or(current_device());
     if (is_capturing() && capture_of(current_stream(device)) != nullptr) {
@@ -300,6 +350,12 @@ class Launcher : public c10d::Backend {
     return work;
   }
 
+  // The work of something that is over.
+  WorkPtr done(const char* name) const {
+    return c10::make_intrusive<SimWork>(
+        running_of(c10d::OpType::UNKNOWN, name), Tensors(), current_device(), /*moment=*/nullptr, /*blocks_host=*/true);
+  }
+
   std::shared_ptr<Transport> transport_;
 
  private:
@@ -345,7 +401,8 @@ class Launcher : public c10d::Backend {
       ++sequence_;
     }
     return c10::make_intrusive<SimWork>(
-        running_of(kind, name, {}, outputs), outputs, device, /*moment=*/nullptr, blocks_host(kind), std::move(point));
+        running_of(kind, name, {}, outputs), outputs, device, /*moment=*/nullptr, blocks_host(kind) && !kIsNccl2,
+        std::move(point));
   }
 
   RunningPtr running_of(
@@ -410,7 +467,11 @@ class Launcher : public c10d::Backend {
   std::optional<c10::DeviceIndex> device_of(const Operation& operation) const {
     std::optional<c10::Device> device = getBoundDeviceId();
     const bool is_bound = device.has_value();
+    const bool spreads = kIsNccl2 && operation.kind == OpType::ALLGATHER;
     for (const auto* tensors : {&operation.inputs, &operation.outputs}) {
+      if (spreads && tensors == &operation.outputs) {
+        continue;
+      }
       for (const auto& tensor : *tensors) {
         if (!device.has_value()) {
           device = tensor.device();
@@ -418,7 +479,7 @@ class Launcher : public c10d::Backend {
         TORCH_CHECK_VALUE(
             tensor.device() == *device, operation.name, " got a tensor on ", tensor.device(),
             is_bound ? ", but its group is bound to " : " and one on ", *device,
-            is_bound ? "." : "; all tensors of a call must be on one device.");
+            is_bound ? "." : "; all tensors of a call must be on the same device.");
       }
     }
     const bool has_tensors = !operation.inputs.empty() || !operation.outputs.empty();
@@ -463,9 +524,57 @@ class Launcher : public c10d::Backend {
     });
     return end;
   }
+  void fail_all() {
+    for (const auto& running : underway_->all()) {
+      running->abort();
+    }
+    if (transport_ != nullptr) {
+      transport_->leave(/*broken=*/true);
+    }
+  }
+  void abort_for(c10d::ErrorType why) {
+    WithoutGil without;
+    auto none = c10d::ErrorType::SUCCESS;
+    error_.compare_exchange_strong(none, why);
+    std::map<int64_t, std::function<void()>> hooks;
+    {
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      hooks = hooks_;
+    }
+    for (const auto& [id, hook] : hooks) {
+      hook();
+    }
+    fail_all();
+  }
+  // Aborts the group when an operation has failed or is past its limit, although no thread waits for it. Runs in a
+  // thread of its own, from the first abort hook on.
+  void watch() {
+    std::unique_lock<std::mutex> lock(watch_mutex_);
+    while (!watch_changed_.wait_for(lock, kWatchPause, [this] { return watch_ends_; })) {
+      lock.unlock();
+      const int64_t oldest = stream_clock() - std::chrono::nanoseconds(limit()).count();
+      for (const auto& running : underway_->all()) {
+        const bool is_over = running->advance();
+        if (error_ == c10d::ErrorType::SUCCESS && (is_over ? running->failed() : running->begun() < oldest)) {
+          abort_for(is_over ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::TIMEOUT);
+        }
+      }
+      lock.lock();
+    }
+  }
+  void end_watch() {
+    {
+      std::lock_guard<std::mutex> lock(watch_mutex_);
+      watch_ends_ = true;
+    }
+    watch_changed_.notify_all();
+    if (watch_.joinable()) {
+      getpid() == owner_ ? watch_.join() : watch_.detach(); // a fork has no such thread
+    }
+  }
   void keep_for_abort(const RunningPtr& running) {
     underway_->add(running);
-    if (aborted_) {
+    if (error_ != c10d::ErrorType::SUCCESS) {
       running->abort();
     }
   }
@@ -477,8 +586,16 @@ class Launcher : public c10d::Backend {
   std::shared_ptr<Underway> underway_ = std::make_shared<Underway>();
   const bool blocking_wait_;
   std::atomic<bool> is_timed_{is_set("TORCH_NCCL_ENABLE_TIMING")};
-  std::atomic<bool> aborted_{false};
+  std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
   std::atomic<bool> shut_down_{false};
+
+  static constexpr auto kWatchPause = std::chrono::milliseconds(100);
+  const pid_t owner_ = getpid();
+  std::mutex watch_mutex_; // guards what follows
+  std::condition_variable watch_changed_;
+  std::map<int64_t, std::function<void()>> hooks_; // by the number that the program gives
+  bool watch_ends_ = false;
+  std::thread watch_;
 };
 
 Tensors flatten(const TensorLists& lists) {
@@ -510,13 +627,19 @@ class SimCCL final : public Launcher {
   };
 
   // store: shared by the group's ranks. any_device: whether several ranks may use one device. Blocks until all ranks
-  // have joined.
+  // have joined; not if the group is `reconfigurable`, which has members from its first `reconfigure` on.
   SimCCL(
       c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
-      std::chrono::milliseconds timeout, bool any_device)
+      std::chrono::milliseconds timeout, bool any_device, bool reconfigurable = false)
       : Launcher(
-            make_transport(store, rank, global_ranks, timeout, any_device), rank,
+            reconfigurable ? nullptr : make_transport(store, rank, global_ranks, timeout, any_device), rank,
             static_cast<int>(global_ranks.size())),
+        handle_(
+            reconfigurable
+                ? c10::str(
+                      global_ranks.at(static_cast<size_t>(rank)), ":", getpid(), ":",
+                      std::chrono::steady_clock::now().time_since_epoch().count())
+                : ""),
         store_(std::move(store)),
         options_(c10::make_intrusive<SimOptions>(timeout, any_device)) {
     options_->global_ranks_in_group.assign(global_ranks.begin(), global_ranks.end());
@@ -525,14 +648,19 @@ class SimCCL final : public Launcher {
 
   const std::string getBackendName() const override { return SIM_BACKEND; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  std::string transport_kind() const { return transport_->kind(); }
+  std::string transport_kind() const { return transport_ != nullptr ? transport_->kind() : "none"; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
-    transport_->set_timeout(timeout);
+    limit_ = timeout;
+    if (transport_ != nullptr) {
+      transport_->set_timeout(timeout);
+    }
   }
   void setGroupUid(const std::string& name) override {
     c10d::Backend::setGroupUid(name);
-    transport_->set_name(name);
+    if (transport_ != nullptr) {
+      transport_->set_name(name);
+    }
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
@@ -547,19 +675,71 @@ class SimCCL final : public Launcher {
       const c10::intrusive_ptr<Options>& options) override {
     // The prefix of torch's store contains the number of this rank's groups, which may differ between ranks. The number
     // of splits of one group is the same on all of its ranks.
-    const auto prefix = c10::str("split/", splits_++, "/", c10::Join("_", ranks), "/");
-    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
-    if (place == ranks.end()) {
-      return nullptr;
-    }
-    const auto timeout = options != nullptr ? options->timeout : options_->timeout;
-    const auto global_ranks = c10::fmap(ranks, [this](int member) {
-      return static_cast<int64_t>(options_->global_ranks_in_group[static_cast<size_t>(member)]);
-    });
-    return c10::make_intrusive<SimCCL>(
-        c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(place - ranks.begin()), global_ranks,
-        timeout, options_->any_device);
+    return part("split", splits_++, ranks, options);
   }
+
+  // As ncclCommShrink: every rank that stays calls it, with the same list. Without kShrinkAborts, operations that are
+  // under way go on. The group itself stays as it is, or aborted, until the program destroys it.
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& excluded, int flags, const c10::intrusive_ptr<Options>& options) override {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (std::ranges::find(excluded, rank) == excluded.end()) {
+        ranks.push_back(rank);
+      }
+    }
+    TORCH_CHECK_VALUE(
+        std::ranges::find(ranks, rank_) != ranks.end(), "shrink: rank ", rank_, " is among the excluded ranks ",
+        c10::Join(", ", excluded), ". Only the ranks that stay call it.");
+    for (const auto rank : excluded) {
+      checked_root(rank);
+    }
+    if ((flags & kShrinkAborts) != 0) {
+      abort();
+    }
+    return part("shrink", shrinks_++, ranks, options);
+  }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return !handle_.empty(); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    check_reconfigurable();
+    return handle_;
+  }
+  // Members are processes that share the store of the group. Blocks until all of them are there.
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& options) override {
+    check_reconfigurable();
+    std::vector<std::string> members;
+    std::visit([&](const auto& handles) { members.assign(handles.begin(), handles.end()); }, options.handles);
+    if (!std::holds_alternative<std::vector<std::string>>(options.handles)) {
+      std::ranges::sort(members, std::less<>(), rank_of);
+    }
+    const auto place = std::ranges::find(members, handle_);
+    TORCH_CHECK_VALUE(
+        place != members.end(), "reconfigure: the handles ", c10::Join(", ", members), " lack this rank's, ", handle_,
+        ". Only members call it.");
+    TORCH_CHECK(
+        uuids_.insert(options.uuid).second, "reconfigure: this rank has already used the uuid ", options.uuid,
+        ". Each reconfiguration needs a new one.");
+    WithoutGil without;
+    leave();
+    const auto ranks = c10::fmap(members, rank_of);
+    // Other members may use the same uuid at the same time.
+    const auto prefix = c10::str("reconfigure/", options.uuid, "/", std::hash<std::string>()(c10::Join(" ", members)));
+    const int rank = static_cast<int>(place - members.begin());
+    auto made = make_transport(
+        c10::make_intrusive<c10d::PrefixStore>(prefix, store_), rank, ranks,
+        options.timeout.value_or(options_->timeout), options_->any_device);
+    made->set_timeout(options_->timeout);
+    made->set_name(getGroupUid());
+    begin_anew(std::move(made));
+    rank_ = rank;
+    size_ = static_cast<int>(members.size());
+    options_->global_ranks_in_group.assign(ranks.begin(), ranks.end());
+    return done("reconfigure");
+  }
+#endif
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     check_order(tensors);
@@ -733,6 +913,35 @@ class SimCCL final : public Launcher {
   }
 
  private:
+  static constexpr int kShrinkAborts = 1; // torch.distributed's SHRINK_ABORT
+
+  std::chrono::milliseconds limit() const override { return limit_; }
+
+  // The backend of some of this group's ranks, for those among them. number: equal on all of them.
+  c10::intrusive_ptr<c10d::Backend> part(
+      const char* how, int number, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) {
+    const auto prefix = c10::str(how, "/", number, "/", c10::Join("_", ranks), "/");
+    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+    if (place == ranks.end()) {
+      return nullptr;
+    }
+    const auto timeout = options != nullptr ? options->timeout : options_->timeout;
+    const auto global_ranks = c10::fmap(ranks, [this](int member) {
+      return static_cast<int64_t>(options_->global_ranks_in_group[static_cast<size_t>(member)]);
+    });
+    return c10::make_intrusive<SimCCL>(
+        c10::make_intrusive<c10d::PrefixStore>(prefix, store_), static_cast<int>(place - ranks.begin()), global_ranks,
+        timeout, options_->any_device);
+  }
+
+  void check_reconfigurable() const {
+    TORCH_CHECK(
+        !handle_.empty(),
+        "This process group of simccl cannot be reconfigured: make it with "
+        "init_process_group(..., enable_reconfigure=True).");
+  }
+  static int64_t rank_of(const std::string& handle) { return std::strtoll(handle.c_str(), nullptr, 10); }
+
   template <typename Options>
   WorkPtr launch_all(
       OpType kind, std::vector<Call> calls, const char* name, const Tensors& inputs, const Tensors& outputs,
@@ -875,9 +1084,13 @@ class SimCCL final : public Launcher {
     }
   }
 
+  const std::string handle_; // "RANK:PID:TIME"; empty if the group cannot be reconfigured
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<SimOptions> options_;
+  std::atomic<std::chrono::milliseconds> limit_{options_->timeout};
+  std::set<int64_t> uuids_;
   int splits_ = 0;
+  int shrinks_ = 0;
 };
 
 } // namespace
@@ -894,11 +1107,12 @@ void bind_simccl(pybind11::module_& m) {
   backend
       .def(
           py::init([](c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<int64_t>& global_ranks,
-                      std::chrono::milliseconds timeout, bool any_device) {
-            return c10::make_intrusive<SimCCL>(std::move(store), rank, global_ranks, timeout, any_device);
+                      std::chrono::milliseconds timeout, bool any_device, bool reconfigurable) {
+            return c10::make_intrusive<SimCCL>(
+                std::move(store), rank, global_ranks, timeout, any_device, reconfigurable);
           }),
           py::arg("store"), py::arg("rank"), py::arg("global_ranks"), py::arg("timeout"), py::arg("any_device") = false,
-          py::call_guard<py::gil_scoped_release>())
+          py::arg("reconfigurable") = false, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &SimCCL::getBackendOptions)
       .def_property_readonly("transport", &SimCCL::transport_kind)
       .def("get_error", &SimCCL::getError)

@@ -2,6 +2,7 @@
 
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/stack.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "allocator.h"
@@ -286,16 +287,25 @@ bool SimWork::wait(std::chrono::milliseconds timeout) {
     if (blocks_host_ || timeout != kNoTimeout) {
       running_->finish(timeout);
       host_learns();
+      if (running_->kind() == c10d::OpType::BARRIER) {
+        sim::synchronize(current_stream(device_)); // NCCL's is a kernel behind those of the stream
+      }
     } else if (running_->advance()) {
       running_->finish(kNoTimeout); // raises if the operation has failed
     }
   }
   running_->mark_waited_for();
   sim::wait(current_stream(device_), end_);
+  for (const auto& output : outputs_) {
+    if (output.device().index() != device_) { // of an all-gather
+      sim::wait(current_stream(output.device().index()), end_);
+    }
+  }
   trace([&](const auto& to) {
     to.trace_gpu_event_wait(kSim, address_of(this), address_of(handle_of(current_stream(device_))));
   });
   running_->let_go();
+  c10d::unregister_work(c10::intrusive_ptr<c10d::Work>::unsafe_reclaim_from_nonowning(this));
   return true;
 }
 
@@ -346,6 +356,17 @@ FuturePtr SimWork::getFuture() {
     future_ = make_future();
   }
   return future_;
+}
+
+// Complete when it is made, since no thread would complete it: the host waits here.
+FuturePtr SimWork::getFutureResult() {
+  WithoutGil without;
+  settle(*running_);
+  host_learns();
+  auto made = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  const auto result = running_->failed() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+  made->markCompleted(c10::IValue(static_cast<int64_t>(result)));
+  return made;
 }
 
 FuturePtr SimWork::make_future() {

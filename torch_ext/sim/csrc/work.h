@@ -94,6 +94,7 @@ class Running final : public Elsewhere {
   c10d::OpType kind() const { return kind_; }
   int rank() const { return rank_; }
   uint64_t sequence() const { return sequence_; }
+  int64_t begun() const { return started_; } // by stream_clock()
 
   bool advance() override;
   void finish() override { finish(kNoTimeout); }
@@ -188,6 +189,7 @@ class SimWork : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   FuturePtr getFuture() override;
+  FuturePtr getFutureResult() override;
   float getDuration() const override { return running_->duration(); }
   uint64_t getSequencenumber() const override { return running_->sequence(); }
 
