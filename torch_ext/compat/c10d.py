@@ -20,6 +20,32 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
+def names_of_group(name: str) -> tuple[str, ...]:
+    """Return the name of a process group and its description."""
+    from torch.distributed.distributed_c10d import _world
+
+    return (name, *(group.group_desc for group, each in _world.pg_names.items() if each == name))
+
+
+# A key of torch's dispatcher that tensors of every device have, before the device's. Its kernels mark views, and calls
+# of process groups make none. Tensors of inference mode lack it.
+FIRST_KEY = "ADInplaceOrView"
+
+
+def operations() -> list[str]:
+    """Return the names of the operations of process groups."""
+    from torch._C import _dispatch_get_registrations_for_dispatch_key as registered
+
+    return [name.removeprefix("c10d::") for name in registered("CPU") if name.startswith("c10d::")]
+
+
+def past_first_key() -> Any:
+    """Return a context in which calls skip the kernels of :data:`FIRST_KEY`."""
+    from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
+
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, FIRST_KEY)))
+
+
 _watches_groups = False
 
 
