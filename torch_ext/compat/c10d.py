@@ -27,23 +27,11 @@ def names_of_group(name: str) -> tuple[str, ...]:
     return (name, *(group.group_desc for group, each in _world.pg_names.items() if each == name))
 
 
-# A key of torch's dispatcher that tensors of every device have, before the device's. Its kernels mark views, and calls
-# of process groups make none. Tensors of inference mode lack it.
-FIRST_KEY = "ADInplaceOrView"
-
-
 def operations() -> list[str]:
     """Return the names of the operations of process groups."""
     from torch._C import _dispatch_get_registrations_for_dispatch_key as registered
 
     return [name.removeprefix("c10d::") for name in registered("CPU") if name.startswith("c10d::")]
-
-
-def past_first_key() -> Any:
-    """Return a context in which calls skip the kernels of :data:`FIRST_KEY`."""
-    from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
-
-    return _ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, FIRST_KEY)))
 
 
 _watches_groups = False
@@ -119,6 +107,7 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap) -> None:
 __getattr__ = lazy_names(
     __name__,
     {
+        "_AutoDispatchBelowAutograd": ("torch._C:_AutoDispatchBelowAutograd",),
         "_coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager",),
         "_dump_fr_trace_json": ("torch._C._distributed_c10d:_dump_fr_trace_json",),
         "_get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),

@@ -3,9 +3,10 @@
 Note [Where calls pass]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Calls of simccl pass the seam of its transport (Note [Seams] in ``sim/csrc/transport/transport.cpp``), where each kind
-of fault is possible. In a process without simccl, they pass torch's dispatcher, also those from C++, such as DDP's.
-There, a wrapper of the operations of ``c10d`` can delay or fail a call and corrupt what it sends, but not lose or
-repeat it. Only the points that the plan names are watched.
+of fault is possible. Calls with tensors of the host pass torch's dispatcher, also those from C++, such as DDP's, and
+those of ``dist.barrier()``. There, a wrapper of the operations of ``c10d`` can delay or fail a call and corrupt what it
+sends, but not lose or repeat it. It has the key of autograd, which comes before gloo's kernels and which tensors of
+inference mode lack. Calls of other accelerators pass unseen. Only the points that the plan names are watched.
 """
 
 from __future__ import annotations
@@ -257,8 +258,7 @@ class _Seams:
         if native is not None:
             native.set_fault_hook(self._on_call)
             self._undo.callback(native.set_fault_hook, None)
-        else:
-            self._wrap_operations()
+        self._wrap_operations()
 
     def close(self, armament: Armament) -> None:
         self._armaments.remove(armament)
@@ -278,7 +278,7 @@ class _Seams:
         self._undo.callback(library._destroy)
         for name in compat.operations():
             if family(name):
-                library.impl(name, self._replacement(getattr(torch.ops.c10d, name).default), compat.FIRST_KEY)
+                library.impl(name, self._replacement(getattr(torch.ops.c10d, name).default), "AutogradCPU")
 
     def _replacement(self, operation: Any) -> Callable[..., Any]:
         import torch
@@ -299,7 +299,7 @@ class _Seams:
                     f"a planted fault can {kind} calls of simccl only, but {family(name)} of group {group} goes to "
                     "another backend. Run on the simulated accelerator, or plan another fault, such as corrupt or hang."
                 )
-            with compat.past_first_key():
+            with compat._AutoDispatchBelowAutograd():
                 return operation(*arguments)  # releases the GIL, which gloo's threads may need
 
         return call
