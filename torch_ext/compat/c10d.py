@@ -20,6 +20,20 @@ def ranks_of_groups() -> dict[str, list[int]]:
     return {names[group]: sorted(ranks) for group, ranks in _world.pg_group_ranks.items() if group in names}
 
 
+def names_of_group(name: str) -> tuple[str, ...]:
+    """Return the name of a process group and its description."""
+    from torch.distributed.distributed_c10d import _world
+
+    return (name, *(group.group_desc for group, each in _world.pg_names.items() if each == name))
+
+
+def operations() -> list[str]:
+    """Return the names of the operations of process groups."""
+    from torch._C import _dispatch_get_registrations_for_dispatch_key as registered
+
+    return [name.removeprefix("c10d::") for name in registered("CPU") if name.startswith("c10d::")]
+
+
 _watches_groups = False
 
 
@@ -93,6 +107,7 @@ def bind_gloo(interface: str, address: Callable[[], str], wrap: Wrap) -> None:
 __getattr__ = lazy_names(
     __name__,
     {
+        "_AutoDispatchBelowAutograd": ("torch._C:_AutoDispatchBelowAutograd",),
         "_coalescing_manager": ("torch.distributed.distributed_c10d:_coalescing_manager",),
         "_dump_fr_trace_json": ("torch._C._distributed_c10d:_dump_fr_trace_json",),
         "_get_default_group": ("torch.distributed.distributed_c10d:_get_default_group",),

@@ -24,7 +24,7 @@ from torch_ext.program.rank import Facts, find_unused
 from torch_ext.program.serve import search_path, zygote_for
 from torch_ext.program.timeline import replicas_of
 from torch_ext.runner.interrupts import Interrupts
-from torch_ext.runner.options import count, schedule_of, seconds, typed
+from torch_ext.runner.options import count, fault_plan, schedule_of, seconds, typed
 from torch_ext.world import settings, wording
 from torch_ext.world.files import Live
 from torch_ext.world.follow import RankTask, World, ZygoteLostError, start_world
@@ -141,6 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", type=typed(timeline.read), metavar="TRACE", help=since)
     same = "fail if ranks hold different bits in replicas: DTensors, what DDP trains, gradients, optimizer state"
     add("--check-replicas", action="store_true", help=same)
+    wrong = "what goes wrong in the ranks, such as 'rank 1: kill at all_reduce #3'; or a file: see docs/faults.md"
+    add("--faults", type=typed(fault_plan), metavar="PLAN", help=wrong)
     add(
         "--pdb",
         type=typed(count(0)),
@@ -255,6 +257,8 @@ def _set_environment(options: argparse.Namespace) -> None:
             os.environ["TORCH_EXT_SIM_MEMORY"] = str(dry.UNBOUNDED)
         given = {variable: getattr(options, name) for name, variable in _OF_SIM.items()}
         os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
+    if options.faults:
+        os.environ["TORCH_EXT_FAULTS"] = options.faults
     if options.pdb is not None:
         os.environ["TORCH_EXT_PDB"] = str(options.chosen.index(options.pdb))
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # like torchrun, keep the user's value

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_ext
+from torch_ext.faults import plan
 from torch_ext.machine_memory import bytes_of
 from torch_ext.personality import AS_CUDA, VARIABLE
 
@@ -89,6 +90,11 @@ def schedule_of(text: str) -> str:
     if kind not in ("early", "late", "random") or (seed and (kind != "random" or not seed.isdecimal())):
         raise ValueError(f"got {text!r}, expected one of early, late, random, random:SEED")
     return f"random:{seed or 0}" if kind == "random" else kind
+
+
+def fault_plan(given: str) -> str:
+    """Parse a fault plan, or the file of that name, into its text."""
+    return str(plan.read(given))
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,8 @@ class RunOptions:
         "of N on this machine", "ADDRESS", _cluster, alone=False))
     pdb: int | None = _typed(None, Row(("--pdb",), _HOW, "debug this rank at the terminal: at breakpoint() and where "
         "it fails; no limit ends meanwhile", "RANK", count(0), variable="TORCH_EXT_PDB"))
+    faults: str = _typed("", Row(("--faults",), _HOW, f"what goes wrong in the ranks of each test, such as "
+        f"{plan.EXAMPLE!r}; or a file", "PLAN", fault_plan, variable="TORCH_EXT_FAULTS"))
     failfast: bool = _typed(False, Row(("-f", "--failfast"), _HOW, "stop after the first failure"))
     reruns: int = _typed(0, Row(("--reruns",), _HOW, "run a failed test up to N times again, in fresh worlds; if it "
         "passes then, it is flaky, not passed", "N", count(0)))

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from torch_ext.faults import points
 from torch_ext.sim import _flight_record, _gloo_halves, _native, _other_backends
 from torch_ext.sim._name import IS_CUDA, NAME
 from torch_ext.sim._patches import wrap
@@ -67,6 +68,7 @@ def register() -> None:
     """Make ``simccl`` the default backend of ``sim`` tensors, and let torch's threaded group serve them too."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
     _native.set_gloo_factory(_make_gloo)
+    points.native = _native
     _flight_record.install()
     _other_backends.serve_threaded_and_fake_groups()
     _other_backends.reduce_sparse_tensors()

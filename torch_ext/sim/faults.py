@@ -1,28 +1,32 @@
-"""Faults in a rank's communication, planted at the k-th call of a group.
+"""Faults in a rank's communication, planted at the k-th call. :mod:`torch_ext.faults.plan` has more kinds.
 
-A plan of faults connects here: see Note [Seams] in csrc/transport/transport.cpp. Each function plants one fault in the
-calling process, for groups that exist and groups to come::
+Each function plants one fault in the calling process, for groups that exist and groups to come::
 
     from torch_ext.sim import faults
 
     if rank == 1:
         faults.delay(at=3, by=timedelta(seconds=2))
 
-``at`` counts the calls of a group on this rank from 1, collectives and transfers alike; a coalesced operation is a call
+``at`` counts this rank's calls from 1 and from now on, collectives and transfers alike; a coalesced operation is a call
 for each of its tensors. ``group`` names one group (``ProcessGroup.group_name``); ``None`` means every group. A fault
-happens once in each group, and stays planted until :func:`clear`.
+happens once, and stays planted until :func:`clear`.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from torch_ext.sim import _native
+from torch_ext.faults.plan import Fault, Plan, Point
+from torch_ext.faults.points import Armament
+
+_planted: list[Armament] = []
 
 
 def delay(at: int, by: timedelta, group: str | None = None) -> None:
     """Make the launching thread sleep for ``by`` before the call."""
-    _plant("delay", at, group, by)
+    if by < timedelta(0):
+        raise ValueError(f"by={by}: expected a duration that is not negative")
+    _plant("delay", at, group, f"{by.total_seconds()}s")
 
 
 def drop(at: int, group: str | None = None) -> None:
@@ -44,13 +48,13 @@ def kill(at: int, group: str | None = None) -> None:
 
 
 def clear() -> None:
-    """Forget every fault that was planted."""
-    _native.clear_faults()
+    """Forget every fault that was planted here."""
+    while _planted:
+        _planted.pop().disarm()
 
 
-def _plant(kind: str, at: int, group: str | None, duration: timedelta = timedelta(0)) -> None:
+def _plant(kind: str, at: int, group: str | None, value: str = "") -> None:
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(f"at={at!r}: calls are counted from 1")
-    if duration < timedelta(0):
-        raise ValueError(f"by={duration}: expected a duration that is not negative")
-    _native.plant_fault(kind, at, group or "", duration)
+    fault = Fault(kind, value, Point(number=at, group=group or ""))
+    _planted.append(Armament(Plan((fault,)), rank=0, tell=lambda _: None))

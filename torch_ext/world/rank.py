@@ -23,12 +23,12 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
-from torch_ext.world import _os, debugger, exits, operations, threads, wording
+from torch_ext.world import _os, debugger, exits, operations, settings, threads, wording
 from torch_ext.world.channel import Channel
 from torch_ext.world.child import end_fork, redirect
 from torch_ext.world.exits import UnfinishedWork, UnfinishedWorkError
@@ -115,6 +115,13 @@ class Rank:
         if receipt.status is RankStatus.FAILED:
             self._send(Collectives(operations.own_record()))
         return receipt
+
+    def hang(self) -> NoReturn:
+        """Hang as a test expects it: submit a receipt, wait until the peers are done too, and end this process."""
+        self._send(self._stamped(Receipt(RankStatus.PASSED, 0.0)))
+        self._released.wait()
+        self.try_send(Phase.EXITING)
+        os._exit(0)
 
     def notify(self, text: str) -> None:
         """Show ``text`` to the user, once for all ranks."""
@@ -258,7 +265,8 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         threads.belong_to(order.address)
         debugger.prepare(order.rank, rank.try_send)
         rank.try_send(Phase.RUNNING)
-        function(*args, *connections, **kwargs)
+        with _planned_faults(order.rank):
+            function(*args, *connections, **kwargs)
     except SystemExit as left:
         if not rank.submitted:
             exits.write_text(stacks, wording.read_error(left)[1])  # tells the parent half the place
@@ -270,6 +278,23 @@ def _run_task(order: RankOrder, channel: Channel, stacks: int, connections: Sequ
         raise
     if not rank.submitted:
         rank.submit(Receipt(RankStatus.PASSED, _os.monotonic()))
+
+
+@contextlib.contextmanager
+def _planned_faults(rank: int) -> Iterator[None]:
+    """Context: the faults of ``--faults`` happen in this rank; at the end, name those that have not."""
+    if not (text := settings.fault_plan()):
+        yield
+        return
+    from torch_ext.faults import plan, points
+
+    armed = points.Armament(plan.parse(text), rank)
+    try:
+        yield
+    finally:
+        for sentence in armed.missed():
+            with contextlib.suppress(OSError, ValueError):  # the body has closed its stderr
+                print(f"torch_ext: {sentence}", file=sys.stderr, flush=True)
 
 
 @_os.with_room

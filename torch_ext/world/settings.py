@@ -104,6 +104,11 @@ def debugged_rank() -> int | None:
     return int(value) if value.isdigit() else None
 
 
+def fault_plan() -> str:
+    """Return the text of the faults that happen in the ranks, by ``--faults``; empty if there are none."""
+    return os.environ.get("TORCH_EXT_FAULTS", "")
+
+
 def read_at_load(known: tuple[str, ...]) -> tuple[str, ...]:
     """Return the prefixes of variables that libraries read when they load: ``known`` ones and the user's."""
     value = os.environ.get("TORCH_EXT_READ_AT_LOAD", "")

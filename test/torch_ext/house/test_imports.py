@@ -22,19 +22,20 @@ _OF_THE_PACKAGE = {
     "cache": "",
     "machine_memory": "",
     "unbuilt": "",
+    "faults": "compat",
     "personality": "",
-    "sim": "cache machine_memory personality",
+    "sim": "cache faults machine_memory personality",
     "cuda_as_sim": "sim",
     "accelerator": "compat",
-    "world": "compat machine_memory",
+    "world": "compat faults machine_memory",
     "results": "world",
-    "runner": "world results cache compat.untested_torch machine_memory personality",
+    "runner": "world results cache compat.untested_torch faults.plan machine_memory personality",
     "upstream": "accelerator world results compat personality unbuilt",
     "program": "world cache compat cuda_as_sim machine_memory personality sim runner.interrupts runner.options",
     "conformance": "accelerator cache compat results runner testing upstream.judge upstream.reasons world",
     "mutate": "cache results runner world",
     "__main__": "conformance mutate runner program sim unbuilt upstream.judge",
-    "testing": "accelerator compat world",
+    "testing": "accelerator compat faults world",
 }
 LAYERS = {
     **{f"torch_ext.{layer}": frozenset(f"torch_ext.{each}" for each in lower.split())
@@ -208,6 +209,7 @@ _OF_RUNNER = {
     "torch_ext.results",
     "torch_ext.cache",
     "torch_ext.compat",
+    "torch_ext.faults",
     "torch_ext.machine_memory",
     "torch_ext.personality",
 }

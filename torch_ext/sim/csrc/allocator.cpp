@@ -20,6 +20,7 @@ constexpr const char* kLimitVariable = "TORCH_EXT_SIM_MEMORY";
 constexpr size_t kDefaultLimit = size_t{16} << 30;
 
 std::array<std::atomic<bool>, 2> poison{}; // by PoisonFor
+std::atomic<int64_t> until_failure{0};     // allocations, that one included; 0: none is to fail
 
 using Pools = std::array<std::unique_ptr<BlockPool>, kMaxDevices>;
 
@@ -165,6 +166,11 @@ c10::DataPtr allocate_on(c10::DeviceIndex device, size_t nbytes, c10::Device own
   if (nbytes == 0) {
     return {nullptr, owner};
   }
+  if (until_failure.load(std::memory_order_relaxed) > 0 && until_failure.fetch_sub(1) == 1) {
+    C10_THROW_ERROR(
+        OutOfMemoryError,
+        c10::str(SIM_TITLE " out of memory. A planted fault fails this allocation of ", nbytes, " bytes."));
+  }
   BlockPool& pool = pool_of(device);
   const auto stream = current_stream(pool.device());
   const auto capture = is_capturing() ? capture_of(stream) : nullptr;
@@ -205,6 +211,10 @@ void set_memory_limit(c10::DeviceIndex device, size_t nbytes) {
     return;
   }
   pool_of(device).set_limit(nbytes);
+}
+
+void fail_allocation(int64_t number) {
+  until_failure = number;
 }
 
 void set_poison(PoisonFor whom, bool enabled) {

@@ -50,6 +50,9 @@ void set_memory_limit(c10::DeviceIndex device, size_t nbytes);
 enum class PoisonFor : uint8_t { kUser, kRaces };
 void set_poison(PoisonFor whom, bool enabled);
 
+// Fails the `number`-th allocation on any device from now on, as if memory was short; 0: none.
+void fail_allocation(int64_t number);
+
 // The device whose live block contains `pointer`.
 std::optional<c10::DeviceIndex> device_of_pointer(const void* pointer);
 

@@ -136,6 +136,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("memory_limit", [](DeviceIndex index) { return pool_of(index).amounts().limit; });
   m.def("set_memory_fraction", [](DeviceIndex index, double fraction) { pool_of(index).set_fraction(fraction); });
   m.def("memory_fraction", [](DeviceIndex index) { return pool_of(index).fraction(); });
+  m.def("fail_allocation", &fail_allocation);
   m.def("set_poison", [](bool enabled) { set_poison(PoisonFor::kUser, enabled); });
   m.def("use_memory_page", &use_memory_page);
   m.def("machine_memory", [] {

@@ -1,16 +1,16 @@
-// Starts calls on any transport, and applies the planted faults.
+// Starts calls on any transport, and applies faults.
 //
 // Note [Seams]
-// Each call of every group passes `Transport::start`, which applies the faults planted for it:
+// Each call of every group passes `Transport::start`, which asks the hook of `torch_ext.faults.points`, if there is
+// one, what happens to it. The hook gets the name of the call and of its group. It may sleep, raise or end the process,
+// and returns how the call goes wrong:
 //
-//   delay     the launching thread sleeps first
-//   drop      the call never reaches the peers. A send is over at once, like a lost message; any other call runs into
-//             its time limit, here and on the peers
-//   corrupt   flips one bit of the sent data, in a copy; of the received data if the call sends none
-//   kill      the process ends by SIGKILL
+//   drop       the call never reaches the peers. A send is over at once, like a lost message; any other call runs into
+//              its time limit, here and on the peers
+//   duplicate  a send is made twice. Other calls are refused
+//   corrupt    flips one bit of the sent data, in a copy; of the received data if the call sends none
 //
-// Calls are counted by group, from 1. An operation on a list of tensors, such as a coalesced one, is a call for each of
-// them. A fault is applied once in each matching group.
+// An operation on a list of tensors, such as a coalesced one, is a call for each of them.
 //
 // Note [Transfers that block each other]
 // NCCL runs the transfers between two ranks in the order of their calls, on one stream, and a receive ends when its
@@ -27,8 +27,7 @@
 // TORCH_EXT_SIM_P2P=buffered.
 #include "transport.h"
 
-#include <pybind11/chrono.h>
-#include <signal.h>
+#include <pybind11/stl.h>
 
 #include "../bindings.h"
 #include "../host_tensors.h"
@@ -43,34 +42,41 @@ namespace {
 using Milliseconds = std::chrono::milliseconds;
 using c10d::OpType;
 
-struct Fault {
-  std::string kind;      // the name of its function in faults.py
-  uint64_t at;           // number of the call in its group
-  std::string group;     // by name; empty: any
-  Milliseconds duration; // of a delay; 0 of others
+std::atomic<PyObject*> hook{nullptr}; // never freed: a call may be in it
+
+// How a call goes wrong; see Note [Seams].
+struct Effect {
+  std::string kind;
+  int64_t element = 0; // to corrupt
+  int64_t bit = 0;     // of the element; negative: counted from its end, where numbers have sign and exponent
 };
 
-struct Plan {
-  std::mutex mutex;
-  std::vector<Fault> faults;
-};
-
-Plan& plan = *new Plan(); // never freed: groups may outlive static objects
-
-std::vector<Fault> faults_for(Group& group, uint64_t number) {
-  std::vector<Fault> found;
-  const std::scoped_lock lock(plan.mutex, group.mutex);
-  std::ranges::copy_if(plan.faults, std::back_inserter(found), [&](const Fault& fault) {
-    return fault.at == number && (fault.group.empty() || fault.group == group.name);
-  });
-  return found;
+Effect effect_on(const Call& call, Group& group) {
+  PyObject* const asked = hook.load(std::memory_order_relaxed);
+  if (asked == nullptr) {
+    return {};
+  }
+  std::string name;
+  {
+    const std::scoped_lock lock(group.mutex);
+    name = group.name;
+  }
+  namespace py = pybind11;
+  py::gil_scoped_acquire gil;
+  const auto found = py::reinterpret_borrow<py::object>(asked)(call.name, name);
+  if (found.is_none()) {
+    return {};
+  }
+  const auto [kind, element, bit] = found.cast<std::tuple<std::string, int64_t, int64_t>>();
+  return {kind, element, bit};
 }
 
-at::Tensor with_a_flipped_bit(const at::Tensor& host) {
+at::Tensor with_a_flipped_bit(const at::Tensor& host, const Effect& effect) {
   at::Tensor copy = host.clone();
-  if (copy.nbytes() > 0) {
-    // The last byte of the first element: sign or exponent of a number, so that no tolerance covers it.
-    static_cast<uint8_t*>(copy.mutable_data_ptr())[copy.element_size() - 1] ^= 0x40;
+  if (copy.numel() > 0) {
+    const auto bits = static_cast<int64_t>(copy.element_size()) * 8;
+    const auto bit = (effect.bit % bits + bits) % bits + effect.element % copy.numel() * bits;
+    static_cast<uint8_t*>(copy.mutable_data_ptr())[bit / 8] ^= static_cast<uint8_t>(1U << (bit % 8));
   }
   return copy;
 }
@@ -160,16 +166,8 @@ TransferPtr Transport::start(Call call) {
   if (group_->any_device) {
     call.device = -1;
   }
-  bool is_dropped = false, is_corrupted = false;
-  for (const auto& fault : faults_for(*group_, ++started_)) {
-    std::this_thread::sleep_for(fault.duration);
-    if (fault.kind == "kill") {
-      ::kill(getpid(), SIGKILL);
-    }
-    is_dropped = is_dropped || fault.kind == "drop";
-    is_corrupted = is_corrupted || fault.kind == "corrupt";
-  }
-  if (is_dropped) { // the call never reaches its peers
+  const Effect effect = effect_on(call, *group_);
+  if (effect.kind == "drop") {
     auto dropped = std::make_shared<Awaited>(
         group_, c10::str(call.name, ", dropped by a planted fault,"), group_->limit_of(call, kNoTimeout));
     if (call.kind == OpType::SEND) {
@@ -177,19 +175,23 @@ TransferPtr Transport::start(Call call) {
     }
     return dropped;
   }
-  if (!is_corrupted) {
+  if (effect.kind == "duplicate") {
+    TORCH_CHECK_VALUE(call.kind == OpType::SEND, "A fault may duplicate a send only, but was to duplicate ", call.name);
+    settle(*begin(call));
+  }
+  if (effect.kind != "corrupt") {
     return begin(std::move(call));
   }
   if (call.inputs.empty()) {
     Tensors outputs = call.outputs;
-    return std::make_shared<Stepped>(begin(std::move(call)), [outputs = std::move(outputs)] {
+    return std::make_shared<Stepped>(begin(std::move(call)), [outputs = std::move(outputs), effect] {
       for (const auto& output : outputs) {
-        output.copy_(with_a_flipped_bit(output));
+        output.copy_(with_a_flipped_bit(output, effect));
       }
     });
   }
   for (auto& input : call.inputs) {
-    input = with_a_flipped_bit(input);
+    input = with_a_flipped_bit(input, effect);
   }
   return begin(std::move(call));
 }
@@ -228,13 +230,8 @@ void write_outputs(const Call& call, const Group& group, FoldOrder order, uint64
 }
 
 void bind_faults(pybind11::module_& m) {
-  m.def("plant_fault", [](const std::string& kind, uint64_t at, const std::string& group, Milliseconds duration) {
-    std::lock_guard<std::mutex> lock(plan.mutex);
-    plan.faults.push_back({kind, at, group, duration});
-  });
-  m.def("clear_faults", [] {
-    std::lock_guard<std::mutex> lock(plan.mutex);
-    plan.faults.clear();
+  m.def("set_fault_hook", [](const pybind11::object& called) {
+    hook = called.is_none() ? nullptr : pybind11::object(called).release().ptr();
   });
 }
 

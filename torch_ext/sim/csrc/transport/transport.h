@@ -167,7 +167,7 @@ class Transport {
   virtual ~Transport() = default;
   C10_DISABLE_COPY_AND_ASSIGN(Transport);
 
-  // Begins a call, and applies the faults planted for it (Note [Seams] in transport.cpp). Reads all inputs before it
+  // Begins a call, and applies its fault, if any (Note [Seams] in transport.cpp). Reads all inputs before it
   // returns, so they may be overwritten or freed; writes the outputs until the transfer is over. May wait for peers
   // that are far behind.
   TransferPtr start(Call call);
@@ -203,7 +203,6 @@ class Transport {
 
   void take_turn(Call& call);
 
-  uint64_t started_ = 0;      // calls
   std::map<int, Pair> pairs_; // by peer
 };
 

@@ -1,0 +1,39 @@
+"""The report on each program of the laboratory has its line."""
+
+import time
+from datetime import timedelta
+
+import pytest
+
+from test.torch_ext.faults import laboratory
+from test.torch_ext.sim import ranks
+from torch_ext.world import provider
+from torch_ext.world.follow import RankTask, start_world
+from torch_ext.world.settings import Limits
+from torch_ext.world.verdict import Judgement, WorldReport, judge, render
+
+SIZE = 2
+LIMITS = Limits(test_s=60.0, hang_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "plan", "said"),
+    [pytest.param(*each, id=f"{each[0].__name__}: {each[1]}") for each in laboratory.PROGRAMS],
+)
+def test_report_has_the_line(program, plan, said, tmp_path):
+    options = {"timeout": timedelta(hours=1)}
+    where = (laboratory.__name__, program.__name__)
+    tasks = [
+        RankTask(
+            ranks._in_group,
+            (rank, SIZE, str(tmp_path), where, (), dict(options)),
+            environment={"TORCH_EXT_FAULTS": plan},
+        )
+        for rank in range(SIZE)
+    ]
+    with start_world(provider.zygote_for(laboratory.__name__), tasks) as world:
+        outcomes = world.wait(LIMITS)
+        verdict = judge(outcomes)
+        report = render(WorldReport(tuple(outcomes), verdict, time.monotonic() - world.started_s))
+    assert (verdict.judgement is Judgement.PASSED) == (not said), report
+    assert said in report.splitlines()[0], report
