@@ -1,4 +1,5 @@
-"""Property-based tests whose examples run on all ranks. Other names are torch's own.
+"""Property-based tests whose examples run on all ranks, and grids of options. Other
+names are torch's own.
 
 See Note [Examples across ranks] in ``_distributed/examples.py``.
 
@@ -14,7 +15,8 @@ See Note [Examples across ranks] in ``_distributed/examples.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_ext.compat.testing import upstream_name
@@ -24,7 +26,7 @@ from torch_ext.testing._internal._distributed.methods import PARENT_HALF
 
 __unittest = True
 
-__all__ = ["across_ranks"]
+__all__ = ["across_ranks", "pairwise"]
 
 
 def across_ranks(
@@ -79,6 +81,38 @@ def _method(test: Any, example_timeout_s: float) -> Callable[[Any], None]:
     del vars(in_rank)["__wrapped__"]  # pytest would ask for the arguments of the body
     setattr(in_rank, PARENT_HALF, parent_half)
     return in_rank
+
+
+def pairwise(
+    options: Mapping[str, Sequence[Any]],
+    works: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+) -> list[dict[str, Any]]:
+    """Return few rows, with a value of each option, in which any two values of two
+    options meet. ``works`` says whether a row, or a part of one, may be.
+
+    >>> rows = pairwise({"shards": (True, False), "mesh": (1, 2), "offloads": (0, 1)})
+    >>> [tuple(row.values()) for row in rows]
+    [(True, 1, 0), (True, 2, 1), (False, 1, 1), (False, 2, 0)]
+    """
+    values = [(name, value) for name, each in options.items() for value in each]
+    every = (pair for pair in itertools.combinations(values, 2) if works(dict(pair)))
+    # A dictionary keeps the order, so all ranks agree.
+    missing = dict.fromkeys((one, other) for one, other in every if one[0] != other[0])
+    rows = []
+
+    def new_pairs(row: Mapping[str, Any]) -> list[Any]:
+        ordered = [(name, row[name]) for name in options if name in row]
+        return [each for each in itertools.combinations(ordered, 2) if each in missing]
+
+    while missing:
+        row = dict(next(iter(missing)))
+        for name in [each for each in options if each not in row]:
+            grown = ({**row, name: value} for value in options[name])
+            row = max(filter(works, grown), key=lambda each: len(new_pairs(each)))
+        for pair in new_pairs(row):
+            del missing[pair]
+        rows.append({name: row[name] for name in options})
+    return rows
 
 
 def __getattr__(name: str) -> Any:

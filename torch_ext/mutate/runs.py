@@ -232,15 +232,26 @@ class Runs(RunExecutor):
 
     def _one_mutant(self, mutant: str, swap: Swap, left: list[Test]) -> Task[Outcome]:
         outcome = Outcome(mutant, "survived" if left else "unreached")
+        # So that new tests run alone on what has survived the others.
+        kept = {test.name.id: self._get(digest(mutant, test.digest)) for test in left}
+
+        def rank(one: Test) -> tuple[bool, float]:
+            return kept[one.name.id] is not None, (one.caught + 1) / (one.ran + 8) / max(one.duration_s, 0.05)
+
         while left:
-            test = max(left, key=lambda one: (one.caught + 1) / (one.ran + 8) / max(one.duration_s, 0.05))
+            test = max(left, key=rank)
             left.remove(test)
-            began_s = _os.monotonic()
-            result = yield from self._run_one(test, swap)
+            if (line := kept[test.name.id]) is None:
+                began_s = _os.monotonic()
+                result = yield from self._run_one(test, swap)
+                failed, took_s = result.status.counted is Status.FAILED, _os.monotonic() - began_s
+                line = [failed, describe_failure(result)[:_KEPT] if failed else "", took_s]
+                self._add(digest(mutant, test.digest), line)
+            failed, text, took_s = line
             test.ran += 1
-            outcome = replace(outcome, took_s=outcome.took_s + _os.monotonic() - began_s, ran=outcome.ran + 1)
-            if result.status.counted is Status.FAILED and (yield from self._is_sound(test)):
-                return replace(outcome, status="caught", test=test.name.id, text=describe_failure(result)[:_KEPT])
+            outcome = replace(outcome, took_s=outcome.took_s + took_s, ran=outcome.ran + 1)
+            if failed and (yield from self._is_sound(test)):
+                return replace(outcome, status="caught", test=test.name.id, text=text)
         return outcome
 
     def _is_sound(self, test: Test) -> Task[bool]:
