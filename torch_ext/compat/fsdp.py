@@ -6,7 +6,18 @@ them would not be the one that FSDP calls.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch_ext.compat import lazy_names
+
+
+def replicating_group(module: Any) -> Any:
+    """Return the process group whose ranks hold equal shards of an FSDP1 module; None if each rank has its own."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    whole = module.sharding_strategy is ShardingStrategy.NO_SHARD
+    return module.process_group if whole else getattr(module, "_inter_node_pg", None)
+
 
 __getattr__ = lazy_names(
     __name__,

@@ -3,8 +3,9 @@
 Note [What is a replica]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 What the program declares: a DTensor's local tensor along each ``Replicate`` dimension of its mesh; a parameter of a
-``DistributedDataParallel`` module in that module's group; the same for their gradients, and for the optimizer's state
-of the parameter. Whether plain tensors are replicas nobody but their author knows: :func:`replicated` declares one.
+``DistributedDataParallel`` module in that module's group, or of an FSDP1 module in the group that replicates its
+shards; the same for their gradients, and for the optimizer's state of the parameter. Whether plain tensors are replicas
+nobody but their author knows: :func:`replicated` declares one.
 
 Each rank writes the hash of each replica into a file, in the order of its program: gradients before a step of an
 optimizer, parameters and state after it, and each result of a DTensor operation. The command compares the files when
@@ -58,18 +59,24 @@ class Recorder:
             self._names[id(tensor)] = name
 
     def _find_modules(self) -> None:
-        """Name the parameters by the outermost modules, and find the replicas of DDP. A hook of all modules would show
-        in compiled programs.
+        """Name the parameters by the outermost modules, and find the replicas of DDP and FSDP1. A hook of all modules
+        would show in compiled programs.
         """
         import torch
         import torch.distributed as dist
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        from torch_ext.compat.fsdp import replicating_group
 
         found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
         for module in sorted(found, key=lambda module: -sum(1 for _ in module.modules())):
             for name, parameter in module.named_parameters():
                 self._names.setdefault(id(parameter), name)
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                ranks = tuple(dist.get_process_group_ranks(module.process_group))
+            group = module.process_group if isinstance(module, torch.nn.parallel.DistributedDataParallel) else None
+            if isinstance(module, FullyShardedDataParallel):
+                group = replicating_group(module)
+            if group is not None:
+                ranks = tuple(dist.get_process_group_ranks(group))
                 self._groups |= {id(parameter): ranks for parameter in module.parameters()}
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
@@ -186,7 +193,8 @@ def compare(paths: Iterable[Path]) -> str:
         who = "no two are equal"
     lines = dict.fromkeys(line for _, line in held[first].values() if line)
     where = f" ({', '.join(lines)})" if lines else ""
-    more = f"; {len(differing) - 1} later ones differ too" if len(differing) > 1 else ""
+    later = len(differing) - 1
+    more = f"; {later} later {'ones differ' if later > 1 else 'one differs'} too" if later else ""
     return f"replicas of {ranks_phrase(first.ranks)} differ, first in {first.what}{where}: {who}{more}"
 
 
