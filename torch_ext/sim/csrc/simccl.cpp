@@ -268,10 +268,14 @@ class Launcher : public c10d::Backend {
 
   // Ends what is under way, so that the other ranks notice, and lets go of the transport with its memory.
   void leave() {
-    fail_all();
+    const auto is_over = [](const RunningPtr& running) { return running->is_over(); };
+    fail_all(/*broken=*/!std::ranges::all_of(underway_->all(), is_over));
     transport_.reset();
   }
   void begin_anew(std::shared_ptr<Transport> transport) {
+    std::lock_guard<std::mutex> lock(
+        turn_mutex_); // else the watch would take an earlier failure for one of the new group
+    underway_->forget();
     transport_ = std::move(transport);
     error_ = c10d::ErrorType::SUCCESS;
     sequence_ = 0;
@@ -524,12 +528,12 @@ class Launcher : public c10d::Backend {
     });
     return end;
   }
-  void fail_all() {
+  void fail_all(bool broken = true) {
     for (const auto& running : underway_->all()) {
       running->abort();
     }
     if (transport_ != nullptr) {
-      transport_->leave(/*broken=*/true);
+      transport_->leave(broken);
     }
   }
   void abort_for(c10d::ErrorType why) {
@@ -552,6 +556,7 @@ class Launcher : public c10d::Backend {
     std::unique_lock<std::mutex> lock(watch_mutex_);
     while (!watch_changed_.wait_for(lock, kWatchPause, [this] { return watch_ends_; })) {
       lock.unlock();
+      std::unique_lock<std::mutex> turn(turn_mutex_);
       const int64_t oldest = stream_clock() - std::chrono::nanoseconds(limit()).count();
       for (const auto& running : underway_->all()) {
         const bool is_over = running->advance();
@@ -559,6 +564,7 @@ class Launcher : public c10d::Backend {
           abort_for(is_over ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::TIMEOUT);
         }
       }
+      turn.unlock();
       lock.lock();
     }
   }
@@ -591,6 +597,7 @@ class Launcher : public c10d::Backend {
 
   static constexpr auto kWatchPause = std::chrono::milliseconds(100);
   const pid_t owner_ = getpid();
+  std::mutex turn_mutex_;  // held while the watch looks, and while the group begins anew
   std::mutex watch_mutex_; // guards what follows
   std::condition_variable watch_changed_;
   std::map<int64_t, std::function<void()>> hooks_; // by the number that the program gives

@@ -248,6 +248,12 @@ void Underway::add(const RunningPtr& one) {
   running_.push_back(one);
 }
 
+void Underway::forget() {
+  std::vector<RunningPtr> dropped; // without the lock, as above
+  std::lock_guard<std::mutex> lock(mutex_);
+  dropped.swap(running_);
+}
+
 std::vector<RunningPtr> Underway::all() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return running_;

@@ -162,6 +162,7 @@ class Underway {
  public:
   // Adds an operation, and forgets earlier ones that are over.
   void add(const RunningPtr& one);
+  void forget();
   std::vector<RunningPtr> all() const;
 
  private:
