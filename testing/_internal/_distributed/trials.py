@@ -189,22 +189,20 @@ def _run_in_rank(trial: _Trial, case: Any, body: Callable[[], Any]) -> None:
         error = raised
     finally:
         armament.disarm()
-    if isinstance(error, unittest.SkipTest) or (error is not None and (plan is None or not trial.sights)):
-        if not (plan and _is_own(plan, rank, error)):
-            raise error
+    sights = [sight for sight in trial.sights if plan and (not sight.ranks or rank in sight.ranks)]
+    if error is not None and plan is not None and _is_own(plan, rank, error):
         return
+    if isinstance(error, unittest.SkipTest) or (error is not None and not sights):
+        raise error
     digest = _digest(result)
     if plan is None:
         calls = sum(count for name, count in armament.calls.items() if name not in TRANSFERS)
         notes.write(end=rank, digest=digest, calls=calls)
         return
-    if error is not None and _is_own(plan, rank, error):
-        return
     first_s = min((line["time_s"] for line in notes.read("fault")), default=monotonic())
     before = next((line["digest"] for line in notes.read("end", notes.reference) if line["end"] == rank), "")
-    for sight in trial.sights:
-        why = sight.mismatch(rank, error, digest == before, monotonic() - first_s)
-        if why and (not sight.ranks or rank in sight.ranks):
+    for sight in sights:
+        if why := sight.mismatch(rank, error, digest == before, monotonic() - first_s):
             raise AssertionError(why) from error
 
 
@@ -323,9 +321,7 @@ def nothing_lost(folder: str | os.PathLike[str]) -> Any:
         try:
             dcp_to_torch_save(os.path.dirname(mark), held)
         except Exception as error:
-            raise AssertionError(
-                f"{mark} says that its checkpoint is whole, which cannot be loaded: {error}"
-            ) from error
+            raise AssertionError(f"{mark} marks a checkpoint as whole that cannot be loaded: {error}") from error
         held.seek(0)
         state = torch.load(held, weights_only=False)
     return state
