@@ -190,10 +190,13 @@ def _run_in_rank(trial: _Trial, case: Any, body: Callable[[], Any]) -> None:
         notes.write(fault=str(fault), rank=rank, time_s=monotonic())
 
     armament = Armament(plan or Plan(), rank, tell, world_rank.this_rank().hang, counts=bool(trial.seeds))
-    error, result = None, None
+    error: BaseException | None = None
+    result = None
     try:
         result = body()
-    except Exception as raised:
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as raised:  # as DCP's errors are
         error = raised
     finally:
         armament.disarm()
@@ -318,6 +321,7 @@ def nothing_lost(folder: str | os.PathLike[str]) -> Any:
 
     Raises AssertionError if a checkpoint that says it is whole, by its ``.metadata``, cannot be loaded, or if none is.
     """
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     marks = [mark for each in os.scandir(folder) if os.path.exists(mark := os.path.join(each.path, ".metadata"))]
@@ -328,7 +332,7 @@ def nothing_lost(folder: str | os.PathLike[str]) -> Any:
         held: Any = io.BytesIO()
         try:
             dcp_to_torch_save(os.path.dirname(mark), held)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise AssertionError(f"{mark} marks a checkpoint as whole that cannot be loaded: {error}") from error
         held.seek(0)
         state = torch.load(held, weights_only=False)
